@@ -1,0 +1,399 @@
+"""The block: a table of runs and one set of columns over all their rows.
+
+The block is the unit of writing, storing, replicating and reading. A run says what happened in one partition
+in the range ``(start_seqno, end_seqno]``; rows superseded at or below the run's horizon may be missing, and
+the run ends in a snapshot marker exactly when its horizon equals its end ("Snapshot Markers and
+Deduplication" of the specification).
+
+The columns travel untouched from the writer to the reader, so the CRC over them is made once, by whoever made
+the columns, and checked by whoever uses them. What is received is checked whole before anything of it is
+used: a lying block changes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from upr_protocol.errors import CorruptBlockError, InvalidArgumentError
+from upr_protocol.limits import (
+    BLOCK_ROWS_MAX,
+    KEY_BYTES_MAX,
+    KEY_BYTES_MIN,
+    PARTITIONS,
+    RUN_SPAN_MAX,
+    SEQNO_MAX,
+    VALUE_BYTES_MAX,
+    WRITE_BLOCK_BYTES_MAX,
+)
+
+RUN: Final = np.dtype(
+    [
+        ("partition", "<u4"),
+        ("count", "<u4"),
+        ("start_seqno", "<u8"),
+        ("end_seqno", "<u8"),
+        ("horizon", "<u8"),
+        ("time", "<u8"),
+    ]
+)
+"""One record of the run table, 40 bytes; ``time`` is microseconds since the epoch."""
+
+OP_SET: Final = 0
+OP_DELETE: Final = 1
+
+Runs = npt.NDArray[np.void]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Block:
+    """A run table and its columns; see Block in ``types.proto`` for each column's layout.
+
+    Attributes:
+        runs: the table, dtype RUN, ascending by partition, one run a partition.
+        seqnos: empty, or a uint32 offset from its run's start a row.
+        ops: empty when all rows are sets, or a byte a row.
+        key_offsets: int32, rows + 1.
+        keys: all keys.
+        value_offsets: int32, rows + 1; empty when the values were left out.
+        values: all values.
+        times: empty, or an int64 a row.
+        columns_crc: CRC32C over the columns.
+    """
+
+    runs: Runs
+    seqnos: bytes
+    ops: bytes
+    key_offsets: bytes
+    keys: bytes
+    value_offsets: bytes
+    values: bytes
+    times: bytes
+    columns_crc: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows the columns hold."""
+        return max(len(self.key_offsets) // 4 - 1, 0)
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of all columns together."""
+        return sum(map(len, _columns(self)))
+
+    def __repr__(self) -> str:
+        return f"<Block {len(self.runs)} runs, {self.rows} rows, {self.column_bytes} bytes>"
+
+
+def _columns(block: Block) -> tuple[bytes, ...]:
+    return (
+        block.seqnos,
+        block.ops,
+        block.key_offsets,
+        block.keys,
+        block.value_offsets,
+        block.values,
+        block.times,
+    )
+
+
+def columns_crc(block: Block) -> int:
+    """Compute the CRC32C of a block's columns: their seven lengths as uint32, then their bytes."""
+    return crc_of_columns(_columns(block))
+
+
+def crc_of_columns(columns: Sequence[bytes]) -> int:
+    """Compute the CRC32C of the seven columns, given in the order of the wire."""
+    crc: int = google_crc32c.value(np.array([len(c) for c in columns], "<u4").tobytes())
+    for column in columns:
+        if column:
+            crc = google_crc32c.extend(crc, column)
+    return crc
+
+
+def sealed(block: Block) -> Block:
+    """Return the block with the CRC of its columns set."""
+    return replace(block, columns_crc=columns_crc(block))
+
+
+def make_runs(
+    partitions: npt.ArrayLike,
+    counts: npt.ArrayLike,
+    starts: npt.ArrayLike = 0,
+    ends: npt.ArrayLike = 0,
+    horizons: npt.ArrayLike = 0,
+    times: npt.ArrayLike = 0,
+) -> Runs:
+    """Build a run table from columns of equal length (scalars are repeated)."""
+    partitions = np.asarray(partitions)
+    runs = np.zeros(partitions.shape, RUN)
+    runs["partition"] = partitions
+    runs["count"] = counts
+    runs["start_seqno"] = starts
+    runs["end_seqno"] = ends
+    runs["horizon"] = horizons
+    runs["time"] = times
+    return runs
+
+
+def row_bounds(runs: Runs) -> I64:
+    """Return where each run's rows begin, and the total last: int64, shape ``(len(runs) + 1,)``."""
+    bounds = np.zeros(len(runs) + 1, np.int64)
+    np.cumsum(runs["count"], out=bounds[1:])
+    return bounds
+
+
+def row_seqnos(block: Block) -> U64:
+    """Return each row's seqno as uint64, shape ``(rows,)``."""
+    runs = block.runs
+    starts: U64 = np.repeat(runs["start_seqno"], runs["count"])
+    if block.seqnos:
+        return starts + np.frombuffer(block.seqnos, "<u4").astype(np.uint64)
+    first_rows = np.repeat(row_bounds(runs)[:-1], runs["count"])
+    return starts + (np.arange(1, block.rows + 1, dtype=np.int64) - first_rows).astype(np.uint64)
+
+
+def check_block(block: Block, *, numbered: bool = True) -> None:
+    """Raise unless the block is whole, consistent and within the limits.
+
+    Args:
+        numbered: whether the runs must carry seqnos; in a Write they must not.
+
+    Raises:
+        CorruptBlockError: the CRC is wrong, or columns and table contradict each other.
+        InvalidArgumentError: a key, value, partition or seqno is out of its range.
+    """
+    if columns_crc(block) != block.columns_crc:
+        raise CorruptBlockError(
+            f"the block's columns have CRC32C {columns_crc(block):08x}, the block says {block.columns_crc:08x}",
+            hint="the bytes were damaged on the way or the writer computes the CRC differently",
+        )
+    rows = _check_columns(block)
+    _check_table(block.runs, rows)
+    if numbered:
+        _check_numbers(block, rows)
+    else:
+        _check_unnumbered(block, rows)
+
+
+def _check_columns(block: Block) -> int:
+    if not block.key_offsets:
+        if any(_columns(block)):
+            raise CorruptBlockError("the block has columns but no key offsets")
+        return 0
+    if len(block.key_offsets) % 4:
+        raise CorruptBlockError(
+            f"key offsets take {len(block.key_offsets)} bytes, not a multiple of 4"
+        )
+    rows = block.rows
+    if rows > BLOCK_ROWS_MAX:
+        raise InvalidArgumentError(
+            f"the block has {rows} rows, the limit is {BLOCK_ROWS_MAX}", hint="send several blocks"
+        )
+    if block.column_bytes > WRITE_BLOCK_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"the block's columns take {block.column_bytes} bytes, the limit is {WRITE_BLOCK_BYTES_MAX}",
+            hint="send several blocks",
+        )
+    lengths = _check_offsets("key", block.key_offsets, block.keys, rows)
+    if rows and (lengths.min() < KEY_BYTES_MIN or lengths.max() > KEY_BYTES_MAX):
+        bad = lengths.min() if lengths.min() < KEY_BYTES_MIN else lengths.max()
+        raise InvalidArgumentError(
+            f"a key of {bad} bytes, a key has {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
+        )
+    for name, column, width in (
+        ("ops", block.ops, 1),
+        ("seqnos", block.seqnos, 4),
+        ("times", block.times, 8),
+    ):
+        if column and len(column) != width * rows:
+            raise CorruptBlockError(
+                f"{name} take {len(column)} bytes, {rows} rows need {width * rows}"
+            )
+    value_lengths = None
+    if block.value_offsets:
+        value_lengths = _check_offsets("value", block.value_offsets, block.values, rows)
+        if rows and value_lengths.max() > VALUE_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"a value of {value_lengths.max()} bytes, the limit is {VALUE_BYTES_MAX}"
+            )
+    elif block.values:
+        raise CorruptBlockError("the block has values but no value offsets")
+    if block.ops:
+        ops = np.frombuffer(block.ops, np.uint8)
+        if ops.max() > OP_DELETE:
+            raise InvalidArgumentError(
+                f"op {ops.max()}, known are {OP_SET} (set) and {OP_DELETE} (delete)"
+            )
+        if value_lengths is not None and value_lengths[ops == OP_DELETE].any():
+            raise CorruptBlockError("a delete carries a value")
+    return rows
+
+
+def _check_offsets(name: str, offsets: bytes, data: bytes, rows: int) -> npt.NDArray[np.int32]:
+    if len(offsets) != 4 * (rows + 1):
+        raise CorruptBlockError(
+            f"{name} offsets take {len(offsets)} bytes, {rows} rows need {4 * (rows + 1)}"
+        )
+    array = np.frombuffer(offsets, "<i4")
+    lengths: npt.NDArray[np.int32] = np.diff(array)
+    if array[0] != 0 or array[-1] != len(data) or (rows and lengths.min() < 0):
+        raise CorruptBlockError(
+            f"{name} offsets run from {array[0]} to {array[-1]} over {len(data)} bytes, or fall"
+        )
+    return lengths
+
+
+def _check_table(runs: Runs, rows: int) -> None:
+    total = int(runs["count"].sum(dtype=np.uint64))
+    if total != rows:
+        raise CorruptBlockError(f"the run table counts {total} rows, the columns hold {rows}")
+    partitions = runs["partition"]
+    if len(runs) and partitions.max() >= PARTITIONS:
+        raise InvalidArgumentError(
+            f"partition {partitions.max()} is out of range, partitions are 0 to {PARTITIONS - 1}"
+        )
+    if len(runs) > 1 and not (partitions[1:] > partitions[:-1]).all():
+        raise CorruptBlockError("the run table is not strictly ascending by partition")
+
+
+def _check_unnumbered(block: Block, rows: int) -> None:
+    runs = block.runs
+    if not rows:
+        raise InvalidArgumentError("the block has no rows")
+    if not runs["count"].all():
+        raise CorruptBlockError("a run of a write has no rows")
+    if block.seqnos or block.times or runs["start_seqno"].any() or runs["end_seqno"].any():
+        raise InvalidArgumentError("a write carries seqnos or times; the server gives them")
+    if not block.value_offsets:
+        raise CorruptBlockError("a write carries no value offsets")
+
+
+def _check_numbers(block: Block, rows: int) -> None:
+    runs = block.runs
+    starts, ends, horizons, counts = (
+        runs["start_seqno"],
+        runs["end_seqno"],
+        runs["horizon"],
+        runs["count"].astype(np.uint64),
+    )
+    if not len(runs):
+        raise CorruptBlockError("the block has no runs")
+    if horizons.max() > SEQNO_MAX:
+        raise InvalidArgumentError(f"seqno {horizons.max()} is above the limit {SEQNO_MAX}")
+    if (ends <= starts).any() or (horizons < ends).any():
+        raise CorruptBlockError("a run ends at or below its start, or its horizon is below its end")
+    spans = ends - starts
+    if (counts > spans).any() or spans.max() > RUN_SPAN_MAX:
+        raise CorruptBlockError("a run holds more rows than seqnos, or spans 2^32 seqnos or more")
+    if not block.seqnos:
+        if (counts != spans).any():
+            raise CorruptBlockError(
+                "a run holds fewer rows than seqnos, and the rows' seqnos are missing"
+            )
+        return
+    offsets = np.frombuffer(block.seqnos, "<u4")
+    if (offsets < 1).any() or (offsets > np.repeat(spans, runs["count"])).any():
+        raise CorruptBlockError("a row's seqno lies outside its run")
+    inside = np.ones(rows, bool)
+    firsts = row_bounds(runs)[:-1]
+    inside[firsts[firsts < rows]] = False
+    if not (np.diff(offsets.astype(np.int64), prepend=0)[inside] > 0).all():
+        raise CorruptBlockError("the seqnos of a run do not rise")
+
+
+def _take_spans(offsets: bytes, data: bytes, spans: I64) -> tuple[bytes, bytes]:
+    """Cut row spans, shape ``(n, 2)``, out of an offset column and its data."""
+    array = np.frombuffer(offsets, "<i4")
+    edges = array[spans]
+    data = b"".join([data[a:b] for a, b in edges.tolist()])
+    steps = np.zeros(len(array), np.int8)
+    steps[spans[:, 0]] = 1
+    steps[spans[:, 1]] -= 1
+    lengths = np.diff(array)[np.cumsum(steps[:-1], dtype=np.int8).view(bool)]
+    taken = np.zeros(len(lengths) + 1, "<i4")
+    np.cumsum(lengths, out=taken[1:])
+    return taken.tobytes(), data
+
+
+def _take_rows(block: Block, runs: Runs, spans: I64, seqnos: bytes) -> Block:
+    """Build a block of these runs from row spans of another; spans are contiguous rows, in order."""
+
+    def fixed(column: bytes, width: int) -> bytes:
+        return (
+            b"".join([column[a * width : b * width] for a, b in spans.tolist()]) if column else b""
+        )
+
+    if not len(spans) or not (spans[:, 1] > spans[:, 0]).any():
+        return sealed(Block(runs, b"", b"", b"", b"", b"", b"", b"", 0))
+    key_offsets, keys = _take_spans(block.key_offsets, block.keys, spans)
+    value_offsets, values = b"", b""
+    if block.value_offsets:
+        value_offsets, values = _take_spans(block.value_offsets, block.values, spans)
+    return sealed(
+        Block(
+            runs,
+            seqnos,
+            fixed(block.ops, 1),
+            key_offsets,
+            keys,
+            value_offsets,
+            values,
+            fixed(block.times, 8),
+            0,
+        )
+    )
+
+
+def cut_runs(block: Block, keep: npt.NDArray[np.bool_]) -> Block:
+    """Return a block of only the runs where ``keep`` (bool, one a run) is true, with a CRC of its own.
+
+    Adjacent kept runs are copied as one span, so the cost follows the number of gaps, not of rows.
+    """
+    if keep.all():
+        return block
+    bounds = row_bounds(block.runs)
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], keep, [False]))))
+    spans = bounds[edges].reshape(-1, 2)
+    seqnos = b""
+    if block.seqnos:
+        seqnos = b"".join([block.seqnos[a * 4 : b * 4] for a, b in spans.tolist()])
+    return _take_rows(block, block.runs[keep], spans, seqnos)
+
+
+def slice_above(block: Block, seqno: int) -> Block:
+    """Return what a one-run block tells above ``seqno``: the run ``(seqno, end_seqno]`` and its rows.
+
+    A seqno at or below the run's start returns the block itself.
+
+    Raises:
+        InvalidArgumentError: the block has more than one run, or ends at or below the seqno.
+    """
+    if len(block.runs) != 1 or seqno >= int(block.runs["end_seqno"][0]):
+        raise InvalidArgumentError(f"{block!r} cannot be sliced above seqno {seqno}")
+    start = int(block.runs["start_seqno"][0])
+    if seqno <= start:
+        return block
+    runs = block.runs.copy()
+    offset = seqno - start
+    seqnos = b""
+    if block.seqnos:
+        offsets = np.frombuffer(block.seqnos, "<u4")
+        first = int(np.searchsorted(offsets, offset, side="right"))
+        seqnos = (offsets[first:] - np.uint32(offset)).tobytes()
+    else:
+        first = offset
+    runs["start_seqno"] = seqno
+    runs["count"] = block.rows - first
+    return _take_rows(block, runs, np.array([[first, block.rows]], np.int64), seqnos)
+
+
+def without_values(block: Block) -> Block:
+    """Return the block with its values left out, for a stream of keys only."""
+    return sealed(replace(block, value_offsets=b"", values=b""))

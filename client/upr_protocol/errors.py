@@ -1,0 +1,159 @@
+"""What can go wrong, as exceptions that carry reason, retriable and hint.
+
+``reason`` is a stable upper-case token, ``retriable`` says whether the same request may succeed later
+without anybody changing anything, ``hint`` says what to do. A rollback is not an error but an answer: no
+error ever makes a consumer discard data.
+"""
+
+from typing import ClassVar
+
+
+class UprError(Exception):
+    """Base of every error of this project.
+
+    Args:
+        message: what happened, in one line, with the value and the limit where there are any.
+        hint: what the reader can do about it; may be empty.
+        reason: overrides the class's token, for errors that arrive from a peer.
+        retriable: overrides the class's default, for errors that arrive from a peer.
+    """
+
+    default_reason: ClassVar[str] = "INTERNAL"
+    default_retriable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str = "",
+        reason: str | None = None,
+        retriable: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.reason = self.default_reason if reason is None else reason
+        self.retriable = self.default_retriable if retriable is None else retriable
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class InvalidArgumentError(UprError):
+    """A value is outside its declared range or shape; nothing was changed."""
+
+    default_reason = "INVALID_ARGUMENT"
+
+
+class CorruptBlockError(InvalidArgumentError):
+    """A block's columns, table or CRC contradict each other; nothing of it was used."""
+
+    default_reason = "CORRUPT_BLOCK"
+
+
+class CreditExceededError(InvalidArgumentError):
+    """A consumer returned more credit than it had received bytes."""
+
+    default_reason = "CREDIT_EXCEEDED"
+
+
+class BucketNotFoundError(UprError):
+    """There is no bucket of that name, or it was dropped and created again."""
+
+    default_reason = "BUCKET_NOT_FOUND"
+
+
+class PartitionNotActiveError(UprError):
+    """The partition takes no writes here: it is replica, pending or dead."""
+
+    default_reason = "PARTITION_NOT_ACTIVE"
+
+
+class SeqnoExhaustedError(UprError):
+    """The partition has used all 2^48 - 1 seqnos and refuses further writes."""
+
+    default_reason = "SEQNO_EXHAUSTED"
+
+
+class OutOfOrderError(UprError):
+    """A Write's number does not follow the one before it in the same call."""
+
+    default_reason = "WRITE_OUT_OF_ORDER"
+    default_retriable = True
+
+
+class NoRoomError(UprError):
+    """The disk is down to its reserve; the write was refused before it was numbered."""
+
+    default_reason = "NO_ROOM"
+    default_retriable = True
+
+
+class StorageFailedError(UprError):
+    """The disk failed under the server; it takes no more writes until it is restarted."""
+
+    default_reason = "STORAGE_FAILED"
+
+
+class DataDamagedError(UprError):
+    """Stored bytes fail their checksum or contradict each other."""
+
+    default_reason = "DATA_DAMAGED"
+
+
+class DataDirectoryError(UprError):
+    """The data directory cannot be used: foreign, newer format, locked or not writable."""
+
+    default_reason = "DATA_DIRECTORY"
+
+
+class ListenError(UprError):
+    """The address to listen on is malformed, in use or not allowed."""
+
+    default_reason = "LISTEN"
+
+
+class UnknownOutcomeError(UprError):
+    """The answer to a write was lost; it may or may not have been applied."""
+
+    default_reason = "UNKNOWN_OUTCOME"
+    default_retriable = True
+
+
+class ShuttingDownError(UprError):
+    """The server is stopping."""
+
+    default_reason = "SHUTTING_DOWN"
+    default_retriable = True
+
+
+class TooManyError(UprError):
+    """A bounded resource (streams, calls, producers) is used up."""
+
+    default_reason = "TOO_MANY"
+    default_retriable = True
+
+
+class UnavailableError(UprError):
+    """The server cannot be reached, or the connection was lost."""
+
+    default_reason = "UNAVAILABLE"
+    default_retriable = True
+
+
+class RollbackError(UprError):
+    """The server asked for a rollback and the consumer's policy is to fail."""
+
+    default_reason = "ROLLBACK"
+
+
+class PositionDamagedError(UprError):
+    """A stored position cannot be read or contradicts itself."""
+
+    default_reason = "POSITION_DAMAGED"
+
+
+class ClosedError(UprError):
+    """The client, stream or writer was used after it was closed."""
+
+    default_reason = "CLOSED"

@@ -1,0 +1,252 @@
+"""Failover ids, failover records and the failover log of one partition.
+
+Source: the specification, "Partition Failover Record" and "Partition Failover Log", and the project's design,
+"Failover log". Everything here is a value: a log is never changed, each method gives a new one.
+"""
+
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.limits import FAILOVER_ID_MAX, FAILOVER_LOG_MAX, PARTITIONS, SEQNO_MAX
+
+_HEX_ID = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16})")
+
+_NOT_A_ROLLBACK = "this is an error and never a rollback: keep the data and correct the request"
+
+
+def _check_range(value: int, name: str, low: int, high: int) -> int:
+    try:
+        # Accepts the integers of numpy too, and turns them into plain ones; a float is refused.
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"{name} is {value!r}, it must be an integer from {low} to {high}",
+            hint=_NOT_A_ROLLBACK,
+        ) from None
+    if not low <= number <= high:
+        raise InvalidArgumentError(
+            f"{name} is {number}, it must be from {low} to {high}", hint=_NOT_A_ROLLBACK
+        )
+    return number
+
+
+def check_failover_id(failover_id: int) -> int:
+    """Return the failover id when it is one, 1 to 2^64 - 1.
+
+    Source: design, "Handshake": absent means new, 0 is an error.
+
+    Raises:
+        InvalidArgumentError: it is 0, negative, too large or not an integer.
+    """
+    return _check_range(failover_id, "failover id", 1, FAILOVER_ID_MAX)
+
+
+def check_seqno(seqno: int, name: str = "seqno") -> int:
+    """Return the seqno when it is one, 0 to 2^48 - 1; ``name`` is how the error calls it.
+
+    Source: specification, "Sequence Number". A larger number is refused rather than cut to 48 bits, because 2^48
+    would become 0, which is a valid start.
+
+    Raises:
+        InvalidArgumentError: it is negative, too large or not an integer.
+    """
+    return _check_range(seqno, name, 0, SEQNO_MAX)
+
+
+def check_partition(partition: int) -> int:
+    """Return the partition when it is one, 0 to 1023.
+
+    Source: specification, "Partition".
+
+    Raises:
+        InvalidArgumentError: it is negative, too large or not an integer.
+    """
+    return _check_range(partition, "partition", 0, PARTITIONS - 1)
+
+
+def format_failover_id(failover_id: int) -> str:
+    """Return the failover id as people see it, 16 lower-case hex digits.
+
+    Raises:
+        InvalidArgumentError: it is not a failover id.
+    """
+    return f"{check_failover_id(failover_id):016x}"
+
+
+def parse_failover_id(text: str) -> int:
+    """Return the failover id that is written as 1 to 16 hex digits, with or without ``0x``.
+
+    Raises:
+        InvalidArgumentError: it is anything else, or it is 0.
+    """
+    match = _HEX_ID.fullmatch(text)
+    if match is None:
+        raise InvalidArgumentError(
+            f"failover id is {text!r}, it must be 1 to 16 hex digits", hint=_NOT_A_ROLLBACK
+        )
+    return check_failover_id(int(match[1], 16))
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverRecord:
+    """One change of the history of a partition.
+
+    Source: specification, "Partition Failover Record".
+
+    Args:
+        failover_id: random, 1 to 2^64 - 1.
+        seqno: the last complete marker of the node that took over, 0 to 2^48 - 1; what lies above it belongs to
+            this id, up to the next record.
+
+    Raises:
+        InvalidArgumentError: a number is out of range.
+    """
+
+    failover_id: int
+    seqno: int
+
+    def __post_init__(self) -> None:
+        check_failover_id(self.failover_id)
+        check_seqno(self.seqno, "seqno of a failover record")
+
+    def __str__(self) -> str:
+        return f"{format_failover_id(self.failover_id)} at {self.seqno}"
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverLog:
+    """The failover records of a partition, oldest first; never empty.
+
+    Source: specification, "Partition Failover Log". Several records may carry one seqno: nothing was completed
+    between those failovers. A log that lost its oldest records begins above 0.
+
+    Raises:
+        InvalidArgumentError: it is empty, its seqnos fall, or an id is there twice.
+    """
+
+    records: tuple[FailoverRecord, ...]
+
+    def __post_init__(self) -> None:
+        if not self.records:
+            raise InvalidArgumentError(
+                "a failover log has no records, it must have at least 1",
+                hint="a lost log is replaced by a new id at 0",
+            )
+        seen: set[int] = set()
+        seqno = 0
+        for record in self.records:
+            if record.seqno < seqno:
+                raise InvalidArgumentError(
+                    f"failover record {record} follows one at {seqno}, seqnos must not fall"
+                )
+            if record.failover_id in seen:
+                raise InvalidArgumentError(f"failover record {record} repeats the id of another")
+            seqno = record.seqno
+            seen.add(record.failover_id)
+
+    @classmethod
+    def born(cls, failover_id: int) -> Self:
+        """The log of a new partition: one record at seqno 0.
+
+        Source: specification, "Example Handshakes": a brand new client is given an id.
+
+        Raises:
+            InvalidArgumentError: the id is out of range.
+        """
+        return cls((FailoverRecord(failover_id, 0),))
+
+    @classmethod
+    def from_pairs(cls, pairs: Iterable[tuple[int, int]]) -> Self:
+        """The log with these (failover id, seqno), oldest first.
+
+        Raises:
+            InvalidArgumentError: they are not a log.
+        """
+        return cls(tuple(FailoverRecord(failover_id, seqno) for failover_id, seqno in pairs))
+
+    def to_pairs(self) -> list[tuple[int, int]]:
+        """The (failover id, seqno) of all records, oldest first."""
+        return [(record.failover_id, record.seqno) for record in self.records]
+
+    @property
+    def newest(self) -> FailoverRecord:
+        """The record under whose id the partition is written now."""
+        return self.records[-1]
+
+    def __contains__(self, failover_id: object) -> bool:
+        return any(record.failover_id == failover_id for record in self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[FailoverRecord]:
+        return iter(self.records)
+
+    def index(self, failover_id: int) -> int:
+        """The place of the id's record, 0 for the oldest.
+
+        Raises:
+            KeyError: the log does not have the id.
+        """
+        for index, record in enumerate(self.records):
+            if record.failover_id == failover_id:
+                return index
+        raise KeyError(failover_id)
+
+    def next_after(self, failover_id: int) -> FailoverRecord | None:
+        """The record right after the id's own, None when the id is the newest.
+
+        Its seqno is where the histories part: what was received under the id above it may be of another branch.
+        Source: specification, "Handshakes", step 2.
+
+        Raises:
+            KeyError: the log does not have the id.
+        """
+        index = self.index(failover_id) + 1
+        return self.records[index] if index < len(self.records) else None
+
+    def id_at(self, seqno: int) -> int:
+        """Return the failover id under which a seqno of at least 1 was given.
+
+        A record at n begins a history above n, so it is the newest record below the seqno. A seqno from before
+        the oldest record kept gets that record's id: older ones are forgotten.
+        """
+        for record in reversed(self.records):
+            if record.seqno < seqno:
+                return record.failover_id
+        return self.records[0].failover_id
+
+    def with_record(
+        self, failover_id: int, seqno: int, limit: int = FAILOVER_LOG_MAX
+    ) -> "FailoverLog":
+        """The log after a failover onto a node whose last complete marker is ``seqno``.
+
+        Records above ``seqno`` go first: they describe a branch that this node does not have. Records at exactly
+        ``seqno`` stay, their histories are whole in it. Then the new one is added, and only the newest ``limit``
+        (1 or more) are kept. Source: design, "Failover log".
+
+        Raises:
+            InvalidArgumentError: a number is out of range, or the id is in the log already.
+        """
+        if limit < 1:
+            raise InvalidArgumentError(f"the limit of a failover log is {limit}, at least 1 needed")
+        record = FailoverRecord(failover_id, seqno)
+        kept = tuple(old for old in self.records if old.seqno <= seqno)
+        return FailoverLog((*kept, record)[-limit:])
+
+    def rolled_back_to(self, seqno: int, fresh_id: int) -> "FailoverLog":
+        """The log of a node that undid its data above ``seqno``: without the records above it.
+
+        If none is left, which needs a log that lost its oldest records, there is one of ``fresh_id`` at ``seqno``:
+        a log is never empty, and none of the old ids is truthful any more.
+
+        Raises:
+            InvalidArgumentError: a number is out of range.
+        """
+        fresh = FailoverRecord(fresh_id, seqno)
+        kept = tuple(old for old in self.records if old.seqno <= seqno)
+        return FailoverLog(kept or (fresh,))

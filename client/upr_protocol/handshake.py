@@ -1,0 +1,334 @@
+"""The handshake: what a server answers to Hello and Start, and where a client resumes.
+
+Source: specification, "Handshakes"; the project's design, "Handshake". Nothing here keeps state: asked again with
+the same values, each function answers the same.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+from upr_protocol.failover import (
+    FailoverLog,
+    FailoverRecord,
+    check_failover_id,
+    check_seqno,
+    format_failover_id,
+)
+from upr_protocol.position import Position
+
+
+class Rule(enum.StrEnum):
+    """Which rule decided. The first block is of the server, the second of the client."""
+
+    NEW_CLIENT = "new_client"
+    """No failover id: nothing is known of the client's history."""
+    NEWEST_ID = "newest_id"
+    """The failover id is the newest of the log."""
+    UNKNOWN_ID = "unknown_id"
+    """The failover id is not in the log."""
+    NEXT_RECORD = "next_record"
+    """The failover id is in the log and not the newest: back to the record right after it."""
+    DATA_ID_UNKNOWN = "data_id_unknown"
+    """The id under which the data was received is not in the log."""
+    DATA_ABOVE_NEXT_RECORD = "data_above_next_record"
+    """The data reaches above the record right after the id under which it was received."""
+    BELOW_PURGE = "below_purge"
+    """Tombstones that the client has not seen are gone."""
+    ABOVE_HIGH = "above_high"
+    """The client has more than the active under the same id: a failover record is missing."""
+    BEHIND = "behind"
+    """The client has more than the replica, which has not caught up yet."""
+
+    NOTHING_TO_UNDO = "nothing_to_undo"
+    """Seqno and horizon are at or below the seqno of the rollback, or there is no data."""
+    MARKER_BEFORE = "marker_before"
+    """The newest marker before the seqno of the rollback."""
+    NO_MARKER = "no_marker"
+    """No marker before the seqno of the rollback: from 0."""
+    LOST_ID = "lost_id"
+    """There is data but no failover id: from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelloAnswer:
+    """The answer to Hello for one partition.
+
+    Args:
+        rollback_seqno: None to go on; else the client rolls back to before it, 0 for a start from scratch.
+        newest_id: the failover id to remember from now on.
+        rule: which rule decided.
+        words: one sentence for people, with the numbers and ids.
+        records: the records of the log that decided, oldest first; empty when none did.
+    """
+
+    rollback_seqno: int | None
+    newest_id: int
+    rule: Rule
+    words: str
+    records: tuple[FailoverRecord, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the client may go on."""
+        return self.rollback_seqno is None
+
+
+@dataclass(frozen=True, slots=True)
+class StartAnswer:
+    """The answer to Start for one partition.
+
+    Args:
+        kind: "started"; "rollback" to ``rollback_seqno``; or "behind": to be asked again later, nothing undone.
+        rollback_seqno: None unless the kind is "rollback".
+        newest_id: the failover id to remember from now on.
+        rule: which rule decided.
+        words: one sentence for people, with the numbers and ids.
+        alarm: whether an operator has to look: a failover record is missing.
+    """
+
+    kind: Literal["started", "rollback", "behind"]
+    rollback_seqno: int | None
+    newest_id: int
+    rule: Rule
+    words: str
+    alarm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a client resumes.
+
+    Args:
+        seqno: its Start names this one.
+        undo: whether data above it has to be undone before.
+        rule: which rule decided.
+        words: one sentence for people, with the numbers.
+    """
+
+    seqno: int
+    undo: bool
+    rule: Rule
+    words: str
+
+
+def answer_hello(log: FailoverLog, failover_id: int | None) -> HelloAnswer:
+    """Answer a Hello that names ``failover_id``, None for a new client.
+
+    Source: specification, "Handshakes", step 2.
+
+    Raises:
+        InvalidArgumentError: the id is 0 or out of range.
+    """
+    newest = log.newest
+    if failover_id is None:
+        words = (
+            f"no failover id was sent, start from 0 with {format_failover_id(newest.failover_id)}"
+        )
+        return HelloAnswer(None, newest.failover_id, Rule.NEW_CLIENT, words, ())
+    check_failover_id(failover_id)
+    sent = format_failover_id(failover_id)
+    if failover_id == newest.failover_id:
+        words = f"failover id {sent} is the newest, go on"
+        return HelloAnswer(None, newest.failover_id, Rule.NEWEST_ID, words, (newest,))
+    if failover_id not in log:
+        words = f"failover id {sent} is not in the log of {len(log)}, roll back to 0"
+        return HelloAnswer(0, newest.failover_id, Rule.UNKNOWN_ID, words, ())
+    index = log.index(failover_id)
+    following = log.records[index + 1]
+    words = (
+        f"failover id {sent} was followed by {following}, roll back to {following.seqno} or before"
+    )
+    return HelloAnswer(
+        following.seqno,
+        newest.failover_id,
+        Rule.NEXT_RECORD,
+        words,
+        (log.records[index], following),
+    )
+
+
+def answer_start(
+    log: FailoverLog,
+    *,
+    failover_id: int | None,
+    seqno: int,
+    data_id: int | None,
+    high_seqno: int,
+    purge_seqno: int = 0,
+    active: bool = True,
+) -> StartAnswer:
+    """Answer a Start for what is above ``seqno``. The caller opens the cursor in the same step.
+
+    Source: specification, "Handshakes", step 3; design, "Handshake".
+
+    Args:
+        log: the partition's failover log.
+        failover_id: the id the client was last given, None if it never was.
+        seqno: the client has everything up to it, 0 to 2^48 - 1.
+        data_id: the id under which the client's newest row was received, None when it says nothing about it.
+        high_seqno: the partition's newest seqno, 0 to 2^48 - 1.
+        purge_seqno: tombstones at or below it may be gone, 0 to 2^48 - 1.
+        active: whether the partition is active here, else replica.
+
+    Raises:
+        InvalidArgumentError: an id or a seqno is out of range. Never a rollback: that would destroy data.
+    """
+    check_seqno(seqno)
+    check_seqno(high_seqno, "high seqno")
+    check_seqno(purge_seqno, "purge seqno")
+    if data_id is not None:
+        check_failover_id(data_id)
+    hello = answer_hello(log, failover_id)
+    newest = log.newest
+    newest_id = newest.failover_id
+
+    def rollback(to: int, rule: Rule, words: str, alarm: bool = False) -> StartAnswer:
+        return StartAnswer("rollback", to, newest_id, rule, words, alarm)
+
+    if failover_id is None and seqno > 0:
+        # Hello may say OK, because it makes no claim about data. Here data is claimed and nothing verifies it.
+        return rollback(
+            0,
+            Rule.NEW_CLIENT,
+            f"no failover id was sent with seqno {seqno}, so its history is not known, roll back to 0",
+        )
+    if hello.rollback_seqno is not None:
+        return rollback(hello.rollback_seqno, hello.rule, hello.words)
+    # At 0 nothing is held, so no data can be of a wrong history, and nothing can have been missed.
+    if seqno > 0:
+        if data_id is not None and data_id != newest_id:
+            held = format_failover_id(data_id)
+            if data_id not in log:
+                return rollback(
+                    0,
+                    Rule.DATA_ID_UNKNOWN,
+                    f"the data up to {seqno} was received under {held}, which is not in the log of "
+                    f"{len(log)}, roll back to 0",
+                )
+            following = log.records[log.index(data_id) + 1]
+            if seqno > following.seqno:
+                return rollback(
+                    following.seqno,
+                    Rule.DATA_ABOVE_NEXT_RECORD,
+                    f"the data up to {seqno} was received under {held}, which was followed by {following}, "
+                    f"roll back to {following.seqno} or before",
+                )
+        if seqno > high_seqno:
+            if not active:
+                return StartAnswer(
+                    "behind",
+                    None,
+                    newest_id,
+                    Rule.BEHIND,
+                    f"seqno {seqno} is above this replica's high seqno {high_seqno}, ask again when it has "
+                    "caught up",
+                )
+            return rollback(
+                newest.seqno,
+                Rule.ABOVE_HIGH,
+                f"seqno {seqno} is above the active's high seqno {high_seqno} under its newest record {newest}, "
+                f"so a failover record is missing, roll back to {newest.seqno} or before",
+                alarm=True,
+            )
+        if seqno < purge_seqno:
+            return rollback(
+                0,
+                Rule.BELOW_PURGE,
+                f"seqno {seqno} is below the purge seqno {purge_seqno}, so deletes may be missed, roll back to 0",
+            )
+    return StartAnswer("started", None, newest_id, hello.rule, f"{hello.words} above {seqno}")
+
+
+def resume_new(position: Position) -> ResumePoint:
+    """Where a client without a failover id resumes: at 0, whatever it holds.
+
+    Source: specification, "Handshakes", step 2 (an id is not sent by a client that is new); design, "Handshake": an
+    id lost means a new client. Data whose history nobody can verify is undone.
+    """
+    if position.seqno == 0:
+        return ResumePoint(0, False, Rule.NEW_CLIENT, "nothing was received yet, start from 0")
+    words = f"the failover id of the data up to {position.seqno} was lost, start from 0"
+    return ResumePoint(0, True, Rule.LOST_ID, words)
+
+
+def resume_after_rollback(
+    position: Position, rollback_seqno: int, *, inclusive: bool = False
+) -> ResumePoint:
+    """Where a client resumes that was told to roll back to ``rollback_seqno``.
+
+    Source: specification, "Handshakes", step 2 (a marker before that seqno, else from scratch); design,
+    "Handshake".
+
+    Args:
+        position: its position.
+        rollback_seqno: what the server said, or ``boundary`` when an older id was tried; 0 to 2^48 - 1.
+        inclusive: also take a marker at ``rollback_seqno`` itself, which is as true because a failover record
+            carries a complete marker. The default is the specification's word, before.
+
+    Raises:
+        InvalidArgumentError: ``rollback_seqno`` is out of range.
+    """
+    check_seqno(rollback_seqno, "seqno to roll back to")
+    seqno, horizon = position.seqno, position.horizon
+    if seqno == 0:
+        return ResumePoint(0, False, Rule.NOTHING_TO_UNDO, "nothing was received yet, start from 0")
+    if position.failover_id is None:
+        return resume_new(position)
+    # The seqno alone does not tell: below it an older version may be missing that was superseded between the
+    # rollback seqno and the horizon, on the branch that is gone.
+    if horizon is not None and max(seqno, horizon) <= rollback_seqno:
+        return ResumePoint(
+            seqno,
+            False,
+            Rule.NOTHING_TO_UNDO,
+            f"seqno {seqno} and horizon {horizon} are not above {rollback_seqno}, resume from {seqno}",
+        )
+    limit = rollback_seqno if inclusive else rollback_seqno - 1
+    marker = max((marker for marker in position.markers if marker <= limit), default=None)
+    if marker is None:
+        words = f"no marker before {rollback_seqno} is known, start from 0"
+        return ResumePoint(0, True, Rule.NO_MARKER, words)
+    words = f"the newest marker {'at or ' if inclusive else ''}before {rollback_seqno} is {marker}"
+    return ResumePoint(marker, marker < seqno, Rule.MARKER_BEFORE, words)
+
+
+def older_ids_to_try(position: Position) -> list[tuple[int, int]]:
+    """The older failover ids of a client whose newest id the server does not know, newest first.
+
+    Each comes with the seqno of the record right after it in the client's own log: what the client received above
+    that was received under a later id, of which the server may know nothing. Hello is asked again with one after
+    the other until it answers with something else than 0; then ``boundary`` of that answer and this seqno is
+    where to roll back to. Empty when the own log cannot tell: there is none, or it lacks the position's id, so
+    that it is older than the data.
+
+    Only for a rollback to 0 because the id is not known. When the server's newest id is the position's own, 0
+    has another reason (purged, say) and holds.
+
+    Source: specification, "Additional notes on handshakes" (try different ids); design, "Handshake".
+    """
+    log = position.log
+    if log is None or position.failover_id is None or position.failover_id not in log:
+        return []
+    records = log.records[: log.index(position.failover_id) + 1]
+    return [
+        (older.failover_id, following.seqno)
+        for older, following in zip(records[-2::-1], records[:0:-1], strict=True)
+    ]
+
+
+def boundary(server_rollback: int | None, own_next: int) -> int:
+    """Where to roll back to after the server answered to an older id.
+
+    Args:
+        server_rollback: the seqno that it named; None when it said OK, since the older id is its newest: then only
+            the own record says where the histories part.
+        own_next: the seqno of the own record right after that id.
+
+    Raises:
+        InvalidArgumentError: a seqno is out of range.
+    """
+    check_seqno(own_next, "seqno of the own next record")
+    if server_rollback is None:
+        return own_next
+    return min(check_seqno(server_rollback, "seqno to roll back to"), own_next)

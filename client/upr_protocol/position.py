@@ -1,0 +1,278 @@
+"""What a consumer remembers of one partition, and how it is stored.
+
+Source: specification, "Handshakes" and "Snapshot Markers and Deduplication"; the project's design, "Words,
+limits, defaults" (a position) and "Handshake".
+"""
+
+import json
+import zlib
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+from upr_protocol.errors import InvalidArgumentError, PositionDamagedError
+from upr_protocol.failover import (
+    FailoverLog,
+    check_failover_id,
+    check_seqno,
+    format_failover_id,
+    parse_failover_id,
+)
+from upr_protocol.markers import check_markers
+
+_FORMAT: Final = 1
+_VERSION_MAX: Final = 2**64 - 1
+_DAMAGED_HINT: Final = "restore the stored position, together with the data, from a copy; or delete both to start from zero"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a consumer stands in one partition. It has everything up to ``seqno`` and wants what is above.
+
+    Args:
+        bucket_version: the random id of the bucket, 0 to 2^64 - 1; 0 when it is not known.
+        failover_id: the newest id that the server named, None for a new client or one that lost it.
+        data_id: the id under which the newest row was received, None when there is none or it is not known.
+        seqno: 0 to 2^48 - 1; 0 means nothing was received.
+        horizon: every row that the consumer was not sent was superseded at or below it. At or above ``seqno``;
+            None when it is not known, which counts as above every seqno of a rollback.
+        markers: received snapshot markers that it could go back to, ascending, none above ``seqno``.
+        log: the failover log that the server gave last, None when it gave none.
+
+    Raises:
+        InvalidArgumentError: a field is out of range or contradicts another.
+    """
+
+    bucket_version: int
+    failover_id: int | None
+    data_id: int | None
+    seqno: int
+    horizon: int | None
+    markers: tuple[int, ...]
+    log: FailoverLog | None
+
+    def __post_init__(self) -> None:
+        # A seqno without ids is legal: the consumer lost them, and the handshake then sends it back to 0.
+        if not 0 <= self.bucket_version <= _VERSION_MAX:
+            raise InvalidArgumentError(
+                f"bucket_version is {self.bucket_version}, it must be from 0 to {_VERSION_MAX}"
+            )
+        if self.failover_id is not None:
+            check_failover_id(self.failover_id)
+        if self.data_id is not None:
+            check_failover_id(self.data_id)
+        check_seqno(self.seqno)
+        if self.horizon is not None and check_seqno(self.horizon, "horizon") < self.seqno:
+            raise InvalidArgumentError(
+                f"horizon is {self.horizon}, it must be at or above seqno {self.seqno}"
+            )
+        check_markers(self.markers)
+        if self.markers and self.markers[-1] > self.seqno:
+            raise InvalidArgumentError(
+                f"markers reach {self.markers[-1]}, above seqno {self.seqno}"
+            )
+
+    @classmethod
+    def fresh(cls, bucket_version: int = 0) -> Self:
+        """The position of a consumer that has nothing yet.
+
+        Raises:
+            InvalidArgumentError: the version is out of range.
+        """
+        return cls(bucket_version, None, None, 0, 0, (), None)
+
+    def rolled_back(self, resume_seqno: int, newest_id: int, log: FailoverLog | None) -> "Position":
+        """The position to store, in one write, when the data above ``resume_seqno`` is undone.
+
+        Args:
+            resume_seqno: what the rules of the handshake chose: 0, one of ``markers``, or ``seqno`` itself when
+                nothing had to be undone. It is at or below the seqno that the server named.
+            newest_id: the id that the server named as its newest.
+            log: the failover log that it gave with that, None when it gave none.
+
+        Raises:
+            InvalidArgumentError: ``resume_seqno`` is another seqno, ``newest_id`` is out of range, or it is not
+                the newest of ``log``.
+        """
+        check_seqno(resume_seqno, "seqno to resume from")
+        check_failover_id(newest_id)
+        at_marker = resume_seqno in self.markers
+        if resume_seqno not in (0, self.seqno) and not at_marker:
+            # Between markers an older version of a key may be missing that a dropped branch superseded.
+            raise InvalidArgumentError(
+                f"a position at {self.seqno} cannot resume from {resume_seqno}: it is no marker of it",
+                hint="resume from a marker of the position or from 0",
+            )
+        if log is not None and log.newest.failover_id != newest_id:
+            raise InvalidArgumentError(
+                f"the newest record of the log is {log.newest}, the newest id was said to be "
+                f"{format_failover_id(newest_id)}"
+            )
+        return replace(
+            self,
+            failover_id=newest_id,
+            # Whatever stays lies, with its horizon, at or below the seqno where the histories part, so the rows
+            # are the same ones in the history of the newest id, and that id is truthful for them. The old id
+            # would be as truthful for the moment, but not lasting: it may leave the server's log (as a dropped
+            # branch, or as the oldest of too many) while this partition is idle, and data that is right would be
+            # thrown away. The check on the data id keeps its use: it catches a client that stores the newest id
+            # by another way than this, without undoing anything.
+            data_id=newest_id if resume_seqno else None,
+            seqno=resume_seqno,
+            horizon=resume_seqno if at_marker or resume_seqno == 0 else self.horizon,
+            markers=self.markers[: bisect_right(self.markers, resume_seqno)],
+            log=log if log is not None else _log_up_to(self.log, newest_id),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The position as a JSON object: ids as 16 hex digits, because 64 bits do not survive in the numbers of
+        every JSON reader; seqnos, 48 bits, as numbers.
+        """
+        return {
+            "format": _FORMAT,
+            "bucket_version": f"{self.bucket_version:016x}",
+            "failover_id": _id_to_json(self.failover_id),
+            "data_id": _id_to_json(self.data_id),
+            "seqno": int(self.seqno),
+            "horizon": None if self.horizon is None else int(self.horizon),
+            "markers": [int(marker) for marker in self.markers],
+            "log": None
+            if self.log is None
+            else [
+                [format_failover_id(record.failover_id), int(record.seqno)] for record in self.log
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The position that ``to_json`` gave. Fields that are not known are ignored.
+
+        Raises:
+            PositionDamagedError: a field is missing, has another type, is out of range or contradicts another;
+                the message names the field.
+        """
+        if not isinstance(document, Mapping):
+            raise _damaged("position", "is not a JSON object")
+        stored_format = _field(document, "format", int)
+        if stored_format != _FORMAT:
+            raise PositionDamagedError(
+                f"the stored position has format {stored_format}, this program reads {_FORMAT}",
+                hint="use the program that wrote it, or a newer one",
+            )
+        version = _field(document, "bucket_version", str)
+        if len(version) != 16 or not set(version) <= set("0123456789abcdef"):
+            raise _damaged("bucket_version", f"is {version!r}, not 16 hex digits")
+        horizon = _field(document, "horizon", int, type(None))
+        markers = _field(document, "markers", list)
+        if not all(type(marker) is int for marker in markers):
+            raise _damaged("markers", "has a value that is not an integer")
+        seqno = _field(document, "seqno", int)
+        try:
+            return cls(
+                int(version, 16),
+                _id_from_json(document, "failover_id"),
+                _id_from_json(document, "data_id"),
+                seqno,
+                horizon,
+                tuple(markers),
+                _log_from_json(_field(document, "log", list, type(None))),
+            )
+        except InvalidArgumentError as error:
+            # The message begins with, or holds, the name of the field.
+            raise PositionDamagedError(
+                f"the stored position is damaged: {error.message}", hint=_DAMAGED_HINT
+            ) from error
+
+
+def encode_position(position: Position) -> bytes:
+    """Return the position as one JSON document in UTF-8 that carries a CRC32 of its content."""
+    content = position.to_json()
+    return _canonical({"crc32": _crc32(content), "position": content})
+
+
+def decode_position(data: bytes) -> Position:
+    """Return the position that ``encode_position`` gave.
+
+    Raises:
+        PositionDamagedError: the bytes are not such a document, its CRC32 is wrong, or a field is damaged.
+    """
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _damaged("document", f"is not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise _damaged("document", "is not a JSON object")
+    content = _field(document, "position", dict)
+    if _field(document, "crc32", str) != _crc32(content):
+        raise _damaged("crc32", "does not fit the position")
+    return Position.from_json(content)
+
+
+def _canonical(document: object) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _crc32(content: object) -> str:
+    return f"{zlib.crc32(_canonical(content)):08x}"
+
+
+def _log_up_to(log: FailoverLog | None, newest_id: int) -> FailoverLog | None:
+    """The part of an older log that is still true when the newest id is ``newest_id``; None when none is."""
+    if log is None or newest_id not in log:
+        # Which of the records are left below an unknown new one cannot be told, and a wrong one would give a
+        # wrong place to go back to.
+        return None
+    return FailoverLog(log.records[: log.index(newest_id) + 1])
+
+
+def _damaged(field: str, what: str) -> PositionDamagedError:
+    return PositionDamagedError(
+        f"the stored position is damaged: {field} {what}", hint=_DAMAGED_HINT
+    )
+
+
+def _field(document: Mapping[str, Any], field: str, *types: type) -> Any:
+    if field not in document:
+        raise _damaged(field, "is missing")
+    value = document[field]
+    # By type and not isinstance: true and false are not seqnos.
+    if type(value) not in types:
+        raise _damaged(field, f"is of type {type(value).__name__}")
+    return value
+
+
+def _id_to_json(failover_id: int | None) -> str | None:
+    return None if failover_id is None else format_failover_id(failover_id)
+
+
+def _id_from_json(document: Mapping[str, Any], field: str) -> int | None:
+    text = _field(document, field, str, type(None))
+    if text is None:
+        return None
+    try:
+        return parse_failover_id(text)
+    except InvalidArgumentError as error:
+        raise _damaged(field, f"is not an id: {error.message}") from error
+
+
+def _log_from_json(value: list[Any] | None) -> FailoverLog | None:
+    if value is None:
+        return None
+    pairs: list[tuple[int, int]] = []
+    for entry in value:
+        if not (
+            type(entry) is list
+            and len(entry) == 2
+            and type(entry[0]) is str
+            and type(entry[1]) is int
+        ):
+            raise _damaged("log", "has an entry that is not an id and a seqno")
+        try:
+            pairs.append((parse_failover_id(entry[0]), entry[1]))
+        except InvalidArgumentError as error:
+            raise _damaged("log", f"has a wrong id: {error.message}") from error
+    try:
+        return FailoverLog.from_pairs(pairs)
+    except InvalidArgumentError as error:
+        raise _damaged("log", f"is no failover log: {error.message}") from error

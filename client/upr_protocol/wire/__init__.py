@@ -1,0 +1,1 @@
+"""The wire: generated code and the codec. The core never imports it."""

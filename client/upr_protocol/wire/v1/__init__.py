@@ -1,0 +1,1 @@
+"""Generated from protos/upr/v1 by tools/gen_protos.py. Never edited."""

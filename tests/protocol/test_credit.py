@@ -1,0 +1,107 @@
+"""Credit, on both sides of a call."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.credit import CreditReturn, CreditWindow
+from upr_protocol.errors import CreditExceededError, InvalidArgumentError
+from upr_protocol.limits import CREDIT_BYTES, CREDIT_BYTES_MAX
+
+
+@pytest.mark.parametrize("window", [0, -1, CREDIT_BYTES_MAX + 1])
+def test_a_window_has_a_range(window: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=str(CREDIT_BYTES_MAX)):
+        CreditWindow(window)
+    with pytest.raises(InvalidArgumentError, match=str(window)):
+        CreditReturn(window)
+
+
+def test_defaults() -> None:
+    assert CreditWindow().window == CREDIT_BYTES
+    assert CreditWindow(CREDIT_BYTES_MAX).window == CREDIT_BYTES_MAX
+
+
+def test_what_fits_may_be_sent() -> None:
+    window = CreditWindow(100)
+    window.spend(60)
+    assert window.may_send(40)
+    assert not window.may_send(41)
+    with pytest.raises(InvalidArgumentError, match=r"41 bytes.*60 of 100"):
+        window.spend(41)
+    with pytest.raises(InvalidArgumentError):
+        window.spend(-1)
+    assert window.outstanding == 60
+    window.spend(40)
+    assert window.may_send(0)
+    assert not window.may_send(1)
+
+
+def test_a_value_larger_than_the_credit_goes_alone() -> None:
+    window = CreditWindow(100)
+    assert window.may_send(101)
+    window.spend(1)
+    assert not window.may_send(101)
+    window.give_back(1)
+    window.spend(101)
+    assert window.outstanding == 101
+    assert not window.may_send(1)
+    window.give_back(1)
+    assert not window.may_send(1)
+    window.give_back(1)
+    assert window.may_send(1)
+
+
+@pytest.mark.parametrize("returned", [0, -1, 11])
+def test_wrong_returns_change_nothing(returned: int) -> None:
+    window = CreditWindow(100)
+    window.spend(10)
+    with pytest.raises(CreditExceededError, match=f"{returned} bytes.*1 to 10"):
+        window.give_back(returned)
+    assert window.outstanding == 10
+    window.give_back(10)
+    assert window.outstanding == 0
+    with pytest.raises(CreditExceededError):
+        window.give_back(1)
+
+
+def test_credit_is_returned_at_a_quarter() -> None:
+    credit = CreditReturn(100)
+    assert credit.consumed(24) == 0
+    assert credit.held == 24
+    assert credit.consumed(1) == 25
+    assert credit.held == 0
+    assert credit.consumed(0) == 0
+    assert credit.consumed(500) == 500
+    assert credit.flush() == 0
+    assert credit.consumed(3) == 0
+    assert credit.flush() == 3
+    assert credit.flush() == 0
+    with pytest.raises(InvalidArgumentError):
+        credit.consumed(-1)
+
+
+def test_a_quarter_of_a_window_that_four_does_not_divide() -> None:
+    credit = CreditReturn(5)
+    assert [credit.consumed(1), credit.consumed(1)] == [0, 2]
+
+
+@given(st.integers(1, 64), st.lists(st.integers(0, 100), min_size=1, max_size=60))
+def test_both_sides_together_never_stall_nor_overrun(window: int, sizes: list[int]) -> None:
+    sender, receiver = CreditWindow(window), CreditReturn(window)
+    on_the_way: list[int] = []
+    for size in sizes:
+        while not sender.may_send(size):
+            if on_the_way:
+                returned = receiver.consumed(on_the_way.pop(0))
+            else:
+                # The receiver has consumed everything and waits: it returns what it holds.
+                returned = receiver.flush()
+                assert returned > 0
+            if returned:
+                sender.give_back(returned)
+        alone = sender.outstanding == 0
+        sender.spend(size)
+        on_the_way.append(size)
+        assert sender.outstanding <= window or alone
+        assert sender.outstanding == sum(on_the_way) + receiver.held

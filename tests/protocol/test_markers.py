@@ -1,0 +1,128 @@
+"""Thinning of markers and the history of them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.limits import MARKERS_MAX, MARKERS_NEWEST, SEQNO_MAX
+from upr_protocol.markers import MarkerHistory, check_markers, thin_markers
+
+SEQNOS = st.one_of(st.integers(1, 300), st.integers(1, SEQNO_MAX))
+MARKERS = st.lists(SEQNOS, unique=True, max_size=300).map(sorted)
+
+
+def scales(markers: tuple[int, ...]) -> list[int]:
+    return [(markers[-1] - marker).bit_length() for marker in markers]
+
+
+@given(MARKERS, st.integers(1, 20))
+def test_thinning_keeps_what_is_promised(markers: list[int], newest: int) -> None:
+    thinned = thin_markers(markers, newest)
+    assert set(thinned) <= set(markers)
+    assert list(thinned[-newest:]) == markers[-newest:]
+    assert len(thinned) <= newest + 48
+    assert len(thinned) >= min(2, len(markers))
+    assert thinned[:1] == tuple(markers[:1])
+    assert thin_markers(thinned, newest) == thinned
+    older = scales(thinned)[:-newest] if thinned else []
+    assert len(set(older)) == len(older)
+    # Nothing is lost without a neighbour of the same scale.
+    if len(markers) > newest:
+        assert set(older) == set(scales(tuple(markers))[:-newest])
+
+
+def test_few_markers_stay() -> None:
+    assert thin_markers(()) == ()
+    assert thin_markers([5]) == (5,)
+    assert thin_markers(range(1, 17)) == tuple(range(1, 17))
+    assert thin_markers([1, 2], newest=1) == (1, 2)
+
+
+def test_the_bound_is_reached_and_not_passed() -> None:
+    markers = [SEQNO_MAX - 2**power for power in range(47, 3, -1)]
+    markers += range(SEQNO_MAX - 15, SEQNO_MAX + 1)
+    assert thin_markers(markers) == tuple(markers)
+    assert len(markers) == 60 <= MARKERS_MAX
+
+
+@pytest.mark.parametrize("markers", [[2, 1], [1, 1], [-1], [2**48]])
+def test_markers_are_checked(markers: list[int]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        thin_markers(markers)
+    with pytest.raises(InvalidArgumentError):
+        check_markers(markers)
+
+
+def test_at_least_one_newest() -> None:
+    with pytest.raises(InvalidArgumentError):
+        thin_markers([1, 2], newest=0)
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_a_long_history_stays_small_and_reaches_back_evenly(step: int) -> None:
+    history = MarkerHistory()
+    for count in range(1, 20_001):
+        history.add(count * step)
+        assert len(history) <= 2 * MARKERS_MAX
+        if count % 997 == 0:
+            kept = history.as_tuple()
+            assert len(kept) <= MARKERS_MAX
+            assert kept[0] == step
+            assert kept[-MARKERS_NEWEST:] == tuple(
+                range((count - MARKERS_NEWEST + 1) * step, count * step + 1, step)
+            )
+            # However far a rollback goes, the stored marker before it is at most four times as far. Were the
+            # newest of each scale kept instead of the oldest, the far scales would run dry.
+            for back in range(MARKERS_NEWEST, count, 13):
+                target = (count - back) * step
+                marker = MarkerHistory(kept).newest_before(target, inclusive=True)
+                assert marker is not None
+                assert count * step - marker <= 4 * back * step
+
+
+@given(MARKERS)
+def test_a_history_knows_the_markers_it_was_given(markers: list[int]) -> None:
+    history = MarkerHistory()
+    history.add_many(markers)
+    assert history.as_tuple()[-MARKERS_NEWEST:] == tuple(markers[-MARKERS_NEWEST:])
+    assert set(history.as_tuple()) <= set(markers)
+    assert len(history.as_tuple()) <= MARKERS_MAX
+    assert history.newest == (markers[-1] if markers else None)
+    assert MarkerHistory(history.as_tuple()).as_tuple() == history.as_tuple()
+
+
+def test_repeated_markers_and_0_are_ignored() -> None:
+    history = MarkerHistory()
+    history.add_many([0, 5, 5, 9, 9])
+    assert history.as_tuple() == (5, 9)
+    assert len(history) == 2
+    assert repr(history) == "MarkerHistory((5, 9))"
+
+
+def test_a_marker_below_the_newest_is_refused() -> None:
+    history = MarkerHistory([5, 9])
+    for seqno in (8, 0, -1, 2**48):
+        with pytest.raises(InvalidArgumentError):
+            history.add(seqno)
+    assert history.as_tuple() == (5, 9)
+
+
+def test_truncating_keeps_the_marker_at_the_seqno() -> None:
+    history = MarkerHistory([5, 9, 12])
+    history.truncate_above(12)
+    assert history.as_tuple() == (5, 9, 12)
+    history.truncate_above(9)
+    assert history.as_tuple() == (5, 9)
+    history.truncate_above(8)
+    history.add(7)
+    assert history.as_tuple() == (5, 7)
+    history.truncate_above(0)
+    assert history.as_tuple() == ()
+    assert history.newest is None
+
+
+def test_newest_before() -> None:
+    history = MarkerHistory([5, 9])
+    assert [history.newest_before(at) for at in (0, 5, 6, 9, 10)] == [None, None, 5, 5, 9]
+    assert [history.newest_before(at, inclusive=True) for at in (4, 5, 8, 9)] == [None, 5, 5, 9]
