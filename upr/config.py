@@ -1,0 +1,34 @@
+"""What a server can be told. Only ``service`` and ``cli`` read it; the rest receives values."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from upr_protocol.limits import HEARTBEAT_SECONDS
+
+TAIL_BYTES = 64 * 2**20
+FLUSH_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The settings of one server.
+
+    Attributes:
+        data: the data directory; made if it does not exist.
+        listen: HOST:PORT; port 0 takes a free one.
+        ready_file: gets the bound address, HOST:PORT and a newline, once the server serves.
+        insecure: allows a listen address that is not loopback.
+        log_format: ``text`` or ``json``.
+        tail_bytes: the tail is flushed when it holds more than this.
+        flush_seconds: the tail is flushed when its oldest write is older than this.
+        heartbeat_seconds: the default interval for clients that ask for none.
+    """
+
+    data: Path
+    listen: str = "127.0.0.1:7711"
+    ready_file: Path | None = None
+    insecure: bool = False
+    log_format: str = "text"
+    tail_bytes: int = TAIL_BYTES
+    flush_seconds: float = FLUSH_SECONDS
+    heartbeat_seconds: float = HEARTBEAT_SECONDS

@@ -1,0 +1,383 @@
+"""One Follow call: its streams, and what each of them is sent next.
+
+A stream reads from the store while its seqno is below the partition's stored high, and from the tail above.
+Streams that read the tail from the same entry on form a group, so that a frame for all of them is taken with a
+few vectorised statements; a group that falls behind the tail goes back to the store. Nothing is queued for a
+consumer beyond its credit: the service asks for the next frame when it can send one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from upr.engine.bucket import Bucket
+from upr.engine.groups import TailGroups
+from upr.engine.partitions import ACTIVE
+from upr.storage.merge import Encoded
+from upr.storage.reading import ReadResult
+from upr.storage.store import ReadRequest
+from upr_protocol.block import U64
+from upr_protocol.credit import CreditWindow
+from upr_protocol.errors import UprError
+from upr_protocol.failover import FailoverLog, check_failover_id, check_partition, check_seqno
+from upr_protocol.handshake import StartAnswer, answer_start
+from upr_protocol.limits import FRAME_BYTES, PARTITIONS
+
+NO_END: Final = np.iinfo(np.uint64).max
+READ_PARTITIONS: Final = 64
+"""Partitions asked for in one read of the store."""
+STEPS_AT_ONCE: Final = 4
+"""How often a frame is looked for in one step when the tail holds nothing for this follower."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """What all streams of a call have in common."""
+
+    consumer: str = ""
+    memory: bool = False
+    keys_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartRequest:
+    """One partition of a Start; ``until_now`` overrides ``until_seqno``."""
+
+    partition: int
+    failover_id: int | None
+    seqno: int
+    data_id: int | None
+    until_seqno: int | None = None
+    until_now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An open stream."""
+
+    partition: int
+    token: int
+    failover_id: int
+    high_seqno: int
+    purge_seqno: int
+    until_seqno: int | None
+    log: FailoverLog | None
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """The client must roll back first."""
+
+    partition: int
+    answer: StartAnswer
+    log: FailoverLog
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No stream, and nothing to undo."""
+
+    partition: int
+    error: UprError
+
+
+@dataclass(frozen=True, slots=True)
+class EndReason:
+    """Why streams end: a stable token, whether to start them again, and words."""
+
+    reason: str
+    retriable: bool
+    words: str
+    hint: str = ""
+
+
+FINISHED: Final = EndReason("FINISHED", False, "the stream reached its end")
+STOPPED: Final = EndReason("STOPPED", False, "the consumer stopped the stream")
+SUPERSEDED: Final = EndReason(
+    "SUPERSEDED",
+    False,
+    "another call took over this consumer name",
+    "give each consumer its own name",
+)
+SHUTTING_DOWN: Final = EndReason("SHUTTING_DOWN", True, "the server is stopping", "connect again")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Streams, as (partition, token), that ended."""
+
+    streams: list[tuple[int, int]]
+    why: EndReason
+
+
+@dataclass(frozen=True, slots=True)
+class FrameOut:
+    """Encoded blocks, the token of each run in them, and the bytes that count against the credit."""
+
+    blocks: list[bytes]
+    tokens: bytes
+    size: int
+
+
+Answer = Started | RolledBack | Refused
+
+
+class Follower:
+    """The streams of one Follow call.
+
+    Args:
+        wake: called when there may be something to send again.
+    """
+
+    def __init__(
+        self, bucket: Bucket, options: FollowOptions, credit: CreditWindow, wake: Callable[[], None]
+    ) -> None:
+        self.options = options
+        self.credit = credit
+        self.wake = wake
+        self.on_superseded: Callable[[], None] | None = None
+        self._bucket = bucket
+        self._table = bucket.partitions
+        self._token = np.zeros(PARTITIONS, np.uint32)
+        self._last_token = 0
+        self._seqno: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._horizon: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._until: U64 = np.full(PARTITIONS, NO_END, np.uint64)
+        self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
+        self._groups = TailGroups(bucket.tail, options.memory)
+        self._ready: list[tuple[int, int, Encoded]] = []
+        self._reading = False
+        self._turn = 0
+        self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._ended: list[Ended] = []
+
+    @property
+    def open_streams(self) -> int:
+        """How many streams are open."""
+        return int(np.count_nonzero(self._token))
+
+    # Starting and ending
+
+    def start(self, requests: Sequence[StartRequest]) -> list[Answer]:
+        """Decide on each request, and open what may be opened, in this one step ("Handshake", step 3)."""
+        return [self._start(request) for request in requests]
+
+    def _start(self, request: StartRequest) -> Answer:
+        table = self._table
+        partition = request.partition
+        try:
+            check_partition(partition)
+            check_seqno(request.seqno)
+            if request.until_seqno is not None:
+                check_seqno(request.until_seqno, "until_seqno")
+            for failover_id in (request.failover_id, request.data_id):
+                if failover_id is not None:
+                    check_failover_id(failover_id)
+        except UprError as error:
+            return Refused(partition, error)
+        if not table.serves(partition):
+            return Refused(partition, table.refusal(partition))
+        if self._token[partition]:
+            self._end([partition], STOPPED)
+        log, high = table.logs[partition], int(table.high[partition])
+        answer = answer_start(
+            log,
+            failover_id=request.failover_id,
+            seqno=request.seqno,
+            data_id=request.data_id,
+            high_seqno=high,
+            purge_seqno=int(table.purge[partition]),
+            active=bool(table.state[partition] == ACTIVE),
+        )
+        if answer.kind == "rollback":
+            return RolledBack(partition, answer, log)
+        if answer.kind == "behind":
+            behind = UprError(answer.words, reason="BEHIND", retriable=True, hint="try again later")
+            return Refused(partition, behind)
+        return self._open(request, log, high)
+
+    def _open(self, request: StartRequest, log: FailoverLog, high: int) -> Started:
+        partition = request.partition
+        until = high if request.until_now else request.until_seqno
+        self._last_token += 1
+        self._token[partition] = self._last_token
+        self._seqno[partition] = request.seqno
+        self._horizon[partition] = request.seqno
+        self._until[partition] = NO_END if until is None else until
+        self._attach(partition)
+        if until is not None and until <= request.seqno:
+            self._end([partition], FINISHED)
+        return Started(
+            partition,
+            self._last_token,
+            log.newest.failover_id,
+            high,
+            int(self._table.purge[partition]),
+            until,
+            log if request.seqno == 0 or request.failover_id is None else None,
+        )
+
+    def _attach(self, partition: int) -> None:
+        """Have a stream read on where its seqno lies: in the store, or in the tail."""
+        seqno = int(self._seqno[partition])
+        if seqno < int(self._table.stored[partition]):
+            self._from_store[partition] = True
+            return
+        self._from_store[partition] = False
+        self._groups.join(partition, self._bucket.tail.find(partition, seqno))
+
+    def stop(self, partitions: Iterable[int]) -> None:
+        """End streams at the consumer's wish; what is not open is passed over."""
+        self._end([p for p in partitions if 0 <= p < PARTITIONS], STOPPED)
+
+    def end_all(self, why: EndReason) -> None:
+        """End every open stream."""
+        self._end(np.flatnonzero(self._token).tolist(), why)
+        self.wake()
+
+    def _end(self, partitions: Iterable[int], why: EndReason) -> None:
+        streams = [(p, int(self._token[p])) for p in partitions if self._token[p]]
+        if not streams:
+            return
+        gone = [p for p, _ in streams]
+        self._token[gone] = 0
+        self._from_store[gone] = False
+        self._groups.leave(gone)
+        self._ready = [item for item in self._ready if self._token[item[0]] == item[1]]
+        self._ended.append(Ended(streams, why))
+
+    def take_ended(self) -> list[Ended]:
+        """Return, once, the ends that are to be told, oldest first."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # Reading the store
+
+    def next_read(self) -> tuple[list[ReadRequest], int] | None:
+        """Return what to read from the store next and at most how many bytes; None when nothing is to be."""
+        if self._reading or self._ready:
+            return None
+        self._return_dropped()
+        waiting = np.flatnonzero(self._from_store)
+        if not len(waiting) or not self.credit.may_send(1):
+            return None
+        # Turns are fair: the next read begins behind the last partition that this one asks for.
+        first = int(np.searchsorted(waiting, self._turn)) % len(waiting)
+        chosen = np.roll(waiting, -first)[:READ_PARTITIONS].tolist()
+        self._reading = True
+        left = self.credit.window - self.credit.outstanding
+        requests = [ReadRequest(p, int(self._seqno[p])) for p in chosen]
+        return requests, min(FRAME_BYTES, left)
+
+    def feed(self, results: Sequence[ReadResult]) -> None:
+        """Take what was read; results of streams that ended or moved meanwhile are dropped."""
+        self._reading = False
+        for result in results:
+            partition, above = result.request.partition, result.request.above
+            if not self._from_store[partition] or int(self._seqno[partition]) != above:
+                continue
+            if result.error is not None:
+                why = EndReason("STORAGE_ERROR", False, result.error.message, result.error.hint)
+                self._end([partition], why)
+                continue
+            if result.blocks:
+                self._turn = partition + 1
+            token = int(self._token[partition])
+            self._ready += [(partition, token, block) for block in result.blocks]
+
+    def read_failed(self, error: UprError, requests: Sequence[ReadRequest]) -> None:
+        """End the streams whose read failed as a whole."""
+        self._reading = False
+        why = EndReason("STORAGE_ERROR", error.retriable, error.message, error.hint)
+        self._end([r.partition for r in requests if self._from_store[r.partition]], why)
+
+    def _return_dropped(self) -> None:
+        """Send streams whose place in the tail was flushed away back to the store."""
+        for partition in self._groups.take_dropped():
+            self._attach(partition)
+
+    # Sending
+
+    def next_frame(self) -> FrameOut | None:
+        """Return the next frame within the credit, spent already; None when there is none to be sent now."""
+        frame = self._frame_from_store()
+        for _ in range(STEPS_AT_ONCE):
+            if frame is not None:
+                self.credit.spend(frame.size)
+                return frame
+            moved = self._groups.moves
+            frame = self._frame_from_tail()
+            if frame is None and moved == self._groups.moves:
+                return None
+        # Entries were passed over and there are more: others have their turn first.
+        self.wake()
+        return None
+
+    def _frame_from_store(self) -> FrameOut | None:
+        blocks: list[bytes] = []
+        tokens: list[int] = []
+        size = 0
+        touched: dict[int, None] = {}
+        while self._ready and size < FRAME_BYTES:
+            partition, token, block = self._ready[0]
+            if not self.credit.may_send(size + len(block.data)) and (
+                blocks or self.credit.outstanding
+            ):
+                break
+            self._ready.pop(0)
+            touched[partition] = None
+            if self._is_done(partition):
+                continue
+            blocks.append(block.data)
+            tokens.append(token)
+            size += len(block.data)
+            run = block.runs[0]
+            self._seqno[partition] = run["end_seqno"]
+            self._horizon[partition] = max(self._horizon[partition], run["horizon"])
+        for partition in touched:
+            if not any(item[0] == partition for item in self._ready):
+                self._attach(partition)
+        self._finish([p for p in touched if self._is_done(p)])
+        return FrameOut(blocks, np.array(tokens, "<u4").tobytes(), size) if blocks else None
+
+    def _is_done(self, partition: int) -> bool:
+        """Whether a stream stands at a complete marker at or above its end."""
+        seqno = self._seqno[partition]
+        return bool(seqno >= self._until[partition] and self._horizon[partition] <= seqno)
+
+    def _finish(self, partitions: Iterable[int]) -> None:
+        self._end(partitions, FINISHED)
+
+    def _frame_from_tail(self) -> FrameOut | None:
+        left = self.credit.window - self.credit.outstanding
+        if left <= 0:
+            return None
+        taken = self._groups.take(
+            self._seqno, self._horizon, self._until, min(FRAME_BYTES, left), self.options.keys_only
+        )
+        if taken is None:
+            return None
+        if not self.credit.may_send(taken.size):
+            # One block larger than what is left: it goes alone, once everything else was consumed.
+            return None
+        self._groups.commit(taken)
+        runs = taken.runs
+        partitions = runs["partition"]
+        tokens = self._token[partitions].astype("<u4").tobytes()
+        self._seqno[partitions] = runs["end_seqno"]
+        np.maximum.at(self._horizon, partitions, runs["horizon"])
+        if (self._until[partitions] != NO_END).any():
+            self._finish([p for p in np.unique(partitions).tolist() if self._is_done(p)])
+        return FrameOut(taken.blocks, tokens, taken.size) if taken.blocks else None
+
+    # Telling the lag
+
+    def moved_high_seqnos(self) -> list[tuple[int, int]]:
+        """Return (partition, high seqno) of the open streams whose high seqno moved since the last call."""
+        moved = (self._token != 0) & (self._table.high != self._told_high)
+        self._told_high[moved] = self._table.high[moved]
+        partitions = np.flatnonzero(moved)
+        return list(zip(partitions.tolist(), self._table.high[partitions].tolist(), strict=True))

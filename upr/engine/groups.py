@@ -1,0 +1,162 @@
+"""Streams of one follower that read the tail together."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from upr.engine.tail import Tail, TailEntry
+from upr_protocol.block import U64, Runs, cut_runs, without_values
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.wire.codec import encode_block
+
+ENTRIES_AT_ONCE = 256
+"""Entries looked at in one step, so that a tail of tiny writes does not hold the event loop."""
+
+
+@dataclass(slots=True)
+class _Group:
+    next_entry: int
+    members: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(PARTITIONS, bool))
+
+
+@dataclass(slots=True)
+class Taken:
+    """Blocks out of the tail for a group: the runs in them, end to end, and where the group goes on."""
+
+    group: _Group
+    next_entry: int
+    blocks: list[bytes]
+    runs: Runs
+    size: int
+
+
+class TailGroups:
+    """Which partitions read the tail, and from which entry on; at most a group an entry.
+
+    Attributes:
+        moves: how often a group moved on.
+    """
+
+    def __init__(self, tail: Tail, memory: bool) -> None:
+        self._tail = tail
+        self._memory = memory
+        self._groups: list[_Group] = []
+        self.moves = 0
+
+    @property
+    def _limit(self) -> int:
+        """Entries from this number on may not be shown."""
+        return self._tail.end if self._memory else self._tail.durable
+
+    def join(self, partition: int, entry: int) -> None:
+        """Have a partition read from an entry on."""
+        for group in self._groups:
+            if group.next_entry == entry:
+                group.members[partition] = True
+                return
+        group = _Group(entry)
+        group.members[partition] = True
+        self._groups.append(group)
+
+    def leave(self, partitions: Iterable[int]) -> None:
+        """Have partitions read no more."""
+        gone = list(partitions)
+        for group in self._groups:
+            group.members[gone] = False
+        self._groups = [group for group in self._groups if group.members.any()]
+
+    def take_dropped(self) -> list[int]:
+        """Remove and return the partitions whose next entry is not in the tail any more."""
+        behind = [group for group in self._groups if group.next_entry < self._tail.first]
+        if not behind:
+            return []
+        self._groups = [group for group in self._groups if group.next_entry >= self._tail.first]
+        members = np.logical_or.reduce([group.members for group in behind])
+        dropped: list[int] = np.flatnonzero(members).tolist()
+        return dropped
+
+    def take(
+        self, seqno: U64, horizon: U64, until: U64, max_bytes: int, keys_only: bool
+    ) -> Taken | None:
+        """Return what the group that is furthest behind reads next; None when no group has anything.
+
+        Nothing is changed until ``commit``. The result may hold no blocks: entries were passed over.
+
+        Args:
+            seqno, horizon, until: each stream's state, shape (1024,).
+            max_bytes: stop before this is exceeded, but not before the first block.
+        """
+        self._merge_groups()
+        waiting = [g for g in self._groups if self._tail.first <= g.next_entry < self._limit]
+        if not waiting:
+            return None
+        group = min(waiting, key=lambda g: g.next_entry)
+        others = [g.next_entry for g in self._groups if g.next_entry > group.next_entry]
+        # Stopping where the next group stands lets the two become one.
+        end = min(self._limit, group.next_entry + ENTRIES_AT_ONCE, *others)
+        entries = self._tail.range(group.next_entry, end)
+        if any((entry.runs["horizon"] != entry.runs["end_seqno"]).any() for entry in entries):
+            # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
+            entries = entries[:1]
+        return self._select(group, entries, (seqno, horizon, until), max_bytes, keys_only)
+
+    def _select(
+        self,
+        group: _Group,
+        entries: list[TailEntry],
+        state: tuple[U64, U64, U64],
+        max_bytes: int,
+        keys_only: bool,
+    ) -> Taken:
+        seqno, horizon, until = state
+        runs = (
+            np.concatenate([entry.runs for entry in entries])
+            if len(entries) > 1
+            else entries[0].runs
+        )
+        partitions = runs["partition"]
+        starts = runs["start_seqno"]
+        keep = (
+            group.members[partitions]
+            & (runs["end_seqno"] > seqno[partitions])
+            & ((starts < until[partitions]) | (horizon[partitions] > starts))
+        )
+        blocks: list[bytes] = []
+        size = at = done = used = 0
+        for entry in entries:
+            last = at + len(entry.runs)
+            kept = keep[at:last]
+            if kept.any():
+                data = _cut(entry, kept, keys_only)
+                if blocks and size + len(data) > max_bytes:
+                    break
+                blocks.append(data)
+                size += len(data)
+            at = used = last
+            done += 1
+        return Taken(group, group.next_entry + done, blocks, runs[:used][keep[:used]], size)
+
+    def commit(self, taken: Taken) -> None:
+        """Move the group behind what was taken."""
+        taken.group.next_entry = taken.next_entry
+        self.moves += 1
+
+    def _merge_groups(self) -> None:
+        if len(self._groups) < 2:
+            return
+        by_entry: dict[int, _Group] = {}
+        for group in self._groups:
+            same = by_entry.setdefault(group.next_entry, group)
+            if same is not group:
+                same.members |= group.members
+        self._groups = list(by_entry.values())
+
+
+def _cut(entry: TailEntry, kept: npt.NDArray[np.bool_], keys_only: bool) -> bytes:
+    """Return an entry's bytes as they are, or a cut-out of some runs, or of the keys."""
+    if kept.all() and not keys_only:
+        return entry.data
+    block = cut_runs(entry.block(), kept)
+    return encode_block(without_values(block) if keys_only else block)

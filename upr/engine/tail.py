@@ -1,0 +1,118 @@
+"""The tail: numbered blocks that are not yet in the store, in the order in which they were numbered.
+
+Entries are numbered from 0 for as long as the process lives; readers remember the number of the next entry
+they want, never an entry. Every MARK_EVERY entries the high seqnos of all partitions are kept, so that the
+entry from which a partition must be read is found without looking at all of them.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+
+from upr.storage.journal import JournalEntry
+from upr_protocol.block import U64, Block, Runs
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.wire.codec import decode_block
+
+MARK_EVERY = 256
+_ENTRY_OVERHEAD_BYTES = 600
+
+
+@dataclass(slots=True)
+class TailEntry:
+    """One numbered block.
+
+    Attributes:
+        runs: its run table.
+        data: its encoded bytes, which journal, frames and flush use as they are.
+        producer, number: who wrote it; empty and 0 without a producer.
+        time: when it was numbered, microseconds since the epoch.
+        commit: the journal commit it belongs to, 0 while none was taken.
+    """
+
+    runs: Runs
+    data: bytes
+    producer: bytes
+    number: int
+    time: int
+    commit: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.data) + self.runs.nbytes + _ENTRY_OVERHEAD_BYTES
+
+    def block(self) -> Block:
+        """Parse and check the bytes once more: they may have lain in memory for long."""
+        return decode_block(self.data)
+
+    def journal_entry(self) -> JournalEntry:
+        return JournalEntry(self.producer, self.number, self.data)
+
+
+class Tail:
+    """The entries from ``first`` to ``end`` - 1.
+
+    Attributes:
+        first: number of the oldest entry.
+        taken: entries below this number were handed to the committer.
+        durable: entries below this number are in the journal, fsynced.
+        bytes: about how much memory the entries hold.
+        volatile_bytes: the part of it that is not durable yet.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[TailEntry] = []
+        self._high = np.zeros(PARTITIONS, np.uint64)
+        self._marks: list[tuple[int, U64]] = []
+        self.first = self.taken = self.durable = 0
+        self.bytes = 0
+        self.volatile_bytes = 0
+
+    @property
+    def end(self) -> int:
+        """The number that the next entry will get."""
+        return self.first + len(self._entries)
+
+    def __getitem__(self, number: int) -> TailEntry:
+        return self._entries[number - self.first]
+
+    def range(self, first: int, end: int) -> list[TailEntry]:
+        """Return the entries from one number up to before another."""
+        return self._entries[first - self.first : end - self.first]
+
+    def append(self, entry: TailEntry) -> int:
+        """Add an entry and return its number."""
+        number = self.end
+        self._entries.append(entry)
+        self._high[entry.runs["partition"]] = entry.runs["end_seqno"]
+        self.bytes += entry.size
+        self.volatile_bytes += entry.size
+        if (number + 1) % MARK_EVERY == 0:
+            self._marks.append((number + 1, self._high.copy()))
+        return number
+
+    def mark_durable(self, count: int) -> list[TailEntry]:
+        """Take note that the next ``count`` entries are on disk, and return them."""
+        entries = self.range(self.durable, self.durable + count)
+        self.durable += count
+        self.volatile_bytes -= sum(entry.size for entry in entries)
+        return entries
+
+    def find(self, partition: int, seqno: int) -> int:
+        """Return an entry number at or below that of the first entry that tells of what is above ``seqno``.
+
+        At most MARK_EVERY entries too early; readers skip runs that end at or below their seqno.
+        """
+        if seqno >= int(self._high[partition]):
+            return self.end
+        mark = bisect_left(self._marks, True, key=lambda m: bool(m[1][partition] > seqno))
+        return max(self._marks[mark - 1][0], self.first) if mark else self.first
+
+    def drop_before(self, number: int) -> None:
+        """Forget the entries below a number: they are in the store."""
+        gone = self.range(self.first, number)
+        del self._entries[: len(gone)]
+        self.bytes -= sum(entry.size for entry in gone)
+        self.first = number
+        self._marks = [mark for mark in self._marks if mark[0] > number]

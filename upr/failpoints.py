@@ -1,0 +1,97 @@
+"""Named places where a test may delay, fail or kill the process. Off unless the environment arms one.
+
+``UPR_FAILPOINTS="name=action;name=action"``, with the actions
+
+* ``kill`` or ``kill:N``: SIGKILL the process at the first, or the N-th, time the place is reached;
+* ``hold:PATH``: block the calling thread for as long as the file PATH exists;
+* ``error:CODE`` or ``error:CODE:N``: raise OSError with that errno name, always or only at the N-th time.
+
+Imports nothing of this project; anyone may import it. Names are listed in NAMES; another one is refused, so
+that a test cannot arm a place that no longer exists.
+"""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+
+NAMES = frozenset(
+    {
+        "journal.before_append",
+        "journal.half_append",
+        "journal.before_sync",
+        "journal.after_sync",
+        "journal.before_rotate",
+        "journal.before_drop",
+        "flush.before_commit",
+        "flush.after_commit",
+        "flush.between_slices",
+        "recovery.before_records",
+        "recovery.after_records",
+        "recovery.before_truncate",
+        "proof.before_clear",
+        "proof.after_clear",
+        "shutdown.before_flush",
+        "shutdown.before_proof",
+        "shutdown.after_proof",
+    }
+)
+
+_HOLD_POLL_SECONDS = 0.005
+_armed: dict[str, Callable[[], None]] = {}
+
+
+def _action(name: str, spec: str) -> Callable[[], None]:
+    kind, _, rest = spec.partition(":")
+    hits = 0
+    if kind == "hold":
+        path = rest
+
+        def hold() -> None:
+            while os.path.exists(path):
+                time.sleep(_HOLD_POLL_SECONDS)
+
+        return hold
+    if kind == "kill":
+        nth = int(rest or 1)
+
+        def kill() -> None:
+            nonlocal hits
+            hits += 1
+            if hits == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return kill
+    if kind == "error":
+        code_name, _, count = rest.partition(":")
+        code = getattr(errno, code_name)
+
+        def fail() -> None:
+            nonlocal hits
+            hits += 1
+            if not count or hits == int(count):
+                raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
+
+        return fail
+    raise ValueError(f"failpoint {name}: unknown action {spec!r}")
+
+
+def arm(specification: str) -> None:
+    """Arm what ``UPR_FAILPOINTS`` would; raises ValueError for an unknown name or action."""
+    for part in filter(None, specification.split(";")):
+        name, _, spec = part.partition("=")
+        if name not in NAMES:
+            raise ValueError(f"unknown failpoint {name!r}; known: {', '.join(sorted(NAMES))}")
+        _armed[name] = _action(name, spec)
+
+
+def hit(name: str) -> None:
+    """Do what is armed at this place; nothing when nothing is."""
+    if _armed:
+        action = _armed.get(name)
+        if action is not None:
+            action()
+
+
+arm(os.environ.get("UPR_FAILPOINTS", ""))

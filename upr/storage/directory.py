@@ -1,0 +1,106 @@
+"""The data directory: its format, its lock, and the buckets in it.
+
+DIR/upr-stream.json      {"program": "upr-stream", "format": 1}
+DIR/lock                 held exclusively by the server that uses the directory
+DIR/buckets/<version>/   one bucket, named by its version (16 hex digits): journal/ and store/
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from upr_protocol.errors import DataDirectoryError
+
+FORMAT = 1
+_PROGRAM = "upr-stream"
+_MARK = "upr-stream.json"
+
+
+class DataDirectory:
+    """An open, locked data directory; made if it does not exist.
+
+    Raises:
+        DataDirectoryError: not writable, in use, of another program or of a newer format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._check_mark()
+            self._lock = self._take_lock()
+            (path / "buckets").mkdir(exist_ok=True)
+        except OSError as error:
+            raise DataDirectoryError(
+                f"the data directory {path} cannot be used: {error.strerror or error}",
+                hint="give --data a directory that this user can write",
+            ) from error
+
+    def _check_mark(self) -> None:
+        mark = self.path / _MARK
+        if not mark.exists():
+            others = sorted(p.name for p in self.path.iterdir() if p.name != "lock")
+            if others:
+                raise DataDirectoryError(
+                    f"{self.path} holds {others[0]!r} and is not a data directory of {_PROGRAM}",
+                    hint="give --data an empty directory, or one that does not exist",
+                )
+            temporary = self.path / f"{_MARK}.new"
+            temporary.write_text(json.dumps({"program": _PROGRAM, "format": FORMAT}) + "\n")
+            os.replace(temporary, mark)
+            return
+        try:
+            text = json.loads(mark.read_text())
+            program, version = text["program"], text["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataDirectoryError(f"{mark} is malformed: {error}") from error
+        if program != _PROGRAM:
+            raise DataDirectoryError(
+                f"{self.path} is a data directory of {program!r}, not of {_PROGRAM}"
+            )
+        if version != FORMAT:
+            raise DataDirectoryError(
+                f"{self.path} has format {version}, this program knows format {FORMAT}",
+                hint="use the program that wrote it, or a newer one",
+            )
+
+    def _take_lock(self) -> int:
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise DataDirectoryError(
+                f"the data directory {self.path} is in use by another server",
+                hint="stop that server, or give --data another directory",
+            ) from error
+        return fd
+
+    def buckets(self) -> Iterator[Path]:
+        """Yield the folder of each bucket that was created whole."""
+        for path in sorted((self.path / "buckets").iterdir()):
+            if path.suffix != ".new":
+                yield path
+
+    def new_bucket(self, version: int) -> Path:
+        """Make a folder for a bucket to be created in; ``bucket_created`` gives it its name."""
+        path = self.path / "buckets" / f"{version:016x}.new"
+        path.mkdir()
+        return path
+
+    def bucket_created(self, folder: Path) -> Path:
+        """Name a folder that was filled whole, durably."""
+        final = folder.with_suffix("")
+        os.rename(folder, final)
+        fd = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return final
+
+    def close(self) -> None:
+        """Give the lock back."""
+        os.close(self._lock)

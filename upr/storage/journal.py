@@ -1,0 +1,297 @@
+"""The journal: append-only segment files, one record a commit, one fsync a record.
+
+A segment begins with a header (magic, format, bucket version, segment number, CRC32C) and holds records:
+
+    magic uint32 | payload length uint32 | commit number uint64 | CRC32C uint32 over number and payload | payload
+
+A payload is a sequence of entries: producer length uint16, producer, write number uint64, block length
+uint32, block. All numbers are little-endian.
+
+A record that is not whole at the very end of the newest segment was torn by a crash; it was never
+acknowledged and is cut off. A broken record with anything whole behind it is damage: the journal is refused,
+because what was acknowledged behind it can no longer be numbered truthfully.
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import google_crc32c
+
+from upr import failpoints
+from upr_protocol.errors import DataDamagedError, StorageFailedError
+
+_HEADER = struct.Struct("<4sIQQI")
+_RECORD = struct.Struct("<4sIQI")
+_NUMBER = struct.Struct("<Q")
+_SEGMENT_MAGIC = b"UPRJ"
+_RECORD_MAGIC = b"\xf5UR\xfa"
+_FORMAT = 1
+SEGMENT_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """One Write as it is journalled: who wrote it, its number, and the numbered block's bytes."""
+
+    producer: bytes
+    number: int
+    block: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What one record holds. Commit numbers rise by one from record to record."""
+
+    number: int
+    entries: tuple[JournalEntry, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(len(entry.block) for entry in self.entries)
+
+
+def encode_record(commit: Commit) -> list[bytes]:
+    """Return the record's bytes in pieces, so that large blocks are not copied once more."""
+    pieces: list[bytes] = []
+    for entry in commit.entries:
+        head = struct.pack("<H", len(entry.producer)) + entry.producer
+        pieces += (head + struct.pack("<QI", entry.number, len(entry.block)), entry.block)
+    crc = google_crc32c.value(_NUMBER.pack(commit.number))
+    for piece in pieces:
+        crc = google_crc32c.extend(crc, piece)
+    return [_RECORD.pack(_RECORD_MAGIC, sum(map(len, pieces)), commit.number, crc), *pieces]
+
+
+def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
+    entries = []
+    at = 0
+    while at < len(payload):
+        (length,) = struct.unpack_from("<H", payload, at)
+        producer = payload[at + 2 : at + 2 + length]
+        number, size = struct.unpack_from("<QI", payload, at + 2 + length)
+        at += 2 + length + 12
+        entries.append(JournalEntry(producer, number, payload[at : at + size]))
+        at += size
+    return tuple(entries)
+
+
+def _record_at(data: bytes, at: int) -> tuple[Commit, int] | None:
+    """Return the whole record at an offset and where it ends, or None."""
+    if at + _RECORD.size > len(data):
+        return None
+    magic, length, number, crc = _RECORD.unpack_from(data, at)
+    first = at + _RECORD.size
+    if magic != _RECORD_MAGIC or first + length > len(data):
+        return None
+    payload = data[first : first + length]
+    if google_crc32c.extend(google_crc32c.value(_NUMBER.pack(number)), payload) != crc:
+        return None
+    return Commit(number, _decode_payload(payload)), first + length
+
+
+@dataclass(slots=True)
+class _Segment:
+    number: int
+    path: Path
+    last_commit: int = 0
+
+
+class Journal:
+    """The segment files of one bucket. Used by one thread at a time.
+
+    Args:
+        folder: where the segments lie; made if it does not exist.
+        bucket_version: a segment of another bucket version is refused.
+
+    Raises:
+        DataDamagedError: a segment is foreign, or broken before its end.
+    """
+
+    def __init__(self, folder: Path, bucket_version: int) -> None:
+        self._folder = folder
+        self._version = bucket_version
+        self._fd: int | None = None
+        self._size = 0
+        self._failed = ""
+        folder.mkdir(exist_ok=True)
+        self._segments = [_Segment(int(p.stem), p) for p in sorted(folder.glob("*.journal"))]
+        self.torn_bytes = 0
+
+    def replay(self) -> Iterator[Commit]:
+        """Yield every commit in order, and cut a torn record off the end. Call once, before append."""
+        last_number = 0
+        for position, segment in enumerate(self._segments):
+            newest = position == len(self._segments) - 1
+            data = segment.path.read_bytes()
+            at = self._check_header(segment, data, newest)
+            while at < len(data):
+                found = _record_at(data, at)
+                if found is None:
+                    self._check_torn(segment, data, at, newest)
+                    break
+                commit, at = found
+                if last_number and commit.number != last_number + 1:
+                    raise DataDamagedError(
+                        f"{segment.path}: commit {commit.number} follows commit {last_number}"
+                    )
+                last_number = segment.last_commit = commit.number
+                yield commit
+            if newest:
+                self._truncate(segment, at, len(data))
+
+    def _check_header(self, segment: _Segment, data: bytes, newest: bool) -> int:
+        if len(data) < _HEADER.size and newest:
+            # Torn while the segment was being begun: nothing in it was ever acknowledged.
+            return 0
+        fields = _HEADER.unpack_from(data) if len(data) >= _HEADER.size else (b"", 0, 0, 0, 0)
+        magic, version, bucket, number, crc = fields
+        if magic != _SEGMENT_MAGIC or google_crc32c.value(data[: _HEADER.size - 4]) != crc:
+            raise DataDamagedError(f"{segment.path}: the segment's header is damaged")
+        if version != _FORMAT or bucket != self._version or number != segment.number:
+            raise DataDamagedError(
+                f"{segment.path}: the segment is of format {version}, bucket {bucket:016x}, number {number}"
+            )
+        return _HEADER.size
+
+    def _check_torn(self, segment: _Segment, data: bytes, at: int, newest: bool) -> None:
+        behind = data.find(_RECORD_MAGIC, at + 1)
+        while behind != -1 and _record_at(data, behind) is None:
+            behind = data.find(_RECORD_MAGIC, behind + 1)
+        if behind != -1 or not newest:
+            raise DataDamagedError(
+                f"{segment.path}: the record at byte {at} is damaged and whole records follow",
+                hint="restore the data directory from a replica or a backup",
+            )
+
+    def _truncate(self, segment: _Segment, end: int, size: int) -> None:
+        failpoints.hit("recovery.before_truncate")
+        fd = os.open(segment.path, os.O_RDWR)
+        try:
+            if end < size:
+                self.torn_bytes = size - end
+                os.ftruncate(fd, end)
+            if end == 0:
+                os.write(fd, self._header(segment.number))
+            # What a killed process wrote may still be in the page cache only; it counts as durable from here on.
+            os.fsync(fd)
+            self._size = os.lseek(fd, 0, os.SEEK_END)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+
+    def _header(self, number: int) -> bytes:
+        head = _HEADER.pack(_SEGMENT_MAGIC, _FORMAT, self._version, number, 0)[:-4]
+        return head + struct.pack("<I", google_crc32c.value(head))
+
+    def _begin_segment(self) -> None:
+        failpoints.hit("journal.before_rotate")
+        number = self._segments[-1].number + 1 if self._segments else 1
+        path = self._folder / f"{number:016d}.journal"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            os.write(fd, self._header(number))
+            os.fsync(fd)
+            _sync_folder(self._folder)
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = fd
+        self._size = _HEADER.size
+        self._segments.append(_Segment(number, path))
+
+    def append(self, commit: Commit) -> None:
+        """Append one record and fsync it.
+
+        Raises:
+            OSError: nothing of the record remains (a full disk); the call may be repeated.
+            StorageFailedError: fsync failed, or what was written could not be taken back: what the disk
+                holds is unknown, and no later append can be trusted.
+        """
+        if self._failed:
+            raise StorageFailedError(self._failed)
+        failpoints.hit("journal.before_append")
+        if self._fd is None or self._size >= SEGMENT_BYTES:
+            self._begin_segment()
+        assert self._fd is not None
+        pieces = encode_record(commit)
+        try:
+            written = self._write(self._fd, pieces)
+        except OSError:
+            self._take_back(self._fd)
+            raise
+        try:
+            failpoints.hit("journal.before_sync")
+            os.fdatasync(self._fd)
+        except OSError as error:
+            self._fail(f"fsync of the journal failed: {error}")
+            raise StorageFailedError(self._failed) from error
+        failpoints.hit("journal.after_sync")
+        self._size += written
+        self._segments[-1].last_commit = commit.number
+
+    def _write(self, fd: int, pieces: Sequence[bytes]) -> int:
+        data = b"".join(pieces)
+        view = memoryview(data)
+        half = len(data) // 2
+        os.lseek(fd, self._size, os.SEEK_SET)
+        at = 0
+        while at < len(data):
+            if at < half:
+                at += os.write(fd, view[at:half])
+                failpoints.hit("journal.half_append")
+            else:
+                at += os.write(fd, view[at:])
+        return len(data)
+
+    def _take_back(self, fd: int) -> None:
+        try:
+            os.ftruncate(fd, self._size)
+        except OSError as error:
+            self._fail(f"a half-written journal record could not be taken back: {error}")
+            raise StorageFailedError(self._failed) from error
+
+    def _fail(self, words: str) -> None:
+        self._failed = words
+
+    @property
+    def last_commit(self) -> int:
+        """The newest commit number in the segments, 0 if there is none."""
+        return max((segment.last_commit for segment in self._segments), default=0)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all segment files."""
+        return sum(s.path.stat().st_size for s in self._segments if s.path.exists())
+
+    def drop_through(self, commit_number: int) -> None:
+        """Remove the segments that hold no commit above the number; the newest is kept for appending."""
+        failpoints.hit("journal.before_drop")
+        while len(self._segments) > 1 and self._segments[0].last_commit <= commit_number:
+            self._segments.pop(0).path.unlink(missing_ok=True)
+        newest = self._segments[-1] if self._segments else None
+        stored = newest is not None and newest.last_commit <= commit_number
+        if stored and self._fd is not None and self._size > _HEADER.size:
+            self._begin_segment()
+            self._segments.pop(0).path.unlink(missing_ok=True)
+        _sync_folder(self._folder)
+
+    def close(self) -> None:
+        """Close the newest segment."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,235 @@
+"""The LMDB store of one bucket.
+
+Write transactions are made by one thread, and each is bounded by its caller. Read transactions are short:
+the bytes leave them as copies, so that no reader keeps old pages alive. The map is set once, far larger than
+any disk, and sparse, so that "map full" cannot be met before "disk full".
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from upr.storage import keyspace
+from upr.storage.keyspace import PartitionRow, ProducerRow
+from upr_protocol.errors import DataDamagedError, DataDirectoryError
+from upr_protocol.limits import PARTITIONS
+
+MAP_BYTES = 16 * 2**40
+FORMAT = 1
+_SPARE_READERS = 64
+_PROOF = b"clean_shutdown_proof"
+_IDENTITY = b"identity"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which bucket this is: its name and its version, a random id given when it was created."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """One partition's backfill: blocks that tell of what is above a seqno."""
+
+    partition: int
+    above: int
+
+
+class Store:
+    """One bucket's LMDB environment.
+
+    Raises:
+        DataDirectoryError: the environment is of a newer format, or is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        try:
+            self._env = lmdb.open(
+                str(folder),
+                map_size=MAP_BYTES,
+                max_dbs=8,
+                max_readers=_SPARE_READERS,
+                readahead=False,
+                max_spare_txns=4,
+            )
+        except lmdb.Error as error:
+            raise DataDirectoryError(f"{folder}: cannot be opened as a store: {error}") from error
+        self._meta = self._env.open_db(b"meta")
+        self._partitions = self._env.open_db(b"partitions")
+        self._blocks = self._env.open_db(b"blocks")
+        self._producers = self._env.open_db(b"producers")
+        self._folder = folder
+
+    def close(self) -> None:
+        """Close the environment; what was committed is on disk already."""
+        self._env.close()
+
+    def create(self, identity: Identity, rows: Mapping[int, PartitionRow]) -> None:
+        """Write identity, partitions and a clean-shutdown proof into an empty store, in one transaction."""
+        with self._env.begin(write=True) as txn:
+            text = {"format": FORMAT, "name": identity.name, "version": f"{identity.version:016x}"}
+            txn.put(_IDENTITY, keyspace.seal(json.dumps(text).encode()), db=self._meta)
+            self._put_partitions(txn, rows)
+            txn.put(_PROOF, keyspace.seal(b"created"), db=self._meta)
+
+    def identity(self) -> Identity | None:
+        """Return the bucket's identity; None for an empty store.
+
+        Raises:
+            DataDirectoryError: the store's format is newer than this program's.
+            DataDamagedError: the identity fails its checksum.
+        """
+        with self._env.begin() as txn:
+            value = txn.get(_IDENTITY, db=self._meta)
+        if value is None:
+            return None
+        text = json.loads(keyspace.unseal(bytes(value), f"{self._folder}: identity"))
+        if text["format"] != FORMAT:
+            raise DataDirectoryError(
+                f"{self._folder}: the store has format {text['format']}, this program knows {FORMAT}",
+                hint="use the program that wrote it, or a newer one",
+            )
+        return Identity(text["name"], int(text["version"], 16))
+
+    def partitions(self) -> dict[int, PartitionRow | DataDamagedError]:
+        """Return every partition's row, or why it cannot be read."""
+        rows: dict[int, PartitionRow | DataDamagedError] = {}
+        with self._env.begin() as txn:
+            for partition in range(PARTITIONS):
+                value = txn.get(keyspace.partition_key(partition), db=self._partitions)
+                try:
+                    if value is None:
+                        raise DataDamagedError(f"partition {partition}: its row is missing")
+                    rows[partition] = keyspace.unpack_partition(bytes(value), partition)
+                except DataDamagedError as error:
+                    rows[partition] = error
+        return rows
+
+    def proof(self) -> bool:
+        """Whether the clean-shutdown proof is there: nothing was numbered since it was written."""
+        with self._env.begin() as txn:
+            value = txn.get(_PROOF, db=self._meta)
+        if value is None:
+            return False
+        try:
+            keyspace.unseal(bytes(value), "proof")
+        except DataDamagedError:
+            # A proof that cannot be trusted proves nothing: the next start makes new records.
+            return False
+        return True
+
+    def clear_proof(self) -> None:
+        """Remove the proof, durably. Must be done before the first mutation is numbered."""
+        with self._env.begin(write=True) as txn:
+            txn.delete(_PROOF, db=self._meta)
+
+    def write_proof(self) -> None:
+        """State, durably, that nothing was numbered that is not in the store."""
+        with self._env.begin(write=True) as txn:
+            txn.put(_PROOF, keyspace.seal(b"clean"), db=self._meta)
+
+    def write_recovery(
+        self, rows: Mapping[int, PartitionRow], blocks: Iterable[tuple[int, int, bytes]]
+    ) -> None:
+        """Write the rows and blocks made at recovery, and the proof, in one transaction."""
+        with self._env.begin(write=True) as txn:
+            for partition, end, block in blocks:
+                txn.put(keyspace.block_key(partition, end), block, db=self._blocks)
+            self._put_partitions(txn, rows)
+            txn.put(_PROOF, keyspace.seal(b"recovered"), db=self._meta)
+
+    def put_flush(
+        self,
+        blocks: Iterable[tuple[int, int, bytes]],
+        rows: Mapping[int, PartitionRow],
+        producers: Mapping[tuple[bytes, int], ProducerRow],
+    ) -> None:
+        """Store blocks (partition, end_seqno, bytes) with the rows that say so, in one transaction."""
+        with self._env.begin(write=True) as txn:
+            items = [(keyspace.block_key(p, end), block) for p, end, block in blocks]
+            with txn.cursor(db=self._blocks) as cursor:
+                cursor.putmulti(items)
+            self._put_partitions(txn, rows)
+            for (name, partition), row in producers.items():
+                key = keyspace.producer_key(name, partition)
+                txn.put(key, keyspace.pack_producer(row), db=self._producers)
+
+    def _put_partitions(self, txn: Any, rows: Mapping[int, PartitionRow]) -> None:
+        for partition, row in rows.items():
+            txn.put(
+                keyspace.partition_key(partition), keyspace.pack_partition(row), db=self._partitions
+            )
+
+    def read(self, requests: Sequence[ReadRequest], max_bytes: int) -> list[list[bytes]]:
+        """Return stored blocks for each request until ``max_bytes`` are reached.
+
+        The first block of a partition may begin at or below ``above``. Every request that was reached gets
+        at least one block if there is one; those behind the limit get an empty list.
+        """
+        results: list[list[bytes]] = [[] for _ in requests]
+        left = max_bytes
+        with self._env.begin() as txn, txn.cursor(db=self._blocks) as cursor:
+            for request, found in zip(requests, results, strict=True):
+                prefix = keyspace.partition_key(request.partition)
+                more = cursor.set_range(keyspace.block_key(request.partition, request.above + 1))
+                while more and left > 0 and cursor.key().startswith(prefix):
+                    value = bytes(cursor.value())
+                    found.append(value)
+                    left -= len(value)
+                    more = cursor.next()
+                if left <= 0:
+                    break
+        return results
+
+    def newest_block_end(self, partition: int) -> int:
+        """Return the end_seqno of a partition's newest stored block, 0 if there is none."""
+        with self._env.begin() as txn, txn.cursor(db=self._blocks) as cursor:
+            if not cursor.set_range(keyspace.partition_key(partition + 1)):
+                found = cursor.last()
+            else:
+                found = cursor.prev()
+            if found:
+                owner, end = keyspace.unpack_block_key(cursor.key())
+                if owner == partition:
+                    return end
+        return 0
+
+    def producer(self, name: bytes) -> dict[int, ProducerRow]:
+        """Return a producer's rows by partition."""
+        rows = {}
+        prefix = name + b"\0"
+        with self._env.begin() as txn, txn.cursor(db=self._producers) as cursor:
+            more = cursor.set_range(prefix)
+            while more and cursor.key().startswith(prefix) and len(cursor.key()) == len(prefix) + 2:
+                _, partition = keyspace.unpack_producer_key(cursor.key())
+                rows[partition] = keyspace.unpack_producer(bytes(cursor.value()), name)
+                more = cursor.next()
+        return rows
+
+    def forget_producers(self, before: int, keep: int) -> int:
+        """Remove producers last seen before a time (microseconds), and the oldest above ``keep`` names.
+
+        Returns how many names were removed. One transaction; at most 10,000 names.
+        """
+        newest: dict[bytes, int] = {}
+        with self._env.begin(write=True) as txn:
+            with txn.cursor(db=self._producers) as cursor:
+                for key, value in cursor:
+                    name, _ = keyspace.unpack_producer_key(bytes(key))
+                    row = keyspace.unpack_producer(bytes(value), name)
+                    newest[name] = max(newest.get(name, 0), row.time)
+            by_age = sorted(newest, key=newest.__getitem__)
+            gone = {name for name in by_age if newest[name] < before} | set(
+                by_age[: max(len(by_age) - keep, 0)]
+            )
+            for name in gone:
+                for partition in range(PARTITIONS):
+                    txn.delete(keyspace.producer_key(name, partition), db=self._producers)
+        return len(gone)
