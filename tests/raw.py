@@ -1,0 +1,211 @@
+"""A client that speaks the wire by hand, so that tests can say what the SDK never would."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from upr_protocol.block import Block
+from upr_protocol.rows import build_block
+from upr_protocol.wire.channel import CLIENT_OPTIONS
+from upr_protocol.wire.codec import block_from_message, block_to_message, decode_runs
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import admin_service_pb2_grpc as admin_grpc
+from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
+from upr_protocol.wire.v1 import change_stream_service_pb2_grpc as changes_grpc
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv
+from upr_protocol.wire.v1 import key_value_service_pb2_grpc as kv_grpc
+from upr_protocol.wire.v1 import types_pb2 as types
+
+WAIT_SECONDS = 20.0
+
+
+class RawClient:
+    """Stubs on one channel."""
+
+    def __init__(self, target: str) -> None:
+        self._channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        self.changes: Any = changes_grpc.ChangeStreamServiceStub(self._channel)
+        self.kv: Any = kv_grpc.KeyValueServiceStub(self._channel)
+        self.admin: Any = admin_grpc.AdminServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    async def hello(
+        self, partitions: dict[int, int | None], *, with_log: bool = False, bucket: str = "default"
+    ) -> changes.HelloResponse:
+        asked = [changes.HelloPartition(partition=p, failover_id=i) for p, i in partitions.items()]
+        request = changes.HelloRequest(bucket=bucket, partitions=asked, with_log=with_log)
+        response: changes.HelloResponse = await self.changes.Hello(request, timeout=WAIT_SECONDS)
+        return response
+
+    async def partitions(self, *partitions: int) -> list[admin.PartitionInfo]:
+        request = admin.GetPartitionsRequest(bucket="default", partitions=partitions)
+        response = await self.admin.GetPartitions(request, timeout=WAIT_SECONDS)
+        return list(response.partitions)
+
+    async def logs(self, *partitions: int) -> list[list[tuple[int, int]]]:
+        request = changes.GetFailoverLogRequest(bucket="default", partitions=partitions)
+        response = await self.changes.GetFailoverLog(request, timeout=WAIT_SECONDS)
+        return [[(r.failover_id, r.seqno) for r in log.records] for log in response.logs]
+
+    async def writer(self, producer: str = "", **options: Any) -> "RawWriter":
+        call = self.kv.Write()
+        opening = kv.WriteOpen(bucket="default", producer=producer, **options)
+        await call.write(kv.WriteRequest(open=opening))
+        writer = RawWriter(call)
+        writer.opened = (await writer.read()).opened
+        return writer
+
+    async def follow(self, **options: Any) -> "RawFollow":
+        call = self.changes.Follow()
+        opening = changes.Open(bucket=options.pop("bucket", "default"), **options)
+        await call.write(changes.FollowRequest(open=opening))
+        follow = RawFollow(call)
+        follow.opened = (await follow.read()).opened
+        return follow
+
+
+class RawWriter:
+    """An open Write call."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.opened = kv.WriteOpened()
+        self._number = 0
+
+    async def read(self) -> kv.WriteResponse:
+        message: Any = await asyncio.wait_for(self.call.read(), WAIT_SECONDS)
+        if message is grpc.aio.EOF:
+            raise EOFError(f"the Write call ended: {await self.call.details()}")
+        response: kv.WriteResponse = message
+        return response
+
+    async def send(self, write: kv.WriteBlock) -> None:
+        await self.call.write(kv.WriteRequest(write=write))
+
+    async def send_block(
+        self,
+        message: types.Block,
+        *,
+        number: int | None = None,
+        durability: int = types.DURABILITY_DISK,
+    ) -> None:
+        self._number = self._number + 1 if number is None else number
+        await self.send(kv.WriteBlock(number=self._number, durability=durability, block=message))  # type: ignore[arg-type]
+
+    async def result(self) -> kv.WriteResult:
+        return (await self.read()).result
+
+    async def write(
+        self, rows: Sequence[tuple[bytes, bytes | None]], **options: Any
+    ) -> kv.WriteResult:
+        """Send rows as one block and wait for the answer."""
+        block = build_block([k for k, _ in rows], [v for _, v in rows])
+        await self.send_block(block_to_message(block), **options)
+        return await self.result()
+
+    async def close(self) -> None:
+        await self.call.done_writing()
+        while await asyncio.wait_for(self.call.read(), WAIT_SECONDS) is not grpc.aio.EOF:
+            pass
+
+
+def seqnos_of(result: kv.WriteResult) -> dict[int, tuple[int, int]]:
+    """Return partition -> (start_seqno, end_seqno) of an answered write."""
+    assert not result.HasField("refused"), result.refused
+    runs = decode_runs(result.runs)
+    return {int(r["partition"]): (int(r["start_seqno"]), int(r["end_seqno"])) for r in runs}
+
+
+class RawFollow:
+    """An open Follow call that gives credit back for each frame."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.opened = changes.Opened()
+        self.give_credit = True
+
+    async def read(self) -> changes.FollowResponse:
+        message: Any = await asyncio.wait_for(self.call.read(), WAIT_SECONDS)
+        if message is grpc.aio.EOF:
+            raise EOFError(f"the Follow call ended: {await self.call.details()}")
+        if message.HasField("frame") and self.give_credit:
+            size = sum(len(block.SerializeToString()) for block in message.frame.blocks)
+            await self.send(credit=changes.Credit(bytes=size))
+        if message.HasField("heartbeat"):
+            await self.send(pong=changes.Pong())
+        response: changes.FollowResponse = message
+        return response
+
+    async def send(self, **message: Any) -> None:
+        await self.call.write(changes.FollowRequest(**message))
+
+    async def start(self, *partitions: changes.StartPartition) -> list[changes.StartAnswer]:
+        await self.send(start=changes.Start(partitions=partitions))
+        answers = await self.until("start_answers")
+        return list(answers.start_answers.answers)
+
+    async def until(self, kind: str) -> changes.FollowResponse:
+        """Read on, passing over heartbeats only, to a message that must be of this kind."""
+        while True:
+            message = await self.read()
+            found = message.WhichOneof("message")
+            if found == kind:
+                return message
+            assert found == "heartbeat", f"expected {kind}, got {message}"
+
+    async def blocks_until_ended(self, streams: int) -> tuple[list[Block], list[changes.Ended]]:
+        """Read frames until as many streams have ended."""
+        blocks: list[Block] = []
+        ended: list[changes.Ended] = []
+        while streams > 0:
+            message = await self.read()
+            if message.HasField("frame"):
+                blocks += map(block_from_message, message.frame.blocks)
+            elif message.HasField("ended"):
+                ended.append(message.ended)
+                streams -= len(message.ended.streams)
+        return blocks, ended
+
+    async def close(self) -> None:
+        await self.call.done_writing()
+        while await asyncio.wait_for(self.call.read(), WAIT_SECONDS) is not grpc.aio.EOF:
+            pass
+
+
+def start_at(
+    partition: int, seqno: int = 0, failover_id: int | None = None, **options: Any
+) -> changes.StartPartition:
+    """A StartPartition; without an id for a new client."""
+    return changes.StartPartition(
+        partition=partition, seqno=seqno, failover_id=failover_id, **options
+    )
+
+
+def all_rows(blocks: Iterable[Block]) -> list[tuple[int, int, bytes, bytes | None]]:
+    """Return (partition, seqno, key, value) of every row."""
+    from upr_protocol.rows import block_keys, block_partitions, block_seqnos, block_values
+
+    rows: list[tuple[int, int, bytes, bytes | None]] = []
+    for block in blocks:
+        if block.rows:
+            rows += zip(
+                block_partitions(block),
+                block_seqnos(block),
+                block_keys(block),
+                block_values(block),
+                strict=True,
+            )
+    return rows

@@ -1,0 +1,346 @@
+"""The Follow call: messages of the client to the call's Follower, and what it yields to the client.
+
+The server pulls: the send loop asks the Follower for the next frame only when the one before was handed to
+the transport. A call ends with Ended and then waits for the client's half-close, because a client's write that
+meets the end of the call loses messages it had received.
+"""
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from upr import __version__
+from upr.engine.bucket import Bucket
+from upr.engine.follower import (
+    SHUTTING_DOWN,
+    SUPERSEDED,
+    Answer,
+    Ended,
+    EndReason,
+    Follower,
+    FollowOptions,
+    FrameOut,
+    RolledBack,
+    Started,
+    StartRequest,
+)
+from upr.service.catalog import Catalog, check_name
+from upr.service.handshake import Context, HandshakeMethods, abort
+from upr.service.host import BucketHost
+from upr.storage.store import ReadRequest
+from upr_protocol.credit import CreditWindow
+from upr_protocol.errors import DataDamagedError, InvalidArgumentError, TooManyError, UprError
+from upr_protocol.limits import CREDIT_BYTES, CREDIT_BYTES_MAX, PARTITIONS
+from upr_protocol.liveness import Liveness
+from upr_protocol.wire.codec import encode_frame, log_to_messages, problem_of
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1 import types_pb2 as types
+
+log = logging.getLogger(__name__)
+
+FOLLOW_CALLS_MAX = 1000
+COALESCE_FOLLOWERS = 4
+COALESCE_SECONDS = 0.01
+COALESCE_BYTES = 64 * 2**10
+"""With this many followers, frames smaller than this are held back for up to COALESCE_SECONDS: on two cores
+eight followers of single writes cannot be woken for each of them."""
+HALF_CLOSE_SECONDS = 5.0
+_POSITION = struct.Struct("<IQ")
+
+
+class ChangeStreamMethods(HandshakeMethods):
+    """All of ChangeStreamService.
+
+    Args:
+        server_id: drawn anew at each start of the server.
+        heartbeat_seconds: for clients that ask for none.
+    """
+
+    def __init__(self, catalog: Catalog, server_id: int, heartbeat_seconds: float) -> None:
+        super().__init__(catalog)
+        self._server_id = server_id
+        self._heartbeat_seconds = heartbeat_seconds
+        self._calls: set[_FollowCall] = set()
+        self._stopping = False
+
+    async def Follow(self, request_iterator: object, context: Context) -> None:
+        """Serve one call; see ``change_stream_service.proto``."""
+        try:
+            call = await self._open(context)
+        except UprError as error:
+            await abort(context, error)
+        self._calls.add(call)
+        try:
+            await call.run()
+        finally:
+            self._calls.discard(call)
+            call.close()
+
+    async def _open(self, context: Context) -> "_FollowCall":
+        if len(self._calls) >= FOLLOW_CALLS_MAX:
+            raise TooManyError(
+                f"{len(self._calls)} Follow calls are open, the limit is {FOLLOW_CALLS_MAX}",
+                hint="follow many partitions over one call",
+            )
+        if self._stopping:
+            raise UprError(SHUTTING_DOWN.words, reason=SHUTTING_DOWN.reason, retriable=True)
+        first = await context.read()
+        if not isinstance(first, wire.FollowRequest) or first.WhichOneof("message") != "open":
+            raise InvalidArgumentError("the first message of a Follow call is Open")
+        opening = first.open
+        version = opening.bucket_version if opening.HasField("bucket_version") else None
+        host = self._catalog.find(opening.bucket, version)
+        if opening.stability not in types.Stability.values():
+            raise InvalidArgumentError(f"stability {opening.stability} is unknown")
+        window = opening.credit_bytes or CREDIT_BYTES
+        if window > CREDIT_BYTES_MAX:
+            raise InvalidArgumentError(f"credit of {window} bytes, the limit is {CREDIT_BYTES_MAX}")
+        options = FollowOptions(
+            check_name(opening.consumer, "consumer") if opening.consumer else "",
+            opening.stability == types.STABILITY_MEMORY,
+            opening.keys_only,
+        )
+        interval = opening.heartbeat_seconds or self._heartbeat_seconds
+        liveness = Liveness(interval, asyncio.get_running_loop().time())
+        call = _FollowCall(host, context, options, CreditWindow(window), liveness)
+        opened = wire.Opened(
+            server_id=self._server_id,
+            bucket_version=host.bucket.identity.version,
+            credit_bytes=window,
+            heartbeat_seconds=interval,
+            server_version=__version__,
+        )
+        call.say(wire.FollowResponse(opened=opened))
+        return call
+
+    def shut_down(self) -> None:
+        """End every stream of every call with its reason."""
+        self._stopping = True
+        for call in list(self._calls):
+            call.end(SHUTTING_DOWN)
+
+
+class _FollowCall:
+    """One open call: a task that takes the client's messages, and the loop that sends."""
+
+    def __init__(
+        self,
+        host: BucketHost,
+        context: Context,
+        options: FollowOptions,
+        credit: CreditWindow,
+        liveness: Liveness,
+    ) -> None:
+        self._host = host
+        self._bucket: Bucket = host.bucket
+        self._context = context
+        self._liveness = liveness
+        self._wake = asyncio.Event()
+        self._out: deque[wire.FollowResponse] = deque()
+        self._half_closed = False
+        self._ending: EndReason | None = None
+        self._beat_now = False
+        self._reads: set[asyncio.Task[None]] = set()
+        self.follower = Follower(host.bucket, options, credit, self._wake.set)
+        old = self._bucket.add_follower(self.follower)
+        if old is not None and old.on_superseded is not None:
+            old.on_superseded()
+        self.follower.on_superseded = lambda: self.end(SUPERSEDED)
+
+    def close(self) -> None:
+        """Forget the follower."""
+        self._bucket.remove_follower(self.follower)
+
+    def say(self, message: wire.FollowResponse) -> None:
+        """Send a message before everything that is not decided yet."""
+        self._out.append(message)
+        self._wake.set()
+
+    def end(self, why: EndReason) -> None:
+        """End all streams and the call."""
+        if self._ending is None:
+            self._ending = why
+            self.follower.end_all(why)
+
+    async def run(self) -> None:
+        """Serve until the client half-closes, goes silent, or the call is ended."""
+        reader = asyncio.create_task(self._read())
+        try:
+            await self._send()
+            if not self._half_closed:
+                await asyncio.wait_for(asyncio.shield(reader), HALF_CLOSE_SECONDS)
+        except TimeoutError:
+            log.info("a consumer did not half-close", extra={"peer": self._context.peer()})
+        finally:
+            for task in (reader, *self._reads):
+                task.cancel()
+            await asyncio.gather(reader, *self._reads, return_exceptions=True)
+
+    # What the client says
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        while (request := await self._context.read()) is not grpc.aio.EOF:
+            self._liveness.heard(loop.time())
+            if self._ending is not None or not isinstance(request, wire.FollowRequest):
+                continue
+            try:
+                self._take(request)
+            except UprError as error:
+                self.end(EndReason(error.reason, error.retriable, error.message, error.hint))
+            self._wake.set()
+        self._half_closed = True
+        self._wake.set()
+
+    def _take(self, request: wire.FollowRequest) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "start":
+            self._start(request.start.partitions)
+        elif kind == "stop":
+            self.follower.stop(request.stop.partitions)
+        elif kind == "credit":
+            self.follower.credit.give_back(request.credit.bytes)
+        elif kind == "ack":
+            self._check_ack(request.ack.positions)
+        elif kind != "pong":
+            raise InvalidArgumentError(f"a message of a Follow call of kind {kind}")
+
+    def _start(self, asked: Sequence[wire.StartPartition]) -> None:
+        if len(asked) > PARTITIONS:
+            raise InvalidArgumentError(
+                f"a Start of {len(asked)} streams, the limit is {PARTITIONS}"
+            )
+        requests = [
+            StartRequest(
+                one.partition,
+                one.failover_id if one.HasField("failover_id") else None,
+                one.seqno,
+                one.data_id if one.HasField("data_id") else None,
+                one.until_seqno if one.HasField("until_seqno") else None,
+                one.until_now,
+            )
+            for one in asked
+        ]
+        answers = [_answer_message(answer) for answer in self.follower.start(requests)]
+        self.say(wire.FollowResponse(start_answers=wire.StartAnswers(answers=answers)))
+        self._beat_now = True
+
+    def _check_ack(self, positions: bytes) -> None:
+        if len(positions) % _POSITION.size:
+            raise InvalidArgumentError(
+                f"an Ack of {len(positions)} bytes, a position takes {_POSITION.size}"
+            )
+
+    # What the server says
+
+    async def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._half_closed:
+            self._wake.clear()
+            await self._send_control()
+            if self._ending is not None:
+                ended = wire.Ended(problem=_problem(self._ending))
+                await self._context.write(wire.FollowResponse(ended=ended))
+                return
+            frame = self.follower.next_frame()
+            if frame is not None:
+                await self._send_frame(frame)
+                continue
+            self._begin_read()
+            if self._out or self._wake.is_set():
+                await asyncio.sleep(0)
+                continue
+            await self._idle(loop.time())
+
+    async def _send_control(self) -> None:
+        """Send answers, then ends, then a heartbeat if one is due."""
+        while self._out:
+            await self._context.write(self._out.popleft())
+        for ended in self.follower.take_ended():
+            await self._context.write(wire.FollowResponse(ended=_ended_message(ended)))
+        now = asyncio.get_running_loop().time()
+        # By the clock of the last heartbeat, not of the last frame: a consumer that is sent frames for long may
+        # have no reason to say anything, and its answer to a heartbeat is what shows that it is there.
+        if self._beat_now or self._liveness.heartbeat_due(now):
+            self._beat_now = False
+            self._liveness.sent(now)
+            moved = self.follower.moved_high_seqnos()
+            beat = wire.Heartbeat(high_seqnos=b"".join(_POSITION.pack(*one) for one in moved))
+            await self._context.write(wire.FollowResponse(heartbeat=beat))
+
+    async def _send_frame(self, frame: FrameOut) -> None:
+        message: Any = encode_frame(frame.blocks, frame.tokens)
+        await self._context.write(message)
+        if len(self._bucket.followers) >= COALESCE_FOLLOWERS and frame.size < COALESCE_BYTES:
+            await asyncio.sleep(COALESCE_SECONDS)
+
+    async def _idle(self, now: float) -> None:
+        """Wait until there may be something to send, or a heartbeat is due."""
+        if self._liveness.peer_is_gone(now):
+            self.end(EndReason("SILENT", True, "the consumer did not answer heartbeats"))
+            return
+        left = max(self._liveness.next_deadline() - now, 0.001)
+        try:
+            async with asyncio.timeout(left):
+                await self._wake.wait()
+        except TimeoutError:
+            self._wake.set()
+
+    def _begin_read(self) -> None:
+        wanted = self.follower.next_read()
+        if wanted is not None:
+            task = asyncio.create_task(self._read_store(*wanted))
+            self._reads.add(task)
+            task.add_done_callback(self._reads.discard)
+
+    async def _read_store(self, requests: list[ReadRequest], max_bytes: int) -> None:
+        try:
+            results = await self._host.read(
+                requests, max_bytes, keys_only=self.follower.options.keys_only
+            )
+            self.follower.feed(results)
+        except Exception as error:
+            log.exception("a read of the store failed")
+            damaged = DataDamagedError(f"the store cannot be read: {error}", retriable=True)
+            self.follower.read_failed(damaged, requests)
+        self._wake.set()
+
+
+def _problem(why: EndReason) -> types.Problem:
+    return types.Problem(
+        reason=why.reason, retriable=why.retriable, message=why.words, hint=why.hint
+    )
+
+
+def _ended_message(ended: Ended) -> wire.Ended:
+    streams = [wire.EndedStream(partition=p, token=token) for p, token in ended.streams]
+    return wire.Ended(streams=streams, problem=_problem(ended.why))
+
+
+def _answer_message(answer: Answer) -> wire.StartAnswer:
+    if isinstance(answer, Started):
+        started = wire.Started(
+            token=answer.token,
+            failover_id=answer.failover_id,
+            high_seqno=answer.high_seqno,
+            purge_seqno=answer.purge_seqno,
+            until_seqno=answer.until_seqno,
+            failover_log=log_to_messages(answer.log) if answer.log else None,
+        )
+        return wire.StartAnswer(partition=answer.partition, started=started)
+    if isinstance(answer, RolledBack):
+        decision = answer.answer
+        rollback = wire.Rollback(
+            rollback_seqno=decision.rollback_seqno or 0,
+            failover_id=decision.newest_id,
+            rule=decision.rule,
+            words=decision.words,
+            failover_log=log_to_messages(answer.log),
+        )
+        return wire.StartAnswer(partition=answer.partition, rollback=rollback)
+    return wire.StartAnswer(partition=answer.partition, refused=problem_of(answer.error))

@@ -1,0 +1,124 @@
+"""Hello, GetFailoverLog and GetPartitions: the unary calls."""
+
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from upr.engine.bucket import Bucket
+from upr.service.catalog import Catalog, chosen_partitions
+from upr_protocol.errors import UprError
+from upr_protocol.failover import check_failover_id
+from upr_protocol.handshake import answer_hello
+from upr_protocol.wire import status
+from upr_protocol.wire.codec import log_to_messages, problem_of
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def abort(context: Context, error: UprError) -> NoReturn:
+    """End a call with a domain error."""
+    await context.abort(status.code_of(error), error.message, status.metadata_of(error))
+
+
+def answering(
+    method: Callable[[Any, _Request, Context], Awaitable[_Response]],
+) -> Callable[[Any, _Request, Context], Awaitable[_Response]]:
+    """Have a unary method's domain errors travel as statuses."""
+
+    @wraps(method)
+    async def wrapped(self: Any, request: _Request, context: Context) -> _Response:
+        try:
+            return await method(self, request, context)
+        except UprError as error:
+            await abort(context, error)
+
+    return wrapped
+
+
+def hello_answer(bucket: Bucket, asked: wire.HelloPartition, with_log: bool) -> wire.HelloAnswer:
+    """Answer step 1 of the handshake for one partition ("Handshakes" of the specification)."""
+    table, partition = bucket.partitions, asked.partition
+    if not table.serves(partition):
+        return wire.HelloAnswer(partition=partition, problem=problem_of(table.refusal(partition)))
+    log = table.logs[partition]
+    answer = answer_hello(log, asked.failover_id if asked.HasField("failover_id") else None)
+    return wire.HelloAnswer(
+        partition=partition,
+        rollback_seqno=answer.rollback_seqno,
+        failover_id=answer.newest_id,
+        high_seqno=int(table.high[partition]),
+        durable_seqno=int(table.durable[partition]),
+        failover_log=log_to_messages(log) if with_log else None,
+        rule=answer.rule,
+        words=answer.words,
+    )
+
+
+class HandshakeMethods:
+    """Hello and GetFailoverLog; Follow is in ``follow``."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    @answering
+    async def Hello(self, request: wire.HelloRequest, context: Context) -> wire.HelloResponse:
+        """Answer for any number of partitions; one bad partition fails the request, and changes nothing."""
+        version = request.bucket_version if request.HasField("bucket_version") else None
+        bucket = self._catalog.find(request.bucket, version).bucket
+        if request.partitions:
+            chosen_partitions([asked.partition for asked in request.partitions])
+        for asked in request.partitions:
+            if asked.HasField("failover_id"):
+                check_failover_id(asked.failover_id)
+        answers = [hello_answer(bucket, asked, request.with_log) for asked in request.partitions]
+        return wire.HelloResponse(bucket_version=bucket.identity.version, answers=answers)
+
+    @answering
+    async def GetFailoverLog(
+        self, request: wire.GetFailoverLogRequest, context: Context
+    ) -> wire.GetFailoverLogResponse:
+        """Return whole logs, also of partitions that are dead."""
+        bucket = self._catalog.find(request.bucket).bucket
+        logs = [
+            wire.PartitionFailoverLog(
+                partition=partition, records=log_to_messages(bucket.partitions.logs[partition])
+            )
+            for partition in chosen_partitions(request.partitions)
+        ]
+        return wire.GetFailoverLogResponse(bucket_version=bucket.identity.version, logs=logs)
+
+
+class AdminMethods:
+    """All of AdminService."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    @answering
+    async def GetPartitions(
+        self, request: admin.GetPartitionsRequest, context: Context
+    ) -> admin.GetPartitionsResponse:
+        """Return the state of partitions."""
+        bucket = self._catalog.find(request.bucket).bucket
+        table = bucket.partitions
+        infos = []
+        for partition in chosen_partitions(request.partitions):
+            problem = table.problems.get(partition)
+            infos.append(
+                admin.PartitionInfo(
+                    partition=partition,
+                    state=int(table.state[partition]),  # type: ignore[arg-type]
+                    high_seqno=int(table.high[partition]),
+                    durable_seqno=int(table.durable[partition]),
+                    purge_seqno=int(table.purge[partition]),
+                    failover_id=int(table.newest_id[partition]),
+                    problem=problem_of(problem) if problem else None,
+                )
+            )
+        return admin.GetPartitionsResponse(bucket_version=bucket.identity.version, partitions=infos)
