@@ -8,7 +8,13 @@ from typing import Any, Self
 import grpc
 
 from upr_protocol.block import Block
-from upr_protocol.rows import build_block
+from upr_protocol.rows import (
+    block_keys,
+    block_partitions,
+    block_seqnos,
+    block_values,
+    build_block,
+)
 from upr_protocol.wire.channel import CLIENT_OPTIONS
 from upr_protocol.wire.codec import block_from_message, block_to_message, decode_runs
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -196,8 +202,6 @@ def start_at(
 
 def all_rows(blocks: Iterable[Block]) -> list[tuple[int, int, bytes, bytes | None]]:
     """Return (partition, seqno, key, value) of every row."""
-    from upr_protocol.rows import block_keys, block_partitions, block_seqnos, block_values
-
     rows: list[tuple[int, int, bytes, bytes | None]] = []
     for block in blocks:
         if block.rows:

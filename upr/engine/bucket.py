@@ -144,11 +144,12 @@ class Bucket:
         runs["time"] = now
         data = encode_block(replace(block, runs=runs))
         table.high[partitions] = runs["end_seqno"]
-        entry = self.tail.append(TailEntry(runs, data, producer_name, number, now))
+        entry = TailEntry(runs, data, producer_name, number, now)
+        number_in_tail = self.tail.append(entry)
         if producer is not None:
-            producer.applied(number, runs, entry, now)
+            producer.applied(entry, number_in_tail)
         self._wake(memory=True)
-        return Written(runs, table.newest_id[partitions], entry, False, refused)
+        return Written(runs, table.newest_id[partitions], number_in_tail, False, refused)
 
     def _admit(self, block: Block) -> tuple[Block, dict[int, UprError]]:
         """Return what of a block can be numbered, and why the rest cannot."""
@@ -276,7 +277,7 @@ class Bucket:
             self.partitions.durable[entry.runs["partition"]] = entry.runs["end_seqno"]
             if entry.producer:
                 producer = self._producers.setdefault(entry.producer, Producer())
-                producer.applied(entry.number, entry.runs, number, entry.time)
+                producer.applied(entry, number)
         self.tail.taken = self.tail.end
         self.tail.mark_durable(self.tail.end - self.tail.durable)
 

@@ -321,11 +321,13 @@ class Follower:
         tokens: list[int] = []
         size = 0
         touched: dict[int, None] = {}
-        while self._ready and size < FRAME_BYTES:
+        limit = min(FRAME_BYTES, self.credit.window - self.credit.outstanding)
+        while self._ready:
             partition, token, block = self._ready[0]
-            if not self.credit.may_send(size + len(block.data)) and (
-                blocks or self.credit.outstanding
-            ):
+            fits = (
+                size + len(block.data) <= limit if blocks else self.credit.may_send(len(block.data))
+            )
+            if not fits:
                 break
             self._ready.pop(0)
             touched[partition] = None

@@ -70,12 +70,13 @@ class Producer:
         self.last_entry = -1
         self.loaded = False
 
-    def applied(self, number: int, runs: Runs, entry: int, time: int) -> None:
-        """Take note of a Write that was numbered."""
-        self.last_number = max(self.last_number, number)
-        self.last_entry = entry
-        self._newest.applied(number, runs, time)
-        self._answers[number] = Answer(runs, entry)
+    def applied(self, entry: TailEntry, number_in_tail: int) -> None:
+        """Take note of a Write that was numbered, and became the tail's entry of that number."""
+        self.last_number = max(self.last_number, entry.number)
+        self.last_entry = number_in_tail
+        self._newest.applied(entry.number, entry.runs, entry.time)
+        if entry.whole:
+            self._answers[entry.number] = Answer(entry.runs, number_in_tail)
         if len(self._answers) > ANSWERS_KEPT:
             self._answers.popitem(last=False)
 

@@ -7,7 +7,7 @@ specification).
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -125,7 +125,15 @@ class _Replay:
                 data = entry.block if kept is block else encode_block(kept)
                 time = int(kept.runs["time"].max())
                 self.entries.append(
-                    TailEntry(kept.runs, data, entry.producer, entry.number, time, commit.number)
+                    TailEntry(
+                        kept.runs,
+                        data,
+                        entry.producer,
+                        entry.number,
+                        time,
+                        commit.number,
+                        whole=kept is block,
+                    )
                 )
 
     def _keep(self, block: Block, commit: int) -> Block | None:
@@ -209,11 +217,4 @@ def _up_to(entries: Iterable[TailEntry], limit: U64) -> Iterable[TailEntry]:
             yield entry
         elif keep.any():
             block = cut_runs(entry.block(), keep)
-            yield TailEntry(
-                block.runs,
-                encode_block(block),
-                entry.producer,
-                entry.number,
-                entry.time,
-                entry.commit,
-            )
+            yield replace(entry, runs=block.runs, data=encode_block(block), whole=False)

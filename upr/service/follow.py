@@ -247,6 +247,9 @@ class _FollowCall:
                 ended = wire.Ended(problem=_problem(self._ending))
                 await self._context.write(wire.FollowResponse(ended=ended))
                 return
+            if self._out:
+                # Said while the control messages were being sent: a stream's answer goes before its frames.
+                continue
             frame = self.follower.next_frame()
             if frame is not None:
                 await self._send_frame(frame)

@@ -207,7 +207,7 @@ def merge_slice(chunks: Sequence[Chunk], part: FlushSlice, stored: U64) -> Merge
     partitions = np.concatenate(
         [np.repeat(window, np.diff(c.bounds[part.first : part.last + 1])) for c, _, _ in used]
     )
-    rows = _newest_rows(keys, seqnos > stored[partitions])
+    rows = _newest_rows(keys, partitions, seqnos > stored[partitions])
     order = rows[np.argsort(partitions[rows], kind="stable")]
     picked = pa.array(order)
     columns = _Columns(
@@ -227,16 +227,30 @@ def merge_slice(chunks: Sequence[Chunk], part: FlushSlice, stored: U64) -> Merge
     return merged
 
 
-def _newest_rows(keys: Any, live: npt.NDArray[np.bool_]) -> I64:
-    """Return the row numbers, ascending, of the last row of each key among the live ones."""
+def _newest_rows(keys: Any, partitions: I64, live: npt.NDArray[np.bool_]) -> I64:
+    """Return the row numbers, ascending, of each partition's last row of each key among the live ones."""
     candidates = np.flatnonzero(live)
     if len(candidates) < len(live):
         keys = keys.take(pa.array(candidates))
     codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    codes = _by_partition(codes.astype(np.int64), partitions[candidates])
     newest = np.full(int(codes.max()) + 1 if len(codes) else 0, -1, np.int64)
     # For a repeated index numpy keeps the last assignment, which is the newest row of the key.
     newest[codes] = candidates
     return np.sort(newest)
+
+
+def _by_partition(codes: I64, partitions: I64) -> I64:
+    """Return the codes, told apart where writers put one key into several partitions.
+
+    Nobody who partitions by the key does so, but the server takes the writer's word for the partition.
+    """
+    owner = np.zeros(int(codes.max()) + 1 if len(codes) else 0, np.int64)
+    owner[codes] = partitions
+    if (owner[codes] == partitions).all():
+        return codes
+    unique: I64 = np.unique(codes * PARTITIONS + partitions, return_inverse=True)[1]
+    return unique
 
 
 class _Columns:

@@ -333,7 +333,7 @@ class Open(_message.Message):
     consumer: _builtins.str
     """Who follows; may be empty. A second call with the same name ends the first with SUPERSEDED."""
     credit_bytes: _builtins.int
-    """The window: bytes of frames the server may send ahead of Credit. 0 means the default."""
+    """The window: bytes of blocks the server may send ahead of Credit. 0 means the default."""
     heartbeat_seconds: _builtins.float
     """Seconds between heartbeats of an idle server. 0 means the default."""
     stability: _types_pb2.Stability.ValueType
@@ -470,7 +470,9 @@ class Credit(_message.Message):
 
     BYTES_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """Bytes of frames consumed since the last Credit; at most what is outstanding."""
+    """Bytes consumed since the last Credit: the encoded Block messages of frames, without envelope and tokens. At
+    most what is outstanding; more ends the call.
+    """
     def __init__(
         self,
         *,

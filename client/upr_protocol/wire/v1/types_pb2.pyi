@@ -122,7 +122,7 @@ class Block(_message.Message):
     snapshot marker exactly when horizon equals end_seqno. In a Write only partition and count are set.
     """
     seqnos: _builtins.bytes
-    """Empty when every run holds each seqno of its range; else a uint32 a row: seqno minus the run's start_seqno."""
+    """Empty when every run holds each seqno of its range, or no row; else a uint32 a row: seqno minus the run's start_seqno."""
     ops: _builtins.bytes
     """Empty when every row is a set; else one byte a row: 0 set, 1 delete."""
     key_offsets: _builtins.bytes

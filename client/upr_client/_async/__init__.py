@@ -1,0 +1,1 @@
+"""The asyncio flavour, written by hand; ``_sync`` is generated from it by tools/unasync.py."""

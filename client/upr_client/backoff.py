@@ -1,0 +1,56 @@
+"""How long to wait before trying again. Pure: the random values and the time are handed in."""
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from upr_protocol.limits import PARTITIONS
+
+Indexes = npt.NDArray[np.int64]
+
+FIRST_SECONDS: Final = 0.1
+LONGEST_SECONDS: Final = 30.0
+_ATTEMPTS_MAX: Final = 32
+_CALM_SECONDS: Final = 30.0
+"""What held for this long starts counting anew when it fails."""
+
+
+def delay(attempt: int, random: float) -> float:
+    """Return how many seconds to wait: full jitter below a bound that doubles from 0.1 s to 30 s.
+
+    Args:
+        attempt: how many attempts failed in a row before this wait, less one; 0 or more.
+        random: 0.0 to 1.0, evenly distributed, so that many clients do not come back at once.
+    """
+    bound: float = FIRST_SECONDS * 2 ** min(attempt, _ATTEMPTS_MAX)
+    return random * min(LONGEST_SECONDS, bound)
+
+
+class Retries:
+    """When each partition may be started again. Times are seconds on a clock that does not jump."""
+
+    def __init__(self) -> None:
+        self._attempts = np.zeros(PARTITIONS, np.int64)
+        self._due = np.zeros(PARTITIONS, np.float64)
+
+    def failed(self, partition: int, now: float, random: float) -> float:
+        """A partition was refused or ended. Return the seconds to wait before it is started again."""
+        if now - self._due[partition] > _CALM_SECONDS:
+            self._attempts[partition] = 0
+        seconds = delay(int(self._attempts[partition]), random)
+        self._attempts[partition] += 1
+        self._due[partition] = now + seconds
+        return seconds
+
+    def succeeded(self, partitions: Indexes) -> None:
+        """Partitions brought something: the next failure is a first one."""
+        self._attempts[partitions] = 0
+
+    def split(self, partitions: Indexes, now: float) -> tuple[list[int], float | None]:
+        """Return those of the partitions that are due, and the time at which the next other one is (or None)."""
+        due = self._due[partitions]
+        waiting = due > now
+        if not waiting.any():
+            return partitions.tolist(), None
+        return partitions[~waiting].tolist(), float(due[waiting].min())

@@ -1,0 +1,362 @@
+"""The commands against a real server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.cli.git_repos import RepoBuilder
+from tests.harness import RunningServer
+from upr.cli import admin, cat
+from upr_client import Client
+from upr_protocol.partitioning import partition_of
+
+StartServer = Callable[..., RunningServer]
+
+
+def run_cat(server: RunningServer, *arguments: str, stdin: str | None = None) -> Result:
+    """Run upr-cat in this process."""
+    result = CliRunner().invoke(cat.main, [*arguments, "--target", server.target], input=stdin)
+    assert "Traceback" not in result.output
+    return result
+
+
+def follow(server: RunningServer, *arguments: str) -> list[dict[str, Any]]:
+    """Return what ``upr-cat follow --until-now`` prints."""
+    result = run_cat(server, "follow", "--until-now", *arguments)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def state(lines: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the view that the lines lead to."""
+    view: dict[str, str] = {}
+    for line in lines:
+        if line["op"] == "set":
+            view[line["key"]] = line["value"]
+        elif line["op"] == "delete":
+            view.pop(line["key"], None)
+    return view
+
+
+def jsonl(*rows: tuple[str, str | None]) -> str:
+    """Return rows as JSON lines."""
+    return "".join(json.dumps({"key": key, "value": value}) + "\n" for key, value in rows)
+
+
+def popen_cat(server: RunningServer, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start upr-cat as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "upr.cli", "cat", *arguments, "--target", server.target],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_load_jsonl_and_follow(server_process: StartServer, tmp_path: Path) -> None:
+    server = server_process()
+    file = tmp_path / "rows.jsonl"
+    file.write_text(jsonl(("a", "1"), ("b", "2"), ("a", "3"), ("b", None)))
+    loaded = run_cat(server, "load", "jsonl", str(file), "--json")
+    assert loaded.exit_code == 0
+    assert json.loads(loaded.stdout) == {"rows": 4, "sets": 3, "deletes": 1}
+    lines = follow(server)
+    assert state(lines) == {"a": "3"}
+    partition = partition_of(b"a")
+    of_a = [line for line in lines if line["partition"] == partition]
+    assert of_a == [
+        {"partition": partition, "seqno": 1, "op": "set", "key": "a", "value": "1"},
+        {"partition": partition, "seqno": 2, "op": "set", "key": "a", "value": "3"},
+        {"partition": partition, "op": "marker", "seqno": 2},
+    ]
+
+
+def test_the_readme_shows_what_is_printed(server_process: StartServer) -> None:
+    server = server_process()
+    readme = (Path(__file__).resolve().parent.parent.parent / "README.md").read_text()
+    shown = readme.partition("upr-cat load jsonl -\n")[2].partition("$ upr-cat load git")[0]
+    loaded = run_cat(server, "load", "jsonl", "-", stdin=jsonl(("user:1", "Ada")))
+    followed = run_cat(server, "follow", "--until-now")
+    assert f"{loaded.stderr}$ upr-cat follow --until-now\n{followed.stdout}" == shown
+
+
+def test_follow_options(server_process: StartServer, tmp_path: Path) -> None:
+    server = server_process()
+    position = tmp_path / "position"
+    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1"), ("b", "2")))
+    of_a = str(partition_of(b"a"))
+    assert state(follow(server, "--partitions", of_a)) == {"a": "1"}
+    assert state(follow(server, "--position", str(position), "--stability", "memory")) == {
+        "a": "1",
+        "b": "2",
+    }
+    assert follow(server, "--position", str(position)) == []
+    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "4")))
+    assert state(follow(server, "--position", str(position))) == {"a": "4"}
+    again = follow(server, "--position", str(position), "--from-start", "--keys-only")
+    assert {line["key"] for line in again if line["op"] == "set"} == {"a", "b"}
+    assert not any("value" in line for line in again)
+    assert follow(server, "--position", str(position)) == []
+
+
+def test_from_start_passes_over_a_damaged_position(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    position = tmp_path / "position"
+    position.write_text("nonsense")
+    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
+    refused = run_cat(server, "follow", "--until-now", "--position", str(position))
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("error: ")
+    assert state(follow(server, "--position", str(position), "--from-start")) == {"a": "1"}
+    assert follow(server, "--position", str(position)) == []
+
+
+def test_a_bad_line_ends_the_load_and_what_precedes_it_is_written(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    file = tmp_path / "rows.jsonl"
+    file.write_text(jsonl(("a", "1")) + '{"key": ""}\n' + jsonl(("b", "2")))
+    result = run_cat(server, "load", "jsonl", str(file))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f'error: {file}:2: "value" is missing')
+    assert state(follow(server)) == {"a": "1"}
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_load_git(server_process: StartServer, tmp_path: Path, bare: bool) -> None:
+    server = server_process()
+    repo = RepoBuilder(tmp_path / "repo", bare)
+    repo.commit({b"a": b"1", b"b": b"2", b"sub": ("160000", b"1" * 40)})
+    for number in range(300):
+        repo.commit({b"a": b"%d" % number, b"f%d" % (number % 7): b"%d" % number})
+    repo.commit({b"b": None})
+    repo.make()
+    result = run_cat(server, "load", "git", str(repo.folder), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"commits": 302, "sets": 602, "deletes": 1, "skipped": 1}
+    assert "a gitlink" in result.stderr
+    tree = {path.decode(): blob.decode() for path, blob in repo.tree().items()}
+    assert state(follow(server)) == tree
+
+
+def test_load_git_of_nothing(server_process: StartServer, tmp_path: Path) -> None:
+    server = server_process()
+    assert run_cat(server, "load", "git", str(tmp_path)).exit_code == 2
+    empty = RepoBuilder(tmp_path / "empty")
+    result = run_cat(server, "load", "git", str(empty.folder))
+    assert result.exit_code == 2
+    assert "has no commits" in result.stderr
+
+
+@pytest.mark.crash
+def test_the_loader_survives_a_restart_of_the_server(server_process: StartServer) -> None:
+    server = server_process()
+    loader = popen_cat(server, "load", "jsonl", "-", "--json")
+    assert loader.stdin is not None
+    with Client(server.target) as client:
+        changes = client.bucket("default").changes()
+        loader.stdin.write(jsonl(("before", "1")).encode())
+        loader.stdin.flush()
+        with changes:
+            assert next(iter(changes.batches())).changes[0].key == b"before"
+    server.kill()
+    loader.stdin.write(jsonl(("after", "2")).encode())
+    loader.stdin.flush()
+    server.start()
+    out, errors = loader.communicate(timeout=60)
+    assert loader.returncode == 0, errors
+    assert json.loads(out) == {"rows": 2, "sets": 2, "deletes": 0}
+    assert state(follow(server)) == {"before": "1", "after": "2"}
+
+
+@pytest.mark.crash
+def test_follow_prints_a_rollback_and_what_came_instead(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    """The journal is held, so the second write is in memory only when the server is killed."""
+    hold = tmp_path / "hold"
+    server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
+    partition = partition_of(b"a")
+    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
+    follower = popen_cat(server, "follow", "--stability", "memory", "--partitions", str(partition))
+    assert follower.stdout is not None
+
+    def next_line() -> dict[str, Any]:
+        assert follower.stdout is not None
+        document: dict[str, Any] = json.loads(follower.stdout.readline())
+        return document
+
+    try:
+        assert next_line()["value"] == "1"
+        assert next_line()["op"] == "marker"
+        hold.touch()
+        arguments = ("load", "jsonl", "-", "--durability", "memory")
+        assert run_cat(server, *arguments, stdin=jsonl(("a", "lost"))).exit_code == 0
+        assert next_line()["value"] == "lost"
+        assert next_line()["seqno"] == 2
+        server.kill()
+        hold.unlink()
+        server.start()
+        rollback = next_line()
+        assert rollback["op"] == "rollback"
+        assert (rollback["partition"], rollback["from_seqno"]) == (partition, 2)
+        # The record is at 1, and the marker is taken from before it.
+        assert rollback["seqno"] == 0
+        assert rollback["rule"] == "next_record"
+        assert next_line() == {
+            "partition": partition,
+            "seqno": 1,
+            "op": "set",
+            "key": "a",
+            "value": "1",
+        }
+    finally:
+        follower.send_signal(signal.SIGINT)
+        _, errors = follower.communicate(timeout=60)
+    assert follower.returncode == 130, errors
+    assert b"Traceback" not in errors
+
+
+def test_an_interrupted_follow_keeps_its_position(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    position = tmp_path / "position"
+    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
+    follower = popen_cat(server, "follow", "--position", str(position))
+    assert follower.stdout is not None
+    assert json.loads(follower.stdout.readline())["op"] == "set"
+    assert json.loads(follower.stdout.readline())["op"] == "marker"
+    follower.send_signal(signal.SIGINT)
+    _, errors = follower.communicate(timeout=60)
+    assert (follower.returncode, errors.strip()) == (130, b"interrupted")
+    # What was written right before the interrupt may come again, but nothing may be missing.
+    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "2")))
+    values = [line.get("value") for line in follow(server, "--position", str(position))]
+    assert "2" in values
+
+
+def test_a_closed_pipe_ends_follow_quietly(server_process: StartServer) -> None:
+    server = server_process()
+    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
+    follower = popen_cat(server, "follow")
+    assert follower.stdout is not None
+    assert json.loads(follower.stdout.readline())["key"] == "a"
+    follower.stdout.close()
+    # Written one by one until the follower notices; it is the write after the one that broke the pipe that fails.
+    with Client(server.target) as client:
+        bucket = client.bucket("default")
+        while follower.poll() is None:
+            bucket.set(b"a", b"2")
+    assert follower.stderr is not None
+    errors = follower.stderr.read()
+    follower.stderr.close()
+    assert follower.stdin is not None
+    follower.stdin.close()
+    assert (follower.returncode, errors) == (0, b"")
+
+
+def test_admin_formats(server_process: StartServer) -> None:
+    server = server_process()
+    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1"), ("a", "2")))
+    partition = partition_of(b"a")
+
+    def run_admin(*arguments: str) -> Result:
+        result = CliRunner().invoke(admin.main, [*arguments, "--target", server.target])
+        assert result.exit_code == 0, result.output
+        return result
+
+    (log,) = json.loads(run_admin("failover-log", str(partition), "--json").stdout)
+    assert list(log) == ["partition", "failover_log"]
+    (record,) = log["failover_log"]
+    assert record["seqno"] == 0
+    assert len(record["failover_id"]) == 16
+    infos = json.loads(run_admin("partitions", "--json").stdout)
+    assert [info["partition"] for info in infos] == list(range(1024))
+    assert infos[partition] == {
+        "partition": partition,
+        "state": "active",
+        "high_seqno": 2,
+        "durable_seqno": 2,
+        "purge_seqno": 0,
+        "failover_id": record["failover_id"],
+    }
+    assert len(json.loads(run_admin("failover-log", "0-3,9", "7", "--json").stdout)) == 6
+    text = run_admin("failover-log", str(partition)).stdout
+    assert record["failover_id"] in text
+    assert len(run_admin("partitions").stdout.splitlines()) == 1025
+    arguments = ("explain", str(partition), "--id", record["failover_id"], "--seqno")
+    explained = json.loads(run_admin(*arguments, "1", "--json").stdout)
+    assert explained["start"]["answer"] == "started"
+    above = json.loads(run_admin(*arguments, "3", "--json").stdout)
+    assert above["start"]["alarm"] is True
+
+
+def test_errors_of_the_connection(server_process: StartServer) -> None:
+    server = server_process()
+    bucket = ["partitions", "--bucket", "nope", "--target", server.target]
+    assert CliRunner().invoke(admin.main, bucket).exit_code == 3
+    target = server.target
+    server.terminate()
+    for command, arguments in (
+        (admin.main, ["failover-log", "5"]),
+        (cat.main, ["follow"]),
+        (cat.main, ["load", "jsonl", os.devnull]),
+    ):
+        result = CliRunner().invoke(command, [*arguments, "--target", target])
+        assert result.exit_code == 5, result.output
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+
+
+def server_error(server: RunningServer, *options: str) -> str:
+    """Return the one line with which a server that cannot start ends."""
+    command = [sys.executable, "-m", "upr.cli", "server", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_a_server_that_cannot_start_says_why_in_one_line(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    fresh, free = str(tmp_path / "fresh"), "127.0.0.1:0"
+    assert "in use" in server_error(server, "--data", fresh, "--listen", server.target)
+    assert "in use" in server_error(server, "--data", str(server.data), "--listen", free)
+    assert "loopback" in server_error(server, "--data", fresh, "--listen", "0.0.0.0:0")
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "PG_VERSION").write_text("15")
+    assert "not a data directory" in server_error(server, "--data", str(foreign), "--listen", free)
+    assert (foreign / "PG_VERSION").read_text() == "15"
+    file = tmp_path / "file"
+    file.write_text("")
+    assert str(file) in server_error(server, "--data", str(file), "--listen", free)
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    (newer / "upr-stream.json").write_text('{"program": "upr-stream", "format": 999}')
+    assert "999" in server_error(server, "--data", str(newer), "--listen", free)
+    assert "HOST:PORT" in server_error(server, "--data", fresh, "--listen", "nonsense")
+    for bad in ("nan", "inf", "0", "-1"):
+        server_error(server, "--data", fresh, "--flush-seconds", bad)
+    assert server.terminate() == 0
+
+
+def test_the_environment_configures_the_server(server_process: StartServer, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"(?s)UPR_SERVER_TAIL_BYTES|not in the range"):
+        server_process(environment={"UPR_SERVER_TAIL_BYTES": "0"})

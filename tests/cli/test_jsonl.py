@@ -1,0 +1,146 @@
+"""upr.cli.jsonl: what load reads and follow prints."""
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from upr.cli import jsonl
+from upr.cli.jsonl import (
+    batch_lines,
+    change_line,
+    marker_line,
+    parse_line,
+    read_rows,
+    rollback_line,
+)
+from upr_client import Change, Marker, Rollback
+from upr_protocol.errors import InvalidArgumentError
+
+
+def test_the_lines_are_those_of_the_contract() -> None:
+    assert change_line(Change(5, 7, "set", b"k", b"v")) == (
+        '{"partition": 5, "seqno": 7, "op": "set", "key": "k", "value": "v"}'
+    )
+    assert change_line(Change(5, 8, "delete", b"k", None)) == (
+        '{"partition": 5, "seqno": 8, "op": "delete", "key": "k"}'
+    )
+    assert change_line(Change(5, 9, "set", b"\xff", b"\xfe\x00")) == (
+        '{"partition": 5, "seqno": 9, "op": "set", "key_base64": "/w==", "value_base64": "/gA="}'
+    )
+    assert marker_line(Marker(5, 7)) == '{"partition": 5, "op": "marker", "seqno": 7}'
+    assert json.loads(rollback_line(Rollback(5, 9, 3, 0x0D39, 0xABC, "next_record", "why"))) == {
+        "partition": 5,
+        "op": "rollback",
+        "seqno": 3,
+        "from_seqno": 9,
+        "old_id": "0000000000000d39",
+        "new_id": "0000000000000abc",
+        "rule": "next_record",
+        "words": "why",
+    }
+    lost = json.loads(rollback_line(Rollback(5, 9, 0, None, 0xABC, "new_client", "why")))
+    assert lost["old_id"] is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", '"\\\n\r\t', "ü€😀", "\u2028\x85\x1c", "\x00\x7f", "a" * 100_000]
+)
+def test_what_follow_prints_is_one_line_of_json_and_comes_back(text: str) -> None:
+    line = change_line(Change(0, 1, "set", b"k" + text.encode()[:4000], text.encode()))
+    assert len(line.splitlines()) == 1
+    document = json.loads(line)
+    assert document["value"] == text
+    row = {name: document[name] for name in document if name.startswith(("key", "value"))}
+    assert parse_line(json.dumps(row).encode())[1] == text.encode()
+
+
+def test_markers_stand_behind_the_last_change_at_or_below_them() -> None:
+    changes = [
+        Change(1, 1, "set", b"a", b""),
+        Change(2, 5, "set", b"b", b""),
+        Change(1, 4, "set", b"c", b""),
+    ]
+    markers = [Marker(1, 3), Marker(2, 5), Marker(1, 4), Marker(9, 8)]
+    found = [json.loads(line) for line in batch_lines(changes, markers)]
+    assert [(line["partition"], line["op"], line["seqno"]) for line in found[:4]] == [
+        (1, "set", 1),
+        (2, "set", 5),
+        (1, "marker", 3),
+        (1, "set", 4),
+    ]
+    assert {(line["partition"], line["seqno"]) for line in found[4:]} == {(2, 5), (1, 4), (9, 8)}
+
+
+@pytest.mark.parametrize(
+    ("document", "row"),
+    [
+        ({"key": "k", "value": "v"}, (b"k", b"v")),
+        ({"key": "ü", "value": None}, ("ü".encode(), None)),
+        ({"key_base64": "/w==", "value_base64": "AA=="}, (b"\xff", b"\0")),
+        ({"key": "k", "value": ""}, (b"k", b"")),
+    ],
+)
+def test_good_lines(document: dict[str, Any], row: tuple[bytes, bytes | None]) -> None:
+    assert parse_line(json.dumps(document).encode()) == row
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff", "not UTF-8 at byte 0"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b'{"value": "v"}', '"key" is missing'),
+        (b'{"key": "k"}', '"value" is missing'),
+        (b'{"key": "k", "key_base64": "aw==", "value": null}', "both given"),
+        (b'{"key": null, "value": null}', '"key" is not a string'),
+        (b'{"key": 5, "value": null}', '"key" is not a string'),
+        (b'{"key": "k", "value": 5}', '"value" is not a string or null'),
+        (b'{"key": "k", "value_base64": null}', '"value_base64" is not'),
+        (b'{"key": "k", "value_base64": "a"}', "is not base64"),
+        (b'{"key": "k", "value_base64": "a b="}', "is not base64"),
+        (b'{"key": "k", "vlaue": ""}', '"vlaue" is not known'),
+        (b'{"key": "", "value": ""}', "a key of 0 bytes"),
+        (b'{"key": "\\ud800", "value": ""}', "surrogate"),
+        (json.dumps({"key": "k" * 4097, "value": ""}).encode(), "a key of 4097 bytes"),
+    ],
+)
+def test_bad_lines_say_what_is_wrong(line: bytes, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        parse_line(line)
+
+
+def test_rows_come_in_portions_and_empty_lines_are_passed_over() -> None:
+    text = b'{"key":"a","value":"1"}\r\n\n  \n{"key":"b","value":null}'
+    rows = [row for portion in read_rows(io.BytesIO(text), "f") for row in portion]
+    assert rows == [(b"a", b"1"), (b"b", None)]
+    assert list(read_rows(io.BytesIO(b""), "f")) == []
+
+
+class Pipe(io.BytesIO):
+    """Gives a few bytes at a time, as a pipe does."""
+
+    def read1(self, size: int | None = -1, /) -> bytes:
+        """Up to three bytes."""
+        return super().read1(3)
+
+
+def test_a_line_may_come_in_pieces() -> None:
+    text = b'{"key":"a","value":"1"}\n{"key":"b","value":"2"}\n'
+    assert list(read_rows(Pipe(text), "f")) == [[(b"a", b"1")], [(b"b", b"2")]]
+
+
+def test_a_bad_line_is_named_after_what_precedes_it() -> None:
+    rows = read_rows(io.BytesIO(b'{"key":"a","value":"1"}\n\nnonsense\n'), "some.jsonl")
+    assert next(rows) == [(b"a", b"1")]
+    with pytest.raises(InvalidArgumentError, match=r"^some.jsonl:3: not JSON"):
+        next(rows)
+
+
+def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "LINE_BYTES_MAX", 10)
+    with pytest.raises(InvalidArgumentError, match="f:1: a line of more than 10 bytes"):
+        list(read_rows(Pipe(b"x" * 100), "f"))

@@ -1,0 +1,44 @@
+"""How long to wait before trying again."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_client.backoff import LONGEST_SECONDS, Retries, delay
+
+
+@pytest.mark.parametrize(
+    ("attempt", "longest"), [(0, 0.1), (1, 0.2), (2, 0.4), (8, 25.6), (9, 30.0), (10**6, 30.0)]
+)
+def test_the_bound_doubles_up_to_half_a_minute(attempt: int, longest: float) -> None:
+    assert delay(attempt, 1.0) == pytest.approx(longest)
+    assert delay(attempt, 0.5) == pytest.approx(longest / 2)
+    assert delay(attempt, 0.0) == 0.0
+
+
+@given(st.integers(0, 10**9), st.floats(0, 1))
+def test_the_wait_is_within_its_bounds(attempt: int, random: float) -> None:
+    assert 0.0 <= delay(attempt, random) <= LONGEST_SECONDS
+
+
+def test_each_partition_waits_for_itself() -> None:
+    retries = Retries()
+    assert retries.failed(1, 100.0, 1.0) == pytest.approx(0.1)
+    assert retries.failed(1, 100.1, 1.0) == pytest.approx(0.2)
+    assert retries.failed(2, 100.1, 1.0) == pytest.approx(0.1)
+    due, next_due = retries.split(np.array([1, 2, 3]), 100.1)
+    assert due == [3]
+    assert next_due == pytest.approx(100.2)
+    assert retries.split(np.array([1, 2, 3]), 100.31) == ([1, 2, 3], None)
+
+
+def test_success_or_a_long_calm_begins_anew() -> None:
+    retries = Retries()
+    for _ in range(3):
+        retries.failed(1, 0.0, 1.0)
+        retries.failed(2, 0.0, 1.0)
+    retries.succeeded(np.array([1]))
+    assert retries.failed(1, 1.0, 1.0) == pytest.approx(0.1)
+    assert retries.failed(2, 1.0, 1.0) == pytest.approx(0.8)
+    assert retries.failed(2, 60.0, 1.0) == pytest.approx(0.1)

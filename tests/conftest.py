@@ -1,0 +1,29 @@
+"""Fixtures that several kinds of test share."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import RunningServer
+
+StartServer = Callable[..., RunningServer]
+
+
+@pytest.fixture
+def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """A function that starts a real server process; all of them are gone after the test.
+
+    It takes the options of the command and, as ``environment``, further variables.
+    """
+    servers: list[RunningServer] = []
+
+    def start(*options: str, environment: dict[str, str] | None = None) -> RunningServer:
+        folder: Path = tmp_path_factory.mktemp("server")
+        server = RunningServer(folder, *options, environment=environment)
+        servers.append(server)
+        return server.start()
+
+    yield start
+    for server in servers:
+        server.close()

@@ -1,0 +1,121 @@
+"""A real server process for tests."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+READY_SECONDS = 30.0
+STOP_SECONDS = 30.0
+_POLL_SECONDS = 0.01
+
+
+class ServerFailed(Exception):
+    """The server ended, or was not ready in time."""
+
+
+class RunningServer:
+    """One server process after the other on one data directory.
+
+    Each of them but the first listens where the first did, so that clients find it again.
+
+    Args:
+        folder: an empty folder; gets the data directory, the ready file and the log.
+        options: further options of the command.
+        environment: added to the process's environment, for failpoints.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.data = folder / "data"
+        self.log = folder / "server.log"
+        self.environment = dict(environment or {})
+        self.options = list(options)
+        self.target = "127.0.0.1:0"
+        self._ready = folder / "ready"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, *, environment: Mapping[str, str] | None = None) -> "RunningServer":
+        """Start the server and wait until it says that it is ready.
+
+        Args:
+            environment: for this start only, added to what the object was made with.
+
+        Raises:
+            ServerFailed: it ended, or was not ready in time; with its log.
+        """
+        assert not self.running
+        self.launch(environment=environment)
+        deadline = time.monotonic() + READY_SECONDS
+        while not (self._ready.exists() and self._ready.read_text().endswith("\n")):
+            if not self.running:
+                raise ServerFailed(f"the server ended:\n{self.log_text()}")
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"the server was not ready in time:\n{self.log_text()}")
+            time.sleep(_POLL_SECONDS)
+        self.target = self._ready.read_text().strip()
+        return self
+
+    def launch(self, *, environment: Mapping[str, str] | None = None) -> None:
+        """Start the server without waiting, for one that is expected to end by itself."""
+        self._ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "upr.cli", "server", "--data", str(self.data)]
+        command += ["--listen", self.target, "--ready-file", str(self._ready), *self.options]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environment, **(environment or {})},
+                # A Ctrl-C at the terminal is for pytest, which then stops the server itself.
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(STOP_SECONDS)
+
+    def terminate(self) -> int:
+        """SIGTERM, and wait for the exit status."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for the end; returns the exit status, negative for a signal."""
+        assert self._process is not None
+        try:
+            return self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ServerFailed(f"the server did not end in time:\n{self.log_text()}") from None
+
+    def log_text(self) -> str:
+        """What all processes so far wrote on stdout and stderr."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        if self.running:
+            self.kill()

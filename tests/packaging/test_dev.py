@@ -1,0 +1,96 @@
+"""tools/dev.py, without installing anything."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import dev
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the steps that an environment in a temporary repository would run."""
+    done: list[str] = []
+
+    def step(words: str, command: list[str]) -> None:
+        done.append(words)
+        if "venv" in command:
+            python = Path(command[-1]) / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.symlink_to(sys.executable)
+
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    monkeypatch.setattr(dev, "ROOT", tmp_path)
+    monkeypatch.setattr(dev, "step", step)
+    return done
+
+
+def test_an_environment_is_made_once_and_follows_pyproject(
+    tmp_path: Path, steps: list[str]
+) -> None:
+    environment = dev.Environment(".venv", ["x"])
+    install = ["pip into .venv", "packages into .venv"]
+    environment.make()
+    assert steps == ["make .venv", *install]
+    environment.make()
+    assert len(steps) == 3
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    environment.make()
+    assert steps[3:] == install
+
+
+def test_an_environment_that_was_moved_here_is_made_anew(tmp_path: Path, steps: list[str]) -> None:
+    environment = dev.Environment(".venv", ["x"])
+    environment.make()
+    stamp = tmp_path / ".venv" / "upr-stamp.json"
+    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "folder": "/elsewhere/.venv"}))
+    (tmp_path / ".venv" / "old").touch()
+    del steps[:]
+    environment.make()
+    assert steps[0] == "make .venv"
+    assert not (tmp_path / ".venv" / "old").exists()
+
+
+def test_one_that_is_not_ours_is_installed_into_and_not_removed(
+    tmp_path: Path, steps: list[str]
+) -> None:
+    environment = dev.Environment(".venv", ["x"])
+    environment.make()
+    (tmp_path / ".venv" / "upr-stamp.json").unlink()
+    (tmp_path / ".venv" / "mine").touch()
+    del steps[:]
+    environment.make()
+    assert "make .venv" not in steps
+    assert (tmp_path / ".venv" / "mine").exists()
+
+
+def test_the_status_is_that_of_the_step(capfd: pytest.CaptureFixture[str]) -> None:
+    dev.step("a good one", [sys.executable, "-c", ""])
+    with pytest.raises(dev.StepFailed) as failed:
+        dev.step("a bad one", [sys.executable, "-c", "raise SystemExit(7)"])
+    assert failed.value.status == 7
+    with pytest.raises(dev.StepFailed) as failed:
+        dev.step("killed", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    assert failed.value.status == 137
+    first, second, third = capfd.readouterr().err.splitlines()
+    assert first.startswith("dev: a good one: ok (")
+    assert second.startswith("dev: a bad one: FAILED, status 7 (")
+    assert third.startswith("dev: killed: FAILED, status 137 (")
+
+
+def test_steps_do_not_see_another_environment_s_modules(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    dev.step("ask", [sys.executable, "-c", "import os; assert 'PYTHONPATH' not in os.environ"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["setup", "--wrong"]])
+def test_usage(arguments: list[str]) -> None:
+    command = [sys.executable, str(Path(dev.__file__)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "usage: tools/dev.py" in done.stderr

@@ -1,0 +1,135 @@
+"""What the packages promise to those who install them, and the sources to those who read them."""
+
+import ast
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import upr
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = ("upr", "upr_client", "upr_protocol")
+GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
+SOURCES = sorted(
+    path
+    for folder in ("upr", "client", "tools", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+    if not GENERATED.search(path.name)
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_typed(package: str) -> None:
+    (folder,) = importlib.import_module(package).__path__
+    assert (Path(folder) / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", ["client", "tests", "tools"])
+def test_folders_are_no_packages(name: str) -> None:
+    assert not (ROOT / name / "__init__.py").exists()
+    spec = importlib.util.find_spec(name)
+    assert spec is None or spec.origin is None
+
+
+def test_all_names_are_importable() -> None:
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        names = getattr(module, "__all__", [])
+        assert len(set(names)) == len(names)
+        assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_the_version_is_one() -> None:
+    assert upr.__version__ == PROJECT["project"]["version"]
+    assert f"## [{upr.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_lower_bounds_are_those_of_the_generator() -> None:
+    """A runtime refuses code that a newer generator wrote."""
+    wire = ROOT / "client" / "upr_protocol" / "wire" / "v1"
+    (grpc_version,) = {
+        found[1]
+        for file in wire.glob("*_pb2_grpc.py")
+        if (found := re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", file.read_text()))
+    }
+    (protobuf_version,) = {
+        found[1]
+        for file in wire.glob("*_pb2.py")
+        if (found := re.search(r"Protobuf Python Version: ([\d.]+)", file.read_text()))
+    }
+    bounds = {
+        re.split(r"[>=<]", requirement)[0]: requirement
+        for requirement in PROJECT["project"]["dependencies"]
+    }
+    assert bounds["grpcio"] == f"grpcio>={grpc_version}"
+    assert bounds["protobuf"].startswith(f"protobuf>={protobuf_version},")
+    assert f"grpcio-tools=={grpc_version}" in PROJECT["dependency-groups"]["codegen"]
+
+
+@pytest.mark.parametrize("module", ["upr_client", "upr_protocol.handshake"])
+def test_the_sdk_needs_base_dependencies_only(module: str) -> None:
+    heavy = "{'lmdb', 'click', 'pyarrow', 'upr'}"
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_modules_and_functions_stay_short() -> None:
+    long = []
+    for path in SOURCES:
+        text = path.read_text()
+        lines = text.count("\n")
+        if lines > 500:
+            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                # The docstring is not counted: explaining every argument makes nothing harder to read.
+                first = node.body[min(ast.get_docstring(node) is not None, len(node.body) - 1)]
+                length = node.end_lineno - first.lineno + 1
+                # A test that tells a story from beginning to end may be longer.
+                if length > 70 and "tests" not in path.relative_to(ROOT).parts:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno}: {length} lines")
+    assert long == []
+
+
+def test_modules_classes_and_longer_functions_have_docstrings() -> None:
+    bare = []
+    for path in SOURCES:
+        if "tests" in path.relative_to(ROOT).parts:
+            continue
+        tree = ast.parse(path.read_text())
+        public = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and not node.name.startswith("_")
+            and node.name != "main"
+            and (isinstance(node, ast.ClassDef) or len(node.body) > 3)
+        ]
+        for node in (tree, *public):
+            if ast.get_docstring(node) is None and not (node is tree and not tree.body):
+                name = "" if isinstance(node, ast.Module) else node.name
+                bare.append(f"{path.relative_to(ROOT)}: {name}")
+    assert bare == []
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    for command in ("demo", "test"):
+        assert f"python3 tools/dev.py {command}" in text
+    assert "tools/dev.py test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in (ROOT / "README.md", *ROOT.glob("*/README.md")):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document}: {target}"

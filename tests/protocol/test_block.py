@@ -1,0 +1,308 @@
+"""Blocks: what goes in comes out, cut-outs tell the same, and a lying block is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.model import partition_of as model_partition_of
+from upr_protocol.block import (
+    Block,
+    check_block,
+    cut_runs,
+    make_runs,
+    sealed,
+    slice_above,
+    without_values,
+)
+from upr_protocol.errors import CorruptBlockError, InvalidArgumentError
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_protocol.partitioning import partition_of, partitions_of
+from upr_protocol.rows import (
+    block_keys,
+    block_ops,
+    block_partitions,
+    block_seqnos,
+    block_values,
+    build_block,
+    split_rows,
+)
+from upr_protocol.wire.codec import (
+    block_from_message,
+    block_to_message,
+    check_encoded,
+    column_spans,
+    decode_block,
+    encode_block,
+    encode_frame,
+)
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+Rows = list[tuple[bytes, bytes | None]]
+rows_strategy = st.lists(
+    st.tuples(st.binary(min_size=1, max_size=12), st.none() | st.binary(max_size=20)),
+    min_size=1,
+    max_size=60,
+)
+
+
+def numbered(rows: Rows, start: int = 0) -> Block:
+    """The block that the server makes of a Write: every partition begins at ``start``."""
+    block = build_block([k for k, _ in rows], [v for _, v in rows])
+    runs = block.runs.copy()
+    runs["start_seqno"] = start
+    runs["end_seqno"] = start + runs["count"].astype(np.uint64)
+    runs["horizon"] = runs["end_seqno"]
+    return replace(block, runs=runs)
+
+
+def sparse(partition: int, seqnos: list[int], start: int, end: int) -> Block:
+    """A stored block of one run that lacks rows."""
+    keys = [b"k%d" % s for s in seqnos]
+    values: list[bytes | None] = [None if s % 3 == 0 else b"v%d" % s for s in seqnos]
+    plain = build_block(keys, values)
+    order = sorted(range(len(keys)), key=lambda i: model_partition_of(keys[i]))
+    # build_block sorts by partition; here the order of the seqnos is wanted.
+    back = np.argsort(order)
+    joined = [block_keys(plain)[i] for i in back]
+    texts = [block_values(plain)[i] or b"" for i in back]
+    ends = np.cumsum([0, *map(len, joined)]).astype("<i4")
+    value_ends = np.cumsum([0, *map(len, texts)]).astype("<i4")
+    ops = bytes(1 if v is None else 0 for v in values)
+    return sealed(
+        Block(
+            make_runs([partition], len(seqnos), start, end, end, 1),
+            (np.array(seqnos) - start).astype("<u4").tobytes(),
+            ops if any(ops) else b"",
+            ends.tobytes(),
+            b"".join(joined),
+            value_ends.tobytes(),
+            b"".join(texts),
+            np.arange(len(seqnos), dtype="<i8").tobytes(),
+            0,
+        )
+    )
+
+
+def table(block: Block) -> list[tuple[int, int, bytes, bytes | None]]:
+    if not block.rows:
+        return []
+    columns = (block_partitions, block_seqnos, block_keys, block_values)
+    return list(zip(*(column(block) for column in columns), strict=True))
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=50))
+def test_partitioning_agrees_with_the_model(keys: list[bytes]) -> None:
+    assert [partition_of(k) for k in keys] == [model_partition_of(k) for k in keys]
+    assert partitions_of(keys).tolist() == [model_partition_of(k) for k in keys]
+
+
+def test_partitioning_is_that_of_couchbases_clients() -> None:
+    # Known answers, computed with zlib's CRC32 by hand.
+    assert [partition_of(k) for k in (b"hello", b"foo", b"Aaron0")] == [528, 115, 654]
+
+
+@given(rows_strategy)
+def test_rows_come_out_by_partition_in_their_order(rows: Rows) -> None:
+    block = build_block([k for k, _ in rows], [v for _, v in rows])
+    check_block(block, numbered=False)
+    found = list(zip(block_keys(block), block_values(block), strict=True))
+    assert found == sorted(rows, key=lambda row: model_partition_of(row[0]))
+    assert block_partitions(block) == sorted(model_partition_of(k) for k, _ in rows)
+    assert block_ops(block) == [1 if v is None else 0 for _, v in found]
+
+
+@given(rows_strategy, st.integers(0, 2**48 - 100))
+def test_encoding_brings_back_the_block(rows: Rows, start: int) -> None:
+    block = numbered(rows, start)
+    data = encode_block(block)
+    check_encoded(data)
+    back = decode_block(data)
+    assert table(back) == table(block)
+    assert back.columns_crc == block.columns_crc
+    spans = column_spans(data)
+    assert data[slice(*spans[5])] == block.keys
+    assert data[slice(*spans.get(7, (0, 0)))] == block.values
+
+
+@given(rows_strategy, st.data())
+def test_a_cut_out_tells_of_its_partitions_what_the_whole_does(rows: Rows, data: Any) -> None:
+    block = numbered(rows)
+    keep = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(block.runs), max_size=len(block.runs)))
+    )
+    if not keep.any():
+        return
+    cut = cut_runs(block, keep)
+    check_block(cut)
+    kept = set(block.runs["partition"][keep].tolist())
+    assert table(cut) == [row for row in table(block) if row[0] in kept]
+
+
+@given(st.sets(st.integers(11, 60), min_size=1).map(sorted), st.integers(0, 59))
+def test_slicing_gives_what_is_above_and_nothing_else(seqnos: list[int], above: int) -> None:
+    block = sparse(7, seqnos, 10, 60)
+    check_block(block)
+    cut = slice_above(block, above)
+    check_block(cut)
+    assert table(cut) == [row for row in table(block) if row[1] > above]
+    assert int(cut.runs["start_seqno"][0]) == max(above, 10)
+    assert int(cut.runs["end_seqno"][0]) == int(cut.runs["horizon"][0]) == 60
+
+
+def test_slicing_a_dense_run() -> None:
+    block = numbered([(b"same", b"%d" % i) for i in range(5)], 100)
+    assert [row[1] for row in table(slice_above(block, 103))] == [104, 105]
+    with pytest.raises(InvalidArgumentError):
+        slice_above(block, 105)
+
+
+def test_without_values_keeps_keys_and_ops() -> None:
+    block = numbered([(b"a", b"1"), (b"b", None)])
+    bare = without_values(block)
+    check_block(bare)
+    assert block_keys(bare) == block_keys(block)
+    assert block_ops(bare) == block_ops(block)
+    assert block_values(bare) == [None, None]
+
+
+@given(rows_strategy, st.data())
+@settings(max_examples=200)
+def test_any_flipped_bit_is_noticed(rows: Rows, data: Any) -> None:
+    encoded = bytearray(encode_block(numbered(rows)))
+    at = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[at] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        block = decode_block(bytes(encoded))
+    except (CorruptBlockError, InvalidArgumentError):
+        return
+    # A flipped tag can name a field that nobody reads, but never change what is read.
+    assert table(block) == table(numbered(rows))
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_give_a_block_or_the_declared_error(data: bytes) -> None:
+    for read in (decode_block, check_encoded):
+        try:
+            read(data)
+        except InvalidArgumentError:
+            continue
+
+
+def i4(*numbers: int) -> bytes:
+    return np.array(numbers, "<i4").tobytes()
+
+
+def lies() -> list[tuple[str, dict[str, Any], str]]:
+    return [
+        ("falling key offsets", {"key_offsets": i4(0, 3, 2)}, "fall"),
+        ("key offsets past the end", {"key_offsets": i4(0, 1, 9)}, "offsets run from 0 to 9"),
+        ("key offsets not from 0", {"key_offsets": i4(1, 1, 2)}, "offsets run from 1"),
+        ("too few value offsets", {"value_offsets": i4(0, 2)}, "value offsets take 8 bytes"),
+        ("ragged offsets", {"key_offsets": b"\0\0\0"}, "not a multiple of 4"),
+        ("counts that disagree", {"runs": make_runs([1], [3], 0, 3, 3)}, "counts 3 rows"),
+        ("too many ops", {"ops": b"\0\0\0"}, "ops take 3 bytes"),
+        ("an unknown op", {"ops": b"\0\7"}, "op 7"),
+        ("a delete with a value", {"ops": b"\1\0"}, "delete carries a value"),
+        ("a partition out of range", {"runs": make_runs([1024], [2], 0, 2, 2)}, "partition 1024"),
+        ("partitions twice", {"runs": make_runs([1, 1], [1, 1], 0, 1, 1)}, "strictly ascending"),
+        ("an end below its start", {"runs": make_runs([1], [2], 5, 4, 5)}, "at or below its start"),
+        ("a horizon below the end", {"runs": make_runs([1], [2], 0, 2, 1)}, "horizon is below"),
+        ("more rows than seqnos", {"runs": make_runs([1], [2], 0, 1, 1)}, "more rows than seqnos"),
+        (
+            "rows missing without seqnos",
+            {"runs": make_runs([1], [2], 0, 9, 9)},
+            "seqnos are missing",
+        ),
+        ("a seqno of 2^48", {"runs": make_runs([1], [2], 2**48 - 2, 2**48, 2**48)}, str(2**48)),
+        ("seqnos that do not rise", {"seqnos": np.array([2, 2], "<u4").tobytes()}, "do not rise"),
+        ("a seqno outside", {"seqnos": np.array([1, 3], "<u4").tobytes()}, "outside its run"),
+        ("an empty key", {"key_offsets": i4(0, 0, 2)}, "key of 0 bytes"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "change", "words"), lies(), ids=lambda p: p if isinstance(p, str) else ""
+)
+def test_a_lying_block_is_refused(what: str, change: dict[str, Any], words: str) -> None:
+    ends = i4(0, 1, 2)
+    honest = Block(make_runs([1], [2], 0, 2, 2), b"", b"", ends, b"ab", ends, b"xy", b"", 0)
+    check_block(sealed(honest))
+    with pytest.raises(InvalidArgumentError, match=words):
+        check_block(sealed(replace(honest, **change)))
+
+
+def test_a_wrong_crc_is_refused() -> None:
+    block = numbered([(b"a", b"1")])
+    with pytest.raises(CorruptBlockError, match="CRC32C"):
+        check_block(replace(block, columns_crc=block.columns_crc ^ 1))
+    message = block_to_message(block)
+    message.table_crc ^= 1
+    with pytest.raises(CorruptBlockError, match="table has CRC32C"):
+        block_from_message(message)
+
+
+def test_bytes_moved_between_columns_are_noticed() -> None:
+    # Without the lengths in the CRC the same bytes, cut elsewhere, would pass.
+    block = numbered([(b"ab", b"cd")])
+    moved = replace(block, keys=b"abc", values=b"d")
+    with pytest.raises(CorruptBlockError, match="CRC32C"):
+        check_block(moved)
+
+
+def test_a_write_may_not_bring_seqnos() -> None:
+    with pytest.raises(InvalidArgumentError, match="server gives them"):
+        check_block(numbered([(b"a", b"1")]), numbered=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        (b"", b"", "key of 0 bytes"),
+        (b"k" * (KEY_BYTES_MAX + 1), b"", "4097 bytes"),
+        (b"k", b"v" * (VALUE_BYTES_MAX + 1), "20971521 bytes, the limit is 20971520"),
+        ("text", b"", "a key is bytes, not str"),
+        (b"k", "text", "a value is bytes"),
+    ],
+)
+def test_rows_out_of_range_are_refused(key: Any, value: Any, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        build_block([b"fine", key], [b"fine", value])
+
+
+def test_the_largest_row_fits() -> None:
+    block = build_block([b"k" * KEY_BYTES_MAX], [b"v" * VALUE_BYTES_MAX])
+    check_block(block, numbered=False)
+    assert len(encode_block(block)) < 24 * 2**20
+
+
+@given(
+    st.lists(
+        st.tuples(st.binary(min_size=1, max_size=8), st.none() | st.binary(max_size=40)),
+        max_size=60,
+    ),
+    st.integers(20, 120),
+)
+def test_splitting_loses_nothing(rows: Rows, limit: int) -> None:
+    keys = [k for k, _ in rows]
+    values = [v for _, v in rows]
+    parts = list(split_rows(keys, values, limit))
+    assert [k for part in parts for k in part[0]] == keys
+    assert [v for part in parts for v in part[1]] == values
+    for part_keys, part_values in parts:
+        size = sum(len(k) + len(v or b"") + 9 for k, v in zip(part_keys, part_values, strict=True))
+        assert size <= limit or len(part_keys) == 1
+    assert BLOCK_COLUMN_BYTES == 2**20
+
+
+def test_a_frame_of_encoded_blocks_is_a_follow_response() -> None:
+    blocks = [numbered([(b"a", b"1")]), numbered([(b"b", b"x" * 70_000)])]
+    frame = encode_frame([encode_block(b) for b in blocks], np.array([1, 2], "<u4").tobytes())
+    message = wire.FollowResponse.FromString(frame)
+    assert [table(block_from_message(b)) for b in message.frame.blocks] == [
+        table(b) for b in blocks
+    ]
+    assert message.frame.tokens == b"\1\0\0\0\2\0\0\0"

@@ -1,0 +1,394 @@
+"""Engine, journal and store under one seed: writes, commits, flushes, readers, crashes, in any order.
+
+Everything runs in one thread. What the engine hands out to be done is done here, later or not at all, in an
+order that the seed chooses; a crash forgets everything but the files. The reference model says what is right:
+each reader compares its state with it at every marker that it may believe.
+"""
+
+import random
+from pathlib import Path
+
+from tests.model import ModelPartition, Row, State, apply, partition_of
+from tests.raw import all_rows
+from upr.engine.bucket import Bucket, Written
+from upr.engine.flush import FlushPlan
+from upr.engine.follower import Follower, FollowOptions, RolledBack, Started, StartRequest
+from upr.engine.producers import Producer
+from upr.engine.recovery import recover
+from upr.service.catalog import create_bucket
+from upr.storage.directory import DataDirectory
+from upr.storage.journal import Commit, Journal
+from upr.storage.merge import FlushSlice
+from upr.storage.reading import read_blocks
+from upr.storage.store import Store
+from upr_protocol.block import Block
+from upr_protocol.credit import CreditWindow
+from upr_protocol.rows import build_block
+from upr_protocol.wire.codec import decode_block
+
+KEYS = [b"key%d" % i for i in range(40)]
+KEYS = [k for k in KEYS if partition_of(k) % 3 == 0] + KEYS[:4]
+USED = sorted({partition_of(k) for k in KEYS})
+Batch = list[tuple[bytes, bytes | None]]
+
+
+class Reader:
+    """A consumer that keeps what the specification asks of it: id, seqno, horizon, states at markers."""
+
+    def __init__(self, name: str, *, memory: bool) -> None:
+        self.name = name
+        self.memory = memory
+        self.follower: Follower | None = None
+        self.ids: dict[int, int] = {}
+        self.seqnos = dict.fromkeys(USED, 0)
+        self.horizons = dict.fromkeys(USED, 0)
+        self.states: dict[int, State] = {p: {} for p in USED}
+        self.marked: dict[int, dict[int, State]] = {p: {0: {}} for p in USED}
+        self.tokens: dict[int, int] = {}
+        self.until: dict[int, int] = {}
+        self.rollbacks = 0
+
+    def requests(self, rng: random.Random) -> list[StartRequest]:
+        wanted = [p for p in USED if p not in self.tokens and rng.random() < 0.8]
+        self.until = {}
+        return [
+            StartRequest(
+                p, self.ids.get(p), self.seqnos[p], self.ids.get(p), until_now=rng.random() < 0.2
+            )
+            for p in wanted
+        ]
+
+    def undo(self, partition: int, limit: int, newest_id: int) -> None:
+        """Roll back to the newest marker before the limit, unless there is nothing to undo."""
+        self.rollbacks += 1
+        if not max(self.seqnos[partition], self.horizons[partition]) <= limit:
+            at = max((m for m in self.marked[partition] if m < limit), default=0)
+            self.states[partition] = dict(self.marked[partition][at])
+            self.marked[partition] = {m: s for m, s in self.marked[partition].items() if m <= at}
+            self.seqnos[partition] = self.horizons[partition] = at
+        self.ids[partition] = newest_id
+
+    def receive(self, block: Block, tokens: list[int], model: dict[int, ModelPartition]) -> None:
+        rows: dict[int, list[Row]] = {}
+        for partition, seqno, key, value in all_rows([block]):
+            rows.setdefault(partition, []).append(Row(seqno, key, value))
+        for run, token in zip(block.runs, tokens, strict=True):
+            p, start, end, horizon = (
+                int(run[name]) for name in ("partition", "start_seqno", "end_seqno", "horizon")
+            )
+            assert self.tokens.get(p) == token, (
+                f"a run of partition {p} under a token that is not open"
+            )
+            assert start == self.seqnos[p], (
+                f"partition {p}: run from {start}, the reader has {self.seqnos[p]}"
+            )
+            apply(self.states[p], rows.get(p, []))
+            self.seqnos[p] = end
+            self.horizons[p] = max(self.horizons[p], horizon)
+            if horizon == end == self.horizons[p]:
+                truth = model[p].state_at(end)
+                assert self.states[p] == truth, (
+                    f"{self.name}: partition {p} is wrong at marker {end}"
+                )
+                self.marked[p][end] = dict(self.states[p])
+
+    def drop_call(self) -> None:
+        self.follower = None
+        self.tokens = {}
+
+
+class World:
+    """One run. ``counts`` says how often what happened."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.folder = folder
+        self.directory = DataDirectory(folder)
+        self.bucket_folder = create_bucket(self.directory, "default")
+        self.model = {p: ModelPartition(0) for p in USED}
+        self.counts: dict[str, int] = {}
+        self.now = 1
+        self.next_id = 1
+        self.durable_model = dict.fromkeys(USED, 0)
+        self.readers = [Reader(f"reader {i}", memory=i % 2 == 0) for i in range(3)]
+        self.producer_number = 0
+        self.unanswered: list[tuple[int, Batch, Written | None]] = []
+        self.open()
+        for p in USED:
+            self.model[p].log = self.bucket.partitions.logs[p].to_pairs()
+
+    # The process
+
+    def new_id(self) -> int:
+        self.next_id += 1
+        return self.next_id << 32 | 7
+
+    def open(self) -> None:
+        self.store = Store(self.bucket_folder / "store")
+        identity = self.store.identity()
+        assert identity is not None
+        self.journal = Journal(self.bucket_folder / "journal", identity.version)
+        self.proven = self.store.proof()
+        found = recover(
+            self.store.partitions(),
+            self.store.newest_block_end,
+            self.journal.replay(),
+            proven=self.proven,
+            new_id=self.new_id,
+        )
+        if found.rows:
+            self.store.write_recovery(found.rows, found.blocks)
+        self.bucket = Bucket(identity, found.partitions, found.next_commit, proven=True)
+        self.bucket.recovered(found.entries)
+        self.commit: Commit | None = None
+        self.plan: FlushPlan | None = None
+        self.slices: list[FlushSlice] = []
+        self.producer: Producer | None = None
+
+    def close(self) -> None:
+        self.journal.close()
+        self.store.close()
+
+    def crash(self) -> None:
+        """Forget everything but the files; the model forgets what was not durable."""
+        wrote = not self.bucket.proven
+        before = {p: self.bucket.partitions.logs[p].to_pairs() for p in USED}
+        self.close()
+        self.open()
+        for p in USED:
+            log = self.bucket.partitions.logs[p].to_pairs()
+            if wrote:
+                assert len(log) == min(len(before[p]) + 1, 25)
+                self.model[p].restart_unclean(self.durable_model[p], log[-1][0])
+            assert log == self.model[p].log, (
+                f"partition {p}: log {log}, expected {self.model[p].log}"
+            )
+            assert int(self.bucket.partitions.high[p]) == self.model[p].high
+        for reader in self.readers:
+            reader.drop_call()
+
+    def restart_clean(self) -> None:
+        while self.step_commit(whole=True) or self.step_flush():
+            pass
+        if not self.bucket.proven:
+            self.store.write_proof()
+        logs = {p: self.bucket.partitions.logs[p] for p in USED}
+        self.close()
+        self.open()
+        assert self.bucket.tail.end == 0
+        assert logs == {p: self.bucket.partitions.logs[p] for p in USED}
+        for reader in self.readers:
+            reader.drop_call()
+
+    # Its work
+
+    def step_write(self) -> bool:
+        rng = self.rng
+        if self.bucket.proven:
+            self.store.clear_proof()
+            self.bucket.proven = False
+        if self.producer is None:
+            self.producer = self.bucket.open_producer(b"writer", self.store.producer(b"writer"))
+            if self.unanswered and rng.random() < 0.7:
+                self.resend()
+                return True
+            self.unanswered = []
+        batch: Batch = [
+            (rng.choice(KEYS), None if rng.random() < 0.2 else b"%d" % rng.randrange(10**6))
+            for _ in range(rng.randint(1, 6))
+        ]
+        self.producer_number += 1
+        self.apply_batch(self.producer_number, batch)
+        return True
+
+    def apply_batch(self, number: int, batch: Batch) -> None:
+        written = self.number_batch(number, batch)
+        assert not written.duplicate
+        for key, value in batch:
+            self.model[partition_of(key)].write(key, value)
+        for run in written.runs:
+            assert int(run["end_seqno"]) == self.model[int(run["partition"])].high
+        self.unanswered.append((number, batch, written))
+
+    def number_batch(self, number: int, batch: Batch) -> Written:
+        self.now += self.rng.randint(1, 1000)
+        block = build_block([k for k, _ in batch], [v for _, v in batch])
+        return self.bucket.write(block, b"writer", self.producer, number, self.now)
+
+    def resend(self) -> None:
+        """Send what was not answered again, after a crash: each of it is applied exactly once."""
+        pending, self.unanswered = self.unanswered, []
+        for number, batch, old in pending:
+            touched = {partition_of(key) for key, _ in batch}
+            assert old is not None
+            survived = [
+                int(r["end_seqno"]) <= self.durable_model[int(r["partition"])] for r in old.runs
+            ]
+            # One journal record holds the whole batch, so all of it is there or none.
+            assert len(set(survived)) == 1, f"batch {number} over {touched} was torn apart"
+            if survived[0]:
+                again = self.number_batch(number, batch)
+                assert again.duplicate
+                for told, first in zip(again.runs, old.runs, strict=True):
+                    assert int(told["end_seqno"]) in (int(first["end_seqno"]), 0)
+                self.count("duplicates")
+            else:
+                self.apply_batch(number, batch)
+
+    def step_commit(self, *, whole: bool = False) -> bool:
+        """Take a commit, or have the one that is out done."""
+        if self.commit is None:
+            self.commit = self.bucket.take_commit()
+            if self.commit is None:
+                return False
+            if not whole and self.rng.random() < 0.5:
+                return True
+        self.journal.append(self.commit)
+        for entry in self.commit.entries:
+            for run in decode_block(entry.block).runs:
+                self.durable_model[int(run["partition"])] = int(run["end_seqno"])
+        if whole or self.rng.random() < 0.95:
+            self.bucket.commit_done(self.commit)
+            self.commit = None
+        else:
+            # On disk, and the process dies before it learns so.
+            self.crash()
+        return True
+
+    def step_flush(self) -> bool:
+        if self.plan is None:
+            self.plan = self.bucket.begin_flush()
+            if self.plan is None:
+                return False
+            self.slices = self.plan.prepare()
+            return True
+        if self.slices:
+            part = self.slices.pop(0)
+            merged = self.plan.merge(part)
+            self.store.put_flush(
+                merged.blocks, self.bucket.flush_rows(merged), self.plan.producer_rows(part, merged)
+            )
+            self.bucket.slice_stored(merged)
+            return True
+        self.journal.drop_through(self.bucket.end_flush(complete=True))
+        self.plan = None
+        self.count("flushes")
+        return True
+
+    # Readers
+
+    def step_reader(self) -> bool:
+        reader = self.rng.choice(self.readers)
+        follower = reader.follower
+        if follower is None:
+            window = self.rng.choice([60, 400, 1 << 20])
+            options = FollowOptions(memory=reader.memory)
+            reader.follower = Follower(self.bucket, options, CreditWindow(window), lambda: None)
+            self.bucket.add_follower(reader.follower)
+            return True
+        action = self.rng.random()
+        if action < 0.15:
+            self.start_streams(reader, follower)
+        elif action < 0.2 and reader.tokens:
+            follower.stop([self.rng.choice(sorted(reader.tokens))])
+        elif action < 0.22:
+            self.bucket.remove_follower(follower)
+            reader.drop_call()
+        else:
+            self.read_some(reader, follower)
+        return True
+
+    def start_streams(self, reader: Reader, follower: Follower) -> None:
+        for answer in follower.start(reader.requests(self.rng)):
+            if isinstance(answer, Started):
+                reader.tokens[answer.partition] = answer.token
+                reader.ids[answer.partition] = answer.failover_id
+            else:
+                assert isinstance(answer, RolledBack), answer
+                p = answer.partition
+                expected = self.model[p].start(
+                    reader.ids.get(p), reader.seqnos[p], reader.ids.get(p)
+                )
+                assert ("rollback", answer.answer.rollback_seqno) == expected
+                reader.undo(p, answer.answer.rollback_seqno or 0, answer.answer.newest_id)
+                self.count("rollbacks")
+
+    def read_some(self, reader: Reader, follower: Follower) -> None:
+        self.take_ended(reader, follower)
+        frame = follower.next_frame()
+        if frame is not None:
+            at = 0
+            for data in frame.blocks:
+                block = decode_block(data)
+                last = at + 4 * len(block.runs)
+                tokens = [
+                    int.from_bytes(frame.tokens[i : i + 4], "little") for i in range(at, last, 4)
+                ]
+                reader.receive(block, tokens, self.model)
+                at = last
+            assert at == len(frame.tokens)
+            self.count("frames")
+        wanted = follower.next_read()
+        if wanted is not None:
+            follower.feed(read_blocks(self.store, *wanted, keys_only=False))
+            self.count("store reads")
+        if follower.credit.outstanding and self.rng.random() < 0.7:
+            follower.credit.give_back(follower.credit.outstanding)
+        self.take_ended(reader, follower)
+
+    def take_ended(self, reader: Reader, follower: Follower) -> None:
+        for ended in follower.take_ended():
+            for partition, token in ended.streams:
+                if reader.tokens.get(partition) == token:
+                    del reader.tokens[partition]
+            self.count(ended.why.reason)
+
+    def drain(self) -> None:
+        """Have every reader read to the end, and compare with the model whole."""
+        while self.step_commit(whole=True):
+            pass
+        for reader in self.readers:
+            if reader.follower is None:
+                reader.follower = Follower(
+                    self.bucket,
+                    FollowOptions(memory=reader.memory),
+                    CreditWindow(1 << 20),
+                    lambda: None,
+                )
+                self.bucket.add_follower(reader.follower)
+            follower = reader.follower
+            for _ in range(10_000):
+                if all(reader.seqnos[p] == self.model[p].high and p in reader.tokens for p in USED):
+                    break
+                self.start_streams(reader, follower)
+                self.read_some(reader, follower)
+            for p in USED:
+                assert reader.seqnos[p] == self.model[p].high, (
+                    f"{reader.name}: partition {p} stalled"
+                )
+                assert reader.states[p] == self.model[p].state_at(self.model[p].high)
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def run(self, steps: int) -> None:
+        choices = (
+            (self.step_write, 30),
+            (self.step_commit, 25),
+            (self.step_flush, 20),
+            (self.step_reader, 60),
+        )
+        population = [step for step, weight in choices for _ in range(weight)]
+        for _ in range(steps):
+            chance = self.rng.random()
+            if chance < 0.01:
+                self.crash()
+                self.count("crashes")
+            elif chance < 0.013:
+                self.restart_clean()
+                self.count("clean restarts")
+            else:
+                self.rng.choice(population)()
+        self.drain()
+        self.close()
+        self.directory.close()

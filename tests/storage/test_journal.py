@@ -1,0 +1,163 @@
+"""The journal: what was appended is there, a torn end is cut off, damage is damage."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from upr import failpoints
+from upr.storage import journal as journal_module
+from upr.storage.journal import Commit, Journal, JournalEntry, encode_record
+from upr_protocol.errors import DataDamagedError, StorageFailedError
+
+VERSION = 7
+
+
+def commit(number: int, size: int = 10) -> Commit:
+    blocks = [bytes([number % 256]) * size, b"second"]
+    return Commit(number, tuple(JournalEntry(b"p%d" % i, number, b) for i, b in enumerate(blocks)))
+
+
+def filled(folder: Path, count: int) -> list[Path]:
+    journal = Journal(folder, VERSION)
+    assert list(journal.replay()) == []
+    for number in range(1, count + 1):
+        journal.append(commit(number))
+    journal.close()
+    return sorted(folder.iterdir())
+
+
+def replayed(folder: Path) -> tuple[list[Commit], int]:
+    journal = Journal(folder, VERSION)
+    commits = list(journal.replay())
+    journal.close()
+    return commits, journal.torn_bytes
+
+
+def test_commits_come_back_in_order(tmp_path: Path) -> None:
+    filled(tmp_path / "j", 5)
+    assert replayed(tmp_path / "j") == ([commit(n) for n in range(1, 6)], 0)
+
+
+def test_segments_rotate_and_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 100)
+    files = filled(tmp_path / "j", 6)
+    assert len(files) > 2
+    journal = Journal(tmp_path / "j", VERSION)
+    assert [c.number for c in journal.replay()] == [1, 2, 3, 4, 5, 6]
+    journal.drop_through(3)
+    assert [c.number for c in replayed(tmp_path / "j")[0]][-3:] == [4, 5, 6]
+    journal.drop_through(6)
+    assert journal.last_commit == 0
+    journal.append(commit(7))
+    journal.close()
+    assert [c.number for c in replayed(tmp_path / "j")[0]] == [7]
+
+
+@pytest.mark.parametrize("cut", range(1, len(b"".join(encode_record(commit(3))))))
+def test_a_record_torn_at_any_byte_is_cut_off(tmp_path: Path, cut: int) -> None:
+    (file,) = filled(tmp_path / "j", 3)
+    size = file.stat().st_size
+    os.truncate(file, size - cut)
+    commits, torn = replayed(tmp_path / "j")
+    assert commits == [commit(1), commit(2)]
+    assert torn == len(b"".join(encode_record(commit(3)))) - cut
+    assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
+
+
+def test_appending_goes_on_behind_a_torn_record(tmp_path: Path) -> None:
+    (file,) = filled(tmp_path / "j", 2)
+    os.truncate(file, file.stat().st_size - 1)
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    journal.append(commit(2, 50))
+    journal.close()
+    assert replayed(tmp_path / "j")[0] == [commit(1), commit(2, 50)]
+
+
+def test_garbage_of_the_length_of_a_record_is_torn_too(tmp_path: Path) -> None:
+    (file,) = filled(tmp_path / "j", 2)
+    with file.open("ab") as f:
+        f.write(os.urandom(200))
+    assert [c.number for c in replayed(tmp_path / "j")[0]] == [1, 2]
+
+
+@pytest.mark.parametrize("where", [40, 60, 80])
+def test_damage_before_the_last_record_is_refused(tmp_path: Path, where: int) -> None:
+    (file,) = filled(tmp_path / "j", 4)
+    data = bytearray(file.read_bytes())
+    data[where] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DataDamagedError, match=f"{file.name}.*damaged"):
+        replayed(tmp_path / "j")
+
+
+def test_a_torn_record_in_an_older_segment_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 100)
+    files = filled(tmp_path / "j", 6)
+    os.truncate(files[0], files[0].stat().st_size - 1)
+    with pytest.raises(DataDamagedError):
+        replayed(tmp_path / "j")
+
+
+def test_a_missing_segment_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 100)
+    files = filled(tmp_path / "j", 8)
+    files[1].unlink()
+    with pytest.raises(DataDamagedError, match="follows commit"):
+        replayed(tmp_path / "j")
+
+
+def test_a_segment_of_another_bucket_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path / "j", 1)
+    with pytest.raises(DataDamagedError, match="bucket 0000000000000007"):
+        list(Journal(tmp_path / "j", 8).replay())
+
+
+def test_a_segment_torn_at_its_birth_is_taken_over(tmp_path: Path) -> None:
+    (file,) = filled(tmp_path / "j", 1)
+    os.truncate(file, 10)
+    journal = Journal(tmp_path / "j", VERSION)
+    assert list(journal.replay()) == []
+    journal.append(commit(1))
+    journal.close()
+    assert replayed(tmp_path / "j")[0] == [commit(1)]
+
+
+def arm(monkeypatch: pytest.MonkeyPatch, specification: str) -> None:
+    monkeypatch.setattr(failpoints, "_armed", {})
+    failpoints.arm(specification)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "j", 1)
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    arm(monkeypatch, "journal.half_append=error:ENOSPC:1")
+    with pytest.raises(OSError, match=r"\[Errno 28\]") as caught:
+        journal.append(commit(2))
+    assert caught.value.errno == errno.ENOSPC
+    journal.append(commit(2))
+    journal.close()
+    assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
+
+
+def test_after_a_failed_fsync_nothing_is_appended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    arm(monkeypatch, "journal.before_sync=error:EIO:1")
+    with pytest.raises(StorageFailedError, match="fsync"):
+        journal.append(commit(1))
+    with pytest.raises(StorageFailedError, match="fsync"):
+        journal.append(commit(1))
+    journal.close()
+
+
+def test_unknown_failpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="unknown failpoint 'nowhere'"):
+        arm(monkeypatch, "nowhere=kill")

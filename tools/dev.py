@@ -1,0 +1,195 @@
+"""The one command of this repository: ``python3 tools/dev.py setup|demo|test|lint|gen``.
+
+Needs Python 3.11 and git and nothing else: it uses the standard library only, and makes the environment that the
+rest needs in ``.venv`` (and, for the code generator, which pins another protobuf, in ``.venv-codegen``).
+"""
+
+from __future__ import (
+    annotations,
+)  # So that an older Python gets as far as the line that refuses it.
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PIP = "pip>=25.1"  # Knows dependency groups.
+
+
+class StepFailed(Exception):
+    """A step ended with a status other than 0; it has said why itself."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class Environment:
+    """A virtual environment in the repository, made when it is needed.
+
+    Args:
+        folder: its name under the repository root.
+        requirements: what pip is told to install.
+    """
+
+    def __init__(self, folder: str, requirements: list[str]) -> None:
+        self.folder = ROOT / folder
+        self.python = self.folder / "bin" / "python"
+        self._stamp = self.folder / "upr-stamp.json"
+        self._requirements = requirements
+
+    def make(self) -> None:
+        """Make it, or bring it up to date when pyproject.toml changed since."""
+        wanted = {
+            # Virtual environments cannot be moved, so one from another place is not this one.
+            "folder": str(self.folder),
+            "python": sys.version,
+            "pyproject": hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest(),
+        }
+        found = self._read_stamp()
+        if found == wanted and self.python.exists():
+            return
+        self._stamp.unlink(missing_ok=True)
+        if found is not None and {**found, "pyproject": wanted["pyproject"]} != wanted:
+            shutil.rmtree(self.folder)
+        if not self._works():
+            make = [sys.executable, "-m", "venv", "--clear", str(self.folder)]
+            step(f"make {self.folder.name}", make)
+        pip = [str(self.python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        step(f"pip into {self.folder.name}", [*pip, "--upgrade", PIP])
+        step(f"packages into {self.folder.name}", [*pip, *self._requirements])
+        # Last, so that an interrupted installation is begun anew.
+        self._stamp.write_text(json.dumps(wanted))
+
+    def _read_stamp(self) -> dict[str, str] | None:
+        try:
+            stamp: dict[str, str] = json.loads(self._stamp.read_text())
+        except (OSError, ValueError):
+            return None
+        return stamp
+
+    def _works(self) -> bool:
+        """Whether there is one that can be installed into: unfinished, or made by hand."""
+        if not self.python.exists():
+            return False
+        question = "import sys, pip; sys.exit(sys.version_info < (3, 11))"
+        return not subprocess.call([str(self.python), "-c", question], stderr=subprocess.DEVNULL)
+
+    def run(self, words: str, arguments: list[str]) -> None:
+        """Run its Python with arguments, as a step."""
+        step(words, [str(self.python), *arguments])
+
+
+MAIN = Environment(".venv", ["-e", ".[server]", "--group", "dev"])
+CODEGEN = Environment(".venv-codegen", ["--group", "codegen"])
+
+
+def step(words: str, command: list[str]) -> None:
+    """Run a command in the repository root; say on stderr what it was and how long it took."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        # Another environment's modules must not be mixed into this one.
+        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+    }
+    started = time.monotonic()
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            # The terminal sent it to the child as well; what that has to put away comes first.
+            process.wait()
+            status = 130
+    if status < 0:
+        status = 128 - status
+    result = "ok" if status == 0 else f"FAILED, status {status}"
+    print(
+        f"dev: {words}: {result} ({time.monotonic() - started:.1f} s)", file=sys.stderr, flush=True
+    )
+    if status:
+        raise StepFailed(status)
+
+
+def setup() -> None:
+    """Make .venv."""
+    MAIN.make()
+
+
+def lint() -> None:
+    """Everything that reads the sources without running them, cheapest first."""
+    setup()
+    MAIN.run("ruff check", ["-m", "ruff", "check", "."])
+    MAIN.run("ruff format", ["-m", "ruff", "format", "--check", "."])
+    MAIN.run("sync half of the SDK fresh", ["tools/unasync.py", "--check"])
+    contracts = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    MAIN.run("import contracts", ["-c", contracts])
+    MAIN.run("mypy", ["-m", "mypy"])
+    CODEGEN.make()
+    CODEGEN.run("generated code fresh", ["tools/gen_protos.py", "--check"])
+    CODEGEN.run("proto rules", ["tools/lint_protos.py"])
+
+
+def gen() -> None:
+    """Write all generated code."""
+    setup()
+    CODEGEN.make()
+    CODEGEN.run("wire code", ["tools/gen_protos.py"])
+    MAIN.run("sync half of the SDK", ["tools/unasync.py"])
+
+
+def test(arguments: list[str]) -> None:
+    """Lint and all tests; with arguments for pytest, only what they choose."""
+    if arguments:
+        setup()
+    else:
+        lint()
+    MAIN.run("tests", ["-m", "pytest", *arguments])
+
+
+def demo(repo: Path) -> None:
+    """Load a repository's history, kill the server in the middle, and compare what a follower has."""
+    setup()
+    MAIN.run("demo", ["tools/demo.py", "--repo", str(repo)])
+
+
+def main() -> int:
+    """Run the subcommand; the status is that of the first step that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="tools/dev.py")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("setup", help="make .venv")
+    demonstration = commands.add_parser(
+        "demo", help="load a git history, SIGKILL the server in the middle, compare the follower"
+    )
+    demonstration.add_argument(
+        "--repo", type=Path, default=ROOT, help="a git repository (default: this one)"
+    )
+    tests = commands.add_parser("test", help="lint and all tests; or pytest with arguments")
+    tests.add_argument("arguments", nargs=argparse.REMAINDER, metavar="PYTEST_ARGUMENT")
+    commands.add_parser("lint", help="ruff, mypy, import contracts, generated code, proto rules")
+    commands.add_parser("gen", help="write generated code")
+    # Not through the parser, which would take pytest's options for its own.
+    options = parser.parse_args(sys.argv[1:2] if sys.argv[1:2] == ["test"] else None)
+    try:
+        if options.command == "test":
+            test(sys.argv[2:])
+        elif options.command == "demo":
+            demo(options.repo.resolve())
+        else:
+            {"setup": setup, "lint": lint, "gen": gen}[options.command]()
+    except StepFailed as failure:
+        return failure.status
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 11):  # noqa: UP036 (whoever starts it may have an older one)
+        sys.exit(f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}")
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands: upr-server, upr-admin, upr-cat."""

@@ -1,0 +1,154 @@
+"""``upr-admin``: look at a server."""
+
+from pathlib import Path
+
+import click
+
+from upr import __version__
+from upr.cli.explain import (
+    ServerSide,
+    explain,
+    logs_to_json,
+    logs_to_text,
+    position_of,
+    read_log,
+    to_json,
+    to_text,
+)
+from upr.cli.options import (
+    FAILOVER_ID,
+    PARTITION_SET,
+    SEQNO,
+    SEQNOS,
+    one_list,
+    server_options,
+)
+from upr.cli.output import Group, columns, json_option, print_json, verbose_option
+from upr_protocol.errors import UprError
+from upr_protocol.failover import format_failover_id
+from upr_protocol.limits import PARTITIONS
+
+_COLUMNS = ("partition", "state", "high_seqno", "durable_seqno", "purge_seqno", "failover_id")
+_PARTITIONS_ARGUMENT = click.argument(
+    "partitions", nargs=-1, type=PARTITION_SET, metavar="[PARTITION ...]"
+)
+
+
+@click.group("upr-admin", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="upr-admin %(version)s")
+@verbose_option
+def main() -> None:
+    """Look at a server: failover logs, partitions, and what a handshake answers."""
+
+
+@main.command("failover-log")
+@_PARTITIONS_ARGUMENT
+@server_options
+@json_option
+@verbose_option
+def failover_log(
+    partitions: tuple[list[int], ...], target: str, bucket: str, as_json: bool
+) -> None:
+    """Show failover logs, oldest record first, of all partitions or of those named (5, or 0-63,512)."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        logs = client.bucket(bucket).failover_logs(one_list(partitions))
+    if as_json:
+        print_json(logs_to_json(logs))
+    else:
+        click.echo(logs_to_text(logs))
+
+
+@main.command("partitions")
+@_PARTITIONS_ARGUMENT
+@server_options
+@json_option
+@verbose_option
+def partitions_command(
+    partitions: tuple[list[int], ...], target: str, bucket: str, as_json: bool
+) -> None:
+    """Show the state of all partitions or of those named (5, or 0-63,512)."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        found = client.bucket(bucket).partitions(one_list(partitions))
+    documents = [
+        {
+            **{column: getattr(info, column) for column in _COLUMNS},
+            "failover_id": format_failover_id(info.failover_id) if info.failover_id else None,
+        }
+        for info in sorted(found, key=lambda info: info.partition)
+    ]
+    if as_json:
+        print_json(documents)
+    else:
+        click.echo(columns(_COLUMNS, (tuple(document.values()) for document in documents)))
+
+
+@main.command("explain")
+@click.argument("partition", type=click.IntRange(0, PARTITIONS - 1))
+@click.option(
+    "--id", "failover_id", type=FAILOVER_ID, help="The client's failover id; none: it is new."
+)
+@click.option("--seqno", type=SEQNO, default=0, show_default=True, help="Up to where it has data.")
+@click.option("--horizon", type=SEQNO, help="Its horizon; not known when not given.")
+@click.option("--markers", type=SEQNOS, default=(), help="Its snapshot markers, as 350,418.")
+@click.option(
+    "--data-id", type=FAILOVER_ID, help="The id its data was received under. [default: --id]"
+)
+@click.option(
+    "--at-record", is_flag=True, help="It also goes back to a marker at the record itself."
+)
+@click.option(
+    "--log",
+    "log_file",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=False, path_type=Path),
+    help="Take the log from what 'failover-log --json' printed, and ask no server.",
+)
+@click.option("--high", type=SEQNO, help="The partition's high seqno, with --log.")
+@server_options
+@json_option
+@verbose_option
+def explain_command(
+    partition: int,
+    failover_id: int | None,
+    seqno: int,
+    horizon: int | None,
+    markers: tuple[int, ...],
+    data_id: int | None,
+    at_record: bool,
+    log_file: Path | None,
+    high: int | None,
+    target: str,
+    bucket: str,
+    as_json: bool,
+) -> None:
+    """Explain what the handshake answers to a client of PARTITION: the answer, the rule, the records, the steps."""
+    if high is not None and log_file is None:
+        raise click.UsageError("--high goes with --log; a server is asked for its own")
+    position = position_of(failover_id, data_id, seqno, horizon, markers)
+    if log_file is not None:
+        server = ServerSide(read_log(log_file, partition), high)
+    else:
+        server = _ask(target, bucket, partition)
+    explanation = explain(partition, position, server, at_record=at_record)
+    if as_json:
+        print_json(to_json(explanation))
+    else:
+        click.echo(to_text(explanation))
+
+
+def _ask(target: str, bucket_name: str, partition: int) -> ServerSide:
+    from upr_client import Client
+
+    with Client(target) as client:
+        bucket = client.bucket(bucket_name)
+        log = bucket.failover_logs([partition])[partition]
+        (info,) = bucket.partitions([partition])
+    if info.state not in ("active", "replica"):
+        raise UprError(
+            f"partition {partition} is {info.state} here and answers no handshake",
+            reason="PARTITION_NOT_ACTIVE",
+        )
+    return ServerSide(log, info.high_seqno, info.purge_seqno, info.state == "active")

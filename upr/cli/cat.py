@@ -1,0 +1,19 @@
+"""``upr-cat``: follow changes as JSON lines, and load mutations."""
+
+import click
+
+from upr import __version__
+from upr.cli.follow import follow
+from upr.cli.load import load
+from upr.cli.output import Group, verbose_option
+
+
+@click.group("upr-cat", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="upr-cat %(version)s")
+@verbose_option
+def main() -> None:
+    """Follow changes, or load mutations."""
+
+
+main.add_command(follow)
+main.add_command(load)

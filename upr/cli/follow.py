@@ -1,0 +1,93 @@
+"""``upr-cat follow``: changes as JSON lines."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from upr.cli.options import PARTITION_SET, FiniteRange, server_options
+from upr.cli.output import note, verbose_option
+
+
+@click.command("follow")
+@click.option("--until-now", is_flag=True, help="End at what is there when the streams are opened.")
+@click.option("--from-start", is_flag=True, help="Begin at 0 whatever the position file says.")
+@click.option(
+    "--position",
+    "position_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Go on from the positions in this file, and keep them there.",
+)
+@click.option(
+    "--partitions", type=PARTITION_SET, help="Only these, as 0-63,512. [default: all 1024]"
+)
+@click.option(
+    "--stability",
+    type=click.Choice(["disk", "memory"]),
+    default="disk",
+    show_default=True,
+    help="Show rows when they are durable, or before.",
+)
+@click.option("--keys-only", is_flag=True, help="Leave the values out.")
+@click.option(
+    "--consumer", default="", help="A name; a second follower of this name ends the first."
+)
+@click.option(
+    "--retry-seconds",
+    type=FiniteRange(min=0),
+    help="Give up when the server is away for this long. [default: never]",
+)
+@server_options
+@verbose_option
+def follow(
+    until_now: bool,
+    from_start: bool,
+    position_file: Path | None,
+    partitions: list[int] | None,
+    stability: Literal["disk", "memory"],
+    keys_only: bool,
+    consumer: str,
+    retry_seconds: float | None,
+    target: str,
+    bucket: str,
+) -> None:
+    """Print changes, markers and rollbacks as JSON lines.
+
+    With --position the file moves past a line only after it was written to stdout.
+    """
+    from upr.cli.jsonl import batch_lines, rollback_line
+    from upr.cli.positions import position_store
+    from upr_client import Client
+
+    with Client(target) as client:
+        followed = client.bucket(bucket)
+        # A server that was never there is a wrong address; one that goes away later is waited for.
+        followed.partitions([0])
+        changes = followed.changes(
+            partitions,
+            consumer=consumer,
+            positions=position_store(position_file, from_start),
+            until_now=until_now,
+            stability=stability,
+            keys_only=keys_only,
+            on_rollback="event",
+            retry_seconds=retry_seconds,
+            on_status=lambda text: note(f"upr-cat: {text}"),
+        )
+        with changes:
+            try:
+                for batch in changes.batches():
+                    _print_lines(map(rollback_line, batch.rollbacks))
+                    _print_lines(batch_lines(batch.changes, batch.markers))
+            except KeyboardInterrupt:
+                changes.save()
+                raise
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    text = "\n".join(lines)
+    if text:
+        # Flushed before the next batch is asked for: asking is what makes the position move past this one.
+        print(text, flush=True, file=sys.stdout)

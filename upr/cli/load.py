@@ -1,0 +1,200 @@
+"""``upr-cat load``: mutations from a file of JSON lines, or from a git repository's history."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+
+from upr.cli.options import FiniteRange, server_options
+from upr.cli.output import Progress, json_option, note, print_json, verbose_option
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+Durability = Literal["memory", "disk"]
+Row = tuple[bytes, bytes | None]
+
+_PORTION_BYTES = 8 * 2**20
+_PORTION_ROWS = 20_000
+_SKIPS_SHOWN = 100
+
+
+def _load_options(function: _F) -> _F:
+    function = click.option(
+        "--durability",
+        type=click.Choice(["disk", "memory"]),
+        default="disk",
+        show_default=True,
+        help="When the server acknowledges a write.",
+    )(function)
+    function = click.option(
+        "--retry-seconds",
+        type=FiniteRange(min=0),
+        help="Give up when the server acknowledges nothing for this long. [default: never]",
+    )(function)
+    return verbose_option(json_option(server_options(function)))
+
+
+@click.group("load")
+def load() -> None:
+    """Write mutations, and wait until each is acknowledged, also over restarts of the server."""
+
+
+@dataclass
+class Loader:
+    """Writes rows in portions and counts them.
+
+    Args:
+        write: writes a portion and returns when it is acknowledged.
+    """
+
+    write: Callable[[list[Row]], object]
+    sets: int = 0
+    deletes: int = 0
+    _rows: list[Row] = field(default_factory=list)
+    _bytes: int = 0
+
+    def add(self, row: Row) -> bool:
+        """Take a row; returns whether a portion was written."""
+        key, value = row
+        self._rows.append(row)
+        self._bytes += len(key) + len(value or b"")
+        if self._bytes < _PORTION_BYTES and len(self._rows) < _PORTION_ROWS:
+            return False
+        self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Write what was taken."""
+        if not self._rows:
+            return
+        rows, self._rows, self._bytes = self._rows, [], 0
+        self.write(rows)
+        deletes = sum(value is None for _, value in rows)
+        self.deletes += deletes
+        self.sets += len(rows) - deletes
+
+
+@contextmanager
+def _loader(
+    target: str, bucket: str, durability: Durability, retry_seconds: float | None
+) -> Iterator[Loader]:
+    from upr_client import Client
+
+    log = logging.getLogger("upr_client")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("upr-cat: %(message)s"))
+    log.addHandler(handler)
+    # The writer says at this level that it lost the server and tries again.
+    log.setLevel(logging.INFO)
+    try:
+        with Client(target, retry_seconds=retry_seconds) as client:
+            written = client.bucket(bucket)
+            # A server that was never there is a wrong address; one that goes away later is waited for.
+            written.partitions([0])
+            yield Loader(lambda rows: written.write_many(rows, durability))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+
+
+@load.command("jsonl")
+@click.argument("file", type=click.Path(allow_dash=True, dir_okay=False, path_type=Path))
+@_load_options
+def load_jsonl(
+    file: Path,
+    durability: Durability,
+    retry_seconds: float | None,
+    target: str,
+    bucket: str,
+    as_json: bool,
+) -> None:
+    """Load {"key": ..., "value": ...} lines from FILE, or - for stdin.
+
+    A null value deletes the key. key_base64 and value_base64 hold what is not UTF-8. At a bad line the command ends
+    with status 2; what stands before it is written.
+    """
+    from upr.cli.jsonl import read_rows
+
+    name = "stdin" if str(file) == "-" else str(file)
+    progress = Progress("rows", None)
+    with (
+        click.open_file(str(file), "rb") as stream,
+        _loader(target, bucket, durability, retry_seconds) as loader,
+    ):
+        try:
+            for rows in read_rows(stream, name):
+                for row in rows:
+                    loader.add(row)
+                # Per portion of input, because a pipe may pause here for long.
+                loader.flush()
+                progress.update(loader.sets + loader.deletes)
+        finally:
+            progress.close()
+        summary = {
+            "rows": loader.sets + loader.deletes,
+            "sets": loader.sets,
+            "deletes": loader.deletes,
+        }
+    _report(summary, as_json)
+
+
+@load.command("git")
+@click.argument("repo", type=click.Path(file_okay=False, path_type=Path))
+@_load_options
+def load_git(
+    repo: Path,
+    durability: Durability,
+    retry_seconds: float | None,
+    target: str,
+    bucket: str,
+    as_json: bool,
+) -> None:
+    """Load the first-parent history of REPO's HEAD, from the root commit: key the path, value the blob.
+
+    Each commit is compared with its first parent, without rename detection. Gitlinks are skipped. So are blobs and
+    paths above the limits, which are named on stderr; such a path is deleted if it was there before. REPO may be
+    bare.
+    """
+    from upr.cli.git_history import GitHistory, Skipped
+
+    skipped = 0
+
+    def on_skip(what: Skipped) -> None:
+        nonlocal skipped
+        skipped += 1
+        if skipped <= _SKIPS_SHOWN:
+            note(f"skipped {what}")
+
+    with (
+        GitHistory(repo, on_skip) as history,
+        _loader(target, bucket, durability, retry_seconds) as loader,
+    ):
+        progress = Progress("commits", len(history.commits))
+        try:
+            for change in history.changes():
+                if loader.add((change.path, change.blob)):
+                    progress.update(change.commit, f"{loader.sets + loader.deletes} rows")
+            loader.flush()
+        finally:
+            progress.close()
+        summary = {
+            "commits": len(history.commits),
+            "sets": loader.sets,
+            "deletes": loader.deletes,
+            "skipped": skipped,
+        }
+    if skipped > _SKIPS_SHOWN:
+        note(f"skipped {skipped - _SKIPS_SHOWN} more")
+    _report(summary, as_json)
+
+
+def _report(summary: dict[str, int], as_json: bool) -> None:
+    if as_json:
+        print_json(summary)
+    else:
+        note("loaded " + ", ".join(f"{count} {what}" for what, count in summary.items()))
