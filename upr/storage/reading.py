@@ -15,7 +15,10 @@ from upr_protocol.wire.codec import decode_block, encode_block
 
 @dataclass(slots=True)
 class ReadResult:
-    """What was found for one request: blocks that continue exactly above it, or why there are none."""
+    """What was found for one request: blocks that continue exactly above it, or why there are none.
+
+    Neither blocks nor an error: the byte limit was reached before this request.
+    """
 
     request: ReadRequest
     blocks: list[Encoded] = field(default_factory=list)
@@ -29,14 +32,18 @@ def read_blocks(
     results = []
     for request, found in zip(requests, store.read(requests, max_bytes), strict=True):
         result = ReadResult(request)
+        results.append(result)
+        if found is None:
+            continue
         try:
+            if not found:
+                raise DataDamagedError("it is missing")
             result.blocks = list(_continue_from(request, found, keys_only))
         except (InvalidArgumentError, DataDamagedError) as error:
             result.error = DataDamagedError(
                 f"partition {request.partition}: a stored block above seqno {request.above} is damaged: {error.message}",
                 hint="restore the partition from a replica or a backup",
             )
-        results.append(result)
     return results
 
 

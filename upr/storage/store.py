@@ -167,16 +167,17 @@ class Store:
                 keyspace.partition_key(partition), keyspace.pack_partition(row), db=self._partitions
             )
 
-    def read(self, requests: Sequence[ReadRequest], max_bytes: int) -> list[list[bytes]]:
+    def read(self, requests: Sequence[ReadRequest], max_bytes: int) -> list[list[bytes] | None]:
         """Return stored blocks for each request until ``max_bytes`` are reached.
 
         The first block of a partition may begin at or below ``above``. Every request that was reached gets
-        at least one block if there is one; those behind the limit get an empty list.
+        at least one block if there is one; those behind the limit get None.
         """
-        results: list[list[bytes]] = [[] for _ in requests]
+        results: list[list[bytes] | None] = [None for _ in requests]
         left = max_bytes
         with self._env.begin() as txn, txn.cursor(db=self._blocks) as cursor:
-            for request, found in zip(requests, results, strict=True):
+            for i, request in enumerate(requests):
+                found = results[i] = []
                 prefix = keyspace.partition_key(request.partition)
                 more = cursor.set_range(keyspace.block_key(request.partition, request.above + 1))
                 while more and left > 0 and cursor.key().startswith(prefix):
