@@ -257,6 +257,25 @@ async def test_a_silent_consumer_is_ended(server_process: StartServer) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_consumer_that_reads_nothing_is_ended_while_a_write_to_it_waits(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    async with RawClient(server.target) as client:
+        writer = await client.writer("")
+        for _ in range(20):
+            await fill(writer, 1, 10, 100_000)
+        follow = await client.follow(heartbeat_seconds=0.1, credit_bytes=2**27)
+        await follow.send(start=wire.Start(partitions=[start_at(1)]))
+        while '"SILENT"' not in server.log_text() and "reason=SILENT" not in server.log_text():
+            # The writer's answers keep this client's connection busy while the stream is not read.
+            await fill(writer, 2, 1)
+        other = await client.follow()
+        await other.start(start_at(2))
+        await other.until("frame")
+
+
+@pytest.mark.asyncio
 async def test_disk_followers_see_only_what_is_durable(
     server_process: StartServer, tmp_path: Path
 ) -> None:

@@ -50,6 +50,8 @@ COALESCE_BYTES = 64 * 2**10
 """With this many followers, frames smaller than this are held back for up to COALESCE_SECONDS: on two cores
 eight followers of single writes cannot be woken for each of them."""
 HALF_CLOSE_SECONDS = 5.0
+UNSENT_ANSWERS_MAX = 16
+SILENT = EndReason("SILENT", True, "the consumer said nothing for three heartbeat intervals")
 _POSITION = struct.Struct("<IQ")
 
 
@@ -141,6 +143,7 @@ class _FollowCall:
         self._context = context
         self._liveness = liveness
         self._wake = asyncio.Event()
+        self._sent = asyncio.Event()
         self._out: deque[wire.FollowResponse] = deque()
         self._half_closed = False
         self._ending: EndReason | None = None
@@ -170,16 +173,41 @@ class _FollowCall:
     async def run(self) -> None:
         """Serve until the client half-closes, goes silent, or the call is ended."""
         reader = asyncio.create_task(self._read())
+        sender = asyncio.create_task(self._send())
         try:
-            await self._send()
+            await self._watch(sender)
             if not self._half_closed:
                 await asyncio.wait_for(asyncio.shield(reader), HALF_CLOSE_SECONDS)
         except TimeoutError:
             log.info("a consumer did not half-close", extra={"peer": self._context.peer()})
         finally:
-            for task in (reader, *self._reads):
+            tasks = (reader, sender, *self._reads)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(reader, *self._reads, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            log.info(
+                "follow ended",
+                extra={
+                    "peer": self._context.peer(),
+                    "consumer": self.follower.options.consumer,
+                    "reason": self._ending.reason if self._ending else "CLIENT_LEFT",
+                },
+            )
+
+    async def _watch(self, sender: asyncio.Task[None]) -> None:
+        """Wait for the sender; end the call when the client goes silent, also while a write to it waits.
+
+        Raises:
+            TimeoutError: the client takes nothing any more, not even that the call ended.
+        """
+        loop = asyncio.get_running_loop()
+        while not sender.done():
+            left = max(self._liveness.next_deadline() - loop.time(), 0.01)
+            await asyncio.wait({sender}, timeout=left)
+            if not sender.done() and self._liveness.peer_is_gone(loop.time()):
+                self.end(SILENT)
+                await asyncio.wait_for(sender, HALF_CLOSE_SECONDS)
+        sender.result()
 
     # What the client says
 
@@ -194,6 +222,10 @@ class _FollowCall:
             except UprError as error:
                 self.end(EndReason(error.reason, error.retriable, error.message, error.hint))
             self._wake.set()
+            while len(self._out) >= UNSENT_ANSWERS_MAX:
+                # Who asks without reading the answers is not listened to until it reads.
+                self._sent.clear()
+                await self._sent.wait()
         self._half_closed = True
         self._wake.set()
 
@@ -264,6 +296,7 @@ class _FollowCall:
         """Send answers, then ends, then a heartbeat if one is due."""
         while self._out:
             await self._context.write(self._out.popleft())
+            self._sent.set()
         for ended in self.follower.take_ended():
             await self._context.write(wire.FollowResponse(ended=_ended_message(ended)))
         now = asyncio.get_running_loop().time()
@@ -279,14 +312,15 @@ class _FollowCall:
     async def _send_frame(self, frame: FrameOut) -> None:
         message: Any = encode_frame(frame.blocks, frame.tokens)
         await self._context.write(message)
+        if frame.size >= COALESCE_BYTES:
+            # A slow link may keep an answer to a heartbeat behind much data, but it takes the data. Small messages
+            # prove nothing: buffers take them even if nobody reads.
+            self._liveness.heard(asyncio.get_running_loop().time())
         if len(self._bucket.followers) >= COALESCE_FOLLOWERS and frame.size < COALESCE_BYTES:
             await asyncio.sleep(COALESCE_SECONDS)
 
     async def _idle(self, now: float) -> None:
         """Wait until there may be something to send, or a heartbeat is due."""
-        if self._liveness.peer_is_gone(now):
-            self.end(EndReason("SILENT", True, "the consumer did not answer heartbeats"))
-            return
         left = max(self._liveness.next_deadline() - now, 0.001)
         try:
             async with asyncio.timeout(left):

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import lmdb
+
 from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket, Written
@@ -117,6 +119,16 @@ class BucketHost:
             asyncio.create_task(self._commit_loop(), name="committer"),
             asyncio.create_task(self._flush_loop(), name="flusher"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Without its committer or flusher the bucket must not go on as if it had them."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.critical("a task of the bucket failed", exc_info=error)
+            self.bucket.fail(StorageFailedError(f"the {task.get_name()} failed: {error!r}"))
+            self._changed()
 
     # Writing
 
@@ -276,8 +288,8 @@ class BucketHost:
     async def _flush_or_retry(self) -> None:
         try:
             await self.flush()
-        except Exception as error:
-            log.exception("flush failed, retrying", extra={"error": str(error)})
+        except (OSError, lmdb.Error) as error:
+            log.error("flush failed, retrying", extra={"error": str(error)})
             await asyncio.sleep(_RETRY_SECONDS)
             self._flush_wanted.set()
 
@@ -341,11 +353,11 @@ class BucketHost:
         self._work.set()
         self._flush_wanted.set()
         self._changed()
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         clean = False
         try:
             clean = await self._finish()
-        except (OSError, UprError) as error:
+        except (OSError, lmdb.Error, UprError) as error:
             log.error("shutdown is not clean", extra={"error": str(error)})
         finally:
             for pool in (self._journal_thread, self._store_thread, self._readers):

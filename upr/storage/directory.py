@@ -11,11 +11,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from upr.storage.journal import sync_folder
 from upr_protocol.errors import DataDirectoryError
 
 FORMAT = 1
 _PROGRAM = "upr-stream"
 _MARK = "upr-stream.json"
+_NEW_MARK = "upr-stream.json.new"
+_OWN = {"lock", _NEW_MARK}
+"""What may lie in a directory whose first server was killed before the mark was there."""
 
 
 class DataDirectory:
@@ -41,15 +45,19 @@ class DataDirectory:
     def _check_mark(self) -> None:
         mark = self.path / _MARK
         if not mark.exists():
-            others = sorted(p.name for p in self.path.iterdir() if p.name != "lock")
+            others = sorted(p.name for p in self.path.iterdir() if p.name not in _OWN)
             if others:
                 raise DataDirectoryError(
                     f"{self.path} holds {others[0]!r} and is not a data directory of {_PROGRAM}",
                     hint="give --data an empty directory, or one that does not exist",
                 )
-            temporary = self.path / f"{_MARK}.new"
-            temporary.write_text(json.dumps({"program": _PROGRAM, "format": FORMAT}) + "\n")
+            temporary = self.path / _NEW_MARK
+            with temporary.open("w") as file:
+                file.write(json.dumps({"program": _PROGRAM, "format": FORMAT}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, mark)
+            sync_folder(self.path)
             return
         try:
             text = json.loads(mark.read_text())
@@ -92,13 +100,11 @@ class DataDirectory:
 
     def bucket_created(self, folder: Path) -> Path:
         """Name a folder that was filled whole, durably."""
+        for path in (folder / "store", folder / "journal", folder):
+            sync_folder(path)
         final = folder.with_suffix("")
         os.rename(folder, final)
-        fd = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(final.parent)
         return final
 
     def close(self) -> None:

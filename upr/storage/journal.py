@@ -195,7 +195,7 @@ class Journal:
         try:
             os.write(fd, self._header(number))
             os.fsync(fd)
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
         except BaseException:
             os.close(fd)
             path.unlink(missing_ok=True)
@@ -280,7 +280,7 @@ class Journal:
         if stored and self._fd is not None and self._size > _HEADER.size:
             self._begin_segment()
             self._segments.pop(0).path.unlink(missing_ok=True)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
 
     def close(self) -> None:
         """Close the newest segment."""
@@ -289,7 +289,8 @@ class Journal:
             self._fd = None
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
