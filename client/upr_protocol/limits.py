@@ -57,6 +57,11 @@ MARKERS_MAX: Final = MARKERS_NEWEST + SEQNO_BITS
 
 WRITES_IN_FLIGHT_MAX: Final = 64
 """Writes of one call whose answer is outstanding; the server reads no further until some are answered."""
+WRITE_CALLS_MAX: Final = 1000
+FOLLOW_CALLS_MAX: Final = 1000
+"""Open calls of each kind at one server; further ones are refused, unary calls are not affected."""
+OPEN_SECONDS: Final = 10.0
+"""The first message of a call, Open, must come within this."""
 WRITE_OUTCOME_SECONDS: Final = 30.0
 """A write that is not durable by then is answered "unknown": it stays numbered and may become durable."""
 PRODUCER_SECONDS: Final = 24 * 3600

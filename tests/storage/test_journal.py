@@ -137,9 +137,12 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     journal = Journal(tmp_path / "j", VERSION)
     list(journal.replay())
     arm(monkeypatch, "journal.half_append=error:ENOSPC:1")
+    (file,) = (tmp_path / "j").iterdir()
+    size = file.stat().st_size
     with pytest.raises(OSError, match=r"\[Errno 28\]") as caught:
         journal.append(commit(2))
     assert caught.value.errno == errno.ENOSPC
+    assert file.stat().st_size == size
     journal.append(commit(2))
     journal.close()
     assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
@@ -161,3 +164,24 @@ def test_after_a_failed_fsync_nothing_is_appended(
 def test_unknown_failpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="unknown failpoint 'nowhere'"):
         arm(monkeypatch, "nowhere=kill")
+
+
+def test_every_append_is_synced_after_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    synced: list[int] = []
+    fdatasync = os.fdatasync
+
+    def note(fd: int) -> None:
+        synced.append(os.fstat(fd).st_size)
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    sizes = []
+    for number in (1, 2):
+        journal.append(commit(number))
+        sizes.append(journal.size)
+    journal.close()
+    assert synced == sizes

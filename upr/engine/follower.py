@@ -239,7 +239,7 @@ class Follower:
         self.wake()
 
     def _end(self, partitions: Iterable[int], why: EndReason) -> None:
-        streams = [(p, int(self._token[p])) for p in partitions if self._token[p]]
+        streams = [(p, int(self._token[p])) for p in dict.fromkeys(partitions) if self._token[p]]
         if not streams:
             return
         gone = [p for p, _ in streams]
@@ -248,6 +248,11 @@ class Follower:
         self._groups.leave(gone)
         self._ready = [item for item in self._ready if self._token[item[0]] == item[1]]
         self._ended.append(Ended(streams, why))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ends wait to be told."""
+        return bool(self._ended)
 
     def take_ended(self) -> list[Ended]:
         """Return, once, the ends that are to be told, oldest first."""
@@ -260,7 +265,6 @@ class Follower:
         """Return what to read from the store next and at most how many bytes; None when nothing is to be."""
         if self._reading or self._ready:
             return None
-        self._return_dropped()
         waiting = np.flatnonzero(self._from_store)
         if not len(waiting) or not self.credit.may_send(1):
             return None
@@ -303,15 +307,20 @@ class Follower:
 
     def next_frame(self) -> FrameOut | None:
         """Return the next frame within the credit, spent already; None when there is none to be sent now."""
+        self._return_dropped()
         frame = self._frame_from_store()
+        if frame is None and self._ready:
+            # What was read waits for credit. Smaller frames from the tail must not use it up for ever.
+            return None
         for _ in range(STEPS_AT_ONCE):
+            if frame is None:
+                moves = self._groups.moves
+                frame = self._frame_from_tail()
+                if frame is None and moves == self._groups.moves:
+                    return None
             if frame is not None:
                 self.credit.spend(frame.size)
                 return frame
-            moved = self._groups.moves
-            frame = self._frame_from_tail()
-            if frame is None and moved == self._groups.moves:
-                return None
         # Entries were passed over and there are more: others have their turn first.
         self.wake()
         return None

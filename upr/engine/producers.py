@@ -96,7 +96,8 @@ class Producer:
         exact = self._newest.numbers[told["partition"]] == number
         told["start_seqno"] = np.where(exact, self._newest.starts[told["partition"]], 0)
         told["end_seqno"] = np.where(exact, self._newest.ends[told["partition"]], 0)
-        return Answer(told, -1)
+        # Which entry it became is not known any more; with the producer's newest one it is surely durable.
+        return Answer(told, self.last_entry)
 
     def load(self, rows: Mapping[int, ProducerRow]) -> None:
         """Take in stored rows; what is known already is newer."""

@@ -89,6 +89,8 @@ def chosen_partitions(partitions: Sequence[int]) -> list[int]:
     """Return the partitions asked for, all for none; InvalidArgumentError for one out of range or repeated."""
     if not partitions:
         return list(range(PARTITIONS))
+    if len(partitions) > PARTITIONS:
+        raise InvalidArgumentError(f"{len(partitions)} partitions named, there are {PARTITIONS}")
     chosen = [check_partition(partition) for partition in partitions]
     if len(set(chosen)) != len(chosen):
         raise InvalidArgumentError("a partition is named twice in one request")

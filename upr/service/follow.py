@@ -30,12 +30,23 @@ from upr.engine.follower import (
     StartRequest,
 )
 from upr.service.catalog import Catalog, check_name
-from upr.service.handshake import Context, HandshakeMethods, abort
+from upr.service.handshake import Context, HandshakeMethods, abort, first_message
 from upr.service.host import BucketHost
 from upr.storage.store import ReadRequest
 from upr_protocol.credit import CreditWindow
-from upr_protocol.errors import DataDamagedError, InvalidArgumentError, TooManyError, UprError
-from upr_protocol.limits import CREDIT_BYTES, CREDIT_BYTES_MAX, PARTITIONS
+from upr_protocol.errors import (
+    DataDamagedError,
+    InvalidArgumentError,
+    ShuttingDownError,
+    TooManyError,
+    UprError,
+)
+from upr_protocol.limits import (
+    CREDIT_BYTES,
+    CREDIT_BYTES_MAX,
+    FOLLOW_CALLS_MAX,
+    PARTITIONS,
+)
 from upr_protocol.liveness import Liveness
 from upr_protocol.wire.codec import encode_frame, log_to_messages, problem_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
@@ -43,14 +54,13 @@ from upr_protocol.wire.v1 import types_pb2 as types
 
 log = logging.getLogger(__name__)
 
-FOLLOW_CALLS_MAX = 1000
 COALESCE_FOLLOWERS = 4
 COALESCE_SECONDS = 0.01
 COALESCE_BYTES = 64 * 2**10
 """With this many followers, frames smaller than this are held back for up to COALESCE_SECONDS: on two cores
 eight followers of single writes cannot be woken for each of them."""
 HALF_CLOSE_SECONDS = 5.0
-UNSENT_ANSWERS_MAX = 16
+UNSENT_ANSWERS_MAX = 4
 SILENT = EndReason("SILENT", True, "the consumer said nothing for three heartbeat intervals")
 _POSITION = struct.Struct("<IQ")
 
@@ -89,9 +99,9 @@ class ChangeStreamMethods(HandshakeMethods):
                 f"{len(self._calls)} Follow calls are open, the limit is {FOLLOW_CALLS_MAX}",
                 hint="follow many partitions over one call",
             )
+        first = await first_message(context)
         if self._stopping:
-            raise UprError(SHUTTING_DOWN.words, reason=SHUTTING_DOWN.reason, retriable=True)
-        first = await context.read()
+            raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
         if not isinstance(first, wire.FollowRequest) or first.WhichOneof("message") != "open":
             raise InvalidArgumentError("the first message of a Follow call is Open")
         opening = first.open
@@ -234,6 +244,7 @@ class _FollowCall:
         if kind == "start":
             self._start(request.start.partitions)
         elif kind == "stop":
+            self._check_count("Stop", len(request.stop.partitions))
             self.follower.stop(request.stop.partitions)
         elif kind == "credit":
             self.follower.credit.give_back(request.credit.bytes)
@@ -243,10 +254,7 @@ class _FollowCall:
             raise InvalidArgumentError(f"a message of a Follow call of kind {kind}")
 
     def _start(self, asked: Sequence[wire.StartPartition]) -> None:
-        if len(asked) > PARTITIONS:
-            raise InvalidArgumentError(
-                f"a Start of {len(asked)} streams, the limit is {PARTITIONS}"
-            )
+        self._check_count("Start", len(asked))
         requests = [
             StartRequest(
                 one.partition,
@@ -258,9 +266,22 @@ class _FollowCall:
             )
             for one in asked
         ]
-        answers = [_answer_message(answer) for answer in self.follower.start(requests)]
+        decided = self.follower.start(requests)
+        for answer in decided:
+            if isinstance(answer, RolledBack) and answer.answer.alarm:
+                # Somebody has what this server never gave: an old copy of the data may have been restored.
+                log.error(
+                    "a consumer is ahead of this server",
+                    extra={"partition": answer.partition, "words": answer.answer.words},
+                )
+        answers = [_answer_message(answer) for answer in decided]
         self.say(wire.FollowResponse(start_answers=wire.StartAnswers(answers=answers)))
         self._beat_now = True
+
+    @staticmethod
+    def _check_count(kind: str, count: int) -> None:
+        if count > PARTITIONS:
+            raise InvalidArgumentError(f"a {kind} of {count} streams, the limit is {PARTITIONS}")
 
     def _check_ack(self, positions: bytes) -> None:
         if len(positions) % _POSITION.size:
@@ -275,13 +296,14 @@ class _FollowCall:
         while not self._half_closed:
             self._wake.clear()
             await self._send_control()
+            if self._out or self.follower.has_ended:
+                # Said while the control messages were being sent: a stream's answer goes before its frames, and
+                # its end before the end of the call.
+                continue
             if self._ending is not None:
                 ended = wire.Ended(problem=_problem(self._ending))
                 await self._context.write(wire.FollowResponse(ended=ended))
                 return
-            if self._out:
-                # Said while the control messages were being sent: a stream's answer goes before its frames.
-                continue
             frame = self.follower.next_frame()
             if frame is not None:
                 await self._send_frame(frame)

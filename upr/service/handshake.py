@@ -1,5 +1,6 @@
 """Hello, GetFailoverLog and GetPartitions: the unary calls."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
@@ -8,9 +9,10 @@ import grpc
 
 from upr.engine.bucket import Bucket
 from upr.service.catalog import Catalog, chosen_partitions
-from upr_protocol.errors import UprError
+from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.failover import check_failover_id
 from upr_protocol.handshake import answer_hello
+from upr_protocol.limits import OPEN_SECONDS
 from upr_protocol.wire import status
 from upr_protocol.wire.codec import log_to_messages, problem_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -24,6 +26,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 async def abort(context: Context, error: UprError) -> NoReturn:
     """End a call with a domain error."""
     await context.abort(status.code_of(error), error.message, status.metadata_of(error))
+
+
+async def first_message(context: Context) -> object:
+    """Return the first message of a call, which must come soon: an unopened call is not counted anywhere.
+
+    Raises:
+        InvalidArgumentError: nothing came within OPEN_SECONDS.
+    """
+    try:
+        return await asyncio.wait_for(context.read(), OPEN_SECONDS)
+    except TimeoutError:
+        raise InvalidArgumentError(
+            f"no Open within {OPEN_SECONDS:.0f} s", hint="Open is the first message of a call"
+        ) from None
 
 
 def answering(

@@ -23,11 +23,18 @@ from upr.engine.flush import FlushPlan
 from upr.engine.producers import Producer
 from upr.engine.recovery import recover
 from upr.storage.journal import Commit, Journal
-from upr.storage.merge import FlushSlice
+from upr.storage.keyspace import ProducerRow
+from upr.storage.merge import FlushSlice, Merged
 from upr.storage.reading import ReadResult, read_blocks
 from upr.storage.store import Identity, ReadRequest, Store
 from upr_protocol.block import Block
-from upr_protocol.errors import NoRoomError, ShuttingDownError, StorageFailedError, UprError
+from upr_protocol.errors import (
+    NoRoomError,
+    ShuttingDownError,
+    StorageFailedError,
+    TooManyError,
+    UprError,
+)
 from upr_protocol.limits import (
     DISK_RESERVE_BYTES,
     DISK_RESERVE_FRACTION,
@@ -40,6 +47,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.25
 _FORGET_SECONDS = 3600.0
+_PRODUCER_WAIT_SECONDS = 5.0
 _READERS = 2
 _T = TypeVar("_T")
 
@@ -88,7 +96,7 @@ class BucketHost:
         self._work = asyncio.Event()
         self._flush_wanted = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
-        self._proof_lock = asyncio.Lock()
+        self._clearing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._on_failure: Callable[[], Awaitable[None]] | None = None
@@ -150,6 +158,7 @@ class BucketHost:
             if bucket.proven:
                 await self._clear_proof()
             elif bucket.tail.bytes >= 2 * self._config.tail_bytes:
+                self._check_room(block)
                 self._flush_wanted.set()
                 await self._next_change()
             else:
@@ -171,10 +180,17 @@ class BucketHost:
             )
 
     async def _clear_proof(self) -> None:
-        async with self._proof_lock:
-            if self.bucket.proven:
-                await self._in(self._store_thread, self._clear_proof_now)
-                self.bucket.proven = False
+        """Remove the proof once, for all who wait; who gives up waiting does not stop it half-way."""
+        if self._clearing is None:
+            self._clearing = asyncio.create_task(self._clear_proof_for_all())
+        await asyncio.shield(self._clearing)
+
+    async def _clear_proof_for_all(self) -> None:
+        try:
+            await self._in(self._store_thread, self._clear_proof_now)
+            self.bucket.proven = False
+        finally:
+            self._clearing = None
 
     def _clear_proof_now(self) -> None:
         failpoints.hit("proof.before_clear")
@@ -182,11 +198,25 @@ class BucketHost:
         failpoints.hit("proof.after_clear")
 
     async def open_producer(self, name: bytes) -> Producer:
-        """Return a producer, with what the store knows of it."""
+        """Return a producer, with what the store knows of it.
+
+        Raises:
+            TooManyError: more producers than can be remembered have open calls.
+            DataDamagedError: what the store knows of it is damaged.
+        """
         rows = None
         if not self.bucket.knows_producer(name):
             rows = await self._in(self._store_thread, lambda: self.store.producer(name))
-        return self.bucket.open_producer(name, rows)
+        deadline = time.monotonic() + _PRODUCER_WAIT_SECONDS
+        while True:
+            try:
+                return self.bucket.open_producer(name, rows)
+            except TooManyError:
+                # Producers whose writes are stored can be forgotten.
+                if self.bucket.tail.first == self.bucket.tail.end or time.monotonic() > deadline:
+                    raise
+                self._flush_wanted.set()
+                await self._next_change()
 
     async def durable(self, entry: int) -> None:
         """Wait until a tail entry is on disk.
@@ -310,9 +340,12 @@ class BucketHost:
         return True
 
     async def _flush_slice(self, plan: FlushPlan, part: FlushSlice) -> None:
-        merged = await self._in(self._store_thread, lambda: plan.merge(part))
+        def merge() -> tuple[Merged, dict[tuple[bytes, int], ProducerRow]]:
+            merged = plan.merge(part)
+            return merged, plan.producer_rows(part, merged)
+
+        merged, producers = await self._in(self._store_thread, merge)
         rows = self.bucket.flush_rows(merged)
-        producers = plan.producer_rows(part, merged)
 
         def store() -> None:
             failpoints.hit("flush.before_commit")
@@ -350,6 +383,8 @@ class BucketHost:
     async def close(self) -> bool:
         """Commit and flush everything, prove that it was done, and close; False when that was not possible."""
         self._stopping = True
+        if self._clearing is not None:
+            await self._clearing
         self._work.set()
         self._flush_wanted.set()
         self._changed()
@@ -373,10 +408,9 @@ class BucketHost:
         failpoints.hit("shutdown.before_flush")
         while await self.flush():
             pass
-        if self.bucket.proven:
-            # Nothing was numbered since the start: the proof that was found or made then still holds.
-            return True
-        assert tail.first == tail.end, "a clean shutdown leaves nothing in the tail"
+        if tail.first != tail.end:
+            # Something was numbered and could not be stored: nothing may claim that this shutdown was clean.
+            return False
         failpoints.hit("shutdown.before_proof")
         await self._in(self._store_thread, self.store.write_proof)
         failpoints.hit("shutdown.after_proof")

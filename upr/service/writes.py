@@ -9,15 +9,20 @@ import grpc
 from upr.engine.bucket import Written, check_number
 from upr.engine.producers import Producer
 from upr.service.catalog import Catalog, check_name
-from upr.service.handshake import Context, abort
+from upr.service.handshake import Context, abort, first_message
 from upr.service.host import BucketHost
 from upr_protocol.errors import (
     InvalidArgumentError,
     ShuttingDownError,
+    TooManyError,
     UnknownOutcomeError,
     UprError,
 )
-from upr_protocol.limits import WRITE_OUTCOME_SECONDS, WRITES_IN_FLIGHT_MAX
+from upr_protocol.limits import (
+    WRITE_CALLS_MAX,
+    WRITE_OUTCOME_SECONDS,
+    WRITES_IN_FLIGHT_MAX,
+)
 from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -29,7 +34,7 @@ class _Pending:
 
     number: int
     memory: bool
-    deadline: float
+    deadline: float = 0.0
     written: Written | None = None
     error: UprError | None = None
 
@@ -57,7 +62,12 @@ class KeyValueMethods:
             call.close()
 
     async def _open(self, context: Context) -> "_WriteCall":
-        first = await context.read()
+        if len(self._calls) >= WRITE_CALLS_MAX:
+            raise TooManyError(
+                f"{len(self._calls)} Write calls are open, the limit is {WRITE_CALLS_MAX}",
+                hint="send many writes over one call",
+            )
+        first = await first_message(context)
         if not isinstance(first, wire.WriteRequest) or first.WhichOneof("message") != "open":
             raise InvalidArgumentError("the first message of a Write call is Open")
         opening = first.open
@@ -67,13 +77,18 @@ class KeyValueMethods:
         if opening.producer:
             name = check_name(opening.producer, "producer").encode()
             producer = await host.open_producer(name)
+        call = _WriteCall(host, context, name, producer)
         opened = wire.WriteOpened(
             bucket_version=host.bucket.identity.version,
             last_number=producer.last_number if producer else 0,
             writes_in_flight=WRITES_IN_FLIGHT_MAX,
         )
-        await context.write(wire.WriteResponse(opened=opened))
-        return _WriteCall(host, context, name, producer)
+        try:
+            await context.write(wire.WriteResponse(opened=opened))
+        except BaseException:
+            call.close()
+            raise
+        return call
 
     def shut_down(self) -> None:
         """Have every call answer what it took and end."""
@@ -136,15 +151,10 @@ class _WriteCall:
 
     async def _take(self, request: object) -> None:
         """Number one write, or take note of why not."""
-        loop = asyncio.get_running_loop()
         if not isinstance(request, wire.WriteRequest) or request.WhichOneof("message") != "write":
             raise InvalidArgumentError("a message of a Write call that is neither Open nor a write")
         write = request.write
-        pending = _Pending(
-            write.number,
-            write.durability == types.DURABILITY_MEMORY,
-            loop.time() + WRITE_OUTCOME_SECONDS,
-        )
+        pending = _Pending(write.number, write.durability == types.DURABILITY_MEMORY)
         try:
             if write.durability not in types.Durability.values():
                 raise InvalidArgumentError(
@@ -158,15 +168,13 @@ class _WriteCall:
                 block, self._name, self._producer, write.number
             )
             self._expected = following
+            pending.deadline = asyncio.get_running_loop().time() + WRITE_OUTCOME_SECONDS
         except UprError as error:
             pending.error = error
-            if (
-                not error.retriable
-                and self._producer is not None
-                and self._expected in (None, write.number)
-            ):
-                # A definite no: the next number may come, the refused one will not be sent again.
-                self._expected = write.number + 1
+            if self._producer is not None and self._expected in (None, write.number):
+                # After a definite no the next number may come. Otherwise the refused one will be sent again, and
+                # nothing behind it may overtake it.
+                self._expected = write.number if error.retriable else write.number + 1
         self._pending.append(pending)
 
     async def _answer(self) -> None:

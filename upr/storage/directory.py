@@ -89,7 +89,7 @@ class DataDirectory:
     def buckets(self) -> Iterator[Path]:
         """Yield the folder of each bucket that was created whole."""
         for path in sorted((self.path / "buckets").iterdir()):
-            if path.suffix != ".new":
+            if path.is_dir() and path.suffix != ".new":
                 yield path
 
     def new_bucket(self, version: int) -> Path:

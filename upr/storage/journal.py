@@ -2,7 +2,7 @@
 
 A segment begins with a header (magic, format, bucket version, segment number, CRC32C) and holds records:
 
-    magic uint32 | payload length uint32 | commit number uint64 | CRC32C uint32 over number and payload | payload
+    magic uint32 | payload length uint32 | commit number uint64 | CRC32C of the payload | CRC32C of the head | payload
 
 A payload is a sequence of entries: producer length uint16, producer, write number uint64, block length
 uint32, block. All numbers are little-endian.
@@ -12,11 +12,13 @@ acknowledged and is cut off. A broken record with anything whole behind it is da
 because what was acknowledged behind it can no longer be numbered truthfully.
 """
 
+import contextlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import google_crc32c
 
@@ -24,8 +26,8 @@ from upr import failpoints
 from upr_protocol.errors import DataDamagedError, StorageFailedError
 
 _HEADER = struct.Struct("<4sIQQI")
-_RECORD = struct.Struct("<4sIQI")
-_NUMBER = struct.Struct("<Q")
+_RECORD = struct.Struct("<4sIQII")
+_CRC = struct.Struct("<I")
 _SEGMENT_MAGIC = b"UPRJ"
 _RECORD_MAGIC = b"\xf5UR\xfa"
 _FORMAT = 1
@@ -59,10 +61,11 @@ def encode_record(commit: Commit) -> list[bytes]:
     for entry in commit.entries:
         head = struct.pack("<H", len(entry.producer)) + entry.producer
         pieces += (head + struct.pack("<QI", entry.number, len(entry.block)), entry.block)
-    crc = google_crc32c.value(_NUMBER.pack(commit.number))
+    crc = 0
     for piece in pieces:
         crc = google_crc32c.extend(crc, piece)
-    return [_RECORD.pack(_RECORD_MAGIC, sum(map(len, pieces)), commit.number, crc), *pieces]
+    head = _RECORD.pack(_RECORD_MAGIC, sum(map(len, pieces)), commit.number, crc, 0)[:-4]
+    return [head + _CRC.pack(google_crc32c.value(head)), *pieces]
 
 
 def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
@@ -80,16 +83,31 @@ def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
 
 def _record_at(data: bytes, at: int) -> tuple[Commit, int] | None:
     """Return the whole record at an offset and where it ends, or None."""
+    head = _head_at(data, at)
+    if head is None or head.end > len(data):
+        return None
+    payload = data[at + _RECORD.size : head.end]
+    if google_crc32c.value(payload) != head.crc:
+        return None
+    return Commit(head.number, _decode_payload(payload)), head.end
+
+
+class _Head(NamedTuple):
+    """The head of a record: its commit number, the CRC of its payload, and where it ends."""
+
+    number: int
+    crc: int
+    end: int
+
+
+def _head_at(data: bytes, at: int) -> _Head | None:
+    """Return the head of a record at an offset, or None when there is none that is whole."""
     if at + _RECORD.size > len(data):
         return None
-    magic, length, number, crc = _RECORD.unpack_from(data, at)
-    first = at + _RECORD.size
-    if magic != _RECORD_MAGIC or first + length > len(data):
+    magic, length, number, crc, head_crc = _RECORD.unpack_from(data, at)
+    if magic != _RECORD_MAGIC or google_crc32c.value(data[at : at + _RECORD.size - 4]) != head_crc:
         return None
-    payload = data[first : first + length]
-    if google_crc32c.extend(google_crc32c.value(_NUMBER.pack(number)), payload) != crc:
-        return None
-    return Commit(number, _decode_payload(payload)), first + length
+    return _Head(number, crc, at + _RECORD.size + length)
 
 
 @dataclass(slots=True)
@@ -97,6 +115,14 @@ class _Segment:
     number: int
     path: Path
     last_commit: int = 0
+
+
+def _finds_record(data: bytes, at: int) -> bool:
+    """Whether there is a whole record anywhere from an offset on."""
+    found = data.find(_RECORD_MAGIC, at)
+    while found != -1 and _record_at(data, found) is None:
+        found = data.find(_RECORD_MAGIC, found + 1)
+    return found != -1
 
 
 class Journal:
@@ -149,6 +175,9 @@ class Journal:
         fields = _HEADER.unpack_from(data) if len(data) >= _HEADER.size else (b"", 0, 0, 0, 0)
         magic, version, bucket, number, crc = fields
         if magic != _SEGMENT_MAGIC or google_crc32c.value(data[: _HEADER.size - 4]) != crc:
+            if newest and not _finds_record(data, 0):
+                # The file's size reached the disk before its bytes did.
+                return 0
             raise DataDamagedError(f"{segment.path}: the segment's header is damaged")
         if version != _FORMAT or bucket != self._version or number != segment.number:
             raise DataDamagedError(
@@ -157,10 +186,11 @@ class Journal:
         return _HEADER.size
 
     def _check_torn(self, segment: _Segment, data: bytes, at: int, newest: bool) -> None:
-        behind = data.find(_RECORD_MAGIC, at + 1)
-        while behind != -1 and _record_at(data, behind) is None:
-            behind = data.find(_RECORD_MAGIC, behind + 1)
-        if behind != -1 or not newest:
+        """Raise unless the record at an offset is the last one, torn by a crash."""
+        head = _head_at(data, at)
+        # A head says where the next record would begin; what the values hold is nobody's business then.
+        damaged = head.end < len(data) if head is not None else _finds_record(data, at + 1)
+        if damaged or not newest:
             raise DataDamagedError(
                 f"{segment.path}: the record at byte {at} is damaged and whole records follow",
                 hint="restore the data directory from a replica or a backup",
@@ -231,6 +261,10 @@ class Journal:
             os.fdatasync(self._fd)
         except OSError as error:
             self._fail(f"fsync of the journal failed: {error}")
+            # The pages may count as clean now though they are not on disk: a restart must not take the record for
+            # durable because it can still be read.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
             raise StorageFailedError(self._failed) from error
         failpoints.hit("journal.after_sync")
         self._size += written

@@ -33,6 +33,14 @@ class Identity:
     version: int
 
 
+def _seen(value: bytes, name: bytes) -> int:
+    """Return when a producer's row was written, 0 for one that is damaged: it is of no use to anybody."""
+    try:
+        return keyspace.unpack_producer(value, name).time
+    except DataDamagedError:
+        return 0
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
     """One partition's backfill: blocks that tell of what is above a seqno."""
@@ -224,8 +232,7 @@ class Store:
             with txn.cursor(db=self._producers) as cursor:
                 for key, value in cursor:
                     name, _ = keyspace.unpack_producer_key(bytes(key))
-                    row = keyspace.unpack_producer(bytes(value), name)
-                    newest[name] = max(newest.get(name, 0), row.time)
+                    newest[name] = max(newest.get(name, 0), _seen(bytes(value), name))
             by_age = sorted(newest, key=newest.__getitem__)
             gone = {name for name in by_age if newest[name] < before} | set(
                 by_age[: max(len(by_age) - keep, 0)]

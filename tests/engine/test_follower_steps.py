@@ -1,0 +1,268 @@
+"""A follower on a bucket without a disk: frames are never lost, and never late."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.raw import all_rows
+from upr.engine.bucket import PRODUCERS_IN_MEMORY, Bucket
+from upr.engine.flush import FlushPlan
+from upr.engine.follower import Follower, FollowOptions, RolledBack, Started, StartRequest
+from upr.engine.groups import ENTRIES_AT_ONCE
+from upr.engine.partitions import ACTIVE, Partitions
+from upr.engine.tail import MARK_EVERY
+from upr.storage.keyspace import PartitionRow
+from upr.storage.merge import Encoded
+from upr.storage.reading import ReadResult
+from upr.storage.store import Identity
+from upr_protocol.block import Block, make_runs, sealed
+from upr_protocol.credit import CreditWindow
+from upr_protocol.errors import CorruptBlockError, TooManyError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.rows import build_block
+from upr_protocol.wire.codec import decode_block, encode_block
+
+MINE, OTHER = 5, 6
+
+
+def bucket() -> Bucket:
+    rows = [PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)]
+    return Bucket(Identity("b", 1), Partitions.from_rows(rows), 1, proven=False)
+
+
+def write(to: Bucket, partition: int, value: bytes = b"v") -> None:
+    block = sealed(replace(build_block([b"k"], [value]), runs=make_runs([partition], [1])))
+    to.write(block, b"", None, 0, 1)
+
+
+def commit(of: Bucket) -> None:
+    while (taken := of.take_commit()) is not None:
+        of.commit_done(taken)
+
+
+def flush(of: Bucket) -> list[tuple[int, int, bytes]]:
+    plan = of.begin_flush()
+    assert isinstance(plan, FlushPlan)
+    blocks: list[tuple[int, int, bytes]] = []
+    for part in plan.prepare():
+        merged = plan.merge(part)
+        blocks += merged.blocks
+        of.slice_stored(merged)
+    of.end_flush(complete=True)
+    return blocks
+
+
+class Wake:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+def following(of: Bucket, *partitions: int, window: int = 1 << 20) -> tuple[Follower, Wake]:
+    wake = Wake()
+    follower = Follower(of, FollowOptions(memory=True), CreditWindow(window), wake)
+    of.add_follower(follower)
+    for answer in follower.start([StartRequest(p, None, 0, None) for p in partitions]):
+        assert isinstance(answer, Started)
+    return follower, wake
+
+
+def sent_while_awake(follower: Follower, wake: Wake) -> list[Block]:
+    """Do what the send loop does until it would go idle."""
+    blocks: list[Block] = []
+    while True:
+        wake.count = 0
+        frame = follower.next_frame()
+        if frame is not None:
+            blocks += map(decode_block, frame.blocks)
+            continue
+        assert follower.next_read() is None
+        if not wake.count:
+            return blocks
+
+
+def test_a_frame_found_at_the_last_look_is_sent() -> None:
+    for passed_over in range(0, 8):
+        b = bucket()
+        follower, wake = following(b, MINE)
+        for _ in range(passed_over * ENTRIES_AT_ONCE):
+            write(b, OTHER)
+        write(b, MINE)
+        assert [r[1] for r in all_rows(sent_while_awake(follower, wake))] == [1], passed_over
+
+
+def test_a_stream_whose_place_was_flushed_goes_on_at_once() -> None:
+    b = bucket()
+    follower, wake = following(b, MINE, window=50)
+    write(b, MINE)
+    assert follower.next_frame() is not None
+    # Credit is out, others write, and a flush drops the place where the stream stands.
+    assert follower.next_frame() is None
+    write(b, OTHER)
+    commit(b)
+    flush(b)
+    write(b, MINE)
+    follower.credit.give_back(follower.credit.outstanding)
+    assert [r[1] for r in all_rows(sent_while_awake(follower, wake))] == [2]
+
+
+def test_a_value_larger_than_the_credit_left_is_not_overtaken_for_ever() -> None:
+    b = bucket()
+    write(b, MINE, b"x" * 900)
+    commit(b)
+    stored = flush(b)
+    follower, _ = following(b, MINE, OTHER, window=1000)
+    write(b, OTHER)
+    small = follower.next_frame()
+    assert small is not None
+    wanted = follower.next_read()
+    assert wanted is not None
+    (request,) = wanted[0]
+    data = next(d for p, _, d in stored if p == MINE)
+    follower.feed([ReadResult(request, [Encoded(decode_block(data).runs, data)])])
+    # The consumer gives back everything but the newest frame each time, as one with live traffic does.
+    last = small.size
+    for _ in range(50):
+        write(b, OTHER)
+        frame = follower.next_frame()
+        if frame is not None:
+            if MINE in decode_block(frame.blocks[0]).runs["partition"]:
+                return
+            follower.credit.give_back(last)
+            last = frame.size
+        else:
+            # Nothing came: what is held goes back.
+            follower.credit.give_back(last)
+            last = 0
+    raise AssertionError("the large value was overtaken 50 times")
+
+
+def test_a_partition_named_twice_in_a_stop_ends_once() -> None:
+    b = bucket()
+    follower, _ = following(b, MINE)
+    follower.stop([MINE, MINE])
+    (ended,) = follower.take_ended()
+    assert ended.streams == [(MINE, 1)]
+
+
+def stretch_block(start: int, end: int, horizon: int) -> Encoded:
+    rows = range(start + 1, end + 1)
+    block = build_block([b"%d" % i for i in rows], [b"v"] * len(rows))
+    runs = make_runs([MINE], len(rows), start, end, horizon, 1)
+    block = sealed(replace(block, runs=runs))
+    return Encoded(runs, encode_block(block))
+
+
+def with_stored(high: int) -> Bucket:
+    b = bucket()
+    for column in (b.partitions.stored, b.partitions.high, b.partitions.durable):
+        column[MINE] = high
+    return b
+
+
+def test_until_inside_a_stretch_ends_at_its_marker() -> None:
+    b = with_stored(9)
+    follower = Follower(b, FollowOptions(), CreditWindow(1 << 20), lambda: None)
+    follower.start([StartRequest(MINE, None, 0, None, until_seqno=4)])
+    wanted = follower.next_read()
+    assert wanted is not None
+    # The horizon of the second run covers less than that of the first.
+    blocks = [stretch_block(0, 5, 9), stretch_block(5, 7, 7), stretch_block(7, 9, 9)]
+    follower.feed([ReadResult(wanted[0][0], blocks)])
+    frame = follower.next_frame()
+    assert frame is not None
+    assert [r[1] for r in all_rows(map(decode_block, frame.blocks))] == list(range(1, 10))
+    assert [ended.why.reason for ended in follower.take_ended()] == ["FINISHED"]
+
+
+def test_what_was_read_for_a_stream_that_began_anew_elsewhere_is_dropped() -> None:
+    b = with_stored(9)
+    follower = Follower(b, FollowOptions(), CreditWindow(1 << 20), lambda: None)
+    follower.start([StartRequest(MINE, MINE + 1, 0, MINE + 1)])
+    wanted = follower.next_read()
+    assert wanted is not None
+    follower.start([StartRequest(MINE, MINE + 1, 5, MINE + 1)])
+    follower.feed([ReadResult(wanted[0][0], [stretch_block(0, 9, 9)])])
+    assert follower.next_frame() is None
+    again = follower.next_read()
+    assert again is not None
+    assert again[0][0].above == 5
+
+
+def test_a_producer_whose_writes_are_not_stored_is_not_forgotten() -> None:
+    b = bucket()
+    for i in range(PRODUCERS_IN_MEMORY):
+        name = b"p%d" % i
+        producer = b.open_producer(name, {})
+        block = sealed(replace(build_block([b"k"], [b"v"]), runs=make_runs([MINE], [1])))
+        b.write(block, name, producer, 1, 1)
+        producer.calls -= 1
+    with pytest.raises(TooManyError):
+        b.open_producer(b"one more", {})
+    assert b.knows_producer(b"p0")
+    commit(b)
+    flush(b)
+    assert b.open_producer(b"one more", {})
+
+
+@pytest.mark.parametrize("at", ["values", "table"])
+def test_bytes_that_changed_in_memory_are_not_stored(at: str) -> None:
+    b = bucket()
+    write(b, MINE, b"needle")
+    commit(b)
+    entry = b.tail[0]
+    data = bytearray(entry.data)
+    data[data.find(b"needle") if at == "values" else 4] ^= 1
+    entry.data = bytes(data)
+    plan = b.begin_flush()
+    assert plan is not None
+    with pytest.raises(CorruptBlockError, match="columns" if at == "values" else "table"):
+        plan.prepare()
+
+
+def test_a_start_below_the_purge_seqno_rolls_back_to_0() -> None:
+    b = with_stored(9)
+    b.partitions.purge[MINE] = 7
+    follower = Follower(b, FollowOptions(), CreditWindow(1 << 20), lambda: None)
+    answers = follower.start([StartRequest(MINE, MINE + 1, 6, MINE + 1)])
+    assert isinstance(answers[0], RolledBack)
+    assert answers[0].answer.rollback_seqno == 0
+
+
+def test_a_stream_that_starts_anywhere_in_a_long_tail_gets_all_above() -> None:
+    b = bucket()
+    # Every entry around the marks of the tail is of interest: all are of this partition.
+    for _ in range(3 * MARK_EVERY + 2):
+        write(b, MINE)
+    for seqno in (0, 1, *range(MARK_EVERY - 2, MARK_EVERY + 3), 2 * MARK_EVERY, 3 * MARK_EVERY):
+        wake = Wake()
+        follower = Follower(b, FollowOptions(memory=True), CreditWindow(1 << 20), wake)
+        follower.start([StartRequest(MINE, MINE + 1, seqno, MINE + 1)])
+        got = [r[1] for r in all_rows(sent_while_awake(follower, wake))]
+        assert got == list(range(seqno + 1, 3 * MARK_EVERY + 3))
+
+
+def test_a_disk_follower_and_its_credit_end_where_they_must() -> None:
+    b = bucket()
+    follower = Follower(b, FollowOptions(), CreditWindow(1 << 20), lambda: None)
+    follower.start([StartRequest(MINE, None, 0, None)])
+    write(b, MINE)
+    assert follower.next_frame() is None
+    commit(b)
+    frame = follower.next_frame()
+    assert frame is not None
+    assert follower.credit.outstanding == frame.size == len(frame.blocks[0])
+
+
+def test_until_in_the_tail_sends_nothing_above_its_end() -> None:
+    b = bucket()
+    for _ in range(5):
+        write(b, MINE)
+    follower = Follower(b, FollowOptions(memory=True), CreditWindow(1 << 20), lambda: None)
+    follower.start([StartRequest(MINE, None, 0, None, until_seqno=3)])
+    frame = follower.next_frame()
+    assert frame is not None
+    assert [r[1] for r in all_rows(map(decode_block, frame.blocks))] == [1, 2, 3]
+    assert [ended.why.reason for ended in follower.take_ended()] == ["FINISHED"]

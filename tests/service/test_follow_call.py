@@ -1,0 +1,160 @@
+"""The Follow call with a scripted transport: what a consumer that does not read can do to the server."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from upr.config import ServerConfig
+from upr.engine.follower import SHUTTING_DOWN
+from upr.service import follow as follow_module
+from upr.service.catalog import Catalog
+from upr.service.follow import ChangeStreamMethods
+from upr.storage.directory import DataDirectory
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+WAIT_SECONDS = 30.0
+TURNS = 1000
+"""Turns of the loop after which everything that can go on without the other side has gone on."""
+
+
+class Transport:
+    """A context: what the consumer says is put in, what it is told waits until it reads."""
+
+    def __init__(self, **opening: Any) -> None:
+        self._requests: asyncio.Queue[Any] = asyncio.Queue()
+        self.told: list[Any] = []
+        self._said = asyncio.Event()
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self.say(open=wire.Open(bucket="default", **opening))
+
+    def say(self, **message: Any) -> None:
+        self._requests.put_nowait(wire.FollowRequest(**message))
+
+    def half_close(self) -> None:
+        self._requests.put_nowait(grpc.aio.EOF)
+
+    @property
+    def unread_requests(self) -> int:
+        return self._requests.qsize()
+
+    async def read(self) -> Any:
+        return await self._requests.get()
+
+    async def write(self, message: Any) -> None:
+        await asyncio.sleep(0)
+        await self.reading.wait()
+        self.told.append(message)
+        self._said.set()
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        """Wait until what was told makes something true."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not happened():
+                self._said.clear()
+                await self._said.wait()
+
+    def peer(self) -> str:
+        return "test"
+
+
+@pytest.fixture
+def methods(tmp_path: Path) -> Iterator[ChangeStreamMethods]:
+    directory = DataDirectory(tmp_path / "data")
+    catalog = Catalog(directory, ServerConfig(data=tmp_path / "data"))
+    yield ChangeStreamMethods(catalog, 1, 5.0)
+    directory.close()
+
+
+def begin(methods: ChangeStreamMethods, transport: Any) -> asyncio.Task[None]:
+    return asyncio.create_task(methods.Follow(None, transport))
+
+
+async def stop(call: asyncio.Task[None]) -> None:
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+
+def starts() -> wire.Start:
+    return wire.Start(partitions=[wire.StartPartition(partition=p) for p in range(1024)])
+
+
+@pytest.mark.asyncio
+async def test_answers_wait_in_bounded_number_for_a_consumer_that_does_not_read(
+    methods: ChangeStreamMethods,
+) -> None:
+    transport = Transport()
+    transport.reading.clear()
+    call = begin(methods, transport)
+    for _ in range(50):
+        transport.say(start=starts())
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert transport.unread_requests > 40, "requests were taken though no answer could be sent"
+    transport.reading.set()
+    await transport.until(lambda: sum(m.HasField("start_answers") for m in transport.told) == 50)
+    await stop(call)
+
+
+@pytest.mark.asyncio
+async def test_a_consumer_that_neither_reads_nor_speaks_is_ended(
+    methods: ChangeStreamMethods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow_module, "HALF_CLOSE_SECONDS", 0.3)
+    transport = Transport(heartbeat_seconds=0.05)
+    call = begin(methods, transport)
+    await transport.until(lambda: bool(transport.told))
+    transport.reading.clear()
+    # Three silent intervals, and the time that a half-close is waited for.
+    async with asyncio.timeout(10):
+        await asyncio.wait([call])
+    assert not methods._calls
+
+
+@pytest.mark.asyncio
+async def test_streams_are_ended_before_the_call_whenever_the_server_stops(
+    methods: ChangeStreamMethods,
+) -> None:
+    for turns in range(12):
+        transport = Transport()
+        call = begin(methods, transport)
+        transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=7)]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        methods.shut_down()
+        started = False
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not any(m.HasField("ended") and not m.ended.streams for m in transport.told):
+                await asyncio.sleep(0)
+                if call.done():
+                    break
+        transport.half_close()
+        await asyncio.gather(call, return_exceptions=True)
+        started = any(m.HasField("start_answers") for m in transport.told)
+        ends = [
+            [s.partition for s in m.ended.streams] for m in transport.told if m.HasField("ended")
+        ]
+        if started:
+            assert ends == [[7], []], turns
+            assert transport.told[-1].ended.problem.reason == SHUTTING_DOWN.reason
+        methods._stopping = False
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_opens_while_the_server_stops_is_ended(
+    methods: ChangeStreamMethods,
+) -> None:
+    transport = Transport()
+    opening = transport._requests.get_nowait()
+    call = begin(methods, transport)
+    await asyncio.sleep(0)
+    methods.shut_down()
+    transport._requests.put_nowait(opening)
+    # Refused whole: the transport has no ``abort``, so the attempt to refuse ends the call.
+    async with asyncio.timeout(WAIT_SECONDS):
+        await asyncio.wait([call])
+    assert not transport.told

@@ -1,0 +1,28 @@
+"""Reading for streams: what must be there and is not is an error of that partition alone."""
+
+from pathlib import Path
+
+from tests.service.test_vectors_live import run_of
+from upr.storage.reading import read_blocks
+from upr.storage.store import ReadRequest, Store
+
+
+def test_a_missing_block_is_an_error_of_its_partition(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.put_flush([(7, 20, run_of(7, 10, 20, 20)), (8, 5, run_of(8, 0, 5, 5))], {}, {})
+    requests = [ReadRequest(7, 0), ReadRequest(8, 0), ReadRequest(9, 0), ReadRequest(8, 3)]
+    results = read_blocks(store, requests, 1 << 20, keys_only=False)
+    # 7 has a gap before its first block, 9 has none at all.
+    assert [len(result.blocks) for result in results] == [0, 1, 0, 1]
+    assert [result.error is not None for result in results] == [True, False, True, False]
+    assert "partition 9" in str(results[2].error)
+    assert int(results[3].blocks[0].runs["start_seqno"][0]) == 3
+    store.close()
+
+
+def test_requests_behind_the_byte_limit_wait_for_their_turn(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.put_flush([(p, 5, run_of(p, 0, 5, 5)) for p in range(3)], {}, {})
+    results = read_blocks(store, [ReadRequest(p, 0) for p in range(3)], 1, keys_only=False)
+    assert [(len(r.blocks), r.error) for r in results] == [(1, None), (0, None), (0, None)]
+    store.close()
