@@ -1,4 +1,4 @@
-"""The one command of this repository: ``python3 tools/dev.py setup|demo|test|lint|gen``.
+"""The one command of this repository: ``python3 tools/dev.py setup|demo|test|lint|gen|bench``.
 
 Needs Python 3.11 and git and nothing else: it uses the standard library only, and makes the environment that the
 rest needs in ``.venv`` (and, for the code generator, which pins another protobuf, in ``.venv-codegen``).
@@ -158,6 +158,12 @@ def demo(repo: Path) -> None:
     MAIN.run("demo", ["tools/demo.py", "--repo", str(repo)])
 
 
+def bench(arguments: list[str]) -> None:
+    """Measure, side by side with a bare gRPC stream."""
+    setup()
+    MAIN.run("bench", ["tools/bench/quick.py", *arguments])
+
+
 def main() -> int:
     """Run the subcommand; the status is that of the first step that failed."""
     parser = argparse.ArgumentParser(description=__doc__, prog="tools/dev.py")
@@ -173,11 +179,16 @@ def main() -> int:
     tests.add_argument("arguments", nargs=argparse.REMAINDER, metavar="PYTEST_ARGUMENT")
     commands.add_parser("lint", help="ruff, mypy, import contracts, generated code, proto rules")
     commands.add_parser("gen", help="write generated code")
+    measures = commands.add_parser("bench", help="measure; --json, --only ingest|reading|latency")
+    measures.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     # Not through the parser, which would take pytest's options for its own.
-    options = parser.parse_args(sys.argv[1:2] if sys.argv[1:2] == ["test"] else None)
+    passed_on = sys.argv[1:2] in (["test"], ["bench"])
+    options = parser.parse_args(sys.argv[1:2] if passed_on else None)
     try:
         if options.command == "test":
             test(sys.argv[2:])
+        elif options.command == "bench":
+            bench(sys.argv[2:])
         elif options.command == "demo":
             demo(options.repo.resolve())
         else:

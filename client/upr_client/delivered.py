@@ -100,7 +100,7 @@ def decode_frame(frame: stream_pb2.Frame) -> tuple[list[Block], npt.NDArray[np.u
 
 def batch_of(delivery: Delivery) -> ChangeBatch:
     """Return what a delivery is for the application."""
-    return ChangeBatch(delivery.blocks, markers_of(delivery.markers()))
+    return ChangeBatch(delivery.blocks, lambda: markers_of(delivery.markers()))
 
 
 def rollback_of(pending: PendingRollback) -> Rollback:

@@ -1,7 +1,7 @@
 """What a consumer gets: changes, snapshot markers and rollbacks."""
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Final, Literal, NamedTuple
 
@@ -93,25 +93,37 @@ class ChangeBatch:
 
     Args:
         blocks: the numbered blocks, for those who take the columns as they are.
-        markers: the snapshot markers that are true for this consumer, in order.
+        markers: as the property, or a function that makes them.
         rollbacks: with ``on_rollback="event"``: what is to be undone; such a batch has no changes.
     """
 
-    __slots__ = ("_changes", "blocks", "markers", "rollbacks")
+    __slots__ = ("_changes", "_markers", "blocks", "rollbacks")
 
     def __init__(
-        self, blocks: list[Block], markers: list[Marker], rollbacks: list[Rollback] | None = None
+        self,
+        blocks: list[Block],
+        markers: list[Marker] | Callable[[], list[Marker]],
+        rollbacks: list[Rollback] | None = None,
     ) -> None:
         self.blocks = blocks
-        self.markers = markers
+        self._markers = markers
         self.rollbacks: list[Rollback] = rollbacks or []
         self._changes: list[Change] | None = None
+
+    @property
+    def markers(self) -> list[Marker]:
+        """The snapshot markers that are true for this consumer, in order; made when asked for first."""
+        if callable(self._markers):
+            self._markers = self._markers()
+        return self._markers
 
     @property
     def changes(self) -> list[Change]:
         """The changes, decoded when asked for first; within a partition in the order of their seqnos."""
         if self._changes is None:
-            self._changes = [change for block in self.blocks for change in block_changes(block)]
+            self._changes = []
+            for block in self.blocks:
+                self._changes += block_changes(block)
         return self._changes
 
     @property

@@ -33,8 +33,8 @@ from upr_protocol.handshake import (
     older_ids_to_try,
     resume_after_rollback,
 )
+from upr_protocol.histories import MarkerHistories
 from upr_protocol.limits import PARTITIONS
-from upr_protocol.markers import MarkerHistory
 from upr_protocol.position import Position
 
 __all__ = [
@@ -48,10 +48,19 @@ __all__ = [
     "fate_of",
 ]
 
+# As plain integers: of an enum each use is a lookup by name, and some are in loops over 1024 partitions.
+_READY: Final = int(State.READY)
+_STARTING: Final = int(State.STARTING)
+_LIVE: Final = int(State.LIVE)
+_DONE: Final = int(State.DONE)
+
 _UNKNOWN_HORIZON: Final = 2**64 - 1
 _NO_TOKEN: Final = -1
-_PENDING_MAX: Final = 2**16
-"""Markers gathered before they are folded into the histories."""
+_STATE_AFTER: Final = {
+    Fate.DONE: _DONE,
+    Fate.AGAIN: _READY,
+    Fate.FAILED: int(State.FAILED),
+}
 
 
 class ConsumerSession:
@@ -81,6 +90,7 @@ class ConsumerSession:
         self.bucket_version = 0
         self._until_now = until_now
         self._inclusive = inclusive
+        self._followed = np.array(self.partitions, np.int64)
         self._state = np.zeros(PARTITIONS, np.uint8)
         self._seqno = np.zeros(PARTITIONS, np.uint64)
         self._horizon = np.zeros(PARTITIONS, np.uint64)
@@ -92,13 +102,11 @@ class ConsumerSession:
         self._target = np.zeros(PARTITIONS, np.uint64)
         self._changed = np.zeros(PARTITIONS, np.bool_)
         self._logs: dict[int, FailoverLog | None] = {}
-        self._markers: dict[int, MarkerHistory] = {}
-        self._gathered: list[tuple[Indexes, U64]] = []
-        self._gathered_count = 0
+        self._markers = MarkerHistories()
         self._undoing: dict[int, PendingRollback] = {}
         self._open: Delivery | None = None
-        for partition in self.partitions:
-            self._state[partition] = State.READY
+        self._state[self._followed] = _READY
+        for partition in self.partitions if positions else ():
             position = (positions or {}).get(partition)
             if position is not None:
                 self._check_version(position)
@@ -120,7 +128,7 @@ class ConsumerSession:
         )
         self._failover[partition] = position.failover_id or 0
         self._data[partition] = position.data_id or 0
-        self._markers[partition] = MarkerHistory(position.markers)
+        self._markers.replace(partition, position.markers)
         self._logs[partition] = position.log
 
     # What to do.
@@ -128,7 +136,7 @@ class ConsumerSession:
     @property
     def finished(self) -> bool:
         """Whether every partition ended for good."""
-        return bool((self._state[self.partitions] >= State.DONE).all())
+        return bool(self._state[self._followed].min(initial=_DONE) >= _DONE)
 
     def state(self, partition: int) -> State:
         """Where a partition stands."""
@@ -136,29 +144,29 @@ class ConsumerSession:
 
     def ready(self) -> Indexes:
         """The partitions for which a Start may be sent."""
-        return np.flatnonzero(self._state == State.READY)
+        return np.flatnonzero(self._state == _READY)
 
     def starts(self, partitions: Iterable[int]) -> list[StartRequest]:
         """Return what to start for these partitions, all of them ready, and await the answers."""
-        requests = []
-        for partition in partitions:
-            if self._state[partition] != State.READY:
-                raise InvalidArgumentError(
-                    f"partition {partition} is {self.state(partition).name}, not READY"
-                )
-            target = int(self._target[partition])
-            requests.append(
-                StartRequest(
-                    partition,
-                    int(self._failover[partition]) or None,
-                    int(self._seqno[partition]),
-                    int(self._data[partition]) or None,
-                    target or None,
-                    self._until_now and not target,
-                )
+        wanted = np.fromiter(partitions, np.int64)
+        for partition in wanted[self._state[wanted] != _READY].tolist():
+            raise InvalidArgumentError(
+                f"partition {partition} is {self.state(partition).name}, not READY"
             )
-            self._state[partition] = State.STARTING
-        return requests
+        self._state[wanted] = _STARTING
+        columns = (self._failover, self._seqno, self._data, self._target)
+        rows = zip(wanted.tolist(), *(column[wanted].tolist() for column in columns), strict=True)
+        return [
+            StartRequest(
+                partition,
+                failover_id or None,
+                seqno,
+                data_id or None,
+                target or None,
+                self._until_now and not target,
+            )
+            for partition, failover_id, seqno, data_id, target in rows
+        ]
 
     # What the server said.
 
@@ -179,12 +187,12 @@ class ConsumerSession:
 
     def disconnected(self) -> None:
         """The call ended: what was open or starting may be started again, in another call."""
-        again = (self._state == State.STARTING) | (self._state == State.LIVE)
-        self._state[again] = State.READY
+        again = (self._state == _STARTING) | (self._state == _LIVE)
+        self._state[again] = _READY
         self._token[:] = _NO_TOKEN
 
     def _expect_starting(self, partition: int) -> None:
-        if partition >= PARTITIONS or self._state[partition] != State.STARTING:
+        if partition >= PARTITIONS or self._state[partition] != _STARTING:
             raise ProtocolError(
                 f"the server answered a Start of partition {partition} that was not sent"
             )
@@ -208,7 +216,7 @@ class ConsumerSession:
             raise ProtocolError(
                 f"Started of partition {partition} names id {failover_id:016x} and the log {log}"
             )
-        self._state[partition] = State.LIVE
+        self._state[partition] = _LIVE
         self._token[partition] = token
         self._stream[partition] = failover_id
         self._high[partition] = max(int(self._high[partition]), high_seqno)
@@ -283,7 +291,6 @@ class ConsumerSession:
         return rollback_seqno, ""
 
     def _apply(self, pending: PendingRollback) -> None:
-        self._fold_markers()
         self._set_position(pending.partition, pending.after)
         self._state[pending.partition] = State.READY
         self._changed[pending.partition] = True
@@ -324,20 +331,16 @@ class ConsumerSession:
             for partition, token in streams
             if partition < PARTITIONS
             and self._token[partition] == token
-            and self._state[partition] == State.LIVE
+            and self._state[partition] == _LIVE
         ]
-        fate = fate_of(reason)
+        state = _STATE_AFTER[fate_of(reason)]
         for partition in concerned:
             self._token[partition] = _NO_TOKEN
-            self._state[partition] = {
-                Fate.DONE: State.DONE,
-                Fate.AGAIN: State.READY,
-                Fate.FAILED: State.FAILED,
-            }[fate]
+            self._state[partition] = state
             horizon = int(self._horizon[partition])
             if reason == "FINISHED" and self._seqno[partition] < horizon < _UNKNOWN_HORIZON:
                 self._target[partition] = horizon
-                self._state[partition] = State.READY
+                self._state[partition] = _READY
         return concerned
 
     def highs(self, partitions: Indexes, high_seqnos: U64) -> None:
@@ -403,7 +406,8 @@ class ConsumerSession:
             self._data[partitions] = self._stream[partitions]
             self._changed[partitions] = True
             self._high[partitions] = np.maximum(self._high[partitions], ends)
-            self._gather(partitions, ends, delivery.is_marker[part])
+            marked = delivery.is_marker[part]
+            self._markers.add(partitions[marked], ends[marked])
         if seqno is not None and runs < len(delivery.partitions):
             partition = int(delivery.partitions[runs])
             self._seqno[partition] = seqno
@@ -411,44 +415,18 @@ class ConsumerSession:
             self._data[partition] = self._stream[partition]
             self._changed[partition] = True
 
-    def _gather(self, partitions: Indexes, ends: U64, is_marker: npt.NDArray[np.bool_]) -> None:
-        if not is_marker.all():
-            partitions, ends = partitions[is_marker], ends[is_marker]
-        if len(partitions):
-            self._gathered.append((partitions, ends))
-            self._gathered_count += len(partitions)
-            if self._gathered_count >= _PENDING_MAX:
-                self._fold_markers()
-
-    def _fold_markers(self) -> None:
-        if not self._gathered:
-            return
-        partitions = np.concatenate([item[0] for item in self._gathered])
-        ends = np.concatenate([item[1] for item in self._gathered])
-        self._gathered, self._gathered_count = [], 0
-        order = np.argsort(partitions, kind="stable")
-        partitions, ends = partitions[order], ends[order]
-        edges = [0, *(np.flatnonzero(np.diff(partitions)) + 1).tolist(), len(partitions)]
-        firsts = partitions[edges[:-1]].tolist()
-        seqnos = ends.tolist()
-        for partition, start, stop in zip(firsts, edges[:-1], edges[1:], strict=True):
-            history = self._markers.setdefault(partition, MarkerHistory())
-            history.add_many(seqnos[start:stop])
-
     # What is known.
 
     def position(self, partition: int) -> Position:
         """The acknowledged position of a partition that is followed."""
-        self._fold_markers()
         horizon = int(self._horizon[partition])
-        history = self._markers.get(partition)
         return Position(
             self.bucket_version,
             int(self._failover[partition]) or None,
             int(self._data[partition]) or None,
             int(self._seqno[partition]),
             None if horizon == _UNKNOWN_HORIZON else horizon,
-            history.as_tuple() if history is not None else (),
+            self._markers.of(partition),
             self._logs.get(partition),
         )
 

@@ -19,6 +19,8 @@ _NOT_A_ROLLBACK = "this is an error and never a rollback: keep the data and corr
 
 
 def _check_range(value: int, name: str, low: int, high: int) -> int:
+    if type(value) is int and low <= value <= high:
+        return value
     try:
         # Accepts the integers of numpy too, and turns them into plain ones; a float is refused.
         number = operator.index(value)

@@ -1,12 +1,15 @@
 """Rows into blocks and blocks into rows, without touching them one by one where that can be avoided."""
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
-from operator import itemgetter
+from dataclasses import dataclass
+from itertools import pairwise, repeat
+from operator import is_, itemgetter
+from typing import Final, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from upr_protocol.block import OP_DELETE, Block, make_runs, row_seqnos, sealed
+from upr_protocol.block import I64, OP_DELETE, OP_SET, Block, make_runs, row_seqnos, sealed
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
@@ -16,6 +19,9 @@ from upr_protocol.limits import (
     VALUE_BYTES_MAX,
 )
 from upr_protocol.partitioning import partitions_of
+
+_ROW_BYTES: Final = 9
+"""What a row takes besides key and value: an op and two offsets."""
 
 
 def check_row(key: bytes, value: bytes | None) -> None:
@@ -40,24 +46,57 @@ def check_row(key: bytes, value: bytes | None) -> None:
         )
 
 
-def _check_rows(keys: Sequence[bytes], values: Sequence[bytes | None]) -> None:
+@dataclass(slots=True)
+class _Rows:
+    """Checked rows as columns.
+
+    Attributes:
+        keys, values: the rows; the value of a delete is empty.
+        key_lengths, value_lengths: int64, one a row.
+        deletes: bool, one a row; None when there is no delete.
+    """
+
+    keys: Sequence[bytes]
+    values: Sequence[bytes]
+    key_lengths: I64
+    value_lengths: I64
+    deletes: npt.NDArray[np.bool_] | None
+
+
+def _check_rows(keys: Sequence[bytes], values: Sequence[bytes | None]) -> _Rows:
     if len(keys) != len(values):
         raise InvalidArgumentError(f"{len(keys)} keys, but {len(values)} values")
-    try:
-        key_lengths = list(map(len, keys))
-        value_lengths = [0 if value is None else len(value) for value in values]
-        sound = (
-            min(key_lengths) >= KEY_BYTES_MIN
-            and max(key_lengths) <= KEY_BYTES_MAX
-            and max(value_lengths) <= VALUE_BYTES_MAX
-            and set(map(type, keys)) == {bytes}
-            and set(map(type, values)) <= {bytes, type(None)}
-        )
-    except TypeError:
-        sound = False
-    if not sound:
+    rows = None
+    if set(map(type, keys)) <= {bytes} and set(map(type, values)) <= {bytes, type(None)}:
+        rows = _columns_of(keys, values)
+    if rows is None:
         for key, value in zip(keys, values, strict=True):
             check_row(key, value)
+        # Subclasses of bytes, then.
+        rows = _columns_of(keys, values)
+        assert rows is not None
+    return rows
+
+
+def _columns_of(keys: Sequence[bytes], values: Sequence[bytes | None]) -> _Rows | None:
+    """Return the rows, None when a key or value is out of its range."""
+    count = len(keys)
+    deletes = None
+    if None in values:
+        deletes = np.fromiter(map(is_, values, repeat(None)), np.bool_, count)
+        values = list(values)
+        for row in np.flatnonzero(deletes).tolist():
+            values[row] = b""
+    sets = cast("Sequence[bytes]", values)
+    key_lengths = np.fromiter(map(len, keys), np.int64, count)
+    value_lengths = np.fromiter(map(len, sets), np.int64, count)
+    if count and (
+        key_lengths.min() < KEY_BYTES_MIN
+        or key_lengths.max() > KEY_BYTES_MAX
+        or value_lengths.max() > VALUE_BYTES_MAX
+    ):
+        return None
+    return _Rows(keys, sets, key_lengths, value_lengths, deletes)
 
 
 def build_block(keys: Sequence[bytes], values: Sequence[bytes | None]) -> Block:
@@ -72,56 +111,76 @@ def build_block(keys: Sequence[bytes], values: Sequence[bytes | None]) -> Block:
     """
     if not keys:
         raise InvalidArgumentError("a write needs at least one row")
-    _check_rows(keys, values)
-    partitions = partitions_of(keys)
+    return _sorted_block(_check_rows(keys, values), 0, len(keys))
+
+
+def build_blocks(
+    keys: Sequence[bytes], values: Sequence[bytes | None], column_bytes: int = BLOCK_COLUMN_BYTES
+) -> Iterator[Block]:
+    """Build the blocks of ``split_rows``, one when the one before was taken; all rows are checked before the first.
+
+    Raises:
+        InvalidArgumentError: a key or value is not bytes, or out of its range.
+    """
+    rows = _check_rows(keys, values)
+    for first, last in _cuts(rows, column_bytes):
+        yield _sorted_block(rows, first, last)
+
+
+def _sorted_block(rows: _Rows, first: int, last: int) -> Block:
+    count = last - first
+    part = slice(first, last)
+    keys, values = rows.keys, rows.values
+    if count < len(keys):
+        keys, values = keys[part], values[part]
+    # Sorting 16 bits is a radix sort.
+    partitions = partitions_of(keys).astype(np.uint16)
     order = np.argsort(partitions, kind="stable")
-    if len(keys) > 1:
+    if count > 1:
         pick = itemgetter(*order.tolist())
         keys, values = pick(keys), pick(values)
+    counts = np.bincount(partitions)
+    touched = np.flatnonzero(counts)
     ops = b""
-    if None in values:
-        ops = bytes([OP_DELETE if value is None else 0 for value in values])
-        values = [b"" if value is None else value for value in values]
-    touched, counts = np.unique(partitions, return_counts=True)
-    key_offsets = np.zeros(len(keys) + 1, "<i4")
-    np.cumsum(np.fromiter(map(len, keys), np.int32, len(keys)), out=key_offsets[1:])
-    value_offsets = np.zeros(len(keys) + 1, "<i4")
-    np.cumsum(np.fromiter(map(len, values), np.int32, len(keys)), out=value_offsets[1:])  # type: ignore[arg-type]
+    if rows.deletes is not None and rows.deletes[part].any():
+        ops = np.where(rows.deletes[part][order], OP_DELETE, OP_SET).astype(np.uint8).tobytes()
     return sealed(
         Block(
-            make_runs(touched, counts),
+            make_runs(touched, counts[touched]),
             b"",
             ops,
-            key_offsets.tobytes(),
+            _offsets(rows.key_lengths[part][order]),
             b"".join(keys),
-            value_offsets.tobytes(),
-            b"".join(values),  # type: ignore[arg-type]
+            _offsets(rows.value_lengths[part][order]),
+            b"".join(values),
             b"",
             0,
         )
     )
 
 
+def _offsets(lengths: I64) -> bytes:
+    offsets = np.zeros(len(lengths) + 1, "<i4")
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets.tobytes()
+
+
 def split_rows(
     keys: Sequence[bytes], values: Sequence[bytes | None], column_bytes: int = BLOCK_COLUMN_BYTES
 ) -> Iterator[tuple[Sequence[bytes], Sequence[bytes | None]]]:
     """Cut rows, in order, into slices whose columns stay within ``column_bytes``, or that have one row."""
-    _check_rows(keys, values) if keys else None
-    sizes = [
-        len(key) + (0 if value is None else len(value)) + 9
-        for key, value in zip(keys, values, strict=True)
-    ]
-    if sum(sizes) <= column_bytes and len(keys) <= BLOCK_ROWS_MAX:
-        if keys:
-            yield keys, values
-        return
-    ends = list(accumulate(sizes))
-    first = 0
-    while first < len(keys):
-        floor = ends[first - 1] if first else 0
-        last = int(np.searchsorted(ends, floor + column_bytes, side="right"))
-        last = min(max(last, first + 1), first + BLOCK_ROWS_MAX, len(keys))
+    for first, last in _cuts(_check_rows(keys, values), column_bytes):
         yield keys[first:last], values[first:last]
+
+
+def _cuts(rows: _Rows, column_bytes: int) -> Iterator[tuple[int, int]]:
+    ends = np.cumsum(rows.key_lengths + rows.value_lengths + _ROW_BYTES)
+    first = 0
+    while first < len(ends):
+        floor = int(ends[first - 1]) if first else 0
+        last = int(np.searchsorted(ends, floor + column_bytes, side="right"))
+        last = min(max(last, first + 1), first + BLOCK_ROWS_MAX, len(ends))
+        yield first, last
         first = last
 
 
@@ -147,12 +206,19 @@ def block_values(block: Block) -> list[bytes | None]:
 
 def block_partitions(block: Block) -> list[int]:
     """Return each row's partition."""
-    partitions: list[int] = np.repeat(block.runs["partition"], block.runs["count"]).tolist()
+    runs = block.runs
+    if len(runs) == 1:
+        return [int(runs["partition"][0])] * block.rows
+    partitions: list[int] = np.repeat(runs["partition"], runs["count"]).tolist()
     return partitions
 
 
 def block_seqnos(block: Block) -> list[int]:
     """Return each row's seqno."""
+    runs = block.runs
+    if len(runs) == 1 and not block.seqnos:
+        first = int(runs["start_seqno"][0]) + 1
+        return list(range(first, first + block.rows))
     seqnos: list[int] = row_seqnos(block).tolist()
     return seqnos
 

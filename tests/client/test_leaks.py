@@ -45,7 +45,7 @@ async def test_no_task_is_left() -> None:
                 async with client.bucket().changes([1]) as changes:
                     async for _ in changes:
                         break
-        mine = {task for task in asyncio.all_tasks() - before if "upr" in task.get_name()}
+        mine = {task for task in asyncio.all_tasks() - before if task.get_name().startswith("upr")}
         assert not mine
 
 

@@ -266,3 +266,22 @@ def test_until_in_the_tail_sends_nothing_above_its_end() -> None:
     assert frame is not None
     assert [r[1] for r in all_rows(map(decode_block, frame.blocks))] == [1, 2, 3]
     assert [ended.why.reason for ended in follower.take_ended()] == ["FINISHED"]
+
+
+def test_reads_of_the_store_take_turns() -> None:
+    b = with_stored(9)
+    for column in (b.partitions.stored, b.partitions.high, b.partitions.durable):
+        column[OTHER] = 9
+    follower = Follower(b, FollowOptions(), CreditWindow(1 << 20), lambda: None)
+    follower.start([StartRequest(p, None, 0, None) for p in (MINE, OTHER)])
+    turns = []
+    for start, end in ((0, 4), (4, 9)):
+        wanted = follower.next_read()
+        assert wanted is not None
+        turns.append([request.partition for request in wanted[0]])
+        # The byte limit was reached with the first partition asked for, which has more.
+        first, *others = wanted[0]
+        blocks = [stretch_block(start, end, end)] if first.partition == MINE else []
+        follower.feed([ReadResult(first, blocks), *(ReadResult(other) for other in others)])
+        follower.next_frame()
+    assert turns == [[MINE, OTHER], [OTHER, MINE]]

@@ -42,7 +42,7 @@ class FollowOptions:
     keys_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StartRequest:
     """One partition of a Start; ``until_now`` overrides ``until_seqno``."""
 
@@ -54,7 +54,7 @@ class StartRequest:
     until_now: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Started:
     """An open stream."""
 
@@ -379,9 +379,12 @@ class Follower:
         partitions = runs["partition"]
         tokens = self._token[partitions].astype("<u4").tobytes()
         self._seqno[partitions] = runs["end_seqno"]
-        np.maximum.at(self._horizon, partitions, runs["horizon"])
-        if (self._until[partitions] != NO_END).any():
-            self._finish([p for p in np.unique(partitions).tolist() if self._is_done(p)])
+        # Of several runs of a partition in one frame the last one counts, and its horizon is the highest.
+        self._horizon[partitions] = np.maximum(self._horizon[partitions], runs["horizon"])
+        seqnos = self._seqno[partitions]
+        done = (seqnos >= self._until[partitions]) & (self._horizon[partitions] <= seqnos)
+        if done.any():
+            self._finish(partitions[done].tolist())
         return FrameOut(taken.blocks, tokens, taken.size) if taken.blocks else None
 
     # Telling the lag

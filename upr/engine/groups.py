@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from upr.engine.tail import Tail, TailEntry
-from upr_protocol.block import U64, Runs, cut_runs, without_values
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.block import RUN, U64, Runs, cut_runs, without_values
+from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import encode_block
 
 ENTRIES_AT_ONCE = 256
@@ -96,26 +96,36 @@ class TailGroups:
         others = [g.next_entry for g in self._groups if g.next_entry > group.next_entry]
         # Stopping where the next group stands lets the two become one.
         end = min(self._limit, group.next_entry + ENTRIES_AT_ONCE, *others)
-        entries = self._tail.range(group.next_entry, end)
-        if any((entry.runs["horizon"] != entry.runs["end_seqno"]).any() for entry in entries):
-            # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
-            entries = entries[:1]
-        return self._select(group, entries, (seqno, horizon, until), max_bytes, keys_only)
+        first = group.next_entry
+        while True:
+            entries = self._fitting(first, end)
+            if any((entry.runs["horizon"] != entry.runs["end_seqno"]).any() for entry in entries):
+                # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
+                entries = entries[:1]
+            state = (seqno, horizon, until)
+            taken = self._select(group, first, entries, state, max_bytes, keys_only)
+            if taken.blocks or taken.next_entry == end or len(entries) == 1:
+                return taken
+            first = taken.next_entry
+
+    def _fitting(self, first: int, end: int) -> list[TailEntry]:
+        """Return entries that together fill a frame for a reader of all partitions: at least one."""
+        last, size = first + 1, len(self._tail[first].data)
+        while last < end and (size := size + len(self._tail[last].data)) <= FRAME_BYTES:
+            last += 1
+        return self._tail.range(first, last)
 
     def _select(
         self,
         group: _Group,
+        first: int,
         entries: list[TailEntry],
         state: tuple[U64, U64, U64],
         max_bytes: int,
         keys_only: bool,
     ) -> Taken:
         seqno, horizon, until = state
-        runs = (
-            np.concatenate([entry.runs for entry in entries])
-            if len(entries) > 1
-            else entries[0].runs
-        )
+        runs = _joined(entries)
         partitions = runs["partition"]
         starts = runs["start_seqno"]
         keep = (
@@ -136,7 +146,7 @@ class TailGroups:
                 size += len(data)
             at = used = last
             done += 1
-        return Taken(group, group.next_entry + done, blocks, runs[:used][keep[:used]], size)
+        return Taken(group, first + done, blocks, runs[:used][keep[:used]], size)
 
     def commit(self, taken: Taken) -> None:
         """Move the group behind what was taken."""
@@ -152,6 +162,13 @@ class TailGroups:
             if same is not group:
                 same.members |= group.members
         self._groups = list(by_entry.values())
+
+
+def _joined(entries: list[TailEntry]) -> Runs:
+    """Return the tables end to end; numpy is slow to concatenate records, and bytes are not."""
+    if len(entries) == 1:
+        return entries[0].runs
+    return np.frombuffer(b"".join([entry.runs.tobytes() for entry in entries]), RUN)
 
 
 def _cut(entry: TailEntry, kept: npt.NDArray[np.bool_], keys_only: bool) -> bytes:

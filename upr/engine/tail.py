@@ -1,7 +1,7 @@
 """The tail: numbered blocks that are not yet in the store, in the order in which they were numbered.
 
 Entries are numbered from 0 for as long as the process lives; readers remember the number of the next entry
-they want, never an entry. Every MARK_EVERY entries the high seqnos of all partitions are kept, so that the
+they want, never an entry. Every MARK_EVERY entries, or MARK_RUNS runs, the high seqnos of all partitions are kept, so that the
 entry from which a partition must be read is found without looking at all of them.
 """
 
@@ -16,6 +16,7 @@ from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.codec import decode_block
 
 MARK_EVERY = 256
+MARK_RUNS = 2048
 _ENTRY_OVERHEAD_BYTES = 600
 
 
@@ -70,6 +71,7 @@ class Tail:
         self.first = self.taken = self.durable = 0
         self.bytes = 0
         self.volatile_bytes = 0
+        self._unmarked_runs = 0
 
     @property
     def end(self) -> int:
@@ -90,7 +92,9 @@ class Tail:
         self._high[entry.runs["partition"]] = entry.runs["end_seqno"]
         self.bytes += entry.size
         self.volatile_bytes += entry.size
-        if (number + 1) % MARK_EVERY == 0:
+        self._unmarked_runs += len(entry.runs)
+        if (number + 1) % MARK_EVERY == 0 or self._unmarked_runs >= MARK_RUNS:
+            self._unmarked_runs = 0
             self._marks.append((number + 1, self._high.copy()))
         return number
 

@@ -274,8 +274,10 @@ class _FollowCall:
                     "a consumer is ahead of this server",
                     extra={"partition": answer.partition, "words": answer.answer.words},
                 )
-        answers = [_answer_message(answer) for answer in decided]
-        self.say(wire.FollowResponse(start_answers=wire.StartAnswers(answers=answers)))
+        response = wire.FollowResponse(start_answers=wire.StartAnswers())
+        for answer in decided:
+            _fill_answer(response.start_answers.answers.add(partition=answer.partition), answer)
+        self.say(response)
         self._beat_now = True
 
     @staticmethod
@@ -381,25 +383,24 @@ def _ended_message(ended: Ended) -> wire.Ended:
     return wire.Ended(streams=streams, problem=_problem(ended.why))
 
 
-def _answer_message(answer: Answer) -> wire.StartAnswer:
+def _fill_answer(message: wire.StartAnswer, answer: Answer) -> None:
+    """Write an answer into the message where it lies: building it apart would copy it twice."""
     if isinstance(answer, Started):
-        started = wire.Started(
-            token=answer.token,
-            failover_id=answer.failover_id,
-            high_seqno=answer.high_seqno,
-            purge_seqno=answer.purge_seqno,
-            until_seqno=answer.until_seqno,
-            failover_log=log_to_messages(answer.log) if answer.log else None,
-        )
-        return wire.StartAnswer(partition=answer.partition, started=started)
-    if isinstance(answer, RolledBack):
+        started = message.started
+        started.token = answer.token
+        started.failover_id = answer.failover_id
+        started.high_seqno = answer.high_seqno
+        started.purge_seqno = answer.purge_seqno
+        if answer.until_seqno is not None:
+            started.until_seqno = answer.until_seqno
+        for record in answer.log or ():
+            started.failover_log.add(failover_id=record.failover_id, seqno=record.seqno)
+    elif isinstance(answer, RolledBack):
         decision = answer.answer
-        rollback = wire.Rollback(
-            rollback_seqno=decision.rollback_seqno or 0,
-            failover_id=decision.newest_id,
-            rule=decision.rule,
-            words=decision.words,
-            failover_log=log_to_messages(answer.log),
-        )
-        return wire.StartAnswer(partition=answer.partition, rollback=rollback)
-    return wire.StartAnswer(partition=answer.partition, refused=problem_of(answer.error))
+        message.rollback.rollback_seqno = decision.rollback_seqno or 0
+        message.rollback.failover_id = decision.newest_id
+        message.rollback.rule = decision.rule
+        message.rollback.words = decision.words
+        message.rollback.failover_log.extend(log_to_messages(answer.log))
+    else:
+        message.refused.CopyFrom(problem_of(answer.error))

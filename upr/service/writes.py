@@ -27,6 +27,8 @@ from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
+_DURABILITIES = frozenset(types.Durability.values())
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -156,9 +158,9 @@ class _WriteCall:
         write = request.write
         pending = _Pending(write.number, write.durability == types.DURABILITY_MEMORY)
         try:
-            if write.durability not in types.Durability.values():
+            if write.durability not in _DURABILITIES:
                 raise InvalidArgumentError(
-                    f"durability {write.durability} is unknown, known are 0 to {max(types.Durability.values())}"
+                    f"durability {write.durability} is unknown, known are 0 to {max(_DURABILITIES)}"
                 )
             following = None
             if self._producer is not None:

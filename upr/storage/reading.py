@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 
 from upr.storage.merge import Encoded
 from upr.storage.store import ReadRequest, Store
-from upr_protocol.block import Block, slice_above, without_values
+from upr_protocol.block import slice_above, without_values
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError
-from upr_protocol.wire.codec import decode_block, encode_block
+from upr_protocol.wire.codec import (
+    check_encoded,
+    column_spans,
+    decode_block,
+    decode_runs,
+    encode_block,
+)
 
 
 @dataclass(slots=True)
@@ -52,15 +58,22 @@ def _continue_from(
 ) -> Iterable[Encoded]:
     at = request.above
     for data in found:
-        block = decode_block(data)
-        run = block.runs[0]
+        # It was checked whole before it was stored: its CRCs tell whether it still is what it was.
+        check_encoded(data)
+        runs = decode_runs(data[slice(*column_spans(data).get(1, (0, 0)))])
+        if len(runs) != 1:
+            raise DataDamagedError(f"the block has {len(runs)} runs, a stored block has one")
+        run = runs[0]
         start, end = int(run["start_seqno"]), int(run["end_seqno"])
-        if len(block.runs) != 1 or run["partition"] != request.partition or start > at or end <= at:
+        if run["partition"] != request.partition or start > at or end <= at:
             raise DataDamagedError(
                 f"the block tells of partition {run['partition']}, seqnos {start} to {end}, after {at}"
             )
-        cut: Block = slice_above(block, at)
-        if keys_only:
-            cut = without_values(cut)
-        yield Encoded(cut.runs, data if cut is block else encode_block(cut))
+        if start == at and not keys_only:
+            yield Encoded(runs, data)
+        else:
+            cut = slice_above(decode_block(data), at)
+            if keys_only:
+                cut = without_values(cut)
+            yield Encoded(cut.runs, encode_block(cut))
         at = end

@@ -140,6 +140,11 @@ async def run_blocking(work: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.to_thread(work, *arguments)
 
 
+async def give_way() -> None:
+    """Let what else is ready on the event loop have a turn."""
+    await asyncio.sleep(0)
+
+
 async def settle(value: object) -> None:
     """Wait for what an application's callback returned, if it is something to wait for."""
     if inspect.isawaitable(value):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 
-from upr_client._async.adapter import mutex, unary
+from upr_client._async.adapter import give_way, mutex, unary
 from upr_client._async.changes import AsyncChanges
 from upr_client._async.writer import AsyncWriter, Write
 from upr_client.delivered import ChangesOptions
@@ -23,7 +23,7 @@ from upr_client.positions import PositionStore
 from upr_client.results import WriteResult, WriteResults
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import CREDIT_BYTES, HEARTBEAT_SECONDS
-from upr_protocol.rows import build_block, check_row, split_rows
+from upr_protocol.rows import build_block, build_blocks, check_row
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.v1 import admin_service_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -179,13 +179,15 @@ class AsyncBucket:
         """
         level = choice(DURABILITIES, durability, "durability")
         pairs = list(rows)
-        slices = list(split_rows([key for key, _ in pairs], [value for _, value in pairs]))
+        blocks = build_blocks([key for key, _ in pairs], [value for _, value in pairs])
         writer = self._writer()
         writes: list[Write] = []
-        for keys, values in slices:
+        for block in blocks:
+            writes.append(await writer.submit(block, level))
+            # What was submitted goes out while the next block is built.
+            await give_way()
             if any(write.error is not None for write in writes[-128:]):
                 break
-            writes.append(await writer.submit(build_block(keys, values), level))
         runs = []
         failure: Exception | None = None
         for write in writes:

@@ -136,6 +136,10 @@ def run_blocking(work: Callable[..., T], *arguments: Any) -> T:
     return work(*arguments)
 
 
+def give_way() -> None:
+    """Let others have a turn; threads have theirs anyway."""
+
+
 def settle(value: object) -> None:
     """Take what an application's callback returned; here nothing is to be waited for."""
 

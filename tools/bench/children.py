@@ -1,0 +1,68 @@
+"""The processes beside the measuring one: ``children.py bare`` and ``children.py produce TARGET SECONDS DURABILITY``."""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from upr_client import AsyncClient
+from upr_protocol.wire.channel import SERVER_OPTIONS
+
+CHILDREN: Final = Path(__file__)
+BARE_METHOD: Final = "/bench.Bare/Stream"
+PER_SECOND: Final = 1000
+KEYS: Final = 4096
+
+
+class _Bare(grpc.GenericRpcHandler):
+    """Streams what was asked for: "COUNT SIZE" in, messages of bytes out."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        return grpc.unary_stream_rpc_method_handler(self._stream)
+
+    async def _stream(self, request: bytes, context: object) -> AsyncIterator[bytes]:
+        count, size = map(int, request.split())
+        message = bytes(size)
+        for _ in range(count):
+            yield message
+
+
+async def serve_bare() -> None:
+    """Serve until stdin ends; the port goes to stdout."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((_Bare(),))
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+
+
+async def produce(target: str, seconds: float, durability: str) -> None:
+    """Write PER_SECOND keys a second, each with the time at which it was handed to the SDK."""
+    async with AsyncClient(target) as client:
+        bucket = client.bucket()
+        await bucket.set(b"warm", b"", durability)
+        tasks = set[asyncio.Task[Any]]()
+        began = time.monotonic()
+        for number in range(int(seconds * PER_SECOND)):
+            late = began + number / PER_SECOND - time.monotonic()
+            if late > 0:
+                await asyncio.sleep(late)
+            value = time.monotonic_ns().to_bytes(8, "little") + bytes(120)
+            key = b"key-%012d" % (number * 7919 % KEYS)
+            task = asyncio.create_task(bucket.set(key, value, durability))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "bare":
+        asyncio.run(serve_bare())
+    else:
+        asyncio.run(produce(sys.argv[2], float(sys.argv[3]), sys.argv[4]))

@@ -1,0 +1,82 @@
+"""What is written, the same in every run; what a measure yields; and the server."""
+
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from tests.harness import RunningServer
+from upr_protocol.rows import build_block
+from upr_protocol.wire.codec import block_to_message
+from upr_protocol.wire.v1 import types_pb2
+
+MUTATIONS: Final = 200_000
+KEYS: Final = 50_000
+VALUE_BYTES: Final = 128
+DELETES: Final = 0.02
+
+Row = tuple[bytes, bytes | None]
+
+
+def zipfian_rows(count: int = MUTATIONS) -> list[Row]:
+    """Return mutations of 16-byte keys whose ranks follow Zipf's law with exponent 0.99."""
+    draw = np.random.default_rng(1)
+    weights = np.arange(1, KEYS + 1) ** -0.99
+    chosen = draw.choice(KEYS, count, p=weights / weights.sum()).tolist()
+    deleted = (draw.random(count) < DELETES).tolist()
+    data = random.Random(1).randbytes(count + VALUE_BYTES)
+    return [
+        (b"key-%012d" % key, None if gone else data[at : at + VALUE_BYTES])
+        for at, (key, gone) in enumerate(zip(chosen, deleted, strict=True))
+    ]
+
+
+def batches(rows: list[Row], size: int) -> list[list[Row]]:
+    """Cut the rows, in order."""
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def encoded(rows: list[Row]) -> types_pb2.Block:
+    """Return rows as a block ready to be sent."""
+    return block_to_message(build_block([key for key, _ in rows], [value for _, value in rows]))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the table; ``share_of_bare`` compares bytes a second with the bare stream beside it."""
+
+    name: str
+    value: float
+    unit: str
+    target: float | None = None
+    share_of_bare: float | None = None
+    note: str = ""
+
+    def line(self) -> str:
+        """Return it for people."""
+        target = "" if self.target is None else f"{self.target:,.5g}"
+        share = "" if self.share_of_bare is None else f"{self.share_of_bare:.0%}"
+        value = f"{self.value:,.0f}" if self.value >= 1000 else f"{self.value:.2f}"
+        return f"{self.name:<40}{value:>12} {self.unit:<7}{target:>11}{share:>7}  {self.note}"
+
+
+def say(words: str) -> None:
+    """Tell the progress."""
+    print(f"bench: {words}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def server() -> Iterator[RunningServer]:
+    """Run a new server on an empty directory."""
+    with tempfile.TemporaryDirectory(prefix="upr-bench-") as folder:
+        running = RunningServer(Path(folder)).start()
+        try:
+            yield running
+        finally:
+            running.close()

@@ -1,0 +1,212 @@
+"""Measure a real server on this machine: see README.md beside this file.
+
+The table, or with ``--json`` one document, goes to stdout; progress goes to stderr.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Final
+
+import grpc.aio
+
+from tests.harness import RunningServer
+from tools.bench.children import BARE_METHOD, CHILDREN
+from tools.bench.common import MUTATIONS, Figure, Row, batches, encoded, say, server, zipfian_rows
+from tools.bench.delays import measure_latency, measure_starts
+from upr_client import AsyncClient
+from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
+from upr_protocol.wire.channel import CLIENT_OPTIONS
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv
+from upr_protocol.wire.v1 import types_pb2 as types
+from upr_protocol.wire.v1.key_value_service_pb2_grpc import KeyValueServiceStub
+
+BATCH_SIZES: Final = (500, 2000, 8000)
+CALLS_AT_ONCE: Final = 16
+"""write_many calls under way at a time."""
+DRAINS: Final = 5
+BARE_MESSAGES: Final = {256: 256, 512: 128}
+"""KiB of a message, and how many: 64 MiB."""
+
+
+# Writing.
+
+
+async def ingest(target: str, rows: list[Row], size: int) -> float:
+    """Write all rows through the SDK, fsynced, CALLS_AT_ONCE batches under way. Return rows a second."""
+    async with AsyncClient(target) as client:
+        bucket = client.bucket()
+        await bucket.set(b"warm", b"")
+        places = asyncio.Semaphore(CALLS_AT_ONCE)
+
+        async def write(batch: list[Row]) -> None:
+            async with places:
+                await bucket.write_many(batch)
+
+        cut = batches(rows, size)
+        began = time.perf_counter()
+        await asyncio.gather(*map(write, cut))
+        return len(rows) / (time.perf_counter() - began)
+
+
+async def ingest_encoded(target: str, rows: list[Row], size: int) -> float:
+    """Send blocks that were encoded before, fsynced: what the server takes. Return rows a second."""
+    requests = [
+        kv.WriteRequest(
+            write=kv.WriteBlock(
+                number=number, durability=types.DURABILITY_DISK, block=encoded(batch)
+            )
+        )
+        for number, batch in enumerate(batches(rows, size), 1)
+    ]
+    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+        stub: Any = KeyValueServiceStub(channel)
+        call = stub.Write()
+        await call.write(kv.WriteRequest(open=kv.WriteOpen(bucket="default", producer="encoded")))
+        await call.read()
+        began = time.perf_counter()
+        answered = 0
+        for sent, request in enumerate(requests):
+            if sent - answered == WRITES_IN_FLIGHT_MAX:
+                await call.read()
+                answered += 1
+            await call.write(request)
+        for _ in range(answered, len(requests)):
+            result = (await call.read()).result
+            assert not result.HasField("refused"), result
+        taken = time.perf_counter() - began
+        await call.done_writing()
+        return len(rows) / taken
+
+
+def measure_ingest(rows: list[Row]) -> Iterator[Figure]:
+    """Each on a server of its own, so that no flush of the one before is in the way."""
+    targets = {500: 250_000.0}
+    for size in BATCH_SIZES:
+        for name, write in (("write_many", ingest), ("pre-encoded", ingest_encoded)):
+            with server() as running:
+                rate = asyncio.run(write(running.target, rows, size))
+            target = targets.get(size, 700_000.0) if write is ingest else None
+            yield Figure(f"ingest, fsynced, {name}, {size} rows", rate, "rows/s", target)
+
+
+# Draining.
+
+
+async def drain(target: str, decode: bool) -> tuple[float, float, int]:
+    """Follow all partitions up to now. Return rows and bytes a second after the first frame, and all rows."""
+    async with AsyncClient(target) as client, client.bucket().changes(until_now=True) as changes:
+        rows = late = size = 0
+        began = time.perf_counter()
+        async for batch in changes.batches():
+            if not rows:
+                began = time.perf_counter()
+            else:
+                late += batch.rows
+                size += sum(block.column_bytes + block.runs.nbytes for block in batch.blocks)
+            rows += len(batch.changes) if decode else batch.rows
+        taken = time.perf_counter() - began
+        return late / taken, size / taken, rows
+
+
+@contextmanager
+def bare_server() -> Iterator[str]:
+    """Run the bare streaming server; its target."""
+    process = subprocess.Popen(
+        [sys.executable, str(CHILDREN), "bare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield f"127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(10)
+
+
+async def bare(target: str, kib: int) -> float:
+    """Receive messages over bare gRPC. Return bytes a second after the first one."""
+    count = BARE_MESSAGES[kib]
+    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+        method: Any = channel.unary_stream(BARE_METHOD)
+        call = method(b"%d %d" % (count, kib * 1024))
+        await call.read()
+        began = time.perf_counter()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        return (count - 1) * kib * 1024 / (time.perf_counter() - began)
+
+
+def measure_drain(running: RunningServer, source: str, bare_target: str) -> Iterator[Figure]:
+    """Alternate blocks, named tuples and the bare stream, and take medians."""
+    floor: list[float] = []
+    found: dict[bool, list[tuple[float, float, int]]] = {False: [], True: []}
+    for _ in range(DRAINS):
+        floor += [asyncio.run(bare(bare_target, kib)) for kib in BARE_MESSAGES]
+        for decode, results in found.items():
+            results.append(asyncio.run(drain(running.target, decode)))
+    speed = statistics.median(floor)
+    targets = {"tail": 1_500_000.0, "store": 2_000_000.0}
+    yield Figure(f"bare gRPC stream, beside the {source}", speed / 1e6, "MB/s")
+    for decode, results in found.items():
+        rate, size, rows = map(statistics.median, zip(*results, strict=True))
+        what, target = ("named tuples", targets[source]) if decode else ("blocks", None)
+        yield Figure(
+            f"drain from the {source} to {what}",
+            rate,
+            "rows/s",
+            target,
+            size / speed,
+            f"{rows} rows",
+        )
+
+
+def measure_reading(rows: list[Row]) -> Iterator[Figure]:
+    """From the tail, and after a clean restart from the store."""
+    with bare_server() as bare_target, server() as running:
+        asyncio.run(ingest_encoded(running.target, rows, 2000))
+        yield from measure_drain(running, "tail", bare_target)
+        yield from measure_starts(running, "tail")
+        assert running.terminate() == 0, running.log_text()
+        running.start()
+        yield from measure_drain(running, "store", bare_target)
+        yield from measure_starts(running, "store")
+
+
+def main() -> int:
+    """Run what was chosen."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument("--only", choices=("ingest", "reading", "latency"), help="a part of it")
+    options = parser.parse_args()
+    say(f"{MUTATIONS} mutations")
+    rows = zipfian_rows()
+    parts: dict[str, Callable[[], Iterator[Figure]]] = {
+        "ingest": lambda: measure_ingest(rows),
+        "reading": lambda: measure_reading(rows),
+        "latency": measure_latency,
+    }
+    figures: list[Figure] = []
+    for name, part in parts.items():
+        if options.only in (None, name):
+            for figure in part():
+                say(f"{figure.name}: {figure.value:,.2f} {figure.unit}")
+                figures.append(figure)
+    if options.json:
+        print(json.dumps([asdict(figure) for figure in figures], indent=1))
+    else:
+        print(f"{'measure':<40}{'value':>12} {'unit':<7}{'target':>11}{'bare':>7}")
+        print("\n".join(figure.line() for figure in figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
