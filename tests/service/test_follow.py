@@ -160,10 +160,10 @@ async def test_a_second_call_of_the_same_consumer_ends_the_first(
 
 
 async def frames_without_credit(follow: RawFollow, most: int) -> int:
-    """Read frames, giving no credit back, until a heartbeat after an idle interval; return their bytes."""
+    """Read frames, giving no credit back, until half of it is used and then nothing comes; return their bytes."""
     sent = 0
     beats = 0
-    while beats < 3:
+    while beats < 3 or sent <= most // 2:
         message = await follow.read()
         if message.HasField("frame"):
             sent += sum(len(b.SerializeToString()) for b in message.frame.blocks)
@@ -193,9 +193,8 @@ async def test_the_server_stays_within_the_credit(
         follow.give_credit = False
         await follow.start(*(start_at(p) for p in range(40)))
         sent = await frames_without_credit(follow, window)
-        assert sent > window // 2
         await follow.send(credit=wire.Credit(bytes=sent))
-        assert await frames_without_credit(follow, window) > window // 2
+        await frames_without_credit(follow, window)
 
 
 @pytest.mark.asyncio
