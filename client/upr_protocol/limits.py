@@ -73,5 +73,6 @@ DISK_RESERVE_FRACTION: Final = 0.02
 """Room kept for flushing, which frees the journal: the smaller of the two."""
 
 assert VALUE_BYTES_MAX + KEY_BYTES_MAX + 4096 <= WRITE_BLOCK_BYTES_MAX < MESSAGE_BYTES_MAX
+assert MARKERS_MIN <= MARKERS_NEWEST
 assert FRAME_BYTES < BLOCK_COLUMN_BYTES < CREDIT_BYTES <= CREDIT_BYTES_MAX
 assert BLOCK_ROWS_MAX <= RUN_SPAN_MAX < SEQNO_MAX

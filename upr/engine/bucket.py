@@ -240,9 +240,8 @@ class Bucket:
         end, self._flush_end = self._flush_end, None
         if not complete:
             return 0
+        # A flush ends where the durable entries ended when it began, so at the end of a commit.
         through = self.tail[end - 1].commit
-        if end < self.tail.end and self.tail[end].commit == through:
-            through -= 1
         self.tail.drop_before(end)
         return through
 

@@ -154,11 +154,6 @@ class Follower:
         self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
         self._ended: list[Ended] = []
 
-    @property
-    def open_streams(self) -> int:
-        """How many streams are open."""
-        return int(np.count_nonzero(self._token))
-
     # Starting and ending
 
     def start(self, requests: Sequence[StartRequest]) -> list[Answer]:
@@ -268,7 +263,7 @@ class Follower:
         waiting = np.flatnonzero(self._from_store)
         if not len(waiting) or not self.credit.may_send(1):
             return None
-        # Turns are fair: the next read begins behind the last partition that this one asks for.
+        # Turns are fair: a read begins behind the last partition that the one before it found blocks of.
         first = int(np.searchsorted(waiting, self._turn)) % len(waiting)
         chosen = np.roll(waiting, -first)[:READ_PARTITIONS].tolist()
         self._reading = True
@@ -351,16 +346,13 @@ class Follower:
         for partition in touched:
             if not any(item[0] == partition for item in self._ready):
                 self._attach(partition)
-        self._finish([p for p in touched if self._is_done(p)])
+        self._end([p for p in touched if self._is_done(p)], FINISHED)
         return FrameOut(blocks, np.array(tokens, "<u4").tobytes(), size) if blocks else None
 
     def _is_done(self, partition: int) -> bool:
         """Whether a stream stands at a complete marker at or above its end."""
         seqno = self._seqno[partition]
         return bool(seqno >= self._until[partition] and self._horizon[partition] <= seqno)
-
-    def _finish(self, partitions: Iterable[int]) -> None:
-        self._end(partitions, FINISHED)
 
     def _frame_from_tail(self) -> FrameOut | None:
         left = self.credit.window - self.credit.outstanding
@@ -384,7 +376,7 @@ class Follower:
         seqnos = self._seqno[partitions]
         done = (seqnos >= self._until[partitions]) & (self._horizon[partitions] <= seqnos)
         if done.any():
-            self._finish(partitions[done].tolist())
+            self._end(partitions[done].tolist(), FINISHED)
         return FrameOut(taken.blocks, tokens, taken.size) if taken.blocks else None
 
     # Telling the lag

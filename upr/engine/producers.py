@@ -22,7 +22,7 @@ ANSWERS_KEPT = 2 * WRITES_IN_FLIGHT_MAX
 
 @dataclass(slots=True)
 class Answer:
-    """What a Write was given: its runs with seqnos, and the tail entry it became, -1 if it is not known."""
+    """What a Write was given: its runs with seqnos, and a tail entry with which it is surely durable."""
 
     runs: Runs
     entry: int

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
@@ -83,6 +84,15 @@ class Catalog:
                 hint="what was known of the old one is void; begin from 0",
             )
         return host
+
+    def of(self, request: Any) -> BucketHost:
+        """Return the bucket that a request names by ``bucket`` and, if it knows it, ``bucket_version``.
+
+        Raises:
+            BucketNotFoundError: see ``find``.
+        """
+        known = request.HasField("bucket_version")
+        return self.find(request.bucket, request.bucket_version if known else None)
 
 
 def chosen_partitions(partitions: Sequence[int]) -> list[int]:

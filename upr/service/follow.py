@@ -30,7 +30,7 @@ from upr.engine.follower import (
     StartRequest,
 )
 from upr.service.catalog import Catalog, check_name
-from upr.service.handshake import Context, HandshakeMethods, abort, first_message
+from upr.service.handshake import Context, HandshakeMethods, abort, read_open
 from upr.service.host import BucketHost
 from upr.storage.store import ReadRequest
 from upr_protocol.credit import CreditWindow
@@ -38,7 +38,6 @@ from upr_protocol.errors import (
     DataDamagedError,
     InvalidArgumentError,
     ShuttingDownError,
-    TooManyError,
     UprError,
 )
 from upr_protocol.limits import (
@@ -94,19 +93,10 @@ class ChangeStreamMethods(HandshakeMethods):
             call.close()
 
     async def _open(self, context: Context) -> "_FollowCall":
-        if len(self._calls) >= FOLLOW_CALLS_MAX:
-            raise TooManyError(
-                f"{len(self._calls)} Follow calls are open, the limit is {FOLLOW_CALLS_MAX}",
-                hint="follow many partitions over one call",
-            )
-        first = await first_message(context)
+        opening = await read_open(context, "Follow", len(self._calls), FOLLOW_CALLS_MAX)
         if self._stopping:
             raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
-        if not isinstance(first, wire.FollowRequest) or first.WhichOneof("message") != "open":
-            raise InvalidArgumentError("the first message of a Follow call is Open")
-        opening = first.open
-        version = opening.bucket_version if opening.HasField("bucket_version") else None
-        host = self._catalog.find(opening.bucket, version)
+        host = self._catalog.of(opening)
         if opening.stability not in types.Stability.values():
             raise InvalidArgumentError(f"stability {opening.stability} is unknown")
         window = opening.credit_bytes or CREDIT_BYTES

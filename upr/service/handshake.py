@@ -9,7 +9,7 @@ import grpc
 
 from upr.engine.bucket import Bucket
 from upr.service.catalog import Catalog, chosen_partitions
-from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
 from upr_protocol.failover import check_failover_id
 from upr_protocol.handshake import answer_hello
 from upr_protocol.limits import OPEN_SECONDS
@@ -28,18 +28,29 @@ async def abort(context: Context, error: UprError) -> NoReturn:
     await context.abort(status.code_of(error), error.message, status.metadata_of(error))
 
 
-async def first_message(context: Context) -> object:
-    """Return the first message of a call, which must come soon: an unopened call is not counted anywhere.
+async def read_open(context: Context, kind: str, open_calls: int, limit: int) -> Any:
+    """Return the Open of a streaming call, its first message; ``kind`` is how errors call it.
+
+    It must come soon: a call that was not opened is not counted anywhere.
 
     Raises:
-        InvalidArgumentError: nothing came within OPEN_SECONDS.
+        TooManyError: as many calls of the kind are open as may be.
+        InvalidArgumentError: nothing came within OPEN_SECONDS, or something else.
     """
+    if open_calls >= limit:
+        raise TooManyError(
+            f"{open_calls} {kind} calls are open, the limit is {limit}",
+            hint="one call carries any number of partitions and writes",
+        )
     try:
-        return await asyncio.wait_for(context.read(), OPEN_SECONDS)
+        first: Any = await asyncio.wait_for(context.read(), OPEN_SECONDS)
     except TimeoutError:
         raise InvalidArgumentError(
             f"no Open within {OPEN_SECONDS:.0f} s", hint="Open is the first message of a call"
         ) from None
+    if first is grpc.aio.EOF or first.WhichOneof("message") != "open":
+        raise InvalidArgumentError(f"the first message of a {kind} call is Open")
+    return first.open
 
 
 def answering(
@@ -85,8 +96,7 @@ class HandshakeMethods:
     @answering
     async def Hello(self, request: wire.HelloRequest, context: Context) -> wire.HelloResponse:
         """Answer for any number of partitions; one bad partition fails the request, and changes nothing."""
-        version = request.bucket_version if request.HasField("bucket_version") else None
-        bucket = self._catalog.find(request.bucket, version).bucket
+        bucket = self._catalog.of(request).bucket
         if request.partitions:
             chosen_partitions([asked.partition for asked in request.partitions])
         for asked in request.partitions:

@@ -9,12 +9,11 @@ import grpc
 from upr.engine.bucket import Written, check_number
 from upr.engine.producers import Producer
 from upr.service.catalog import Catalog, check_name
-from upr.service.handshake import Context, abort, first_message
+from upr.service.handshake import Context, abort, read_open
 from upr.service.host import BucketHost
 from upr_protocol.errors import (
     InvalidArgumentError,
     ShuttingDownError,
-    TooManyError,
     UnknownOutcomeError,
     UprError,
 )
@@ -64,17 +63,8 @@ class KeyValueMethods:
             call.close()
 
     async def _open(self, context: Context) -> "_WriteCall":
-        if len(self._calls) >= WRITE_CALLS_MAX:
-            raise TooManyError(
-                f"{len(self._calls)} Write calls are open, the limit is {WRITE_CALLS_MAX}",
-                hint="send many writes over one call",
-            )
-        first = await first_message(context)
-        if not isinstance(first, wire.WriteRequest) or first.WhichOneof("message") != "open":
-            raise InvalidArgumentError("the first message of a Write call is Open")
-        opening = first.open
-        version = opening.bucket_version if opening.HasField("bucket_version") else None
-        host = self._catalog.find(opening.bucket, version)
+        opening = await read_open(context, "Write", len(self._calls), WRITE_CALLS_MAX)
+        host = self._catalog.of(opening)
         producer, name = None, b""
         if opening.producer:
             name = check_name(opening.producer, "producer").encode()

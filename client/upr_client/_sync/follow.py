@@ -85,7 +85,8 @@ class Follow:
                 self._credit = CreditReturn(granted)
             if message.opened.heartbeat_seconds > 0:
                 self._liveness = Liveness(message.opened.heartbeat_seconds, now())
-            return message.opened  # type: ignore[no-any-return]
+            opened: stream_pb2.Opened = message.opened
+            return opened
         problem = message.ended.problem
         raise UprError(
             problem.message, hint=problem.hint, reason=problem.reason, retriable=problem.retriable
@@ -124,7 +125,8 @@ class Follow:
             self._beat_waits = False
             # Everything received is consumed: the rest too small to be returned alone may be what is missing.
             self._give_back(self._credit.flush())
-        return message  # type: ignore[no-any-return]
+        told: stream_pb2.FollowResponse = message
+        return told
 
     def _give_back(self, size: int) -> None:
         if size:
