@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from upr_protocol.limits import HEARTBEAT_SECONDS
+from upr_protocol.limits import HEARTBEAT_SECONDS, PURGE_HOLD_SECONDS, TOMBSTONE_SECONDS
 
 TAIL_BYTES = 64 * 2**20
 FLUSH_SECONDS = 60.0
@@ -22,6 +22,8 @@ class ServerConfig:
         tail_bytes: the tail is flushed when it holds more than this.
         flush_seconds: the tail is flushed when its oldest write is older than this.
         heartbeat_seconds: the default interval for clients that ask for none.
+        tombstone_seconds: the age from which tombstones may be purged.
+        purge_hold_seconds: the age from which neither streams nor consumers hold them up.
     """
 
     data: Path
@@ -32,3 +34,5 @@ class ServerConfig:
     tail_bytes: int = TAIL_BYTES
     flush_seconds: float = FLUSH_SECONDS
     heartbeat_seconds: float = HEARTBEAT_SECONDS
+    tombstone_seconds: float = TOMBSTONE_SECONDS
+    purge_hold_seconds: float = PURGE_HOLD_SECONDS

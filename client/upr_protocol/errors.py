@@ -63,6 +63,24 @@ class BucketNotFoundError(UprError):
     default_reason = "BUCKET_NOT_FOUND"
 
 
+class BucketGoneError(UprError):
+    """The bucket was dropped while it was used, or has another version than the one known."""
+
+    default_reason = "BUCKET_GONE"
+
+
+class AlreadyExistsError(UprError):
+    """A bucket or cut of that name is there."""
+
+    default_reason = "ALREADY_EXISTS"
+
+
+class CutNotFoundError(UprError):
+    """There is no cut of that name, or its lease has ended."""
+
+    default_reason = "CUT_NOT_FOUND"
+
+
 class PartitionNotActiveError(UprError):
     """The partition takes no writes here: it is replica, pending or dead."""
 

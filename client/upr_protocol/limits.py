@@ -68,6 +68,20 @@ PRODUCER_SECONDS: Final = 24 * 3600
 PRODUCERS_MAX: Final = 10_000
 """Producers are remembered for a day after their last write, the newest 10,000 of them."""
 
+TOMBSTONE_SECONDS: Final = 3 * 24 * 3600.0
+"""Tombstones of this age may be purged, when everybody has passed them."""
+PURGE_HOLD_SECONDS: Final = 7 * 24 * 3600.0
+"""From this age on no stream and no consumer holds a tombstone up; only a cut does, while its lease lasts."""
+CUT_LEASE_SECONDS: Final = 3600.0
+"""Default lease of a cut."""
+CUT_LEASE_SECONDS_MAX: Final = 30 * 24 * 3600.0
+CUTS_MAX: Final = 64
+"""Cuts of one bucket: each keeps merging from joining what lies on its two sides."""
+CONSUMERS_MAX: Final = 1000
+"""Registered consumers of one bucket."""
+BUCKETS_MAX: Final = 32
+"""Buckets of one server: each has a journal, a store and threads of its own."""
+
 DISK_RESERVE_BYTES: Final = 256 * 2**20
 DISK_RESERVE_FRACTION: Final = 0.02
 """Room kept for flushing, which frees the journal: the smaller of the two."""

@@ -1,4 +1,4 @@
-"""Hello, GetFailoverLog and GetPartitions: the unary calls."""
+"""Hello and GetFailoverLog, and what all calls have in common."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,6 @@ from upr_protocol.handshake import answer_hello
 from upr_protocol.limits import OPEN_SECONDS
 from upr_protocol.wire import status
 from upr_protocol.wire.codec import log_to_messages, problem_of
-from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 _Request = TypeVar("_Request")
@@ -118,33 +117,3 @@ class HandshakeMethods:
             for partition in chosen_partitions(request.partitions)
         ]
         return wire.GetFailoverLogResponse(bucket_version=bucket.identity.version, logs=logs)
-
-
-class AdminMethods:
-    """All of AdminService."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-
-    @answering
-    async def GetPartitions(
-        self, request: admin.GetPartitionsRequest, context: Context
-    ) -> admin.GetPartitionsResponse:
-        """Return the state of partitions."""
-        bucket = self._catalog.find(request.bucket).bucket
-        table = bucket.partitions
-        infos = []
-        for partition in chosen_partitions(request.partitions):
-            problem = table.problems.get(partition)
-            infos.append(
-                admin.PartitionInfo(
-                    partition=partition,
-                    state=int(table.state[partition]),  # type: ignore[arg-type]
-                    high_seqno=int(table.high[partition]),
-                    durable_seqno=int(table.durable[partition]),
-                    purge_seqno=int(table.purge[partition]),
-                    failover_id=int(table.newest_id[partition]),
-                    problem=problem_of(problem) if problem else None,
-                )
-            )
-        return admin.GetPartitionsResponse(bucket_version=bucket.identity.version, partitions=infos)

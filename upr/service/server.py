@@ -17,9 +17,9 @@ from grpc_reflection.v1alpha import reflection
 from upr import __version__
 from upr.config import ServerConfig
 from upr.service import logs
+from upr.service.admin import AdminMethods
 from upr.service.catalog import Catalog
 from upr.service.follow import ChangeStreamMethods
-from upr.service.handshake import AdminMethods
 from upr.service.writes import KeyValueMethods
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import ListenError
@@ -72,6 +72,8 @@ def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHan
     found = descriptor.services_by_name[service]
     handlers = {}
     for method in found.methods:
+        if not hasattr(methods, method.name):
+            continue
         request = GetMessageClass(method.input_type)
         kind = (
             grpc.stream_stream_rpc_method_handler

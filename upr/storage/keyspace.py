@@ -5,6 +5,7 @@ value but a block, which has its own checksums, ends in a CRC32C.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import google_crc32c
@@ -18,6 +19,9 @@ _BLOCK_KEY = struct.Struct(">HQ")
 _PARTITION = struct.Struct("<BQQQQH")
 _RECORD = struct.Struct("<QQ")
 _PRODUCER = struct.Struct("<QQQQQ")
+_CONSUMER = struct.Struct("<QQQQ")
+_CUT = struct.Struct("<QQQH")
+_PIN = struct.Struct("<HQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,48 @@ class ProducerRow:
     start_seqno: int
     end_seqno: int
     time: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerRow:
+    """What a consumer acknowledged in one partition.
+
+    Attributes:
+        generation: how many calls had been opened under the consumer's name, this one included.
+        failover_id: the id under which it acknowledged.
+        seqno: everything up to here is safe with the consumer.
+        time: when, microseconds since the epoch.
+    """
+
+    generation: int
+    failover_id: int
+    seqno: int
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The marker that a cut pins in one partition, and the id that was newest when it was made."""
+
+    failover_id: int
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutRow:
+    """A cut: pins under one name and for a lease. Times are microseconds since the epoch.
+
+    Attributes:
+        created: when it was made.
+        expires: when its lease ends.
+        lease: the lease it was made or last renewed with, microseconds.
+        pins: by partition, ascending.
+    """
+
+    created: int
+    expires: int
+    lease: int
+    pins: Mapping[int, Pin]
 
 
 def seal(value: bytes) -> bytes:
@@ -126,3 +172,43 @@ def pack_producer(row: ProducerRow) -> bytes:
 def unpack_producer(value: bytes, producer: bytes) -> ProducerRow:
     """Return the row, or raise DataDamagedError."""
     return ProducerRow(*_PRODUCER.unpack(unseal(value, f"producer {producer!r}")))
+
+
+def consumer_key(consumer: bytes, partition: int) -> bytes:
+    """The name, a zero byte (no name contains one), the partition."""
+    return producer_key(consumer, partition)
+
+
+def unpack_consumer_key(key: bytes) -> tuple[bytes, int]:
+    return unpack_producer_key(key)
+
+
+def pack_consumer(row: ConsumerRow) -> bytes:
+    return seal(_CONSUMER.pack(row.generation, row.failover_id, row.seqno, row.time))
+
+
+def unpack_consumer(value: bytes, consumer: bytes) -> ConsumerRow:
+    """Return the row, or raise DataDamagedError."""
+    return ConsumerRow(*_CONSUMER.unpack(unseal(value, f"consumer {consumer!r}")))
+
+
+def pack_cut(row: CutRow) -> bytes:
+    head = _CUT.pack(row.created, row.expires, row.lease, len(row.pins))
+    pins = (_PIN.pack(p, pin.failover_id, pin.seqno) for p, pin in row.pins.items())
+    return seal(head + b"".join(pins))
+
+
+def unpack_cut(value: bytes, name: bytes) -> CutRow:
+    """Return the row, or raise DataDamagedError."""
+    body = unseal(value, f"cut {name!r}")
+    try:
+        created, expires, lease, count = _CUT.unpack_from(body)
+        pins = {
+            partition: Pin(failover_id, seqno)
+            for partition, failover_id, seqno in _PIN.iter_unpack(body[_CUT.size :])
+        }
+    except struct.error as error:
+        raise DataDamagedError(f"cut {name!r}: the stored row is malformed: {error}") from error
+    if len(pins) != count:
+        raise DataDamagedError(f"cut {name!r}: {len(pins)} pins, the row says {count}")
+    return CutRow(created, expires, lease, pins)

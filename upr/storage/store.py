@@ -6,6 +6,7 @@ any disk, and sparse, so that "map full" cannot be met before "disk full".
 """
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 import lmdb
 
 from upr.storage import keyspace
-from upr.storage.keyspace import PartitionRow, ProducerRow
+from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, ProducerRow
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import PARTITIONS
+
+log = logging.getLogger(__name__)
 
 MAP_BYTES = 16 * 2**40
 FORMAT = 1
@@ -27,10 +30,17 @@ _IDENTITY = b"identity"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which bucket this is: its name and its version, a random id given when it was created."""
+    """Which bucket this is.
+
+    Attributes:
+        name: unique in the server.
+        version: a random id given when it was created.
+        compression: of stored blocks: empty for none, or ``zstd``. Set when it was created.
+    """
 
     name: str
     version: int
+    compression: str = ""
 
 
 def _seen(value: bytes, name: bytes) -> int:
@@ -73,6 +83,8 @@ class Store:
         self._partitions = self._env.open_db(b"partitions")
         self._blocks = self._env.open_db(b"blocks")
         self._producers = self._env.open_db(b"producers")
+        self._cuts = self._env.open_db(b"cuts")
+        self._consumers = self._env.open_db(b"consumers")
         self._folder = folder
 
     def close(self) -> None:
@@ -82,7 +94,12 @@ class Store:
     def create(self, identity: Identity, rows: Mapping[int, PartitionRow]) -> None:
         """Write identity, partitions and a clean-shutdown proof into an empty store, in one transaction."""
         with self._env.begin(write=True) as txn:
-            text = {"format": FORMAT, "name": identity.name, "version": f"{identity.version:016x}"}
+            text = {
+                "format": FORMAT,
+                "name": identity.name,
+                "version": f"{identity.version:016x}",
+                "compression": identity.compression,
+            }
             txn.put(_IDENTITY, keyspace.seal(json.dumps(text).encode()), db=self._meta)
             self._put_partitions(txn, rows)
             txn.put(_PROOF, keyspace.seal(b"created"), db=self._meta)
@@ -104,7 +121,7 @@ class Store:
                 f"{self._folder}: the store has format {text['format']}, this program knows {FORMAT}",
                 hint="use the program that wrote it, or a newer one",
             )
-        return Identity(text["name"], int(text["version"], 16))
+        return Identity(text["name"], int(text["version"], 16), text.get("compression", ""))
 
     def partitions(self) -> dict[int, PartitionRow | DataDamagedError]:
         """Return every partition's row, or why it cannot be read."""
@@ -221,6 +238,55 @@ class Store:
                 rows[partition] = keyspace.unpack_producer(bytes(cursor.value()), name)
                 more = cursor.next()
         return rows
+
+    def cuts(self) -> dict[bytes, CutRow]:
+        """Return the cuts by name; damaged ones are left out: what they pinned is not known any more."""
+        rows = {}
+        with self._env.begin() as txn, txn.cursor(db=self._cuts) as cursor:
+            for key, value in cursor:
+                name = bytes(key)
+                try:
+                    rows[name] = keyspace.unpack_cut(bytes(value), name)
+                except DataDamagedError as error:
+                    log.error("a cut is lost", extra={"error": error.message})
+        return rows
+
+    def put_cuts(self, changes: Mapping[bytes, CutRow | None]) -> None:
+        """Write cuts, and remove those that map to None, in one transaction."""
+        with self._env.begin(write=True) as txn:
+            for name, row in changes.items():
+                if row is None:
+                    txn.delete(name, db=self._cuts)
+                else:
+                    txn.put(name, keyspace.pack_cut(row), db=self._cuts)
+
+    def consumers(self) -> dict[bytes, dict[int, ConsumerRow]]:
+        """Return the consumers' rows by name and partition.
+
+        A damaged row counts as a position at 0, under no id: it holds purging up until its consumer
+        acknowledges anew or is forgotten.
+        """
+        rows: dict[bytes, dict[int, ConsumerRow]] = {}
+        with self._env.begin() as txn, txn.cursor(db=self._consumers) as cursor:
+            for key, value in cursor:
+                name, partition = keyspace.unpack_consumer_key(bytes(key))
+                try:
+                    row = keyspace.unpack_consumer(bytes(value), name)
+                except DataDamagedError as error:
+                    log.error("a position is lost", extra={"error": error.message})
+                    row = ConsumerRow(0, 0, 0, 0)
+                rows.setdefault(name, {})[partition] = row
+        return rows
+
+    def put_consumers(self, rows: Mapping[tuple[bytes, int], ConsumerRow | None]) -> None:
+        """Write positions, and remove those that map to None, in one transaction."""
+        with self._env.begin(write=True) as txn:
+            for (name, partition), row in rows.items():
+                key = keyspace.consumer_key(name, partition)
+                if row is None:
+                    txn.delete(key, db=self._consumers)
+                else:
+                    txn.put(key, keyspace.pack_consumer(row), db=self._consumers)
 
     def forget_producers(self, before: int, keep: int) -> int:
         """Remove producers last seen before a time (microseconds), and the oldest above ``keep`` names.

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from . import types_pb2 as upr_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aupr/v1/admin_service.proto\x12\x06upr.v1\x1a\x12upr/v1/types.proto\":\n\x14GetPartitionsRequest\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x12\n\npartitions\x18\x02 \x03(\r\"Z\n\x15GetPartitionsResponse\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x12)\n\npartitions\x18\x02 \x03(\x0b\x32\x15.upr.v1.PartitionInfo\"\xc0\x01\n\rPartitionInfo\x12\x11\n\tpartition\x18\x01 \x01(\r\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.upr.v1.PartitionState\x12\x12\n\nhigh_seqno\x18\x03 \x01(\x04\x12\x15\n\rdurable_seqno\x18\x04 \x01(\x04\x12\x13\n\x0bpurge_seqno\x18\x05 \x01(\x04\x12\x13\n\x0b\x66\x61ilover_id\x18\x06 \x01(\x06\x12 \n\x07problem\x18\x07 \x01(\x0b\x32\x0f.upr.v1.Problem2\\\n\x0c\x41\x64minService\x12L\n\rGetPartitions\x12\x1c.upr.v1.GetPartitionsRequest\x1a\x1d.upr.v1.GetPartitionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aupr/v1/admin_service.proto\x12\x06upr.v1\x1a\x12upr/v1/types.proto\":\n\x14GetPartitionsRequest\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x12\n\npartitions\x18\x02 \x03(\r\"Z\n\x15GetPartitionsResponse\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x12)\n\npartitions\x18\x02 \x03(\x0b\x32\x15.upr.v1.PartitionInfo\"\xc0\x01\n\rPartitionInfo\x12\x11\n\tpartition\x18\x01 \x01(\r\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.upr.v1.PartitionState\x12\x12\n\nhigh_seqno\x18\x03 \x01(\x04\x12\x15\n\rdurable_seqno\x18\x04 \x01(\x04\x12\x13\n\x0bpurge_seqno\x18\x05 \x01(\x04\x12\x13\n\x0b\x66\x61ilover_id\x18\x06 \x01(\x06\x12 \n\x07problem\x18\x07 \x01(\x0b\x32\x0f.upr.v1.Problem\"\x12\n\x10GetStatusRequest\"\xd7\x01\n\x11GetStatusResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x11\n\tserver_id\x18\x02 \x01(\x06\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x17\n\x0f\x61nonymous_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cmapped_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x66ollow_calls\x18\x06 \x01(\r\x12\x13\n\x0bwrite_calls\x18\x07 \x01(\r\x12%\n\x07\x62uckets\x18\x08 \x03(\x0b\x32\x14.upr.v1.BucketStatus\"\xec\x01\n\x0c\x42ucketStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\ntail_bytes\x18\x03 \x01(\x04\x12\x18\n\x10tail_limit_bytes\x18\x04 \x01(\x04\x12\x16\n\x0evolatile_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07streams\x18\x06 \x01(\r\x12\x1a\n\x12streams_from_store\x18\x07 \x01(\r\x12\x0c\n\x04\x63uts\x18\x08 \x01(\r\x12\x1a\n\x12\x64\x61maged_partitions\x18\t \x01(\r\x12 \n\x07problem\x18\n \x01(\x0b\x32\x0f.upr.v1.Problem\"#\n\x11GetStorageRequest\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\"\xe3\x03\n\x12GetStorageResponse\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x12\x12\n\nfile_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x15\n\rjournal_bytes\x18\x04 \x01(\x04\x12\x12\n\ntail_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\x0c\n\x04rows\x18\x07 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x16\n\x0eunmerged_bytes\x18\t \x01(\x04\x12\x16\n\x0eingested_bytes\x18\n \x01(\x04\x12\x18\n\x10journalled_bytes\x18\x0b \x01(\x04\x12\x15\n\rflushed_bytes\x18\x0c \x01(\x04\x12\x19\n\x11merge_input_bytes\x18\r \x01(\x04\x12\x1a\n\x12merge_output_bytes\x18\x0e \x01(\x04\x12\x18\n\x10merge_input_rows\x18\x0f \x01(\x04\x12\x19\n\x11merge_output_rows\x18\x10 \x01(\x04\x12\x15\n\rmerge_seconds\x18\x11 \x01(\x01\x12\x19\n\x11purged_tombstones\x18\x12 \x01(\x04\x12\x1b\n\x13partitions_to_merge\x18\x13 \x01(\r\x12\x13\n\x0b\x63ompression\x18\x14 \x01(\t\"C\n\x0cPurgeRequest\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x12\n\npartitions\x18\x02 \x03(\r\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"\x8e\x01\n\rPurgeResponse\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x12*\n\npartitions\x18\x02 \x03(\x0b\x32\x16.upr.v1.PartitionPurge\x12\x1d\n\x15tombstone_age_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12hold_limit_seconds\x18\x04 \x01(\x01\"\xbc\x01\n\x0ePartitionPurge\x12\x11\n\tpartition\x18\x01 \x01(\r\x12\x12\n\ntombstones\x18\x02 \x01(\x04\x12\x16\n\x0eold_tombstones\x18\x03 \x01(\x04\x12\x0e\n\x06purged\x18\x04 \x01(\x04\x12\x13\n\x0bpurge_seqno\x18\x05 \x01(\x04\x12$\n\x07holders\x18\x06 \x03(\x0b\x32\x13.upr.v1.PurgeHolder\x12 \n\x07problem\x18\x07 \x01(\x0b\x32\x0f.upr.v1.Problem\"8\n\x0bPurgeHolder\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05seqno\x18\x03 \x01(\x04\">\n\x14ListConsumersRequest\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x16\n\x0ewith_positions\x18\x02 \x01(\x08\"X\n\x15ListConsumersResponse\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x12\'\n\tconsumers\x18\x02 \x03(\x0b\x32\x14.upr.v1.ConsumerInfo\"\xa8\x01\n\x0c\x43onsumerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x15\n\rlast_ack_time\x18\x04 \x01(\x04\x12\x12\n\npartitions\x18\x05 \x01(\r\x12\x0b\n\x03lag\x18\x06 \x01(\x04\x12+\n\tpositions\x18\x07 \x03(\x0b\x32\x18.upr.v1.ConsumerPosition\"I\n\x10\x43onsumerPosition\x12\x11\n\tpartition\x18\x01 \x01(\r\x12\x13\n\x0b\x66\x61ilover_id\x18\x02 \x01(\x06\x12\r\n\x05seqno\x18\x03 \x01(\x04\"5\n\x15\x46orgetConsumerRequest\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"+\n\x16\x46orgetConsumerResponse\x12\x11\n\tforgotten\x18\x01 \x01(\x08\"\x14\n\x12ListBucketsRequest\":\n\x13ListBucketsResponse\x12#\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x12.upr.v1.BucketInfo\"g\n\nBucketInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x13\n\x0b\x63ompression\x18\x03 \x01(\t\x12\x11\n\tmutations\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\"8\n\x13\x43reateBucketRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x63ompression\x18\x02 \x01(\t\":\n\x14\x43reateBucketResponse\x12\"\n\x06\x62ucket\x18\x01 \x01(\x0b\x32\x12.upr.v1.BucketInfo\"C\n\x11\x44ropBucketRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x06H\x00\x88\x01\x01\x42\n\n\x08_version\",\n\x12\x44ropBucketResponse\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x32\x90\x05\n\x0c\x41\x64minService\x12L\n\rGetPartitions\x12\x1c.upr.v1.GetPartitionsRequest\x1a\x1d.upr.v1.GetPartitionsResponse\x12@\n\tGetStatus\x12\x18.upr.v1.GetStatusRequest\x1a\x19.upr.v1.GetStatusResponse\x12\x43\n\nGetStorage\x12\x19.upr.v1.GetStorageRequest\x1a\x1a.upr.v1.GetStorageResponse\x12\x34\n\x05Purge\x12\x14.upr.v1.PurgeRequest\x1a\x15.upr.v1.PurgeResponse\x12L\n\rListConsumers\x12\x1c.upr.v1.ListConsumersRequest\x1a\x1d.upr.v1.ListConsumersResponse\x12O\n\x0e\x46orgetConsumer\x12\x1d.upr.v1.ForgetConsumerRequest\x1a\x1e.upr.v1.ForgetConsumerResponse\x12\x46\n\x0bListBuckets\x12\x1a.upr.v1.ListBucketsRequest\x1a\x1b.upr.v1.ListBucketsResponse\x12I\n\x0c\x43reateBucket\x12\x1b.upr.v1.CreateBucketRequest\x1a\x1c.upr.v1.CreateBucketResponse\x12\x43\n\nDropBucket\x12\x19.upr.v1.DropBucketRequest\x1a\x1a.upr.v1.DropBucketResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,6 +38,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETPARTITIONSRESPONSE']._serialized_end=208
   _globals['_PARTITIONINFO']._serialized_start=211
   _globals['_PARTITIONINFO']._serialized_end=403
-  _globals['_ADMINSERVICE']._serialized_start=405
-  _globals['_ADMINSERVICE']._serialized_end=497
+  _globals['_GETSTATUSREQUEST']._serialized_start=405
+  _globals['_GETSTATUSREQUEST']._serialized_end=423
+  _globals['_GETSTATUSRESPONSE']._serialized_start=426
+  _globals['_GETSTATUSRESPONSE']._serialized_end=641
+  _globals['_BUCKETSTATUS']._serialized_start=644
+  _globals['_BUCKETSTATUS']._serialized_end=880
+  _globals['_GETSTORAGEREQUEST']._serialized_start=882
+  _globals['_GETSTORAGEREQUEST']._serialized_end=917
+  _globals['_GETSTORAGERESPONSE']._serialized_start=920
+  _globals['_GETSTORAGERESPONSE']._serialized_end=1403
+  _globals['_PURGEREQUEST']._serialized_start=1405
+  _globals['_PURGEREQUEST']._serialized_end=1472
+  _globals['_PURGERESPONSE']._serialized_start=1475
+  _globals['_PURGERESPONSE']._serialized_end=1617
+  _globals['_PARTITIONPURGE']._serialized_start=1620
+  _globals['_PARTITIONPURGE']._serialized_end=1808
+  _globals['_PURGEHOLDER']._serialized_start=1810
+  _globals['_PURGEHOLDER']._serialized_end=1866
+  _globals['_LISTCONSUMERSREQUEST']._serialized_start=1868
+  _globals['_LISTCONSUMERSREQUEST']._serialized_end=1930
+  _globals['_LISTCONSUMERSRESPONSE']._serialized_start=1932
+  _globals['_LISTCONSUMERSRESPONSE']._serialized_end=2020
+  _globals['_CONSUMERINFO']._serialized_start=2023
+  _globals['_CONSUMERINFO']._serialized_end=2191
+  _globals['_CONSUMERPOSITION']._serialized_start=2193
+  _globals['_CONSUMERPOSITION']._serialized_end=2266
+  _globals['_FORGETCONSUMERREQUEST']._serialized_start=2268
+  _globals['_FORGETCONSUMERREQUEST']._serialized_end=2321
+  _globals['_FORGETCONSUMERRESPONSE']._serialized_start=2323
+  _globals['_FORGETCONSUMERRESPONSE']._serialized_end=2366
+  _globals['_LISTBUCKETSREQUEST']._serialized_start=2368
+  _globals['_LISTBUCKETSREQUEST']._serialized_end=2388
+  _globals['_LISTBUCKETSRESPONSE']._serialized_start=2390
+  _globals['_LISTBUCKETSRESPONSE']._serialized_end=2448
+  _globals['_BUCKETINFO']._serialized_start=2450
+  _globals['_BUCKETINFO']._serialized_end=2553
+  _globals['_CREATEBUCKETREQUEST']._serialized_start=2555
+  _globals['_CREATEBUCKETREQUEST']._serialized_end=2611
+  _globals['_CREATEBUCKETRESPONSE']._serialized_start=2613
+  _globals['_CREATEBUCKETRESPONSE']._serialized_end=2671
+  _globals['_DROPBUCKETREQUEST']._serialized_start=2673
+  _globals['_DROPBUCKETREQUEST']._serialized_end=2740
+  _globals['_DROPBUCKETRESPONSE']._serialized_start=2742
+  _globals['_DROPBUCKETRESPONSE']._serialized_end=2786
+  _globals['_ADMINSERVICE']._serialized_start=2789
+  _globals['_ADMINSERVICE']._serialized_end=3445
 # @@protoc_insertion_point(module_scope)

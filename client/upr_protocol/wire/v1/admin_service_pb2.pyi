@@ -122,3 +122,765 @@ class PartitionInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PartitionInfo: _TypeAlias = PartitionInfo  # noqa: Y015
+
+@_typing.final
+class GetStatusRequest(_message.Message):
+    """No choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
+
+@_typing.final
+class GetStatusResponse(_message.Message):
+    """One server process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    ANONYMOUS_BYTES_FIELD_NUMBER: _builtins.int
+    MAPPED_BYTES_FIELD_NUMBER: _builtins.int
+    FOLLOW_CALLS_FIELD_NUMBER: _builtins.int
+    WRITE_CALLS_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    server_version: _builtins.str
+    """The server's version, for people."""
+    server_id: _builtins.int
+    """Which server process this is; another one after each start."""
+    uptime_seconds: _builtins.float
+    """Seconds since it began to serve."""
+    anonymous_bytes: _builtins.int
+    """Anonymous memory of the process in bytes (RssAnon): what it really holds."""
+    mapped_bytes: _builtins.int
+    """Mapped memory of the process in bytes (RssFile and RssShmem): pages of files, which the kernel takes back when
+    it needs them.
+    """
+    follow_calls: _builtins.int
+    """Open Follow calls."""
+    write_calls: _builtins.int
+    """Open Write calls."""
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketStatus]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        server_version: _builtins.str = ...,
+        server_id: _builtins.int = ...,
+        uptime_seconds: _builtins.float = ...,
+        anonymous_bytes: _builtins.int = ...,
+        mapped_bytes: _builtins.int = ...,
+        follow_calls: _builtins.int = ...,
+        write_calls: _builtins.int = ...,
+        buckets: _abc.Iterable[Global___BucketStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "follow_calls", b"follow_calls", "mapped_bytes", b"mapped_bytes", "server_id", b"server_id", "server_version", b"server_version", "uptime_seconds", b"uptime_seconds", "write_calls", b"write_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class BucketStatus(_message.Message):
+    """One bucket at this moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TAIL_BYTES_FIELD_NUMBER: _builtins.int
+    TAIL_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    VOLATILE_BYTES_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
+    STREAMS_FROM_STORE_FIELD_NUMBER: _builtins.int
+    CUTS_FIELD_NUMBER: _builtins.int
+    DAMAGED_PARTITIONS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    version: _builtins.int
+    """Its version."""
+    tail_bytes: _builtins.int
+    """About how much memory the tail holds, in bytes."""
+    tail_limit_bytes: _builtins.int
+    """The tail's limit, in bytes."""
+    volatile_bytes: _builtins.int
+    """The part of the tail that is not durable yet, in bytes."""
+    streams: _builtins.int
+    """Open streams."""
+    streams_from_store: _builtins.int
+    """The part of them that reads from the store now."""
+    cuts: _builtins.int
+    """Cuts whose lease has not ended."""
+    damaged_partitions: _builtins.int
+    """Partitions that are not whole; GetPartitions has the reasons."""
+    @_builtins.property
+    def problem(self) -> _types_pb2.Problem:
+        """Why no writes are taken, if so."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.int = ...,
+        tail_bytes: _builtins.int = ...,
+        tail_limit_bytes: _builtins.int = ...,
+        volatile_bytes: _builtins.int = ...,
+        streams: _builtins.int = ...,
+        streams_from_store: _builtins.int = ...,
+        cuts: _builtins.int = ...,
+        damaged_partitions: _builtins.int = ...,
+        problem: _types_pb2.Problem | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts", "damaged_partitions", b"damaged_partitions", "name", b"name", "problem", b"problem", "streams", b"streams", "streams_from_store", b"streams_from_store", "tail_bytes", b"tail_bytes", "tail_limit_bytes", b"tail_limit_bytes", "version", b"version", "volatile_bytes", b"volatile_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BucketStatus: _TypeAlias = BucketStatus  # noqa: Y015
+
+@_typing.final
+class GetStorageRequest(_message.Message):
+    """Whose storage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStorageRequest: _TypeAlias = GetStorageRequest  # noqa: Y015
+
+@_typing.final
+class GetStorageResponse(_message.Message):
+    """One bucket's storage. Counters count since the server was started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    FILE_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    JOURNAL_BYTES_FIELD_NUMBER: _builtins.int
+    TAIL_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    UNMERGED_BYTES_FIELD_NUMBER: _builtins.int
+    INGESTED_BYTES_FIELD_NUMBER: _builtins.int
+    JOURNALLED_BYTES_FIELD_NUMBER: _builtins.int
+    FLUSHED_BYTES_FIELD_NUMBER: _builtins.int
+    MERGE_INPUT_BYTES_FIELD_NUMBER: _builtins.int
+    MERGE_OUTPUT_BYTES_FIELD_NUMBER: _builtins.int
+    MERGE_INPUT_ROWS_FIELD_NUMBER: _builtins.int
+    MERGE_OUTPUT_ROWS_FIELD_NUMBER: _builtins.int
+    MERGE_SECONDS_FIELD_NUMBER: _builtins.int
+    PURGED_TOMBSTONES_FIELD_NUMBER: _builtins.int
+    PARTITIONS_TO_MERGE_FIELD_NUMBER: _builtins.int
+    COMPRESSION_FIELD_NUMBER: _builtins.int
+    bucket_version: _builtins.int
+    """The version of the bucket that answered."""
+    file_bytes: _builtins.int
+    """Size of the LMDB file in bytes; it never shrinks."""
+    used_bytes: _builtins.int
+    """Pages of that file in use, in bytes; the rest is free for what comes."""
+    journal_bytes: _builtins.int
+    """Journal segments, in bytes."""
+    tail_bytes: _builtins.int
+    """About how much memory the tail holds, in bytes."""
+    blocks: _builtins.int
+    """Stored blocks."""
+    rows: _builtins.int
+    """Their rows, superseded ones included."""
+    block_bytes: _builtins.int
+    """Their bytes."""
+    unmerged_bytes: _builtins.int
+    """The part of block_bytes that is not in the largest merged stretch of its partition: at most so much can be
+    superseded there.
+    """
+    ingested_bytes: _builtins.int
+    """Bytes that writers sent: columns of numbered blocks."""
+    journalled_bytes: _builtins.int
+    """Bytes appended to the journal."""
+    flushed_bytes: _builtins.int
+    """Bytes of blocks that flushes stored."""
+    merge_input_bytes: _builtins.int
+    """Bytes of blocks that merges read."""
+    merge_output_bytes: _builtins.int
+    """Bytes of blocks that merges stored."""
+    merge_input_rows: _builtins.int
+    """Rows that merges read."""
+    merge_output_rows: _builtins.int
+    """Rows that merges stored."""
+    merge_seconds: _builtins.float
+    """Seconds of work of merges."""
+    purged_tombstones: _builtins.int
+    """Tombstones dropped."""
+    partitions_to_merge: _builtins.int
+    """Partitions that wait for a merge."""
+    compression: _builtins.str
+    """How stored blocks are compressed: empty for not at all, or zstd."""
+    def __init__(
+        self,
+        *,
+        bucket_version: _builtins.int = ...,
+        file_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        journal_bytes: _builtins.int = ...,
+        tail_bytes: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+        unmerged_bytes: _builtins.int = ...,
+        ingested_bytes: _builtins.int = ...,
+        journalled_bytes: _builtins.int = ...,
+        flushed_bytes: _builtins.int = ...,
+        merge_input_bytes: _builtins.int = ...,
+        merge_output_bytes: _builtins.int = ...,
+        merge_input_rows: _builtins.int = ...,
+        merge_output_rows: _builtins.int = ...,
+        merge_seconds: _builtins.float = ...,
+        purged_tombstones: _builtins.int = ...,
+        partitions_to_merge: _builtins.int = ...,
+        compression: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "blocks", b"blocks", "bucket_version", b"bucket_version", "compression", b"compression", "file_bytes", b"file_bytes", "flushed_bytes", b"flushed_bytes", "ingested_bytes", b"ingested_bytes", "journal_bytes", b"journal_bytes", "journalled_bytes", b"journalled_bytes", "merge_input_bytes", b"merge_input_bytes", "merge_input_rows", b"merge_input_rows", "merge_output_bytes", b"merge_output_bytes", "merge_output_rows", b"merge_output_rows", "merge_seconds", b"merge_seconds", "partitions_to_merge", b"partitions_to_merge", "purged_tombstones", b"purged_tombstones", "rows", b"rows", "tail_bytes", b"tail_bytes", "unmerged_bytes", b"unmerged_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStorageResponse: _TypeAlias = GetStorageResponse  # noqa: Y015
+
+@_typing.final
+class PurgeRequest(_message.Message):
+    """What to purge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    dry_run: _builtins.bool
+    """Change nothing, only say what would go."""
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The partitions; none means all."""
+
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "dry_run", b"dry_run", "partitions", b"partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeRequest: _TypeAlias = PurgeRequest  # noqa: Y015
+
+@_typing.final
+class PurgeResponse(_message.Message):
+    """What was, or would be, purged."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    TOMBSTONE_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    HOLD_LIMIT_SECONDS_FIELD_NUMBER: _builtins.int
+    bucket_version: _builtins.int
+    """The version of the bucket that answered."""
+    tombstone_age_seconds: _builtins.float
+    """The age from which a tombstone may go, in seconds."""
+    hold_limit_seconds: _builtins.float
+    """The age from which nobody holds it up any more, in seconds."""
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartitionPurge]:
+        """Partitions with a stored tombstone, ascending."""
+
+    def __init__(
+        self,
+        *,
+        bucket_version: _builtins.int = ...,
+        partitions: _abc.Iterable[Global___PartitionPurge] | None = ...,
+        tombstone_age_seconds: _builtins.float = ...,
+        hold_limit_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "hold_limit_seconds", b"hold_limit_seconds", "partitions", b"partitions", "tombstone_age_seconds", b"tombstone_age_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeResponse: _TypeAlias = PurgeResponse  # noqa: Y015
+
+@_typing.final
+class PartitionPurge(_message.Message):
+    """One partition's tombstones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    TOMBSTONES_FIELD_NUMBER: _builtins.int
+    OLD_TOMBSTONES_FIELD_NUMBER: _builtins.int
+    PURGED_FIELD_NUMBER: _builtins.int
+    PURGE_SEQNO_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    """0 to 1023."""
+    tombstones: _builtins.int
+    """Stored tombstones, superseded ones included."""
+    old_tombstones: _builtins.int
+    """Those that are old enough."""
+    purged: _builtins.int
+    """Those that went, or would go."""
+    purge_seqno: _builtins.int
+    """The purge seqno, after what was done."""
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___PurgeHolder]:
+        """Who holds old ones up, each with the seqno that it has passed."""
+
+    @_builtins.property
+    def problem(self) -> _types_pb2.Problem:
+        """Why the partition could not be looked at."""
+
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        tombstones: _builtins.int = ...,
+        old_tombstones: _builtins.int = ...,
+        purged: _builtins.int = ...,
+        purge_seqno: _builtins.int = ...,
+        holders: _abc.Iterable[Global___PurgeHolder] | None = ...,
+        problem: _types_pb2.Problem | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "old_tombstones", b"old_tombstones", "partition", b"partition", "problem", b"problem", "purge_seqno", b"purge_seqno", "purged", b"purged", "tombstones", b"tombstones"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartitionPurge: _TypeAlias = PartitionPurge  # noqa: Y015
+
+@_typing.final
+class PurgeHolder(_message.Message):
+    """One that has not passed a tombstone yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SEQNO_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """stream, consumer or cut."""
+    name: _builtins.str
+    """Its name; of a stream without a consumer name, the peer's address."""
+    seqno: _builtins.int
+    """It has everything up to here."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        name: _builtins.str = ...,
+        seqno: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "seqno", b"seqno"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeHolder: _TypeAlias = PurgeHolder  # noqa: Y015
+
+@_typing.final
+class ListConsumersRequest(_message.Message):
+    """Whose consumers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    WITH_POSITIONS_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    with_positions: _builtins.bool
+    """Whether each comes with its positions."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        with_positions: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "with_positions", b"with_positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListConsumersRequest: _TypeAlias = ListConsumersRequest  # noqa: Y015
+
+@_typing.final
+class ListConsumersResponse(_message.Message):
+    """The consumers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    CONSUMERS_FIELD_NUMBER: _builtins.int
+    bucket_version: _builtins.int
+    """The version of the bucket that answered."""
+    @_builtins.property
+    def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerInfo]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        bucket_version: _builtins.int = ...,
+        consumers: _abc.Iterable[Global___ConsumerInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "consumers", b"consumers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListConsumersResponse: _TypeAlias = ListConsumersResponse  # noqa: Y015
+
+@_typing.final
+class ConsumerInfo(_message.Message):
+    """One registered consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    LAST_ACK_TIME_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    LAG_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    connected: _builtins.bool
+    """Whether a call under this name is open."""
+    generation: _builtins.int
+    """How many calls were opened under this name."""
+    last_ack_time: _builtins.int
+    """When it acknowledged last, microseconds since the epoch."""
+    partitions: _builtins.int
+    """Partitions with a position."""
+    lag: _builtins.int
+    """Mutations between its positions and the high seqnos of those partitions."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerPosition]:
+        """If asked for, ascending."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+        generation: _builtins.int = ...,
+        last_ack_time: _builtins.int = ...,
+        partitions: _builtins.int = ...,
+        lag: _builtins.int = ...,
+        positions: _abc.Iterable[Global___ConsumerPosition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "generation", b"generation", "lag", b"lag", "last_ack_time", b"last_ack_time", "name", b"name", "partitions", b"partitions", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConsumerInfo: _TypeAlias = ConsumerInfo  # noqa: Y015
+
+@_typing.final
+class ConsumerPosition(_message.Message):
+    """One acknowledged position."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    FAILOVER_ID_FIELD_NUMBER: _builtins.int
+    SEQNO_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    """0 to 1023."""
+    failover_id: _builtins.int
+    """The id under which it was acknowledged. It holds purging up to its seqno only while that is the newest id;
+    else it counts as 0.
+    """
+    seqno: _builtins.int
+    """Everything up to here is safe with the consumer."""
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        failover_id: _builtins.int = ...,
+        seqno: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failover_id", b"failover_id", "partition", b"partition", "seqno", b"seqno"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConsumerPosition: _TypeAlias = ConsumerPosition  # noqa: Y015
+
+@_typing.final
+class ForgetConsumerRequest(_message.Message):
+    """Whom to forget."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    name: _builtins.str
+    """The consumer's name."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetConsumerRequest: _TypeAlias = ForgetConsumerRequest  # noqa: Y015
+
+@_typing.final
+class ForgetConsumerResponse(_message.Message):
+    """What became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
+    forgotten: _builtins.bool
+    """Whether it was known."""
+    def __init__(
+        self,
+        *,
+        forgotten: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetConsumerResponse: _TypeAlias = ForgetConsumerResponse  # noqa: Y015
+
+@_typing.final
+class ListBucketsRequest(_message.Message):
+    """No choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBucketsRequest: _TypeAlias = ListBucketsRequest  # noqa: Y015
+
+@_typing.final
+class ListBucketsResponse(_message.Message):
+    """The buckets."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketInfo]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        buckets: _abc.Iterable[Global___BucketInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBucketsResponse: _TypeAlias = ListBucketsResponse  # noqa: Y015
+
+@_typing.final
+class BucketInfo(_message.Message):
+    """One bucket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    COMPRESSION_FIELD_NUMBER: _builtins.int
+    MUTATIONS_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    version: _builtins.int
+    """Its version: another one whenever a bucket of the name is created."""
+    compression: _builtins.str
+    """How stored blocks are compressed: empty for not at all, or zstd."""
+    mutations: _builtins.int
+    """Mutations ever numbered: the sum of the high seqnos."""
+    used_bytes: _builtins.int
+    """Pages of the store in use, in bytes."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.int = ...,
+        compression: _builtins.str = ...,
+        mutations: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "mutations", b"mutations", "name", b"name", "used_bytes", b"used_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BucketInfo: _TypeAlias = BucketInfo  # noqa: Y015
+
+@_typing.final
+class CreateBucketRequest(_message.Message):
+    """What to make."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    COMPRESSION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The bucket's name."""
+    compression: _builtins.str
+    """How stored blocks are compressed: empty for not at all, or zstd."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        compression: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateBucketRequest: _TypeAlias = CreateBucketRequest  # noqa: Y015
+
+@_typing.final
+class CreateBucketResponse(_message.Message):
+    """What was made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bucket(self) -> Global___BucketInfo:
+        """The new bucket."""
+
+    def __init__(
+        self,
+        *,
+        bucket: Global___BucketInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateBucketResponse: _TypeAlias = CreateBucketResponse  # noqa: Y015
+
+@_typing.final
+class DropBucketRequest(_message.Message):
+    """What to drop."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The bucket's name."""
+    version: _builtins.int
+    """If given, another version is BUCKET_NOT_FOUND and nothing is dropped."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "name", b"name", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___DropBucketRequest: _TypeAlias = DropBucketRequest  # noqa: Y015
+
+@_typing.final
+class DropBucketResponse(_message.Message):
+    """What was dropped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    bucket_version: _builtins.int
+    """The version that is gone."""
+    def __init__(
+        self,
+        *,
+        bucket_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropBucketResponse: _TypeAlias = DropBucketResponse  # noqa: Y015

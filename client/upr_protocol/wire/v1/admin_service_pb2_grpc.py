@@ -40,6 +40,46 @@ class AdminServiceStub(object):
                 request_serializer=upr_dot_v1_dot_admin__service__pb2.GetPartitionsRequest.SerializeToString,
                 response_deserializer=upr_dot_v1_dot_admin__service__pb2.GetPartitionsResponse.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/upr.v1.AdminService/GetStatus',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.GetStatusResponse.FromString,
+                _registered_method=True)
+        self.GetStorage = channel.unary_unary(
+                '/upr.v1.AdminService/GetStorage',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.GetStorageRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.GetStorageResponse.FromString,
+                _registered_method=True)
+        self.Purge = channel.unary_unary(
+                '/upr.v1.AdminService/Purge',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.PurgeRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.PurgeResponse.FromString,
+                _registered_method=True)
+        self.ListConsumers = channel.unary_unary(
+                '/upr.v1.AdminService/ListConsumers',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.ListConsumersRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.ListConsumersResponse.FromString,
+                _registered_method=True)
+        self.ForgetConsumer = channel.unary_unary(
+                '/upr.v1.AdminService/ForgetConsumer',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.ForgetConsumerRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.ForgetConsumerResponse.FromString,
+                _registered_method=True)
+        self.ListBuckets = channel.unary_unary(
+                '/upr.v1.AdminService/ListBuckets',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.ListBucketsRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.ListBucketsResponse.FromString,
+                _registered_method=True)
+        self.CreateBucket = channel.unary_unary(
+                '/upr.v1.AdminService/CreateBucket',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.CreateBucketRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.CreateBucketResponse.FromString,
+                _registered_method=True)
+        self.DropBucket = channel.unary_unary(
+                '/upr.v1.AdminService/DropBucket',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.DropBucketRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.DropBucketResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -53,6 +93,62 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """What the process as a whole is and uses.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStorage(self, request, context):
+        """What a bucket takes on disk, and what merging did.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Purge(self, request, context):
+        """Drops old tombstones now, or says which would go and who holds the others up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListConsumers(self, request, context):
+        """The consumers that are registered by their acknowledgements.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetConsumer(self, request, context):
+        """Forgets a consumer's positions, so that they hold nothing up any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBuckets(self, request, context):
+        """All buckets.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateBucket(self, request, context):
+        """Makes an empty bucket. A name that is taken is ALREADY_EXISTS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropBucket(self, request, context):
+        """Ends everything that uses a bucket with BUCKET_GONE, and removes it with all its data.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +156,46 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetPartitions,
                     request_deserializer=upr_dot_v1_dot_admin__service__pb2.GetPartitionsRequest.FromString,
                     response_serializer=upr_dot_v1_dot_admin__service__pb2.GetPartitionsResponse.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.GetStatusRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetStorage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStorage,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.GetStorageRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.GetStorageResponse.SerializeToString,
+            ),
+            'Purge': grpc.unary_unary_rpc_method_handler(
+                    servicer.Purge,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.PurgeRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.PurgeResponse.SerializeToString,
+            ),
+            'ListConsumers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListConsumers,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.ListConsumersRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.ListConsumersResponse.SerializeToString,
+            ),
+            'ForgetConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetConsumer,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.ForgetConsumerRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.ForgetConsumerResponse.SerializeToString,
+            ),
+            'ListBuckets': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBuckets,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.ListBucketsRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.ListBucketsResponse.SerializeToString,
+            ),
+            'CreateBucket': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateBucket,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.CreateBucketRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.CreateBucketResponse.SerializeToString,
+            ),
+            'DropBucket': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropBucket,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.DropBucketRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.DropBucketResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +226,222 @@ class AdminService(object):
             '/upr.v1.AdminService/GetPartitions',
             upr_dot_v1_dot_admin__service__pb2.GetPartitionsRequest.SerializeToString,
             upr_dot_v1_dot_admin__service__pb2.GetPartitionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/GetStatus',
+            upr_dot_v1_dot_admin__service__pb2.GetStatusRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStorage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/GetStorage',
+            upr_dot_v1_dot_admin__service__pb2.GetStorageRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.GetStorageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Purge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/Purge',
+            upr_dot_v1_dot_admin__service__pb2.PurgeRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.PurgeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListConsumers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/ListConsumers',
+            upr_dot_v1_dot_admin__service__pb2.ListConsumersRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.ListConsumersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/ForgetConsumer',
+            upr_dot_v1_dot_admin__service__pb2.ForgetConsumerRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.ForgetConsumerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBuckets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/ListBuckets',
+            upr_dot_v1_dot_admin__service__pb2.ListBucketsRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.ListBucketsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateBucket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/CreateBucket',
+            upr_dot_v1_dot_admin__service__pb2.CreateBucketRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.CreateBucketResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropBucket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/DropBucket',
+            upr_dot_v1_dot_admin__service__pb2.DropBucketRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.DropBucketResponse.FromString,
             options,
             channel_credentials,
             insecure,

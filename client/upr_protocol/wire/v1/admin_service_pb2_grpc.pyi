@@ -35,6 +35,22 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     GetPartitions: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetPartitionsRequest, _admin_service_pb2.GetPartitionsResponse]
     """The state of partitions."""
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatusRequest, _admin_service_pb2.GetStatusResponse]
+    """What the process as a whole is and uses."""
+    GetStorage: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetStorageRequest, _admin_service_pb2.GetStorageResponse]
+    """What a bucket takes on disk, and what merging did."""
+    Purge: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PurgeRequest, _admin_service_pb2.PurgeResponse]
+    """Drops old tombstones now, or says which would go and who holds the others up."""
+    ListConsumers: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListConsumersRequest, _admin_service_pb2.ListConsumersResponse]
+    """The consumers that are registered by their acknowledgements."""
+    ForgetConsumer: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ForgetConsumerRequest, _admin_service_pb2.ForgetConsumerResponse]
+    """Forgets a consumer's positions, so that they hold nothing up any more."""
+    ListBuckets: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListBucketsRequest, _admin_service_pb2.ListBucketsResponse]
+    """All buckets."""
+    CreateBucket: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateBucketRequest, _admin_service_pb2.CreateBucketResponse]
+    """Makes an empty bucket. A name that is taken is ALREADY_EXISTS."""
+    DropBucket: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DropBucketRequest, _admin_service_pb2.DropBucketResponse]
+    """Ends everything that uses a bucket with BUCKET_GONE, and removes it with all its data."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -43,6 +59,22 @@ class AdminServiceAsyncStub(AdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetPartitions: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetPartitionsRequest, _admin_service_pb2.GetPartitionsResponse]  # type: ignore[assignment]
     """The state of partitions."""
+    GetStatus: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatusRequest, _admin_service_pb2.GetStatusResponse]  # type: ignore[assignment]
+    """What the process as a whole is and uses."""
+    GetStorage: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetStorageRequest, _admin_service_pb2.GetStorageResponse]  # type: ignore[assignment]
+    """What a bucket takes on disk, and what merging did."""
+    Purge: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PurgeRequest, _admin_service_pb2.PurgeResponse]  # type: ignore[assignment]
+    """Drops old tombstones now, or says which would go and who holds the others up."""
+    ListConsumers: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListConsumersRequest, _admin_service_pb2.ListConsumersResponse]  # type: ignore[assignment]
+    """The consumers that are registered by their acknowledgements."""
+    ForgetConsumer: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ForgetConsumerRequest, _admin_service_pb2.ForgetConsumerResponse]  # type: ignore[assignment]
+    """Forgets a consumer's positions, so that they hold nothing up any more."""
+    ListBuckets: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListBucketsRequest, _admin_service_pb2.ListBucketsResponse]  # type: ignore[assignment]
+    """All buckets."""
+    CreateBucket: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateBucketRequest, _admin_service_pb2.CreateBucketResponse]  # type: ignore[assignment]
+    """Makes an empty bucket. A name that is taken is ALREADY_EXISTS."""
+    DropBucket: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DropBucketRequest, _admin_service_pb2.DropBucketResponse]  # type: ignore[assignment]
+    """Ends everything that uses a bucket with BUCKET_GONE, and removes it with all its data."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """For operators."""
@@ -54,5 +86,69 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.GetPartitionsResponse, _abc.Awaitable[_admin_service_pb2.GetPartitionsResponse]]:
         """The state of partitions."""
+
+    @_abc_1.abstractmethod
+    def GetStatus(
+        self,
+        request: _admin_service_pb2.GetStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.GetStatusResponse, _abc.Awaitable[_admin_service_pb2.GetStatusResponse]]:
+        """What the process as a whole is and uses."""
+
+    @_abc_1.abstractmethod
+    def GetStorage(
+        self,
+        request: _admin_service_pb2.GetStorageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.GetStorageResponse, _abc.Awaitable[_admin_service_pb2.GetStorageResponse]]:
+        """What a bucket takes on disk, and what merging did."""
+
+    @_abc_1.abstractmethod
+    def Purge(
+        self,
+        request: _admin_service_pb2.PurgeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.PurgeResponse, _abc.Awaitable[_admin_service_pb2.PurgeResponse]]:
+        """Drops old tombstones now, or says which would go and who holds the others up."""
+
+    @_abc_1.abstractmethod
+    def ListConsumers(
+        self,
+        request: _admin_service_pb2.ListConsumersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ListConsumersResponse, _abc.Awaitable[_admin_service_pb2.ListConsumersResponse]]:
+        """The consumers that are registered by their acknowledgements."""
+
+    @_abc_1.abstractmethod
+    def ForgetConsumer(
+        self,
+        request: _admin_service_pb2.ForgetConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ForgetConsumerResponse, _abc.Awaitable[_admin_service_pb2.ForgetConsumerResponse]]:
+        """Forgets a consumer's positions, so that they hold nothing up any more."""
+
+    @_abc_1.abstractmethod
+    def ListBuckets(
+        self,
+        request: _admin_service_pb2.ListBucketsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ListBucketsResponse, _abc.Awaitable[_admin_service_pb2.ListBucketsResponse]]:
+        """All buckets."""
+
+    @_abc_1.abstractmethod
+    def CreateBucket(
+        self,
+        request: _admin_service_pb2.CreateBucketRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.CreateBucketResponse, _abc.Awaitable[_admin_service_pb2.CreateBucketResponse]]:
+        """Makes an empty bucket. A name that is taken is ALREADY_EXISTS."""
+
+    @_abc_1.abstractmethod
+    def DropBucket(
+        self,
+        request: _admin_service_pb2.DropBucketRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.DropBucketResponse, _abc.Awaitable[_admin_service_pb2.DropBucketResponse]]:
+        """Ends everything that uses a bucket with BUCKET_GONE, and removes it with all its data."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

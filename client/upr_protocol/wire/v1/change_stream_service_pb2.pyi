@@ -326,6 +326,7 @@ class Open(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     STABILITY_FIELD_NUMBER: _builtins.int
     KEYS_ONLY_FIELD_NUMBER: _builtins.int
+    ACCEPT_ZSTD_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
     bucket_version: _builtins.int
@@ -340,6 +341,8 @@ class Open(_message.Message):
     """Which rows may be shown."""
     keys_only: _builtins.bool
     """Leave the values out."""
+    accept_zstd: _builtins.bool
+    """Whether frames may hold compressed blocks."""
     def __init__(
         self,
         *,
@@ -350,10 +353,11 @@ class Open(_message.Message):
         heartbeat_seconds: _builtins.float = ...,
         stability: _types_pb2.Stability.ValueType = ...,
         keys_only: _builtins.bool = ...,
+        accept_zstd: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "heartbeat_seconds", b"heartbeat_seconds", "keys_only", b"keys_only", "stability", b"stability"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "accept_zstd", b"accept_zstd", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "heartbeat_seconds", b"heartbeat_seconds", "keys_only", b"keys_only", "stability", b"stability"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
     _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
@@ -397,6 +401,7 @@ class StartPartition(_message.Message):
     DATA_ID_FIELD_NUMBER: _builtins.int
     UNTIL_SEQNO_FIELD_NUMBER: _builtins.int
     UNTIL_NOW_FIELD_NUMBER: _builtins.int
+    UNTIL_EXACT_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     """0 to 1023."""
     failover_id: _builtins.int
@@ -409,6 +414,10 @@ class StartPartition(_message.Message):
     """A seqno."""
     until_now: _builtins.bool
     """What is there when the Start is answered."""
+    until_exact: _builtins.int
+    """This very marker, as a cut named it. The stream ends with FINISHED there, having shown the partition as of
+    it; where it is not, or no longer, a marker the stream ends with SNAPSHOT_GONE.
+    """
     def __init__(
         self,
         *,
@@ -418,16 +427,17 @@ class StartPartition(_message.Message):
         data_id: _builtins.int | None = ...,
         until_seqno: _builtins.int = ...,
         until_now: _builtins.bool = ...,
+        until_exact: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "until", b"until", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "partition", b"partition", "seqno", b"seqno", "until", b"until", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "partition", b"partition", "seqno", b"seqno", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_id: _TypeAlias = _typing.Literal["data_id"]  # noqa: Y015
     _WhichOneofArgType__data_id: _TypeAlias = _typing.Literal["_data_id", b"_data_id"]  # noqa: Y015
     _WhichOneofReturnType__failover_id: _TypeAlias = _typing.Literal["failover_id"]  # noqa: Y015
     _WhichOneofArgType__failover_id: _TypeAlias = _typing.Literal["_failover_id", b"_failover_id"]  # noqa: Y015
-    _WhichOneofReturnType_until: _TypeAlias = _typing.Literal["until_seqno", "until_now"]  # noqa: Y015
+    _WhichOneofReturnType_until: _TypeAlias = _typing.Literal["until_seqno", "until_now", "until_exact"]  # noqa: Y015
     _WhichOneofArgType_until: _TypeAlias = _typing.Literal["until", b"until"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_id) -> _WhichOneofReturnType__data_id | None: ...
@@ -488,7 +498,10 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
-    """A consumer's durable positions. Taken note of in statistics only, until consumers are kept in the server."""
+    """A consumer's durable positions. Of a call with a consumer name they are kept in the server, and hold up the
+    purging of tombstones that the consumer has not passed; without a name they are checked only. A position above
+    what was sent ends the call; one of a partition without an open stream is passed over.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -775,8 +788,13 @@ class Frame(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    PURGE_SEQNOS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """A uint32 a run, over all blocks in order: the token of the stream the run belongs to."""
+    purge_seqnos: _builtins.bytes
+    """One record of 12 bytes for each partition of this call whose purge seqno rose since the stream was told last
+    (first by Started): partition uint32, purge_seqno uint64, little-endian.
+    """
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Block]:
         """In the order in which they happened, for each partition."""
@@ -786,10 +804,11 @@ class Frame(_message.Message):
         *,
         blocks: _abc.Iterable[_types_pb2.Block] | None = ...,
         tokens: _builtins.bytes = ...,
+        purge_seqnos: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "purge_seqnos", b"purge_seqnos", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -834,7 +853,7 @@ class Ended(_message.Message):
     @_builtins.property
     def problem(self) -> _types_pb2.Problem:
         """Why: FINISHED, STOPPED, STATE_CHANGED, HISTORY_CHANGED, SUPERSEDED, TOO_SLOW, STORAGE_ERROR,
-        SNAPSHOT_GONE, SHUTTING_DOWN, BUCKET_GONE, SILENT, or the token of an error in what the client sent.
+        SNAPSHOT_GONE, PURGED, SHUTTING_DOWN, BUCKET_GONE, SILENT, or the token of an error in what the client sent.
         """
 
     def __init__(
@@ -876,3 +895,311 @@ class EndedStream(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EndedStream: _TypeAlias = EndedStream  # noqa: Y015
+
+@_typing.final
+class CreateCutRequest(_message.Message):
+    """What to pin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    bucket_version: _builtins.int
+    """The bucket version the client knows; absent when it is new."""
+    name: _builtins.str
+    """The cut's name, unique in the bucket while the lease lasts."""
+    lease_seconds: _builtins.float
+    """How long the pin holds without being renewed, in seconds. 0 means the default, one hour."""
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The partitions; none means all."""
+
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        bucket_version: _builtins.int | None = ...,
+        name: _builtins.str = ...,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+        lease_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket", b"bucket", "bucket_version", b"bucket_version", "lease_seconds", b"lease_seconds", "name", b"name", "partitions", b"partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
+    _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bucket_version) -> _WhichOneofReturnType__bucket_version | None: ...
+
+Global___CreateCutRequest: _TypeAlias = CreateCutRequest  # noqa: Y015
+
+@_typing.final
+class CreateCutResponse(_message.Message):
+    """The cut that was made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
+    bucket_version: _builtins.int
+    """The version of the bucket that answered."""
+    @_builtins.property
+    def cut(self) -> Global___Cut:
+        """The cut, with its partitions."""
+
+    def __init__(
+        self,
+        *,
+        bucket_version: _builtins.int = ...,
+        cut: Global___Cut | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "cut", b"cut"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateCutResponse: _TypeAlias = CreateCutResponse  # noqa: Y015
+
+@_typing.final
+class RenewCutRequest(_message.Message):
+    """Which cut to hold longer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    bucket_version: _builtins.int
+    """The bucket version the client knows; absent when it is new."""
+    name: _builtins.str
+    """The cut's name."""
+    lease_seconds: _builtins.float
+    """The new lease from now on, in seconds. 0 means the one that it was made or last renewed with."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        bucket_version: _builtins.int | None = ...,
+        name: _builtins.str = ...,
+        lease_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket", b"bucket", "bucket_version", b"bucket_version", "lease_seconds", b"lease_seconds", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
+    _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bucket_version) -> _WhichOneofReturnType__bucket_version | None: ...
+
+Global___RenewCutRequest: _TypeAlias = RenewCutRequest  # noqa: Y015
+
+@_typing.final
+class RenewCutResponse(_message.Message):
+    """The cut after renewal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cut(self) -> Global___Cut:
+        """The cut, without its partitions."""
+
+    def __init__(
+        self,
+        *,
+        cut: Global___Cut | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewCutResponse: _TypeAlias = RenewCutResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseCutRequest(_message.Message):
+    """Which cut to give up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    bucket_version: _builtins.int
+    """The bucket version the client knows; absent when it is new."""
+    name: _builtins.str
+    """The cut's name."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        bucket_version: _builtins.int | None = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket", b"bucket", "bucket_version", b"bucket_version", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
+    _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bucket_version) -> _WhichOneofReturnType__bucket_version | None: ...
+
+Global___ReleaseCutRequest: _TypeAlias = ReleaseCutRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseCutResponse(_message.Message):
+    """What became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: _builtins.int
+    released: _builtins.bool
+    """Whether there was such a cut."""
+    def __init__(
+        self,
+        *,
+        released: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseCutResponse: _TypeAlias = ReleaseCutResponse  # noqa: Y015
+
+@_typing.final
+class ListCutsRequest(_message.Message):
+    """Whose cuts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    WITH_PARTITIONS_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    with_partitions: _builtins.bool
+    """Whether each cut comes with its partitions."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        with_partitions: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "with_partitions", b"with_partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCutsRequest: _TypeAlias = ListCutsRequest  # noqa: Y015
+
+@_typing.final
+class ListCutsResponse(_message.Message):
+    """The cuts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    CUTS_FIELD_NUMBER: _builtins.int
+    bucket_version: _builtins.int
+    """The version of the bucket that answered."""
+    @_builtins.property
+    def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        bucket_version: _builtins.int = ...,
+        cuts: _abc.Iterable[Global___Cut] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "cuts", b"cuts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCutsResponse: _TypeAlias = ListCutsResponse  # noqa: Y015
+
+@_typing.final
+class Cut(_message.Message):
+    """One pin over partitions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CREATED_TIME_FIELD_NUMBER: _builtins.int
+    EXPIRES_TIME_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    created_time: _builtins.int
+    """When it was made, microseconds since the epoch."""
+    expires_time: _builtins.int
+    """When its lease ends, microseconds since the epoch."""
+    lease_seconds: _builtins.float
+    """The lease it was made or last renewed with, in seconds."""
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___CutPartition]:
+        """Ascending; left out where the request did not ask for them."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        created_time: _builtins.int = ...,
+        expires_time: _builtins.int = ...,
+        lease_seconds: _builtins.float = ...,
+        partitions: _abc.Iterable[Global___CutPartition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_time", b"created_time", "expires_time", b"expires_time", "lease_seconds", b"lease_seconds", "name", b"name", "partitions", b"partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cut: _TypeAlias = Cut  # noqa: Y015
+
+@_typing.final
+class CutPartition(_message.Message):
+    """The pinned marker of one partition."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    FAILOVER_ID_FIELD_NUMBER: _builtins.int
+    SEQNO_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    """0 to 1023."""
+    failover_id: _builtins.int
+    """The newest failover id when the cut was made."""
+    seqno: _builtins.int
+    """The last complete snapshot marker when the cut was made; 0 for an empty partition."""
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        failover_id: _builtins.int = ...,
+        seqno: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failover_id", b"failover_id", "partition", b"partition", "seqno", b"seqno"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutPartition: _TypeAlias = CutPartition  # noqa: Y015

@@ -50,6 +50,26 @@ class ChangeStreamServiceStub(object):
                 request_serializer=upr_dot_v1_dot_change__stream__service__pb2.FollowRequest.SerializeToString,
                 response_deserializer=upr_dot_v1_dot_change__stream__service__pb2.FollowResponse.FromString,
                 _registered_method=True)
+        self.CreateCut = channel.unary_unary(
+                '/upr.v1.ChangeStreamService/CreateCut',
+                request_serializer=upr_dot_v1_dot_change__stream__service__pb2.CreateCutRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_change__stream__service__pb2.CreateCutResponse.FromString,
+                _registered_method=True)
+        self.RenewCut = channel.unary_unary(
+                '/upr.v1.ChangeStreamService/RenewCut',
+                request_serializer=upr_dot_v1_dot_change__stream__service__pb2.RenewCutRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_change__stream__service__pb2.RenewCutResponse.FromString,
+                _registered_method=True)
+        self.ReleaseCut = channel.unary_unary(
+                '/upr.v1.ChangeStreamService/ReleaseCut',
+                request_serializer=upr_dot_v1_dot_change__stream__service__pb2.ReleaseCutRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_change__stream__service__pb2.ReleaseCutResponse.FromString,
+                _registered_method=True)
+        self.ListCuts = channel.unary_unary(
+                '/upr.v1.ChangeStreamService/ListCuts',
+                request_serializer=upr_dot_v1_dot_change__stream__service__pb2.ListCutsRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_change__stream__service__pb2.ListCutsResponse.FromString,
+                _registered_method=True)
 
 
 class ChangeStreamServiceServicer(object):
@@ -78,6 +98,36 @@ class ChangeStreamServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateCut(self, request, context):
+        """Pins the last complete marker of partitions at one instant, under a name and for a lease: the markers stay
+        true and the range up to them repeatable. Everything up to them is durable when the answer comes. A name
+        that is taken is ALREADY_EXISTS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewCut(self, request, context):
+        """Makes a cut's lease begin anew. A cut whose lease has ended is CUT_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseCut(self, request, context):
+        """Gives a cut up. One that is not there is not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCuts(self, request, context):
+        """Returns the cuts whose lease has not ended, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ChangeStreamServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +145,26 @@ def add_ChangeStreamServiceServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=upr_dot_v1_dot_change__stream__service__pb2.FollowRequest.FromString,
                     response_serializer=upr_dot_v1_dot_change__stream__service__pb2.FollowResponse.SerializeToString,
+            ),
+            'CreateCut': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateCut,
+                    request_deserializer=upr_dot_v1_dot_change__stream__service__pb2.CreateCutRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_change__stream__service__pb2.CreateCutResponse.SerializeToString,
+            ),
+            'RenewCut': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewCut,
+                    request_deserializer=upr_dot_v1_dot_change__stream__service__pb2.RenewCutRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_change__stream__service__pb2.RenewCutResponse.SerializeToString,
+            ),
+            'ReleaseCut': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseCut,
+                    request_deserializer=upr_dot_v1_dot_change__stream__service__pb2.ReleaseCutRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_change__stream__service__pb2.ReleaseCutResponse.SerializeToString,
+            ),
+            'ListCuts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCuts,
+                    request_deserializer=upr_dot_v1_dot_change__stream__service__pb2.ListCutsRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_change__stream__service__pb2.ListCutsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +249,114 @@ class ChangeStreamService(object):
             '/upr.v1.ChangeStreamService/Follow',
             upr_dot_v1_dot_change__stream__service__pb2.FollowRequest.SerializeToString,
             upr_dot_v1_dot_change__stream__service__pb2.FollowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateCut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.ChangeStreamService/CreateCut',
+            upr_dot_v1_dot_change__stream__service__pb2.CreateCutRequest.SerializeToString,
+            upr_dot_v1_dot_change__stream__service__pb2.CreateCutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewCut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.ChangeStreamService/RenewCut',
+            upr_dot_v1_dot_change__stream__service__pb2.RenewCutRequest.SerializeToString,
+            upr_dot_v1_dot_change__stream__service__pb2.RenewCutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseCut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.ChangeStreamService/ReleaseCut',
+            upr_dot_v1_dot_change__stream__service__pb2.ReleaseCutRequest.SerializeToString,
+            upr_dot_v1_dot_change__stream__service__pb2.ReleaseCutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCuts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.ChangeStreamService/ListCuts',
+            upr_dot_v1_dot_change__stream__service__pb2.ListCutsRequest.SerializeToString,
+            upr_dot_v1_dot_change__stream__service__pb2.ListCutsResponse.FromString,
             options,
             channel_credentials,
             insecure,

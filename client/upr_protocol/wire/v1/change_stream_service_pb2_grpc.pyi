@@ -41,6 +41,17 @@ class ChangeStreamServiceStub:
     """One call carries any number of partitions. The server says Ended for what ends and then waits for the
     client's half-close.
     """
+    CreateCut: _grpc.UnaryUnaryMultiCallable[_change_stream_service_pb2.CreateCutRequest, _change_stream_service_pb2.CreateCutResponse]
+    """Pins the last complete marker of partitions at one instant, under a name and for a lease: the markers stay
+    true and the range up to them repeatable. Everything up to them is durable when the answer comes. A name
+    that is taken is ALREADY_EXISTS.
+    """
+    RenewCut: _grpc.UnaryUnaryMultiCallable[_change_stream_service_pb2.RenewCutRequest, _change_stream_service_pb2.RenewCutResponse]
+    """Makes a cut's lease begin anew. A cut whose lease has ended is CUT_NOT_FOUND."""
+    ReleaseCut: _grpc.UnaryUnaryMultiCallable[_change_stream_service_pb2.ReleaseCutRequest, _change_stream_service_pb2.ReleaseCutResponse]
+    """Gives a cut up. One that is not there is not an error."""
+    ListCuts: _grpc.UnaryUnaryMultiCallable[_change_stream_service_pb2.ListCutsRequest, _change_stream_service_pb2.ListCutsResponse]
+    """Returns the cuts whose lease has not ended, oldest first."""
 
 @_typing.type_check_only
 class ChangeStreamServiceAsyncStub(ChangeStreamServiceStub):
@@ -55,6 +66,17 @@ class ChangeStreamServiceAsyncStub(ChangeStreamServiceStub):
     """One call carries any number of partitions. The server says Ended for what ends and then waits for the
     client's half-close.
     """
+    CreateCut: _aio.UnaryUnaryMultiCallable[_change_stream_service_pb2.CreateCutRequest, _change_stream_service_pb2.CreateCutResponse]  # type: ignore[assignment]
+    """Pins the last complete marker of partitions at one instant, under a name and for a lease: the markers stay
+    true and the range up to them repeatable. Everything up to them is durable when the answer comes. A name
+    that is taken is ALREADY_EXISTS.
+    """
+    RenewCut: _aio.UnaryUnaryMultiCallable[_change_stream_service_pb2.RenewCutRequest, _change_stream_service_pb2.RenewCutResponse]  # type: ignore[assignment]
+    """Makes a cut's lease begin anew. A cut whose lease has ended is CUT_NOT_FOUND."""
+    ReleaseCut: _aio.UnaryUnaryMultiCallable[_change_stream_service_pb2.ReleaseCutRequest, _change_stream_service_pb2.ReleaseCutResponse]  # type: ignore[assignment]
+    """Gives a cut up. One that is not there is not an error."""
+    ListCuts: _aio.UnaryUnaryMultiCallable[_change_stream_service_pb2.ListCutsRequest, _change_stream_service_pb2.ListCutsResponse]  # type: ignore[assignment]
+    """Returns the cuts whose lease has not ended, oldest first."""
 
 class ChangeStreamServiceServicer(metaclass=_abc_1.ABCMeta):
     """Hello, Start and everything that a consumer of changes needs."""
@@ -84,5 +106,40 @@ class ChangeStreamServiceServicer(metaclass=_abc_1.ABCMeta):
         """One call carries any number of partitions. The server says Ended for what ends and then waits for the
         client's half-close.
         """
+
+    @_abc_1.abstractmethod
+    def CreateCut(
+        self,
+        request: _change_stream_service_pb2.CreateCutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_change_stream_service_pb2.CreateCutResponse, _abc.Awaitable[_change_stream_service_pb2.CreateCutResponse]]:
+        """Pins the last complete marker of partitions at one instant, under a name and for a lease: the markers stay
+        true and the range up to them repeatable. Everything up to them is durable when the answer comes. A name
+        that is taken is ALREADY_EXISTS.
+        """
+
+    @_abc_1.abstractmethod
+    def RenewCut(
+        self,
+        request: _change_stream_service_pb2.RenewCutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_change_stream_service_pb2.RenewCutResponse, _abc.Awaitable[_change_stream_service_pb2.RenewCutResponse]]:
+        """Makes a cut's lease begin anew. A cut whose lease has ended is CUT_NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def ReleaseCut(
+        self,
+        request: _change_stream_service_pb2.ReleaseCutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_change_stream_service_pb2.ReleaseCutResponse, _abc.Awaitable[_change_stream_service_pb2.ReleaseCutResponse]]:
+        """Gives a cut up. One that is not there is not an error."""
+
+    @_abc_1.abstractmethod
+    def ListCuts(
+        self,
+        request: _change_stream_service_pb2.ListCutsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_change_stream_service_pb2.ListCutsResponse, _abc.Awaitable[_change_stream_service_pb2.ListCutsResponse]]:
+        """Returns the cuts whose lease has not ended, oldest first."""
 
 def add_ChangeStreamServiceServicer_to_server(servicer: ChangeStreamServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -115,6 +115,8 @@ class Block(_message.Message):
     TIMES_FIELD_NUMBER: _builtins.int
     COLUMNS_CRC_FIELD_NUMBER: _builtins.int
     TABLE_CRC_FIELD_NUMBER: _builtins.int
+    ZSTD_FIELD_NUMBER: _builtins.int
+    ZSTD_CRC_FIELD_NUMBER: _builtins.int
     runs: _builtins.bytes
     """One record of 40 bytes a run, ascending by partition: partition uint32, count uint32, start_seqno uint64,
     end_seqno uint64, horizon uint64, commit time uint64 (microseconds since the epoch). The run tells all of
@@ -141,6 +143,13 @@ class Block(_message.Message):
     """
     table_crc: _builtins.int
     """CRC32C over field 1."""
+    zstd: _builtins.bytes
+    """A compressed block leaves fields 2 to 8 out and has here their seven lengths as uint32, and behind them one
+    zstd frame of their bytes in that order. columns_crc is over what they are when decompressed. Only in stored
+    blocks, and in frames of a call whose Open says accept_zstd.
+    """
+    zstd_crc: _builtins.int
+    """CRC32C over columns_crc as uint32 and field 11; absent when that is."""
     def __init__(
         self,
         *,
@@ -154,10 +163,12 @@ class Block(_message.Message):
         times: _builtins.bytes = ...,
         columns_crc: _builtins.int = ...,
         table_crc: _builtins.int = ...,
+        zstd: _builtins.bytes = ...,
+        zstd_crc: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns_crc", b"columns_crc", "key_offsets", b"key_offsets", "keys", b"keys", "ops", b"ops", "runs", b"runs", "seqnos", b"seqnos", "table_crc", b"table_crc", "times", b"times", "value_offsets", b"value_offsets", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns_crc", b"columns_crc", "key_offsets", b"key_offsets", "keys", b"keys", "ops", b"ops", "runs", b"runs", "seqnos", b"seqnos", "table_crc", b"table_crc", "times", b"times", "value_offsets", b"value_offsets", "values", b"values", "zstd", b"zstd", "zstd_crc", b"zstd_crc"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
