@@ -1,0 +1,171 @@
+"""Which blocks are merged: never across a pin or an incomplete stretch, and neither too often nor too seldom."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.storage.stored_blocks import heads_of
+from upr.engine.merging import BLOCK_COST, FAN_IN, plan_merge, plan_whole, segments
+from upr.storage.heads import Head, last_complete
+
+P = 5
+
+
+def chosen(heads: Sequence[Head], pinned: Sequence[int] = ()) -> tuple[int, int] | None:
+    found = plan_merge(P, heads, pinned)
+    return None if found is None else (found.start, found.end)
+
+
+def test_two_equal_neighbours_are_merged_and_one_alone_is_not() -> None:
+    assert chosen(heads_of(10)) is None
+    assert chosen(heads_of(10, 20)) == (0, 20)
+
+
+def test_what_is_larger_than_all_behind_it_is_left_alone() -> None:
+    large, *small = heads_of(*range(10, 20 + 10 * FAN_IN, 10))
+    large = Head(large.start, large.end, large.horizon, large.rows, 1 << 20)
+    assert chosen([large, *small[:-1]]) is None
+    assert chosen([large, *small]) == (10, 10 + 10 * FAN_IN)
+
+
+def test_no_merge_crosses_a_pin() -> None:
+    heads = heads_of(10, 20, 30, 40, 50)
+    assert chosen(heads, [20]) == (0, 20)
+    assert chosen(heads, [10, 20]) == (20, 50)
+    assert chosen(heads, [10, 20, 30, 40]) is None
+    # A pin where nothing ends, and one beyond everything or at 0.
+    assert chosen(heads, [25]) == (0, 20)
+    assert chosen(heads, [50, 60]) == chosen(heads, [0]) == (0, 50)
+
+
+@pytest.mark.parametrize("pin", range(1, 60, 3))
+@pytest.mark.parametrize("other", [7, 30, 44])
+def test_segments_tile_the_blocks_and_no_pin_lies_inside_one_of_several(
+    pin: int, other: int
+) -> None:
+    heads = heads_of(10, 20, 30, 40, 50)
+    pins = sorted({pin, other})
+    found = list(segments(heads, pins))
+    assert [head for segment in found for head in segment] == heads
+    for segment in found:
+        if len(segment) > 1:
+            assert not any(segment[0].start < at < segment[-1].end for at in pins)
+
+
+def test_no_merge_goes_past_the_last_complete_marker() -> None:
+    # The last two blocks are the beginning of a stretch that ends at 70.
+    heads = heads_of(10, 20, 30, 40, horizons={30: 70, 40: 70})
+    assert last_complete(heads) == 20
+    assert chosen(heads) == (0, 20)
+    assert plan_whole(P, heads, []) is not None
+    whole = plan_whole(P, heads, [])
+    assert whole is not None
+    assert whole.end == 20
+    assert chosen(heads_of(10, 20, 30, horizons={10: 70, 20: 70, 30: 70})) is None
+    assert plan_whole(P, heads_of(10, horizons={10: 70}), []) is None
+
+
+def test_a_marker_below_an_earlier_horizon_is_not_complete() -> None:
+    # The block that ends at 20 claims to be complete, but the one before it lacks rows that lie up to 30.
+    heads = heads_of(10, 20, 30, 40, horizons={10: 30, 40: 90})
+    assert last_complete(heads) == 30
+    assert last_complete(heads[:2]) == 0
+    assert chosen(heads) == (0, 30)
+    assert plan_whole(P, heads[:2], []) is None
+
+
+def test_what_begins_above_0_is_no_whole() -> None:
+    heads = heads_of(10, 20, 30)
+    whole = plan_whole(P, heads, [20])
+    assert whole is not None
+    assert (whole.start, whole.end) == (0, 20)
+    assert plan_whole(P, heads[1:], []) is None
+    assert plan_whole(P, [], []) is None
+
+
+def test_settled_blocks_count_as_one() -> None:
+    heads = heads_of(10, 20, 30)
+    assert plan_merge(P, heads, [], [(0, 30)]) is None
+    found = plan_merge(P, heads, [], [(0, 20)])
+    # What was compared is twice as large as what is behind it.
+    assert found is None
+    found = plan_merge(P, heads_of(10, 20, 30, 40), [], [(0, 20)])
+    assert found is not None
+    assert (found.start, found.end) == (0, 40)
+
+
+@dataclass
+class Tiers:
+    """A partition that is flushed to and merged by the plan, in sizes only.
+
+    ``keys`` is how many different keys there are, each written in turn; None for as many as rows.
+    """
+
+    keys: int | None
+    row: int = 100
+    rows: int = 400
+    heads: list[Head] = field(default_factory=list)
+    high: int = 0
+    rewritten: int = 0
+    worst: float = 0.0
+    most_blocks: int = 0
+
+    def flush(self) -> None:
+        self.heads.append(self.head(self.high, self.high + self.rows))
+        self.high += self.rows
+        while (found := plan_merge(P, self.heads, [])) is not None:
+            first = self.heads.index(found.heads[0])
+            assert tuple(self.heads[first : first + len(found.heads)]) == found.heads
+            merged = self.head(found.start, found.end)
+            self.rewritten += merged.size
+            self.heads[first : first + len(found.heads)] = [merged]
+        live = self.row * (self.high if self.keys is None else min(self.keys, self.high))
+        self.worst = max(self.worst, sum(head.size for head in self.heads) / live)
+        self.most_blocks = max(self.most_blocks, len(self.heads))
+
+    def head(self, start: int, end: int) -> Head:
+        count = end - start if self.keys is None else min(end - start, self.keys)
+        return Head(start, end, end, count, count * self.row)
+
+
+FLUSHES = 1000
+
+
+def test_a_row_is_merged_log_of_the_flushes_times() -> None:
+    tiers = Tiers(keys=None)
+    for _ in range(FLUSHES):
+        tiers.flush()
+    written = tiers.high * tiers.row
+    assert tiers.rewritten <= written * math.log2(FLUSHES)
+    # A stretch was merged with less than itself nowhere, so it is far from merging everything each time.
+    assert tiers.most_blocks <= math.log2(FLUSHES) + FAN_IN
+    assert tiers.worst == 1
+
+
+@pytest.mark.parametrize("flushes_of_keys", [0.5, 1, 3, 20])
+def test_overwritten_rows_take_less_than_the_live_ones(flushes_of_keys: float) -> None:
+    tiers = Tiers(keys=int(400 * flushes_of_keys))
+    for _ in range(FLUSHES):
+        tiers.flush()
+    written = tiers.high * tiers.row
+    live = tiers.keys * tiers.row if tiers.keys else 0
+    blocks = tiers.most_blocks * BLOCK_COST + tiers.rows * tiers.row
+    # What is behind the oldest stretch is less than that, and that has each key once.
+    assert tiers.worst * live <= 2 * live + blocks
+    depth = math.log2(max(live / (tiers.rows * tiers.row), 1)) + 2
+    assert tiers.rewritten <= written * depth
+    assert tiers.most_blocks <= depth + FAN_IN
+
+
+def test_every_flush_of_few_rows_does_not_rewrite_everything() -> None:
+    """One large old stretch, and flushes of a thousandth of it."""
+    tiers = Tiers(keys=None, rows=400_000)
+    tiers.flush()
+    large = tiers.heads[0].size
+    tiers.rows = 400
+    for _ in range(900):
+        tiers.flush()
+    assert tiers.heads[0].size == large
+    assert tiers.rewritten < large * math.log2(900)

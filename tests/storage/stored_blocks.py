@@ -1,0 +1,153 @@
+"""Stored blocks made by hand, and what a reader of them must find."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tests.model import ModelPartition, Row, State, apply
+from tests.raw import all_rows
+from upr.engine.partitions import ACTIVE
+from upr.storage.heads import Head, MergeRange
+from upr.storage.keyspace import PartitionRow
+from upr.storage.reading import read_blocks
+from upr.storage.store import Identity, ReadRequest, Store
+from upr.storage.tombstones import PurgeLimits
+from upr_protocol.block import Block, make_runs, sealed
+from upr_protocol.failover import FailoverLog
+from upr_protocol.wire.codec import decode_block, encode_block
+
+Change = tuple[bytes, bytes | None]
+TIME = 100
+"""When every row was written that says nothing else."""
+
+
+def store_of(folder: Path) -> Store:
+    """Make an empty store with its 1024 rows."""
+    store = Store(folder)
+    rows = {p: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)}
+    store.create(Identity("b", 1), rows)
+    return store
+
+
+def block_of(
+    partition: int,
+    start: int,
+    rows: Sequence[Row],
+    *,
+    end: int | None = None,
+    horizon: int | None = None,
+    time: int = TIME,
+) -> tuple[int, int, bytes]:
+    """Encode one stored block; it ends at its last row, in a marker, unless told otherwise."""
+    end = rows[-1].seqno if end is None else end
+    runs = make_runs([partition], len(rows), start, end, horizon or end, time)
+    seqnos = np.array([row.seqno - start for row in rows], "<u4").tobytes()
+    dense = len(rows) == end - start
+    values = [row.value or b"" for row in rows]
+    block = Block(
+        runs,
+        b"" if dense else seqnos,
+        bytes(row.value is None for row in rows) if any(r.value is None for r in rows) else b"",
+        _offsets([row.key for row in rows]),
+        b"".join(row.key for row in rows),
+        _offsets(values),
+        b"".join(values),
+        b"",
+        0,
+    )
+    return partition, end, encode_block(sealed(block))
+
+
+def _offsets(data: Sequence[bytes]) -> bytes:
+    return np.cumsum([0, *map(len, data)]).astype("<i4").tobytes()
+
+
+def rows_of(first: int, *changes: tuple[bytes, bytes | None]) -> list[Row]:
+    """Number changes from a seqno on."""
+    return [Row(first + i, key, value) for i, (key, value) in enumerate(changes)]
+
+
+def put(store: Store, *blocks: tuple[int, int, bytes]) -> None:
+    """Store blocks as they are."""
+    store.put_flush(blocks, {}, {})
+
+
+def whole_range(store: Store, partition: int) -> MergeRange:
+    """Return everything that a partition has stored."""
+    return MergeRange(partition, tuple(store.heads(partition)))
+
+
+def limits_of(
+    passed: int, *, never: int | None = None, old: int = TIME, very_old: int = -1
+) -> PurgeLimits:
+    """The same limits for every partition."""
+    return PurgeLimits(
+        np.full(1024, passed, np.uint64),
+        old,
+        np.full(1024, passed if never is None else never, np.uint64),
+        very_old,
+    )
+
+
+def stored_rows(store: Store, partition: int) -> list[Row]:
+    """Return every stored row of a partition."""
+    blocks = store.blocks(partition, [head.end for head in store.heads(partition)])
+    return [Row(*row[1:]) for row in all_rows(map(decode_block, blocks))]
+
+
+def check_reader(
+    blocks: Iterable[Block],
+    model: ModelPartition,
+    at: int,
+    state: State,
+    horizon: int,
+) -> tuple[int, State, int]:
+    """Have a reader at a seqno go on with blocks, and compare its state at each marker that it may believe.
+
+    Returns where it is then, what it has, and the horizon that it must reach.
+    """
+    state = dict(state)
+    for block in blocks:
+        run = block.runs[0]
+        start, end, below = (int(run[name]) for name in ("start_seqno", "end_seqno", "horizon"))
+        assert start == at, "a gap or a repeat"
+        rows = [Row(*row[1:]) for row in all_rows([block])]
+        assert all(start < row.seqno <= end for row in rows)
+        apply(state, rows)
+        at, horizon = end, max(horizon, below)
+        if horizon == at:
+            assert state == model.state_at(at), f"wrong at marker {at}"
+    return at, state, horizon
+
+
+def read_above(store: Store, partition: int, seqno: int) -> list[Block]:
+    """Return what a reader at a seqno is sent, to the end."""
+    (result,) = read_blocks(store, [ReadRequest(partition, seqno)], 1 << 30, keys_only=False)
+    if result.error is not None:
+        raise result.error
+    return [decode_block(one.data) for one in result.blocks]
+
+
+def heads_of(*ends: int, size: int = 1, horizons: dict[int, int] | None = None) -> list[Head]:
+    """Make heads that end at these seqnos, one row a seqno."""
+    found, start = [], 0
+    for end in ends:
+        found.append(Head(start, end, (horizons or {}).get(end, end), end - start, size))
+        start = end
+    return found
+
+
+def filled(store: Store, partition: int, *blocks: list[Change]) -> ModelPartition:
+    """Store one block for each list of changes."""
+    model = ModelPartition()
+    for changes in blocks:
+        start = model.high
+        for key, value in changes:
+            model.write(key, value)
+        put(store, block_of(partition, start, model.rows[start:]))
+    return model
+
+
+def ends_of(store: Store, partition: int) -> list[int]:
+    return [head.end for head in store.heads(partition)]

@@ -1,0 +1,347 @@
+"""Merging in the background: what to merge is decided partition by partition, a bounded piece at a time.
+
+One thread compares and rebuilds, the store's thread makes the transactions, and between two pieces the merger
+rests for as long as the piece took, so that writers and readers keep at least half of the processor. It rests less
+the more blocks have gathered in the meantime.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+import lmdb
+import numpy as np
+
+from upr import failpoints
+from upr.config import ServerConfig
+from upr.engine.merging import plan_merge
+from upr.engine.purging import PurgeAges, begin_purge, end_purge, purge_limits
+from upr.storage.direct_merge import Direct, merge_direct
+from upr.storage.heads import Head, MergeRange, Replacement
+from upr.storage.large_merge import Examined, RangeTooLargeError, examine, rewrite_group
+from upr.storage.tombstones import Purge, PurgeLimits
+from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
+from upr_protocol.limits import PARTITIONS
+
+if TYPE_CHECKING:
+    from upr.service.host import BucketHost
+
+log = logging.getLogger(__name__)
+
+LOOK_PARTITIONS = 128
+DIRECT_BYTES = 2 * 2**20
+"""Ranges up to this are rewritten whole; in larger ones the keys are compared first."""
+BATCH_BYTES = 8 * 2**20
+REST_SECONDS_MAX = 0.05
+HASTE_BLOCKS = 24
+"""With so many blocks in a range it is not rested at all: flushes make them faster than they are merged."""
+_RETRY_SECONDS = 1.0
+_T = TypeVar("_T")
+
+
+class Merger:
+    """Keeps the tiers of a bucket's partitions in order, and drops tombstones where that may be done.
+
+    Attributes:
+        ages: how old tombstones must be.
+        turn: held by whoever merges: ``run``, or the purger.
+
+    Args:
+        now: returns microseconds since the epoch.
+        room: returns how many bytes the disk can take.
+    """
+
+    def __init__(
+        self,
+        host: "BucketHost",
+        config: ServerConfig,
+        now: Callable[[], int],
+        room: Callable[[], int],
+    ) -> None:
+        self._host = host
+        self.now = now
+        self._room = room
+        self._bucket = host.bucket
+        self._store = host.store
+        self.ages = PurgeAges(
+            int(config.tombstone_seconds * 1e6), int(config.purge_hold_seconds * 1e6)
+        )
+        self._waiting: dict[int, None] = {}
+        self._wanted = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._settled: dict[int, list[tuple[int, int]]] = {}
+        self._stored_at_start = host.bucket.partitions.stored.copy()
+        self._thread = ThreadPoolExecutor(1, "merge")
+        self.turn = asyncio.Lock()
+        self._leisure = 1.0
+
+    @property
+    def waiting(self) -> int:
+        """How many partitions changed since they were looked at."""
+        return len(self._waiting)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether ``stop`` was called."""
+        return self._stopped.is_set()
+
+    def note(self, partitions: Iterable[int]) -> None:
+        """Have partitions looked at."""
+        problems = self._bucket.partitions.problems
+        self._waiting.update(dict.fromkeys(p for p in partitions if p not in problems))
+        if self._waiting:
+            self._wanted.set()
+
+    async def run(self) -> None:
+        """Merge until ``stop``."""
+        self.note(range(PARTITIONS))
+        while not self.stopped:
+            if not self._waiting:
+                self._wanted.clear()
+                await self._wanted.wait()
+                continue
+            # Those that wait longest: flushes note all of them again and again.
+            partitions = sorted(islice(self._waiting, LOOK_PARTITIONS))
+            for partition in partitions:
+                del self._waiting[partition]
+            try:
+                async with self.turn:
+                    await self._merge(partitions)
+            except (OSError, lmdb.Error) as error:
+                log.error("merging failed, retrying", extra={"error": str(error)})
+                self.note(partitions)
+                await self.rest(_RETRY_SECONDS)
+
+    def stop(self) -> None:
+        """Have ``run`` return after the piece that is being made."""
+        self._stopped.set()
+        self._wanted.set()
+
+    def close(self) -> None:
+        """Give the thread back, once ``run`` has returned."""
+        self._thread.shutdown(wait=True)
+
+    async def rest(self, seconds: float) -> bool:
+        """Wait so long, or until ``stop``; False then."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
+        except TimeoutError:
+            return True
+        return False
+
+    async def _rest_after(self, started: float) -> None:
+        seconds = min(time.monotonic() - started, REST_SECONDS_MAX)
+        await self.rest(seconds * self._leisure)
+
+    async def in_thread(self, call: Callable[[], _T]) -> _T:
+        """Run something in the thread that compares and rebuilds."""
+        started = time.monotonic()
+        if self._host.gone is not None:
+            raise self._host.gone
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        finally:
+            self._host.counters.merge_seconds += time.monotonic() - started
+
+    def damaged(self, problems: Mapping[int, UprError]) -> None:
+        """Report partitions, and leave them as they are: what is damaged is merged with nothing."""
+        for partition, error in problems.items():
+            log.error("a partition is damaged", extra={"error": error.message})
+            self._bucket.partitions.problems.setdefault(partition, error)
+            self._waiting.pop(partition, None)
+
+    # Choosing
+
+    async def _merge(self, partitions: Sequence[int]) -> None:
+        pins = {p: self._bucket.cuts.pinned(p) for p in partitions}
+        ranges, problems = await self.in_thread(lambda: self._look(pins))
+        self.damaged(problems)
+        crossed = [one.partition for one in ranges if self.crosses_pin(one)]
+        ranges = [one for one in ranges if one.partition not in crossed]
+        self.note(crossed)
+        small = [one for one in ranges if one.size <= DIRECT_BYTES]
+        blocks = sum(len(one.heads) for one in small) / max(len(small), 1)
+        self._leisure = max(1.0 - blocks / HASTE_BLOCKS, 0.0)
+        # What is compressed grows while it is merged.
+        batch_bytes = BATCH_BYTES // 4 if self._host.compress else BATCH_BYTES
+        for batch in _batches(small, batch_bytes):
+            if self.stopped:
+                return
+            started = time.monotonic()
+            await self._wait_for_room(sum(one.size for one in batch))
+            await self._merge_batch(batch)
+            await self._rest_after(started)
+        for one in ranges:
+            if one.size > DIRECT_BYTES and not self.stopped:
+                await self._merge_large(one)
+        self.note(one.partition for one in ranges)
+
+    def crosses_pin(self, one: MergeRange) -> bool:
+        """Whether a range goes across a cut: one made since it was chosen, with a flush behind it."""
+        return any(one.start < pin < one.end for pin in self._bucket.cuts.pinned(one.partition))
+
+    def _look(
+        self, pins: Mapping[int, Sequence[int]]
+    ) -> tuple[list[MergeRange], dict[int, UprError]]:
+        ranges = []
+        problems: dict[int, UprError] = {}
+        for partition, pinned in pins.items():
+            try:
+                heads = self._store.heads(partition)
+            except DataDamagedError as error:
+                problems[partition] = error
+                continue
+            found = plan_merge(partition, heads, pinned, self.settled_of(partition, heads))
+            if found is not None:
+                ranges.append(found)
+        return ranges, problems
+
+    def settled_of(self, partition: int, heads: Sequence[Head]) -> list[tuple[int, int]]:
+        """Return the ranges that were compared as a whole; a large partition was so before this start."""
+        known = self._settled.get(partition)
+        if known is None:
+            at_start = int(self._stored_at_start[partition])
+            large = sum(h.size for h in heads if h.end <= at_start) > DIRECT_BYTES
+            known = self._settled[partition] = [(0, at_start)] if large else []
+        return known
+
+    def _settle(self, one: MergeRange) -> None:
+        inside = self._settled.get(one.partition, [])
+        outside = [r for r in inside if r[1] <= one.start or r[0] >= one.end]
+        self._settled[one.partition] = [*outside, (one.start, one.end)]
+
+    # Merging
+
+    async def _merge_batch(self, ranges: Sequence[MergeRange]) -> None:
+        limits = purge_limits(self._bucket, self.ages, self.now())
+        direct = await self._direct(ranges, limits)
+        raised = self._begin_purge(direct.purges)
+        refused = direct.purges.keys() - raised.keys()
+        await self._finish_batch(ranges, direct, raised, refused)
+        if refused:
+            # Somebody came who has not passed these tombstones: they stay for now.
+            left = [one for one in ranges if one.partition in refused]
+            direct = await self._direct(left, None)
+            await self._finish_batch(left, direct, {}, set())
+
+    async def _direct(self, ranges: Sequence[MergeRange], limits: PurgeLimits | None) -> Direct:
+        compress = self._host.compress
+        return await self.in_thread(
+            lambda: merge_direct(ranges, self._store.blocks, limits, compress)
+        )
+
+    async def _finish_batch(
+        self,
+        ranges: Sequence[MergeRange],
+        direct: Direct,
+        raised: Mapping[int, int],
+        refused: set[int],
+    ) -> None:
+        self.damaged(direct.damaged)
+        chosen = [one for one in direct.replacements if one.partition not in refused]
+        done = {one.partition for one in chosen}
+        try:
+            await self._replace(chosen)
+        except DataDamagedError as error:
+            # Which one it is, the next look tells.
+            log.error("nothing of a batch was merged", extra={"error": error.message})
+            return
+        finally:
+            end_purge(self._bucket, raised)
+        self._count_input([head for one in ranges if one.partition in done for head in one.heads])
+        self._host.counters.merge_output_rows += direct.rows
+        self._host.counters.purged_tombstones += sum(direct.purges[p].count for p in raised)
+
+    async def _merge_large(self, one: MergeRange) -> None:
+        """Compare a large range, and write what lost enough anew."""
+        try:
+            await self.rewrite(one, await self.examine(one))
+            self._settle(one)
+        except RangeTooLargeError:
+            log.warning(
+                "a range has too many keys to be merged",
+                extra={"partition": one.partition, "rows": one.rows, "bytes": one.size},
+            )
+            self._settle(one)
+        except (DataDamagedError, CorruptBlockError) as error:
+            self.damaged({one.partition: error})
+
+    async def examine(self, one: MergeRange) -> Examined:
+        """Compare the keys of a range; see ``large_merge.examine``."""
+        limits = purge_limits(self._bucket, self.ages, self.now())
+        return await self.in_thread(lambda: examine(one, self._store.blocks, limits))
+
+    async def rewrite(self, one: MergeRange, examined: Examined) -> int:
+        """Write what lost enough anew; returns how many tombstones went."""
+        purges = {one.partition: examined.purge} if examined.purge else {}
+        raised = self._begin_purge(purges)
+        if purges and not raised:
+            examined = await self.in_thread(lambda: examine(one, self._store.blocks, None))
+        try:
+            for group in examined.groups():
+                if self.stopped:
+                    return 0
+                started = time.monotonic()
+                await self._rewrite_group(examined, group)
+                await self._rest_after(started)
+        finally:
+            end_purge(self._bucket, raised)
+        purged = examined.purge.count if examined.purge else 0
+        self._host.counters.purged_tombstones += purged
+        return purged
+
+    async def _rewrite_group(self, examined: Examined, group: range) -> None:
+        heads = [examined.heads[i] for i in group]
+        await self._wait_for_room(sum(head.size for head in heads))
+        compress = self._host.compress
+        new = await self.in_thread(
+            lambda: rewrite_group(examined, group, self._store.blocks, compress)
+        )
+        await self._replace([new])
+        self._count_input(heads)
+        kept = sum(int(np.count_nonzero(examined.keep[i])) for i in group)
+        self._host.counters.merge_output_rows += kept
+
+    def _begin_purge(self, purges: Mapping[int, Purge]) -> dict[int, int]:
+        return begin_purge(self._bucket, purges, self.ages, self.now()) if purges else {}
+
+    async def _replace(self, replacements: Sequence[Replacement]) -> None:
+        def store() -> None:
+            failpoints.hit("merge.before_commit")
+            self._store.replace(replacements)
+            failpoints.hit("merge.after_commit")
+
+        await self._host.in_store_thread(store)
+        self._host.counters.merge_output_bytes += sum(
+            len(data) for one in replacements for _, data in one.new
+        )
+
+    async def _wait_for_room(self, size: int) -> None:
+        """A merge needs room before it gives any back; the reserve is left to the flush."""
+        while not self.stopped and self._room() < 2 * size:
+            await self.rest(_RETRY_SECONDS)
+
+    def _count_input(self, heads: Iterable[Head]) -> None:
+        counters = self._host.counters
+        for head in heads:
+            counters.merge_input_bytes += head.size
+            counters.merge_input_rows += head.rows
+
+
+def _batches(ranges: Sequence[MergeRange], size_max: int) -> Iterator[list[MergeRange]]:
+    """Yield ranges, ascending by partition, in pieces of about so many bytes."""
+    batch: list[MergeRange] = []
+    size = 0
+    for one in ranges:
+        if batch and size + one.size > size_max:
+            yield batch
+            batch, size = [], 0
+        batch.append(one)
+        size += one.size
+    if batch:
+        yield batch
