@@ -1,0 +1,87 @@
+"""``upr-admin cut``."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.harness import RunningServer
+from upr.cli import admin
+from upr.cli.durations import format_duration, parse_duration
+from upr.cli.exit_codes import NOT_FOUND, REFUSED, USAGE
+from upr_client import Client
+from upr_protocol.errors import InvalidArgumentError
+
+StartServer = Callable[..., RunningServer]
+
+
+def run(server: RunningServer, *arguments: str) -> Result:
+    result = CliRunner().invoke(admin.main, ["cut", *arguments, "--target", server.target])
+    assert "Traceback" not in result.output
+    return result
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("1.5", 1.5), ("30s", 30), ("5m", 300), ("1h", 3600), ("2d", 172_800)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == parse_duration(f" {text.upper()} ") == seconds
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "-1s", "0", "nan", "inf", "1w", "1h30m"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="30s, 5m, 1h or 2d"):
+        parse_duration(text)
+
+
+def test_create_list_renew_release(server_process: StartServer) -> None:
+    server = server_process()
+    with Client(server.target) as client:
+        partition = client.bucket().set(b"a", b"1").partition
+    made = run(server, "create", "nightly", "--lease", "2h")
+    assert made.exit_code == 0, made.output
+    assert made.stdout.startswith("nightly: 1024 partitions pinned until 20")
+    small = run(server, "create", "small", "--partitions", f"{partition}", "--json")
+    document = json.loads(small.stdout)
+    assert (document["name"], document["lease_seconds"]) == ("small", 3600)
+    (pin,) = document["partitions"]
+    assert (pin["partition"], pin["seqno"], len(pin["failover_id"])) == (partition, 1, 16)
+
+    listed = json.loads(run(server, "list", "--json").stdout)
+    assert [(cut["name"], cut["lease_seconds"]) for cut in listed] == [
+        ("nightly", 7200),
+        ("small", 3600),
+    ]
+    assert "partitions" not in listed[0]
+    whole = json.loads(run(server, "list", "--json", "--partitions").stdout)
+    assert [len(cut["partitions"]) for cut in whole] == [1024, 1]
+    header, first, _ = run(server, "list").stdout.splitlines()
+    assert header.split() == ["name", "created", "expires", "lease", "left"]
+    assert (first.split()[0], first.split()[3]) == ("nightly", "2h")
+    assert len(run(server, "list", "--partitions").stdout.splitlines()) == 1 + 1024 + 1
+
+    renewed = run(server, "renew", "small", "--lease", "1d")
+    assert renewed.stdout.startswith("small: pinned until 20")
+    assert json.loads(run(server, "list", "--json").stdout)[1]["lease_seconds"] == 86_400
+    assert run(server, "release", "small").stdout == "released: small\n"
+    assert [cut["name"] for cut in json.loads(run(server, "list", "--json").stdout)] == ["nightly"]
+
+
+def test_errors_are_one_line(server_process: StartServer) -> None:
+    server = server_process()
+    assert run(server, "create", "x").exit_code == 0
+    for arguments, status, words in (
+        (("create", "x"), REFUSED, "there is a cut 'x' already"),
+        (("create", "y", "--lease", "31d"), USAGE, "the limit is 2592000"),
+        (("create", "y", "--lease", "soon"), USAGE, "not a duration"),
+        (("renew", "z"), NOT_FOUND, "there is no cut 'z'"),
+        (("release", "z"), NOT_FOUND, "there is no cut 'z'"),
+    ):
+        result = run(server, *arguments)
+        assert result.exit_code == status, result.output
+        assert words in result.stderr
+        assert result.stdout == ""
+        assert len(result.stderr.splitlines()) == 1

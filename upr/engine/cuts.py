@@ -1,0 +1,237 @@
+"""Cuts: markers pinned in many partitions at one instant, under a name and for a lease.
+
+While a cut is held neither flush nor merge crosses its pins, and purging does not pass them. In the tail, where
+many partitions share an entry, the instant of a cut is a *fence*: an entry number that no flush goes across.
+
+A cut is held from the step that made it, so before it is durable, and until it is forgotten, so after it lost
+its name: what was pinned is given up only when no restart can bring the cut back.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from upr.engine.partitions import Partitions
+from upr.engine.tail import Tail
+from upr.storage.keyspace import CutRow, Pin
+from upr_protocol.block import U64
+from upr_protocol.errors import (
+    AlreadyExistsError,
+    CutNotFoundError,
+    PartitionNotActiveError,
+    TooManyError,
+)
+from upr_protocol.limits import CUTS_MAX, PARTITIONS
+
+NO_PIN = np.iinfo(np.uint64).max
+
+
+@dataclass(eq=False, slots=True)
+class Cut:
+    """One cut. Times are microseconds since the epoch, the lease is microseconds.
+
+    Attributes:
+        pins: by partition, ascending.
+        end_entry: everything that is pinned lies in tail entries below this number, or in the store.
+        fences: entry numbers that no flush may go across.
+        durable: whether it is in the store; until then only its maker knows of it.
+    """
+
+    name: str
+    created: int
+    expires: int
+    lease: int
+    pins: Mapping[int, Pin]
+    end_entry: int = 0
+    fences: Sequence[int] = ()
+    durable: bool = False
+    seqnos: U64 = field(init=False, repr=False)
+    """The pinned seqnos, shape (1024,); NO_PIN in partitions that are not pinned."""
+
+    def __post_init__(self) -> None:
+        self.seqnos = np.full(PARTITIONS, NO_PIN, np.uint64)
+        self.seqnos[list(self.pins)] = [pin.seqno for pin in self.pins.values()]
+
+    def row(self) -> CutRow:
+        """Return what is to be stored."""
+        return CutRow(self.created, self.expires, self.lease, self.pins)
+
+
+class Cuts:
+    """The cuts of one bucket."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, Cut] = {}
+        self._held: list[Cut] = []
+        self._lowest: U64 = np.full(PARTITIONS, NO_PIN, np.uint64)
+
+    def __len__(self) -> int:
+        """Return how many cuts have a name and are durable; one whose lease has just ended may be among them."""
+        return sum(cut.durable for cut in self._named.values())
+
+    # What others must respect
+
+    def pinned(self, partition: int) -> tuple[int, ...]:
+        """Return the seqnos that are pinned in a partition, ascending, each once, without 0."""
+        seqnos = {int(cut.seqnos[partition]) for cut in self._held}
+        return tuple(sorted(seqnos - {0, NO_PIN}))
+
+    def lowest(self) -> U64:
+        """Return the lowest pinned seqno of each partition, shape (1024,); NO_PIN where there is none."""
+        return self._lowest.copy()
+
+    def holders(self, partition: int) -> list[tuple[str, int]]:
+        """Return (name, pinned seqno) of the cuts that pin a partition."""
+        return [
+            (cut.name, cut.pins[partition].seqno) for cut in self._held if partition in cut.pins
+        ]
+
+    def fence_above(self, entry: int) -> int | None:
+        """Return the first fence above a tail entry's number, None when there is none."""
+        fences = [fence for cut in self._held for fence in cut.fences if fence > entry]
+        return min(fences, default=None)
+
+    # Changing
+
+    def create(
+        self,
+        name: str,
+        partitions: Sequence[int],
+        lease: int,
+        now: int,
+        table: Partitions,
+        tail: Tail,
+    ) -> Cut:
+        """Pin the last complete marker of partitions as they are in this step.
+
+        Args:
+            partitions: ascending, each once.
+            lease: microseconds.
+            now: microseconds since the epoch.
+
+        Raises:
+            AlreadyExistsError: a cut of that name is there.
+            TooManyError: there are CUTS_MAX.
+            PartitionNotActiveError: a partition is neither active nor replica.
+        """
+        if (old := self._named.get(name)) is not None and not self._ended(old, now):
+            raise AlreadyExistsError(
+                f"there is a cut {name!r} already", hint="choose another name, or release that one"
+            )
+        count = sum(not self._ended(cut, now) for cut in self._named.values())
+        if count >= CUTS_MAX:
+            raise TooManyError(
+                f"the bucket has {count} cuts, the limit is {CUTS_MAX}",
+                hint="release one that is not needed any more",
+            )
+        for partition in partitions:
+            if not table.serves(partition):
+                raise PartitionNotActiveError(
+                    f"cut {name!r}: {table.refusal(partition).message}",
+                    hint=f"name the partitions to be pinned, without {partition}",
+                )
+        pins = {p: Pin(int(table.newest_id[p]), int(table.complete[p])) for p in partitions}
+        cut = Cut(name, now, now + lease, lease, pins, tail.end)
+        chosen = list(partitions)
+        whole = bool((table.complete[chosen] == table.high[chosen]).all())
+        cut.fences = (tail.end,) if whole else fences_of(tail, cut.seqnos)
+        if old is not None:
+            self.forget(old)
+        self._named[name] = cut
+        self._hold(cut)
+        return cut
+
+    def load(self, rows: Mapping[bytes, CutRow], tail: Tail) -> None:
+        """Take over the stored cuts at a start, and find their fences again in the tail."""
+        for name, row in rows.items():
+            cut = Cut(name.decode(), row.created, row.expires, row.lease, row.pins, durable=True)
+            cut.fences = fences_of(tail, cut.seqnos)
+            self._named[cut.name] = cut
+            self._hold(cut)
+
+    def renew(self, name: str, lease: int | None, now: int) -> Cut:
+        """Have a cut's lease begin anew; None for the lease it has.
+
+        Raises:
+            CutNotFoundError: there is none of that name, or its lease has ended.
+        """
+        cut = self._named.get(name)
+        if cut is None or not cut.durable or self._ended(cut, now):
+            raise CutNotFoundError(
+                f"there is no cut {name!r}, or its lease has ended", hint="make a new one"
+            )
+        cut.lease = cut.lease if lease is None else lease
+        cut.expires = now + cut.lease
+        return cut
+
+    def remove(self, name: str) -> Cut | None:
+        """Take a cut's name away and return it, None when there is none. It is held until ``forget``."""
+        return self._named.pop(name, None)
+
+    def put_back(self, cut: Cut) -> None:
+        """Give a removed cut its name again, unless another has it by now."""
+        self._named.setdefault(cut.name, cut)
+
+    def forget(self, cut: Cut) -> None:
+        """Hold a cut no longer."""
+        if self._named.get(cut.name) is cut:
+            del self._named[cut.name]
+        if cut in self._held:
+            self._held.remove(cut)
+        self._lowest = np.min(
+            [np.full(PARTITIONS, NO_PIN, np.uint64), *(c.seqnos for c in self._held)], axis=0
+        )
+
+    def _hold(self, cut: Cut) -> None:
+        self._held.append(cut)
+        self._lowest = np.minimum(self._lowest, cut.seqnos)
+
+    # Looking
+
+    def has(self, cut: Cut) -> bool:
+        """Whether this very cut still has its name."""
+        return self._named.get(cut.name) is cut
+
+    def live(self, now: int) -> list[Cut]:
+        """Return the cuts whose lease has not ended, oldest first."""
+        found = [cut for cut in self._named.values() if cut.durable and not self._ended(cut, now)]
+        return sorted(found, key=lambda cut: (cut.created, cut.name))
+
+    def ended(self, now: int) -> list[Cut]:
+        """Return the cuts whose lease has ended and that still have their name."""
+        return [cut for cut in self._named.values() if self._ended(cut, now)]
+
+    @staticmethod
+    def _ended(cut: Cut, now: int) -> bool:
+        return cut.durable and cut.expires <= now
+
+
+def fences_of(tail: Tail, seqnos: U64) -> tuple[int, ...]:
+    """Return the fewest entry numbers so that no range of entries between two of them goes across a pin.
+
+    Args:
+        seqnos: the pinned seqno of each partition, shape (1024,); NO_PIN where there is none.
+    """
+    tables = [entry.runs for entry in tail.range(tail.first, tail.end)]
+    if not tables:
+        return ()
+    entries = np.repeat(np.arange(tail.first, tail.end), [len(runs) for runs in tables])
+    partitions = np.concatenate([runs["partition"] for runs in tables])
+    above = np.concatenate([runs["end_seqno"] for runs in tables]) > seqnos[partitions]
+    last = np.full(PARTITIONS, -1, np.int64)
+    np.maximum.at(last, partitions[~above], entries[~above])
+    first = np.full(PARTITIONS, tail.end, np.int64)
+    np.minimum.at(first, partitions[above], entries[above])
+    return tuple(_separate(last, first, np.flatnonzero((last >= 0) & (seqnos != NO_PIN))))
+
+
+def _separate(
+    last: npt.NDArray[np.int64], first: npt.NDArray[np.int64], left: npt.NDArray[np.intp]
+) -> Iterable[int]:
+    """Yield numbers so that each partition has one above its ``last`` and not above its ``first``."""
+    while len(left):
+        fence = int(first[left].min())
+        yield fence
+        left = left[last[left] >= fence]
