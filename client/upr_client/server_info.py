@@ -1,0 +1,198 @@
+"""What a server tells operators about itself; the same in both flavours."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from upr_protocol.errors import UprError
+from upr_protocol.wire.status import error_of
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+
+
+@dataclass(frozen=True, slots=True)
+class BucketStatus:
+    """One bucket at this moment.
+
+    Args:
+        name: its name.
+        version: its random id.
+        tail_bytes: about how much memory the tail holds.
+        tail_limit_bytes: the tail's limit; writers wait when it is reached.
+        volatile_bytes: the part of the tail that is not durable yet.
+        streams: open streams.
+        streams_from_store: those of them that read from the store now.
+        cuts: cuts whose lease has not ended.
+        damaged_partitions: partitions that are not whole.
+        problem: why no writes are taken; None otherwise.
+    """
+
+    name: str
+    version: int
+    tail_bytes: int
+    tail_limit_bytes: int
+    volatile_bytes: int
+    streams: int
+    streams_from_store: int
+    cuts: int
+    damaged_partitions: int
+    problem: UprError | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """One server process.
+
+    Args:
+        server_version: for people.
+        server_id: another one after each start.
+        uptime_seconds: since it began to serve.
+        anonymous_bytes: memory that the process really holds.
+        mapped_bytes: pages of files, which the kernel takes back when it needs them.
+        follow_calls, write_calls: how many are open.
+        buckets: by name.
+    """
+
+    server_version: str
+    server_id: int
+    uptime_seconds: float
+    anonymous_bytes: int
+    mapped_bytes: int
+    follow_calls: int
+    write_calls: int
+    buckets: tuple[BucketStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageInfo:
+    """What a bucket takes on disk. The counters count since the server was started.
+
+    Args:
+        bucket_version: which bucket answered.
+        file_bytes: size of the store's file; it never shrinks.
+        used_bytes: its pages in use; the rest is free for what comes.
+        journal_bytes: the journal's segments.
+        tail_bytes: about how much memory the tail holds.
+        blocks, rows, block_bytes: what is stored, superseded rows included.
+        unmerged_bytes: at most so much of block_bytes can be superseded by what is stored in later blocks.
+        ingested_bytes: columns of the blocks that were numbered.
+        journalled_bytes, flushed_bytes: written to the journal, and to the store by flushes.
+        merge_input_bytes, merge_output_bytes: read and stored by merges.
+        merge_input_rows, merge_output_rows: their rows.
+        merge_seconds: time that merges worked.
+        purged_tombstones: tombstones dropped.
+        partitions_to_merge: partitions that wait for a merge.
+        compression: of stored blocks: empty for none, or zstd.
+    """
+
+    bucket_version: int
+    file_bytes: int
+    used_bytes: int
+    journal_bytes: int
+    tail_bytes: int
+    blocks: int
+    rows: int
+    block_bytes: int
+    unmerged_bytes: int
+    ingested_bytes: int
+    journalled_bytes: int
+    flushed_bytes: int
+    merge_input_bytes: int
+    merge_output_bytes: int
+    merge_input_rows: int
+    merge_output_rows: int
+    merge_seconds: float
+    purged_tombstones: int
+    partitions_to_merge: int
+    compression: str
+
+    @property
+    def write_amplification(self) -> float | None:
+        """Bytes written for each byte that writers sent; None when they sent nothing since the start."""
+        if not self.ingested_bytes:
+            return None
+        written = self.journalled_bytes + self.flushed_bytes + self.merge_output_bytes
+        return written / self.ingested_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerPosition:
+    """What a consumer acknowledged in one partition.
+
+    Args:
+        failover_id: the id under which it did.
+        seqno: everything up to here is safe with it.
+    """
+
+    failover_id: int
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """One registered consumer.
+
+    Args:
+        name: its name.
+        connected: whether a call under this name is open.
+        generation: how many calls were opened under this name.
+        last_ack_time: when it acknowledged last, microseconds since the epoch.
+        partitions: how many have a position.
+        lag: mutations between its positions and the high seqnos of those partitions.
+        positions: by partition, ascending; empty when not asked for.
+    """
+
+    name: str
+    connected: bool
+    generation: int
+    last_ack_time: int
+    partitions: int
+    lag: int
+    positions: Mapping[int, ConsumerPosition]
+
+
+def server_status(message: admin.GetStatusResponse) -> ServerStatus:
+    """Return a server's status out of its message."""
+    return ServerStatus(
+        message.server_version,
+        message.server_id,
+        message.uptime_seconds,
+        message.anonymous_bytes,
+        message.mapped_bytes,
+        message.follow_calls,
+        message.write_calls,
+        tuple(_bucket_status(bucket) for bucket in message.buckets),
+    )
+
+
+def _bucket_status(message: admin.BucketStatus) -> BucketStatus:
+    return BucketStatus(
+        message.name,
+        message.version,
+        message.tail_bytes,
+        message.tail_limit_bytes,
+        message.volatile_bytes,
+        message.streams,
+        message.streams_from_store,
+        message.cuts,
+        message.damaged_partitions,
+        error_of(message.problem) if message.HasField("problem") else None,
+    )
+
+
+def storage_info(message: admin.GetStorageResponse) -> StorageInfo:
+    """Return what a bucket takes on disk out of its message."""
+    return StorageInfo(
+        **{name: getattr(message, name) for name in StorageInfo.__dataclass_fields__}
+    )
+
+
+def consumer_info(message: admin.ConsumerInfo) -> ConsumerInfo:
+    """Return a registered consumer out of its message."""
+    return ConsumerInfo(
+        message.name,
+        message.connected,
+        message.generation,
+        message.last_ack_time,
+        message.partitions,
+        message.lag,
+        {at.partition: ConsumerPosition(at.failover_id, at.seqno) for at in message.positions},
+    )

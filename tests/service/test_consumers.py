@@ -1,0 +1,305 @@
+"""Registered consumers over real gRPC: what is kept over restarts and crashes, and who may say what."""
+
+import asyncio
+import struct
+from pathlib import Path
+from typing import Any
+
+import grpc
+import lmdb
+import numpy as np
+import pytest
+
+from tests.conftest import StartServer
+from tests.raw import RawClient, RawFollow, start_at
+from tests.service.keys import some_keys
+from upr.config import ServerConfig
+from upr.engine.consumers import Consumers
+from upr.service.consumer_saver import ConsumerSaver, Rows
+from upr.service.server import Server
+from upr_client import AsyncClient as Client
+from upr_client import FilePositions
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+PARTITION = 9
+WAIT_SECONDS = 20.0
+
+
+def ack(*positions: tuple[int, int]) -> wire.Ack:
+    return wire.Ack(positions=b"".join(struct.pack("<IQ", *one) for one in positions))
+
+
+async def fill(client: RawClient, rows: int) -> None:
+    """Write some rows into PARTITION."""
+    writer = await client.writer("")
+    await writer.write([(key, b"value") for key in some_keys(PARTITION, rows)])
+    await writer.close()
+
+
+async def consumers(client: RawClient, *, with_positions: bool = True) -> list[admin.ConsumerInfo]:
+    request = admin.ListConsumersRequest(bucket="default", with_positions=with_positions)
+    response = await client.admin.ListConsumers(request, timeout=WAIT_SECONDS)
+    return list(response.consumers)
+
+
+async def forget(client: RawClient, name: str) -> bool:
+    request = admin.ForgetConsumerRequest(bucket="default", name=name)
+    response = await client.admin.ForgetConsumer(request, timeout=WAIT_SECONDS)
+    return bool(response.forgotten)
+
+
+async def seqno_of(client: RawClient, name: str) -> int | None:
+    """Return the consumer's position in PARTITION, None without one."""
+    for info in await consumers(client):
+        for position in info.positions:
+            if (info.name, position.partition) == (name, PARTITION):
+                return position.seqno
+    return None
+
+
+async def until_seqno(client: RawClient, name: str, seqno: int | None) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while await seqno_of(client, name) != seqno:
+            pass
+
+
+async def following(
+    client: RawClient, name: str, seqno: int = 0, failover_id: int | None = None
+) -> RawFollow:
+    """Open a call and a stream of PARTITION; where there is something to read, read the first frame."""
+    follow = await client.follow(consumer=name)
+    (answer,) = await follow.start(start_at(PARTITION, seqno, failover_id))
+    assert answer.HasField("started"), answer
+    if answer.started.high_seqno > seqno:
+        await follow.until("frame")
+    return follow
+
+
+@pytest.mark.asyncio
+async def test_a_position_survives_a_clean_restart_and_the_generation_counts_calls(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    async with RawClient(server.target) as client:
+        await fill(client, 10)
+        follow = await following(client, "indexer")
+        assert await consumers(client) == []
+        await follow.send(ack=ack((PARTITION, 7)))
+        await until_seqno(client, "indexer", 7)
+        (info,) = await consumers(client)
+        assert (info.connected, info.generation, info.partitions, info.lag) == (True, 1, 1, 3)
+        assert info.last_ack_time > 1_600_000_000_000_000
+        ((failover_id, _),) = (await client.logs(PARTITION))[0]
+        assert info.positions[0].failover_id == failover_id
+        assert not (await consumers(client, with_positions=False))[0].positions
+        second = await following(client, "indexer", 7, failover_id)
+        await second.send(ack=ack((PARTITION, 8)))
+        await until_seqno(client, "indexer", 8)
+    assert server.terminate() == 0
+    server.start()
+    async with RawClient(server.target) as client:
+        (info,) = await consumers(client)
+        assert (info.name, info.connected, info.generation) == ("indexer", False, 2)
+        assert [(at.partition, at.failover_id, at.seqno) for at in info.positions] == [
+            (PARTITION, failover_id, 8)
+        ]
+
+
+@pytest.mark.asyncio
+async def test_a_crash_loses_at_most_what_was_acknowledged_last(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    async with RawClient(server.target) as client:
+        await fill(client, 10)
+        follow = await following(client, "indexer")
+        await follow.send(ack=ack((PARTITION, 6)))
+        await until_seqno(client, "indexer", 6)
+        # Forgetting another one waits for a save, which stores this position too.
+        other = await following(client, "other")
+        await other.send(ack=ack((PARTITION, 1)))
+        await until_seqno(client, "other", 1)
+        assert await forget(client, "other")
+        await follow.send(ack=ack((PARTITION, 9)))
+        await until_seqno(client, "indexer", 9)
+    server.kill()
+    server.start()
+    async with RawClient(server.target) as client:
+        assert await seqno_of(client, "indexer") in (6, 9)
+        assert await seqno_of(client, "other") is None
+
+
+@pytest.mark.asyncio
+async def test_positions_are_stored_while_the_server_runs(server_process: StartServer) -> None:
+    server = server_process()
+    async with RawClient(server.target) as client:
+        await fill(client, 10)
+        follow = await following(client, "indexer")
+        await follow.send(ack=ack((PARTITION, 6)))
+        await until_seqno(client, "indexer", 6)
+        store = next((server.data / "buckets").glob("*/store"))
+        environment = lmdb.open(str(store), readonly=True, max_dbs=8)
+        table = environment.open_db(b"consumers", create=False)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not _entries(environment, table):
+                await consumers(client)
+        environment.close()
+
+
+def _entries(environment: lmdb.Environment, table: Any) -> int:
+    with environment.begin() as txn:
+        return int(txn.stat(table)["entries"])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("position", "words"),
+    [
+        ((1024, 1), "partition 1024"),
+        ((PARTITION, 2**48), str(2**48)),
+        ((PARTITION, 11), "seqno 11, it was sent up to 10"),
+    ],
+)
+async def test_a_wrong_ack_ends_the_call_and_is_not_kept(
+    server_process: StartServer, position: tuple[int, int], words: str
+) -> None:
+    server = server_process()
+    async with RawClient(server.target) as client:
+        await fill(client, 10)
+        follow = await following(client, "indexer")
+        await follow.send(ack=ack((PARTITION, 5), position))
+        while (message := await follow.read()).WhichOneof("message") != "ended" or (
+            message.ended.streams
+        ):
+            pass
+        assert message.ended.problem.reason == "INVALID_ARGUMENT"
+        assert words in message.ended.problem.message
+        await follow.close()
+        assert await consumers(client) == []
+
+
+@pytest.mark.asyncio
+async def test_a_consumer_that_goes_back_is_not_overtaken(server_process: StartServer) -> None:
+    server = server_process()
+    async with RawClient(server.target) as client:
+        await fill(client, 10)
+        follow = await following(client, "indexer")
+        await follow.send(ack=ack((PARTITION, 9)))
+        await until_seqno(client, "indexer", 9)
+        await following(client, "indexer", 0)
+        assert await seqno_of(client, "indexer") == 0
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_was_superseded_says_nothing_any_more(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    async with RawClient(server.target) as client:
+        await fill(client, 10)
+        old = await following(client, "indexer")
+        await old.send(ack=ack((PARTITION, 4)))
+        await until_seqno(client, "indexer", 4)
+        ((failover_id, _),) = (await client.logs(PARTITION))[0]
+        new = await following(client, "indexer", 4, failover_id)
+        await old.send(ack=ack((PARTITION, 10)))
+        await old.call.done_writing()
+        # The server has read all of the old call when that call is over.
+        while await asyncio.wait_for(old.call.read(), WAIT_SECONDS) is not grpc.aio.EOF:
+            pass
+        assert await seqno_of(client, "indexer") == 4
+        await new.send(ack=ack((PARTITION, 5)))
+        await until_seqno(client, "indexer", 5)
+
+
+@pytest.mark.asyncio
+async def test_forget_removes_it_for_good_until_the_next_ack(server_process: StartServer) -> None:
+    server = server_process()
+    async with RawClient(server.target) as client:
+        await fill(client, 10)
+        follow = await following(client, "indexer")
+        await follow.send(ack=ack((PARTITION, 9)))
+        await until_seqno(client, "indexer", 9)
+        assert await forget(client, "indexer")
+        assert not await forget(client, "indexer")
+        assert await consumers(client) == []
+        await follow.send(ack=ack((PARTITION, 10)))
+        await until_seqno(client, "indexer", 10)
+        assert await forget(client, "indexer")
+    assert server.terminate() == 0
+    server.start()
+    async with RawClient(server.target) as client:
+        assert await consumers(client) == []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await forget(client, "")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.asyncio
+async def test_a_consumer_of_the_sdk_that_reads_to_now_is_registered_at_the_end(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    async with Client(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many([(b"key %d" % i, b"value") for i in range(3000)])
+        positions = FilePositions(tmp_path / "positions")
+        async with bucket.changes(
+            consumer="backup", positions=positions, until_now=True
+        ) as changes:
+            async for _ in changes.batches():
+                pass
+        (found,) = await bucket.consumers()
+        assert (found.name, found.partitions, found.lag) == ("backup", 1024, 0)
+        assert found.positions == {}
+        (found,) = await bucket.consumers(with_positions=True)
+        assert sum(at.seqno for at in found.positions.values()) == 3000
+        assert await bucket.forget_consumer("backup")
+        assert not await bucket.forget_consumer("backup")
+
+
+@pytest.mark.asyncio
+async def test_more_consumers_than_are_kept_go_on_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("upr.engine.consumers.CONSUMERS_MAX", 1)
+    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0"))
+    await server.start()
+    async with RawClient(server.address) as client:
+        await fill(client, 10)
+        first = await following(client, "first")
+        await first.send(ack=ack((PARTITION, 2)))
+        await until_seqno(client, "first", 2)
+        second = await following(client, "second")
+        for seqno in (1, 2, 3):
+            await second.send(ack=ack((PARTITION, seqno)))
+        await fill(client, 11)
+        await second.until("frame")
+        await second.close()
+        assert [info.name for info in await consumers(client)] == ["first"]
+        await first.close()
+    await server.stop()
+    told = [r for r in caplog.records if "are not kept" in r.getMessage()]
+    assert len(told) == 1
+
+
+@pytest.mark.asyncio
+async def test_what_could_not_be_stored_is_stored_later() -> None:
+    known = Consumers()
+    written: Rows = {}
+    failing = True
+
+    async def write(rows: object) -> None:
+        assert callable(rows)
+        if failing:
+            raise lmdb.DiskError("no space")
+        written.update(rows())
+
+    saver = ConsumerSaver(known, write)
+    known.acknowledge("c", np.array([5]), np.array([8], np.uint64), np.array([6], np.uint64), now=1)
+    with pytest.raises(lmdb.DiskError):
+        await saver.save()
+    failing = False
+    await saver.save()
+    assert [(key, row.seqno) for key, row in written.items() if row] == [((b"c", 5), 8)]
