@@ -1,0 +1,209 @@
+"""``upr-admin check`` and ``upr-admin restore-copy`` on directories that a real server left."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.conftest import StartServer
+from tests.harness import RunningServer
+from tests.storage.closed import NEVER, Closed, block_of
+from upr.cli import admin
+from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin
+from upr_client import Client
+from upr_protocol.errors import DataDamagedError
+
+
+def run_admin(*arguments: object) -> Result:
+    return CliRunner().invoke(admin.main, [str(a) for a in arguments])
+
+
+def failed(*arguments: object) -> tuple[int, str]:
+    """The exit status and the one line of an error, as the console script shows it."""
+    command = [sys.executable, "-m", "upr.cli", "admin", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
+def write(server: RunningServer, count: int, text: str = "value") -> None:
+    with Client(server.target) as client:
+        bucket = client.bucket("default")
+        for first in range(0, count, 500):
+            rows = [(b"key %d" % i, f"{text} {i}".encode()) for i in range(first, first + 500)]
+            bucket.write_many(rows)
+
+
+def test_a_server_that_was_stopped_or_killed_leaves_a_directory_that_is_fine(
+    server_process: StartServer,
+) -> None:
+    server = server_process("--tail-bytes", "50000")
+    write(server, 3000)
+    refused, words = failed("check", server.data)
+    assert (refused, words.count("\n")) == (2, 1)
+    assert "is in use" in words
+    assert server.terminate() == 0
+    result = run_admin("check", server.data)
+    assert (result.exit_code, result.stdout.count("\n")) == (0, 1)
+    assert result.stdout.startswith("bucket default: fine: 3000 seqnos in ")
+
+    server.start()
+    write(server, 3000, "another")
+    server.kill()
+    assert run_admin("check", server.data).exit_code == 0
+    journal = sorted(server.data.glob("buckets/*/journal/*.journal"))[-1]
+    size = journal.stat().st_size
+    with journal.open("ab") as file:
+        file.write(b"\xf5UR\xfa\x01")
+    result = run_admin("check", server.data, "--json")
+    assert result.exit_code == 0
+    (bucket,) = json.loads(result.stdout)["buckets"]
+    (finding,) = bucket["findings"]
+    assert (finding["severity"], finding["offset"]) == ("note", size)
+    assert finding["file"] == f"journal/{journal.name}"
+    server.start()
+    assert server.terminate() == 0
+    assert run_admin("check", server.data).exit_code == 0
+
+
+def test_damage_is_told_with_its_place_and_with_what_can_be_read(tmp_path: Path) -> None:
+    closed = Closed(tmp_path / "data")
+    closed.put(block_of(7, 0, 10), block_of(7, 12, 20))
+    closed.put(block_of(8, 0, 10))
+    result = run_admin("check", closed.path)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "damage: bucket default, partition 7, seqnos 11 to 12: no block tells of these seqnos",
+        "readable: bucket default, partition 7: seqnos 1 to 10",
+        "bucket default: damaged: 1 findings in 1 partitions",
+    ]
+    assert "from a replica or a backup" in result.stderr
+    assert run_admin("check", closed.path, "--partitions", "8-1023").exit_code == 0
+    document = json.loads(run_admin("check", closed.path, "--json").stdout)
+    assert document["damaged"] is True
+    assert [f["partition"] for f in document["buckets"][0]["findings"]] == [7]
+
+
+def test_a_directory_that_is_none(tmp_path: Path) -> None:
+    for command in (["check"], ["restore-copy", "--yes"]):
+        code, words = failed(*command, tmp_path / "nowhere")
+        assert (code, words.count("\n")) == (2, 1)
+        assert "is not a data directory" in words
+        assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_truncated_file_ends_the_server_with_one_line(server_process: StartServer) -> None:
+    server = server_process()
+    write(server, 500)
+    assert server.terminate() == 0
+    (file,) = server.data.glob("buckets/*/store/data.mdb")
+    os.truncate(file, file.stat().st_size // 2)
+    server.launch()
+    assert server.wait() == 1
+    (last,) = [line for line in server.log_text().splitlines() if "its end is missing" in line]
+    assert last.startswith(f"error: {file} has ")
+
+
+def logs(server: RunningServer) -> dict[int, Any]:
+    with Client(server.target) as client:
+        return dict(client.bucket("default").failover_logs())
+
+
+def test_clients_of_a_copy_that_was_restored_roll_back_to_its_record(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    write(server, 500)
+    assert server.terminate() == 0
+    copy = tmp_path / "copy"
+    shutil.copytree(server.data, copy)
+    server.start()
+    before = logs(server)
+    write(server, 500, "lost")
+    assert server.terminate() == 0
+    shutil.rmtree(server.data)
+    shutil.copytree(copy, server.data)
+
+    result = run_admin("restore-copy", server.data, "--json")
+    assert result.exit_code == 0, result.output
+    (document,) = json.loads(result.stdout)
+    assert len(document["records"]) == 1024
+    assert run_admin("check", server.data).exit_code == 0
+    server.start()
+    after = logs(server)
+    told = {r["partition"]: (int(r["failover_id"], 16), r["seqno"]) for r in document["records"]}
+    with Client(server.target) as client:
+        highs = {p.partition: p.high_seqno for p in client.bucket("default").partitions()}
+    for partition, log in after.items():
+        assert log.to_pairs() == [*before[partition].to_pairs(), told[partition]]
+        assert log.newest.seqno == highs[partition]
+    assert server.terminate() == 0
+
+    again = run_admin("restore-copy", "--yes", server.data)
+    assert again.exit_code == 0
+    assert again.stdout == (
+        "bucket default: new failover records in 1024 partitions, 0 are not active and keep theirs\n"
+    )
+    server.start()
+    assert {len(log) for log in logs(server).values()} == {3}
+
+
+def row_of(closed: Closed, partition: int) -> PartitionRow:
+    store = closed.store()
+    row = store.partitions()[partition]
+    store.close()
+    assert not isinstance(row, DataDamagedError)
+    return row
+
+
+def test_what_lies_above_the_marker_and_speaks_of_the_future_goes(tmp_path: Path) -> None:
+    closed = Closed(tmp_path / "data")
+    closed.put(block_of(3, 0, 10))
+    closed.put(block_of(5, 0, 10), state=2)
+    closed.journal((1, [block_of(3, 10, 12)]), (2, [block_of(3, 12, 15, horizon=20)]))
+    old = row_of(closed, 3).log.newest.failover_id
+    store = closed.store()
+    store.put_consumers(
+        {
+            (b"behind", 3): ConsumerRow(1, old, 12, 1),
+            (b"ahead", 3): ConsumerRow(1, old, 13, 1),
+            (b"replica", 5): ConsumerRow(1, old, 99, 1),
+        }
+    )
+    store.put_cuts({b"nightly": CutRow(1, NEVER, 1, {3: Pin(old, 10)})})
+    store.close()
+
+    result = run_admin("restore-copy", "--yes", closed.path)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        "bucket default: new failover records in 1023 partitions, 1 are not active and keep theirs",
+        "bucket default: cut 'nightly' released",
+        "bucket default: consumer 'ahead' was at 13 in partition 3, which the copy does not have: removed",
+    ]
+    row = row_of(closed, 3)
+    assert (row.stored_high, row.log.newest.seqno, len(row.log)) == (12, 12, 2)
+    assert len(row_of(closed, 5).log) == 1
+    store = closed.store()
+    assert store.cuts() == {}
+    assert {name: list(rows) for name, rows in store.consumers().items()} == {
+        b"behind": [3],
+        b"replica": [5],
+    }
+    store.close()
+    assert run_admin("check", closed.path).exit_code == 0
+
+
+@pytest.mark.parametrize(("answer", "records"), [("n\n", 1), ("y\n", 2)])
+def test_it_asks_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, records: int
+) -> None:
+    closed = Closed(tmp_path / "data")
+    monkeypatch.setattr("upr.cli.restore_copy.on_terminal", lambda: True)
+    result = CliRunner().invoke(admin.main, ["restore-copy", str(closed.path)], input=answer)
+    assert "Go on?" in result.stderr
+    assert len(row_of(closed, 0).log) == records

@@ -1,0 +1,124 @@
+"""A closed data directory with something of everything in it, made through storage alone."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from upr.service.catalog import create_bucket
+from upr.storage.directory import DataDirectory
+from upr.storage.journal import Commit, Journal, JournalEntry
+from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin, ProducerRow
+from upr.storage.store import Store
+from upr_protocol.block import Block, make_runs, sealed
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.wire.codec import encode_block
+
+NEVER = 2**62
+"""When the leases of cuts end, microseconds since the epoch."""
+
+
+def block_of(
+    partition: int,
+    start: int,
+    end: int,
+    *,
+    horizon: int | None = None,
+    seqnos: Sequence[int] | None = None,
+    value: bytes = b"v",
+) -> Block:
+    """One run ``(start, end]`` with a row at each of ``seqnos``, by default at all."""
+    rows = range(start + 1, end + 1) if seqnos is None else seqnos
+    keys = [b"key %d" % seqno for seqno in rows]
+    run = make_runs([partition], len(keys), start, end, end if horizon is None else horizon, 1)
+    offsets = np.cumsum([0, *map(len, keys)]).astype("<i4").tobytes()
+    value_offsets = (np.arange(len(keys) + 1) * len(value)).astype("<i4").tobytes()
+    dense = len(keys) == end - start
+    sparse = b"" if dense else (np.array(list(rows), np.int64) - start).astype("<u4").tobytes()
+    if not keys:
+        return sealed(Block(run, b"", b"", b"", b"", b"", b"", b"", 0))
+    values = value * len(keys)
+    return sealed(Block(run, sparse, b"", offsets, b"".join(keys), value_offsets, values, b"", 0))
+
+
+class Closed:
+    """A data directory under ``folder`` with the one bucket ``default``; ``store`` and ``journal`` are reopened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        directory = DataDirectory(folder)
+        self.bucket = create_bucket(directory, "default")
+        directory.close()
+        self.version = int(self.bucket.name, 16)
+
+    @property
+    def data_file(self) -> Path:
+        return self.bucket / "store" / "data.mdb"
+
+    @property
+    def journal_files(self) -> list[Path]:
+        return sorted((self.bucket / "journal").iterdir())
+
+    def store(self) -> Store:
+        return Store(self.bucket / "store")
+
+    def put(self, *blocks: Block, **row: int) -> None:
+        """Store blocks of one partition; its row says that the last of them ends it, and what else is given."""
+        partition = int(blocks[0].runs["partition"][0])
+        store = self.store()
+        old = store.partitions()[partition]
+        assert isinstance(old, PartitionRow)
+        values = {name: getattr(old, name) for name in PartitionRow.__slots__}
+        values["stored_high"] = int(blocks[-1].runs["end_seqno"][0])
+        values.update(row)
+        rows = {partition: PartitionRow(**values)}
+        ends = [int(block.runs["end_seqno"][0]) for block in blocks]
+        store.put_flush(
+            [(partition, e, encode_block(b)) for e, b in zip(ends, blocks, strict=True)], rows, {}
+        )
+        store.clear_proof()
+        store.close()
+
+    def journal(self, *commits: tuple[int, Sequence[Block]]) -> None:
+        """Append commits, given as number and blocks."""
+        journal = Journal(self.bucket / "journal", self.version)
+        list(journal.replay())
+        for number, blocks in commits:
+            entries = tuple(JournalEntry(b"p", number, encode_block(block)) for block in blocks)
+            journal.append(Commit(number, entries))
+        journal.close()
+
+
+def filled(folder: Path, seed: int) -> Closed:
+    """A directory with blocks small and large, freed pages, rows of every table, and a journal."""
+    rng = random.Random(seed)
+    closed = Closed(folder)
+    highs = dict.fromkeys(range(PARTITIONS), 0)
+    for _ in range(3):
+        for partition in rng.sample(range(PARTITIONS), 12):
+            start = highs[partition]
+            end = highs[partition] = start + rng.randint(1, 40)
+            value = rng.randbytes(rng.choice([1, 10, 100, 2000]))
+            closed.put(block_of(partition, start, end, value=value))
+    store = closed.store()
+    rows = store.partitions()
+    chosen = rng.sample([p for p in highs if highs[p]], 10)
+    pins: dict[int, Pin] = {}
+    for partition in chosen:
+        row = rows[partition]
+        assert isinstance(row, PartitionRow)
+        failover_id = row.log.newest.failover_id
+        high = highs[partition]
+        pins[partition] = Pin(failover_id, high)
+        store.put_consumers({(b"indexer", partition): ConsumerRow(1, failover_id, high, 5)})
+        told = ProducerRow(3, failover_id, 0, high, 9)
+        store.put_flush([], {}, {(b"loader", partition): told})
+    store.put_cuts({b"nightly": CutRow(1, NEVER, 1, pins)})
+    store.close()
+    for number in range(1, 9):
+        partition = rng.choice(chosen)
+        start = highs[partition]
+        end = highs[partition] = start + rng.randint(1, 20)
+        closed.journal((number, [block_of(partition, start, end, value=rng.randbytes(50))]))
+    return closed
