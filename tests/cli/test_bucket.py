@@ -1,0 +1,102 @@
+"""``upr-admin bucket`` against a real server."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tests.conftest import StartServer
+from upr.cli.admin import main
+from upr_client import Client
+
+
+def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "upr.cli", "admin", "bucket", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_create_list_and_drop(server_process: StartServer) -> None:
+    target = ("--target", server_process().target)
+    made = admin("create", "orders", "--compression", "zstd", *target)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert made.stdout.startswith("created: orders, version ")
+    document = json.loads(admin("create", "plain", "--json", *target).stdout)
+    assert (document["name"], document["compression"]) == ("plain", "none")
+    twice = admin("create", "orders", *target)
+    assert (twice.returncode, twice.stdout) == (4, "")
+    assert "there is a bucket 'orders'" in twice.stderr
+
+    listed = json.loads(admin("list", "--json", *target).stdout)
+    assert [one["name"] for one in listed] == ["default", "orders", "plain"]
+    assert [one["compression"] for one in listed] == ["none", "zstd", "none"]
+    assert all(one["problem"] is None and one["used_bytes"] > 0 for one in listed)
+    table = admin("list", *target).stdout.splitlines()
+    assert table[0].split() == ["name", "version", "compression", "mutations", "used", "problem"]
+    assert table[2].split()[:4] == ["orders", listed[1]["version"], "zstd", "0"]
+
+    unasked = admin("drop", "orders", *target)
+    assert unasked.returncode == 2
+    assert "--yes" in unasked.stderr
+    wrong = admin("drop", "orders", "--version", "0000000000000001", "--yes", *target)
+    assert wrong.returncode == 4
+    assert "not 0000000000000001" in wrong.stderr
+    malformed = admin("drop", "orders", "--version", "xyz", "--yes", *target)
+    assert malformed.returncode == 2
+    assert "16 hex digits" in malformed.stderr
+    dropped = admin("drop", "orders", "--version", listed[1]["version"], "--yes", *target)
+    assert (dropped.returncode, dropped.stderr) == (0, "")
+    assert dropped.stdout == f"dropped: orders, version {listed[1]['version']}\n"
+    again = admin("drop", "orders", "--yes", *target)
+    assert again.returncode == 3
+    assert "no bucket 'orders'" in again.stderr
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_drop_asks_first(
+    server_process: StartServer, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    server = server_process()
+    with Client(server.target) as client:
+        client.bucket().write_many([(b"%d" % i, b"v") for i in range(12)])
+    asked: list[str] = []
+
+    def confirm(text: str, *, abort: bool, err: bool) -> None:
+        assert abort
+        assert err
+        asked.append(text)
+        if answer == "n":
+            raise click.Abort
+
+    monkeypatch.setattr(click, "confirm", confirm)
+    monkeypatch.setattr("upr.cli.bucket._can_ask", lambda: True)
+    result = CliRunner().invoke(main, ["bucket", "drop", "default", "--target", server.target])
+    assert len(asked) == 1
+    assert "12 mutations" in result.stderr
+    assert result.exit_code == (0 if answer == "y" else 130)
+    with Client(server.target) as client:
+        assert [info.name for info in client.buckets()] == (["default"] if answer == "n" else [])
+    help_text = CliRunner().invoke(main, ["bucket", "drop", "--help"]).output
+    assert "made anew" in " ".join(help_text.split())
+
+
+def test_a_damaged_bucket_is_listed_with_its_problem(server_process: StartServer) -> None:
+    server = server_process()
+    with Client(server.target) as client:
+        version = client.create_bucket("orders").version
+        client.bucket("orders").set(b"a", b"1")
+        client.bucket("orders").set(b"a", b"2")
+    server.kill()
+    folder: Path = server.data / "buckets" / f"{version:016x}"
+    (segment,) = (folder / "journal").glob("*.journal")
+    data = bytearray(segment.read_bytes())
+    data[100] ^= 1
+    segment.write_bytes(data)
+    server.start()
+    listed = json.loads(admin("list", "--json", "--target", server.target).stdout)
+    assert [one["name"] for one in listed] == ["default", "orders"]
+    assert listed[1]["problem"]["reason"] == "DATA_DAMAGED"
+    assert "damaged" in admin("list", "--target", server.target).stdout.splitlines()[2]

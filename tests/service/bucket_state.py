@@ -1,0 +1,37 @@
+"""What tests of several buckets ask of a server and of its data directory."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from tests.harness import RunningServer
+from upr_client import AsyncClient, Change, Rollback
+
+WAIT_SECONDS = 20.0
+
+
+async def rows_of(client: AsyncClient, bucket: str) -> dict[bytes, bytes | None]:
+    """Everything that a bucket holds now."""
+    rows: dict[bytes, bytes | None] = {}
+    async with client.bucket(bucket).changes(until_now=True) as changes:
+        async for event in changes:
+            assert not isinstance(event, Rollback)
+            if isinstance(event, Change):
+                rows[event.key] = event.value
+    return {key: value for key, value in rows.items() if value is not None}
+
+
+def folders(server: RunningServer) -> set[str]:
+    return {path.name for path in (server.data / "buckets").iterdir()}
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def folders_are(server: RunningServer, expected: Iterable[int]) -> None:
+    """Wait until the folders of exactly these versions are there."""
+    names = {f"{version:016x}" for version in expected}
+    await until(lambda: folders(server) == names)

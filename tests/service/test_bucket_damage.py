@@ -1,0 +1,119 @@
+"""A bucket that is damaged or whose storage fails, beside others that are well."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.conftest import StartServer
+from tests.harness import RunningServer
+from tests.service.bucket_state import WAIT_SECONDS, folders_are, rows_of
+from upr_client import (
+    AlreadyExistsError,
+    AsyncClient,
+    DataDamagedError,
+)
+
+
+def break_journal(server: RunningServer, version: int) -> None:
+    (segment,) = server.data.glob(f"buckets/{version:016x}/journal/*.journal")
+    data = bytearray(segment.read_bytes())
+    data[100] ^= 1
+    segment.write_bytes(data)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("broken", ["orders", "default"])
+async def test_a_damaged_bucket_takes_the_others_not_down(
+    server_process: StartServer, broken: str
+) -> None:
+    server = server_process()
+    whole = "default" if broken == "orders" else "orders"
+    async with AsyncClient(server.target) as client:
+        await client.create_bucket("orders")
+        for name in ("default", "orders"):
+            for i in range(3):
+                await client.bucket(name).set(b"a", b"%d" % i)
+        versions = {info.name: info.version for info in await client.buckets()}
+    server.kill()
+    break_journal(server, versions[broken])
+    server.start()
+    async with AsyncClient(server.target) as client:
+        infos = {info.name: info for info in await client.buckets()}
+        assert {name: info.version for name, info in infos.items()} == versions
+        problem = infos[broken].problem
+        assert infos[whole].problem is None
+        assert problem is not None
+        assert problem.reason == "DATA_DAMAGED"
+        assert await rows_of(client, whole) == {b"a": b"2"}
+        for attempt in (
+            client.bucket(broken).set(b"a", b"1"),
+            client.bucket(broken).partitions([1]),
+            client.bucket(broken).storage(),
+            rows_of(client, broken),
+        ):
+            with pytest.raises(DataDamagedError, match="damaged"):
+                await attempt
+        with pytest.raises(AlreadyExistsError):
+            await client.create_bucket(broken)
+        assert "a bucket is damaged and is not served" in server.log_text()
+        assert await client.drop_bucket(broken) == versions[broken]
+        made = await client.create_bucket(broken)
+        await folders_are(server, [made.version, versions[whole]])
+
+
+@pytest.mark.asyncio
+async def test_a_store_whose_name_cannot_be_read_hides_no_bucket(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        await client.create_bucket("orders")
+        versions = {info.name: info.version for info in await client.buckets()}
+    assert server.terminate() == 0
+    file = server.data / "buckets" / f"{versions['default']:016x}" / "store" / "data.mdb"
+    file.write_bytes(b"\xff" * 8192 + file.read_bytes()[8192:])
+    server.start()
+    async with AsyncClient(server.target) as client:
+        infos = {info.name: info for info in await client.buckets()}
+        nameless = f"{versions['default']:016x}"
+        assert infos.keys() == {"orders", nameless}
+        # "There is none", or a new one of the name, would have its consumers give up what they have.
+        with pytest.raises(DataDamagedError, match="name cannot be read"):
+            await client.bucket("default").partitions([1])
+        with pytest.raises(DataDamagedError, match="name cannot be read"):
+            await client.create_bucket("default")
+        await client.bucket("orders").set(b"a", b"1")
+        assert await client.drop_bucket(nameless) == versions["default"]
+        await client.create_bucket("default")
+
+
+@pytest.mark.asyncio
+async def test_one_bucket_whose_storage_failed_leaves_the_server_healthy(
+    server_process: StartServer,
+) -> None:
+    server = server_process(environment={"UPR_FAILPOINTS": "journal.before_sync=error:EIO:2"})
+    async with AsyncClient(server.target) as client, grpc.aio.insecure_channel(server.target) as c:
+        stub = health_pb2_grpc.HealthStub(c)
+
+        async def health() -> int:
+            return int((await stub.Check(health_pb2.HealthCheckRequest(service=""))).status)
+
+        await client.create_bucket("orders")
+        await client.bucket("orders").set(b"a", b"1")
+        with pytest.raises(Exception, match="fsync"):
+            await client.bucket().set(b"a", b"1")
+        await client.bucket("orders").set(b"a", b"2")
+        assert await health() == health_pb2.HealthCheckResponse.SERVING
+        problems = {info.name: info.problem for info in await client.buckets()}
+        assert problems["default"] is not None
+        assert problems["orders"] is None
+        # Now none is left that takes writes; and then there is one again.
+        await client.drop_bucket("orders")
+        async with asyncio.timeout(WAIT_SECONDS):
+            while await health() == health_pb2.HealthCheckResponse.SERVING:
+                pass
+        await client.create_bucket("other")
+        assert await health() == health_pb2.HealthCheckResponse.SERVING
+    assert server.terminate() == 1

@@ -1,0 +1,173 @@
+"""What consumers and writers of a bucket that was dropped learn, whether it was created anew or not."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.service.bucket_state import WAIT_SECONDS, rows_of
+from tests.service.keys import some_keys
+from upr_client import (
+    AsyncClient,
+    BucketGoneError,
+    BucketNotFoundError,
+    Change,
+    FilePositions,
+    Marker,
+    MemoryPositions,
+    Rollback,
+    RollbackError,
+)
+
+(KEY,) = some_keys(7, 1)
+
+
+class Table:
+    """What a consumer derives from the changes, and the rollbacks it was told."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[bytes, bytes | None]] = {}
+        self.rollbacks: list[Rollback] = []
+
+    def take(self, event: Change | Marker | Rollback) -> None:
+        if isinstance(event, Rollback):
+            assert event.seqno == 0
+            self.rollbacks.append(event)
+            self.rows.pop(event.partition, None)
+        elif isinstance(event, Change):
+            self.rows.setdefault(event.partition, {})[event.key] = event.value
+
+    def all(self) -> dict[bytes, bytes | None]:
+        return {key: value for rows in self.rows.values() for key, value in rows.items()}
+
+
+@pytest.mark.asyncio
+async def test_positions_of_a_dropped_bucket_roll_back_to_0(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    old = {b"old %d" % i: b"1" for i in range(40)}
+    new = {b"new %d" % i: b"2" for i in range(30)}
+    table = Table()
+    async with AsyncClient(server.target) as client:
+        await client.create_bucket("orders")
+        await client.bucket("orders").write_many(list(old.items()))
+        path = tmp_path / "positions"
+        async with client.bucket("orders").changes(
+            positions=FilePositions(path), until_now=True
+        ) as changes:
+            async for event in changes:
+                table.take(event)
+        assert table.all() == old
+        touched = set(table.rows)
+        before = FilePositions(path).load(range(1024))
+        await client.drop_bucket("orders")
+        with pytest.raises(BucketNotFoundError, match="'orders'"):
+            async with client.bucket("orders").changes(positions=FilePositions(path)) as changes:
+                await anext(changes)
+        made = await client.create_bucket("orders")
+        await client.bucket("orders").write_many(list(new.items()))
+
+        with pytest.raises(RollbackError, match="created anew"):
+            async with client.bucket("orders").changes(positions=FilePositions(path)) as changes:
+                await anext(changes)
+        unchanged = FilePositions(path).load(range(1024))
+        assert all(unchanged[p] == before[p] for p in touched)
+
+        class Killed(Exception):
+            pass
+
+        def die(rollback: Rollback) -> None:
+            # The data is undone, and then the process dies before anything is stored.
+            table.take(rollback)
+            raise Killed
+
+        with pytest.raises(Killed):
+            async with client.bucket("orders").changes(
+                positions=FilePositions(path), on_rollback=die
+            ) as changes:
+                await anext(changes)
+        (first,) = table.rollbacks
+        assert FilePositions(path).load([first.partition])[first.partition].seqno > 0
+
+        async with client.bucket("orders").changes(
+            positions=FilePositions(path), on_rollback="event", until_now=True
+        ) as changes:
+            async for event in changes:
+                table.take(event)
+        assert {one.partition for one in table.rollbacks[1:]} == touched
+        assert {one.rule for one in table.rollbacks} == {"bucket_gone"}
+        assert table.all() == new
+        after = FilePositions(path).load(range(1024))
+        assert {position.bucket_version for position in after.values()} == {made.version}
+
+        # Nothing more to undo the next time.
+        async with client.bucket("orders").changes(
+            positions=FilePositions(path), until_now=True
+        ) as changes:
+            assert [event async for event in changes] == []
+
+
+@pytest.mark.asyncio
+async def test_a_connected_consumer_goes_over_to_the_new_bucket(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        await client.create_bucket("orders")
+        await client.bucket("orders").set(KEY, b"old")
+        table, store = Table(), MemoryPositions()
+        words: list[str] = []
+        async with client.bucket("orders").changes(
+            [7, 8], positions=store, on_rollback="event", on_status=words.append
+        ) as changes:
+            for _ in range(2):
+                table.take(await asyncio.wait_for(anext(changes), WAIT_SECONDS))
+            assert table.all() == {KEY: b"old"}
+            waiting = asyncio.ensure_future(anext(changes))
+            await client.drop_bucket("orders")
+            with pytest.raises(BucketNotFoundError):
+                await asyncio.wait_for(waiting, WAIT_SECONDS)
+            made = await client.create_bucket("orders")
+            await client.bucket("orders").set(KEY, b"new")
+            for _ in range(3):
+                table.take(await asyncio.wait_for(anext(changes), WAIT_SECONDS))
+            assert [one.partition for one in table.rollbacks] == [7]
+            assert table.all() == {KEY: b"new"}
+            waiting = asyncio.ensure_future(anext(changes))
+            await client.drop_bucket("orders")
+            last = await client.create_bucket("orders")
+            try:
+                event = await asyncio.wait_for(waiting, WAIT_SECONDS)
+            except BucketNotFoundError:
+                # It was back before the new one was there.
+                event = await asyncio.wait_for(anext(changes), WAIT_SECONDS)
+            assert isinstance(event, Rollback)
+            assert store.load([7])[7].bucket_version == made.version
+            table.take(event)
+            await client.bucket("orders").set(KEY, b"newest")
+            table.take(await asyncio.wait_for(anext(changes), WAIT_SECONDS))
+            assert table.all() == {KEY: b"newest"}
+        assert store.load([7])[7].bucket_version == last.version
+        assert any("BUCKET_GONE" in line for line in words)
+
+
+@pytest.mark.asyncio
+async def test_a_writer_does_not_go_over_to_the_new_bucket(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        await client.create_bucket("orders")
+        bucket = client.bucket("orders")
+        await bucket.set(b"a", b"1")
+        await client.drop_bucket("orders")
+        await client.create_bucket("orders")
+        with pytest.raises(BucketGoneError):
+            await bucket.set(b"a", b"2")
+        with pytest.raises(BucketGoneError):
+            await bucket.set(b"a", b"3")
+        with pytest.raises(BucketGoneError, match="created anew"):
+            await bucket.hello({1: None})
+        assert (await client.buckets())[1].mutations == 0
+        await client.bucket("orders").set(b"a", b"4")
+        assert await rows_of(client, "orders") == {b"a": b"4"}

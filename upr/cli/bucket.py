@@ -1,0 +1,150 @@
+"""``upr-admin bucket``: list, create and drop buckets."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from upr.cli.options import target_option
+from upr.cli.output import Group, columns, json_option, note, print_json, size_text, verbose_option
+from upr_protocol.errors import BucketGoneError, BucketNotFoundError
+
+if TYPE_CHECKING:
+    from upr_client import BucketInfo, Client
+
+_COLUMNS = ("name", "version", "compression", "mutations", "used", "problem")
+
+
+def _parse_version(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> int | None:
+    if value is None:
+        return None
+    if len(value) != 16 or not set(value.lower()) <= set("0123456789abcdef"):
+        raise click.BadParameter(f"{value!r} is not 16 hex digits.", context, parameter)
+    return int(value, 16)
+
+
+@click.group("bucket", cls=Group)
+@verbose_option
+def bucket() -> None:
+    """List, create and drop buckets."""
+
+
+@bucket.command("list")
+@target_option
+@json_option
+@verbose_option
+def list_command(target: str, as_json: bool) -> None:
+    """Show all buckets; those that could not be opened too, with their problem."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        found = client.buckets()
+    if as_json:
+        print_json([_document(info) for info in found])
+    else:
+        click.echo(columns(_COLUMNS, map(_row, found)))
+
+
+@bucket.command("create")
+@click.argument("name")
+@click.option(
+    "--compression",
+    type=click.Choice(["none", "zstd"]),
+    default="none",
+    show_default=True,
+    help="Of stored blocks; it cannot be changed later.",
+)
+@target_option
+@json_option
+@verbose_option
+def create(name: str, compression: str, target: str, as_json: bool) -> None:
+    """Make the empty bucket NAME."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        made = client.create_bucket(name, "" if compression == "none" else compression)
+    if as_json:
+        print_json(_document(made))
+    else:
+        click.echo(f"created: {made.name}, version {made.version:016x}")
+
+
+@bucket.command("drop")
+@click.argument("name")
+@click.option(
+    "--version",
+    callback=_parse_version,
+    metavar="HEX",
+    help="Drop it only if this is its version (16 hex digits, as 'list' shows).",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@target_option
+@verbose_option
+def drop(name: str, version: int | None, yes: bool, target: str) -> None:
+    """Remove the bucket NAME with all its data.
+
+    Whoever follows it or writes to it is told that it is gone. The bucket "default" exists from the start: once
+    dropped, it is made anew, empty, when the server is started the next time.
+    """
+    from upr_client import Client
+
+    with Client(target) as client:
+        if not yes:
+            version = _confirmed(client, name, version)
+        dropped = client.drop_bucket(name, version)
+    click.echo(f"dropped: {name}, version {dropped:016x}")
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty()
+
+
+def _confirmed(client: "Client", name: str, version: int | None) -> int:
+    """Ask whether to drop the bucket that is there now, and return its version."""
+    if not _can_ask():
+        raise click.UsageError("nobody can be asked here: give --yes to drop the bucket")
+    info = next((info for info in client.buckets() if info.name == name), None)
+    if info is None:
+        raise BucketNotFoundError(
+            f"there is no bucket {name!r}", hint="'upr-admin bucket list' shows them"
+        )
+    if version not in (None, info.version):
+        raise BucketGoneError(
+            f"bucket {name!r} has version {info.version:016x}, not {version:016x}"
+        )
+    note(f"bucket {name!r}, version {info.version:016x}: {_contents(info)}")
+    click.confirm("Drop it? Its data cannot be brought back", abort=True, err=True)
+    return info.version
+
+
+def _contents(info: "BucketInfo") -> str:
+    if info.problem is not None:
+        return f"damaged: {info.problem.message}"
+    return f"{info.mutations} mutations, {size_text(info.used_bytes)}"
+
+
+def _row(info: "BucketInfo") -> tuple[object, ...]:
+    return (
+        info.name,
+        f"{info.version:016x}",
+        info.compression or "none",
+        info.mutations,
+        size_text(info.used_bytes),
+        info.problem.message if info.problem is not None else "-",
+    )
+
+
+def _document(info: "BucketInfo") -> dict[str, Any]:
+    problem = info.problem
+    return {
+        "name": info.name,
+        "version": f"{info.version:016x}",
+        "compression": info.compression or "none",
+        "mutations": info.mutations,
+        "used_bytes": info.used_bytes,
+        "problem": None
+        if problem is None
+        else {"reason": problem.reason, "message": problem.message, "hint": problem.hint},
+    }
