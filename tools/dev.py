@@ -164,6 +164,12 @@ def bench(arguments: list[str]) -> None:
     MAIN.run("bench", ["tools/bench/quick.py", *arguments])
 
 
+def soak(kind: str, arguments: list[str]) -> None:
+    """Run one of the long tests."""
+    setup()
+    MAIN.run(f"soak, {kind}", ["-m", f"tools.soak_{kind}", *arguments])
+
+
 def main() -> int:
     """Run the subcommand; the status is that of the first step that failed."""
     parser = argparse.ArgumentParser(description=__doc__, prog="tools/dev.py")
@@ -181,6 +187,13 @@ def main() -> int:
     commands.add_parser("gen", help="write generated code")
     measures = commands.add_parser("bench", help="measure; --json, --only ingest|reading|latency")
     measures.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    soaking = commands.add_parser("soak", help="long tests, bounded by --minutes")
+    kinds = soaking.add_mutually_exclusive_group(required=True)
+    kinds.add_argument(
+        "--storage", dest="kind", action="store_const", const="storage", help="merge, purge, cut"
+    )
+    soaking.add_argument("--minutes", default="10", help="how long (default: 10)")
+    soaking.add_argument("--seed", help="to have the same choices again")
     # Not through the parser, which would take pytest's options for its own.
     passed_on = sys.argv[1:2] in (["test"], ["bench"])
     options = parser.parse_args(sys.argv[1:2] if passed_on else None)
@@ -191,6 +204,9 @@ def main() -> int:
             bench(sys.argv[2:])
         elif options.command == "demo":
             demo(options.repo.resolve())
+        elif options.command == "soak":
+            seed = ["--seed", options.seed] if options.seed else []
+            soak(options.kind, ["--minutes", options.minutes, *seed])
         else:
             {"setup": setup, "lint": lint, "gen": gen}[options.command]()
     except StepFailed as failure:

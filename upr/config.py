@@ -19,7 +19,7 @@ class ServerConfig:
         ready_file: gets the bound address, HOST:PORT and a newline, once the server serves.
         insecure: allows a listen address that is not loopback.
         log_format: ``text`` or ``json``.
-        tail_bytes: the tail is flushed when it holds more than this.
+        tail_bytes: what the tail may hold; a flush begins before, and writers wait when it is reached.
         flush_seconds: the tail is flushed when its oldest write is older than this.
         heartbeat_seconds: the default interval for clients that ask for none.
         tombstone_seconds: the age from which tombstones may be purged.

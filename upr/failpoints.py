@@ -18,6 +18,10 @@ from collections.abc import Callable
 
 NAMES = frozenset(
     {
+        "bucket.before_create",
+        "bucket.after_create",
+        "bucket.before_drop",
+        "bucket.after_drop",
         "journal.before_append",
         "journal.half_append",
         "journal.before_sync",
@@ -27,9 +31,13 @@ NAMES = frozenset(
         "flush.before_commit",
         "flush.after_commit",
         "flush.between_slices",
+        "merge.before_commit",
+        "merge.after_commit",
         "recovery.before_records",
         "recovery.after_records",
         "recovery.before_truncate",
+        "cuts.before_commit",
+        "cuts.after_commit",
         "proof.before_clear",
         "proof.after_clear",
         "shutdown.before_flush",

@@ -11,13 +11,14 @@ from upr_client.events import Change, ChangeBatch, Marker, Rollback, markers_of
 from upr_client.messages import STABILITIES, check_name, choice
 from upr_client.positions import PositionStore
 from upr_protocol.block import Block
-from upr_protocol.consumer import ConsumerSession, Delivery, PendingRollback, ProtocolError
+from upr_protocol.consumer import ConsumerSession, Delivery, PendingRollback, Pin, ProtocolError
 from upr_protocol.credit import check_window
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.liveness import check_interval
 from upr_protocol.position import Position
-from upr_protocol.wire.codec import block_from_message
+from upr_protocol.wire.codec import blocks_from_messages
+from upr_protocol.wire.compression import zstd_available
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 
@@ -41,6 +42,7 @@ class ChangesOptions:
     save_seconds: float
     retry_seconds: float | None
     on_status: Callable[[str], Any] | None
+    until: Mapping[int, Pin] | None = None
 
     def __post_init__(self) -> None:
         choice(STABILITIES, self.stability, "stability")
@@ -52,6 +54,8 @@ class ChangesOptions:
             raise InvalidArgumentError(
                 f'on_rollback is {self.on_rollback!r}, it must be None, "event" or a function'
             )
+        if self.until is not None and self.until_now:
+            raise InvalidArgumentError("until and until_now were given, a stream has one end")
         if not self.save_seconds >= 0:
             raise InvalidArgumentError(f"save_seconds is {self.save_seconds}, it must be 0 or more")
         if self.retry_seconds is not None and not self.retry_seconds >= 0:
@@ -68,6 +72,7 @@ class ChangesOptions:
             positions,
             until_now=self.until_now,
             inclusive=self.markers_at_record,
+            exact=self.until,
         )
 
     def open_message(self, bucket: str, version: int | None) -> stream_pb2.Open:
@@ -80,6 +85,7 @@ class ChangesOptions:
             heartbeat_seconds=self.heartbeat_seconds,
             stability=STABILITIES[self.stability],
             keys_only=self.keys_only,
+            accept_zstd=zstd_available(),
         )
 
 
@@ -94,7 +100,7 @@ def decode_frame(frame: stream_pb2.Frame) -> tuple[list[Block], npt.NDArray[np.u
         raise ProtocolError(
             f"a frame of {len(frame.blocks)} blocks with {len(frame.tokens)} bytes of tokens"
         )
-    blocks = [block_from_message(message) for message in frame.blocks]
+    blocks = blocks_from_messages(frame.blocks)
     return blocks, np.frombuffer(frame.tokens, "<u4")
 
 

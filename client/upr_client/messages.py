@@ -109,7 +109,9 @@ def start_message(requests: Iterable[StartRequest]) -> stream_pb2.FollowRequest:
             seqno=request.seqno,
             data_id=request.data_id,
         )
-        if request.until_seqno is not None:
+        if request.until_exact is not None:
+            message.until_exact = request.until_exact
+        elif request.until_seqno is not None:
             message.until_seqno = request.until_seqno
         elif request.until_now:
             message.until_now = True

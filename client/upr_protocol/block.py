@@ -10,6 +10,7 @@ the columns, and checked by whoever uses them. What is received is checked whole
 used: a lying block changes nothing.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -102,6 +103,9 @@ def _columns(block: Block) -> tuple[bytes, ...]:
     )
 
 
+_LENGTHS = struct.Struct("<7I")
+
+
 def columns_crc(block: Block) -> int:
     """Compute the CRC32C of a block's columns: their seven lengths as uint32, then their bytes."""
     return crc_of_columns(_columns(block))
@@ -109,7 +113,7 @@ def columns_crc(block: Block) -> int:
 
 def crc_of_columns(columns: Sequence[bytes]) -> int:
     """Compute the CRC32C of the seven columns, given in the order of the wire."""
-    crc: int = google_crc32c.value(np.array([len(c) for c in columns], "<u4").tobytes())
+    crc: int = google_crc32c.value(_LENGTHS.pack(*map(len, columns)))
     for column in columns:
         if column:
             crc = google_crc32c.extend(crc, column)
@@ -389,7 +393,8 @@ def slice_above(block: Block, seqno: int) -> Block:
         first = int(np.searchsorted(offsets, offset, side="right"))
         seqnos = (offsets[first:] - np.uint32(offset)).tobytes()
     else:
-        first = offset
+        # Dense, or without any row at all.
+        first = min(offset, block.rows)
     runs["start_seqno"] = seqno
     runs["count"] = block.rows - first
     return _take_rows(block, runs, np.array([[first, block.rows]], np.int64), seqnos)

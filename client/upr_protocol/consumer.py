@@ -9,39 +9,40 @@ Source: specification, "Handshakes" and "Snapshot Markers and Deduplication"; th
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import U64, Block, cut_runs
+from upr_protocol.block import U64, Block
+from upr_protocol.consumer_frames import chain_runs, cut_blocks
 from upr_protocol.consumer_types import (
     Delivery,
     Fate,
     Indexes,
     PendingRollback,
+    Pin,
     ProtocolError,
     StartRequest,
     State,
     fate_of,
 )
-from upr_protocol.errors import BucketNotFoundError, InvalidArgumentError
+from upr_protocol.errors import InvalidArgumentError, SnapshotGoneError
+from upr_protocol.exact import check_complete, check_pin
 from upr_protocol.failover import FailoverLog, check_partition, format_failover_id
-from upr_protocol.handshake import (
-    answer_hello,
-    boundary,
-    older_ids_to_try,
-    resume_after_rollback,
-)
+from upr_protocol.handshake import answer_hello, boundary, older_ids_to_try, resume_after_rollback
 from upr_protocol.histories import MarkerHistories
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
 
 __all__ = [
+    "BUCKET_GONE_RULE",
     "ConsumerSession",
     "Delivery",
     "Fate",
     "PendingRollback",
+    "Pin",
     "ProtocolError",
     "StartRequest",
     "State",
@@ -53,6 +54,9 @@ _READY: Final = int(State.READY)
 _STARTING: Final = int(State.STARTING)
 _LIVE: Final = int(State.LIVE)
 _DONE: Final = int(State.DONE)
+
+BUCKET_GONE_RULE: Final = "bucket_gone"
+"""The rule of a rollback whose reason is that the bucket was dropped and created anew."""
 
 _UNKNOWN_HORIZON: Final = 2**64 - 1
 _NO_TOKEN: Final = -1
@@ -66,6 +70,9 @@ _STATE_AFTER: Final = {
 class ConsumerSession:
     """Follows any number of partitions over one call and its successors.
 
+    A bucket that was dropped and created anew has another version. A position of the old one keeps its version until
+    the partition's data is undone: its Start names no id, and any answer to it is a rollback to 0.
+
     One delivery at a time: after ``frame`` returned one, ``acknowledge`` it before anything else is handed in.
 
     Args:
@@ -73,9 +80,10 @@ class ConsumerSession:
         positions: where to go on; a partition without one is new.
         until_now: whether each partition ends at what is there when it is started first.
         inclusive: whether a rollback to R may resume at a marker at R itself.
+        exact: where partitions end exactly, each at its pin and as of it, or else with SnapshotGoneError.
 
     Raises:
-        InvalidArgumentError: a partition is out of range, or two positions are of different buckets.
+        InvalidArgumentError: a partition is out of range.
     """
 
     def __init__(
@@ -85,11 +93,13 @@ class ConsumerSession:
         *,
         until_now: bool = False,
         inclusive: bool = False,
+        exact: Mapping[int, Pin] | None = None,
     ) -> None:
         self.partitions = sorted({check_partition(partition) for partition in partitions})
         self.bucket_version = 0
         self._until_now = until_now
         self._inclusive = inclusive
+        self._exact = dict(exact or {})
         self._followed = np.array(self.partitions, np.int64)
         self._state = np.zeros(PARTITIONS, np.uint8)
         self._seqno = np.zeros(PARTITIONS, np.uint64)
@@ -101,6 +111,7 @@ class ConsumerSession:
         self._stream = np.zeros(PARTITIONS, np.uint64)
         self._target = np.zeros(PARTITIONS, np.uint64)
         self._changed = np.zeros(PARTITIONS, np.bool_)
+        self._version = np.zeros(PARTITIONS, np.uint64)
         self._logs: dict[int, FailoverLog | None] = {}
         self._markers = MarkerHistories()
         self._undoing: dict[int, PendingRollback] = {}
@@ -109,19 +120,14 @@ class ConsumerSession:
         for partition in self.partitions if positions else ():
             position = (positions or {}).get(partition)
             if position is not None:
-                self._check_version(position)
                 self._set_position(partition, position)
-
-    def _check_version(self, position: Position) -> None:
-        version = position.bucket_version
-        if version and self.bucket_version not in (0, version):
-            raise InvalidArgumentError(
-                f"positions of bucket versions {self.bucket_version:016x} and {version:016x} are mixed",
-                hint="give each bucket a position store of its own",
-            )
-        self.bucket_version = self.bucket_version or version
+        versions = np.unique(self._version[self._version != 0])
+        if len(versions) == 1:
+            # Of two versions nothing is known but that one of them at least is void.
+            self.bucket_version = int(versions[0])
 
     def _set_position(self, partition: int, position: Position) -> None:
+        self._version[partition] = position.bucket_version
         self._seqno[partition] = position.seqno
         self._horizon[partition] = (
             _UNKNOWN_HORIZON if position.horizon is None else position.horizon
@@ -154,8 +160,11 @@ class ConsumerSession:
                 f"partition {partition} is {self.state(partition).name}, not READY"
             )
         self._state[wanted] = _STARTING
-        columns = (self._failover, self._seqno, self._data, self._target)
-        rows = zip(wanted.tolist(), *(column[wanted].tolist() for column in columns), strict=True)
+        known = self._version[wanted] == self.bucket_version
+        ids = (column[wanted] * known for column in (self._failover, self._data))
+        columns = (next(ids), self._seqno[wanted], next(ids), self._target[wanted])
+        rows = zip(wanted.tolist(), *(column.tolist() for column in columns), strict=True)
+        ends = self._exact
         return [
             StartRequest(
                 partition,
@@ -164,6 +173,7 @@ class ConsumerSession:
                 data_id or None,
                 target or None,
                 self._until_now and not target,
+                ends[partition].seqno if partition in ends else None,
             )
             for partition, failover_id, seqno, data_id, target in rows
         ]
@@ -171,19 +181,21 @@ class ConsumerSession:
     # What the server said.
 
     def opened(self, bucket_version: int) -> None:
-        """The call was accepted.
-
-        Raises:
-            BucketNotFoundError: the bucket is another one than the positions belong to.
-        """
-        if self.bucket_version and bucket_version != self.bucket_version:
-            raise BucketNotFoundError(
-                f"the bucket has version {bucket_version:016x}, the positions belong to version "
-                f"{self.bucket_version:016x}: it was dropped and created again",
-                hint="delete the stored positions and the data derived from it, and start from zero",
-                retriable=False,
-            )
+        """The call was accepted. Positions of another version of the bucket wait for their rollback to 0."""
+        if bucket_version != self.bucket_version:
+            self._high[:] = 0
         self.bucket_version = bucket_version
+        followed = self._followed
+        self._version[followed[self._version[followed] == 0]] = bucket_version
+        for partition in followed[self._version[followed] != bucket_version].tolist():
+            self._renew(partition)
+
+    def _renew(self, partition: int) -> None:
+        """Make a partition of another version of the bucket new where it has nothing that would have to be undone."""
+        if self._seqno[partition] == 0 and self._state[partition] < _DONE:
+            self._set_position(partition, Position.fresh(self.bucket_version))
+            self._target[partition] = 0
+            self._changed[partition] = True
 
     def disconnected(self) -> None:
         """The call ended: what was open or starting may be started again, in another call."""
@@ -210,11 +222,23 @@ class ConsumerSession:
 
         Raises:
             ProtocolError: no Start was sent for the partition, or the answer contradicts itself.
+            SnapshotGoneError: the exact end lies in a history that was left.
         """
         self._expect_starting(partition)
+        if (pin := self._exact.get(partition)) is not None:
+            known = self._logs.get(partition) if log is None else log
+            try:
+                check_pin(partition, pin, failover_id, until_seqno, known)
+            except SnapshotGoneError:
+                self._state[partition] = State.FAILED
+                raise
         if not failover_id or (log is not None and log.newest.failover_id != failover_id):
             raise ProtocolError(
                 f"Started of partition {partition} names id {failover_id:016x} and the log {log}"
+            )
+        if self._is_of_another(partition):
+            raise ProtocolError(
+                f"partition {partition} was started at seqno {self._seqno[partition]} without an id"
             )
         self._state[partition] = _LIVE
         self._token[partition] = token
@@ -248,9 +272,17 @@ class ConsumerSession:
         self._expect_starting(partition)
         position = self.position(partition)
         try:
+            if self._is_of_another(partition):
+                rollback_seqno, rule = 0, BUCKET_GONE_RULE
+                words = (
+                    f"the bucket was dropped and created anew: the data is of version {position.bucket_version:016x}, "
+                    f"the bucket of version {self.bucket_version:016x}"
+                )
+                position = replace(position, log=None)
             target, tried = self._older(position, rollback_seqno, log)
             resume = resume_after_rollback(position, target, inclusive=self._inclusive)
             after = position.rolled_back(resume.seqno, newest_id, log)
+            after = replace(after, bucket_version=self.bucket_version)
         except InvalidArgumentError as error:
             raise ProtocolError(f"Rollback of partition {partition}: {error.message}") from error
         # After another history the old end may never be reached.
@@ -273,6 +305,10 @@ class ConsumerSession:
         self._undoing[partition] = pending
         return pending
 
+    def _is_of_another(self, partition: int) -> bool:
+        """Whether a partition's position belongs to another version of the bucket."""
+        return bool(self._version[partition] != self.bucket_version)
+
     @staticmethod
     def _older(position: Position, rollback_seqno: int, log: FailoverLog | None) -> tuple[int, str]:
         """Where to roll back to when the newest id is not known to the server but an older one may be.
@@ -294,6 +330,9 @@ class ConsumerSession:
         self._set_position(pending.partition, pending.after)
         self._state[pending.partition] = State.READY
         self._changed[pending.partition] = True
+        if self._is_of_another(pending.partition):
+            # Dropped once more while the application was undoing.
+            self._renew(pending.partition)
 
     @property
     def undoing(self) -> list[PendingRollback]:
@@ -325,6 +364,9 @@ class ConsumerSession:
 
         What ``fate_of(reason)`` says holds for them, with one exception: a stream that finished where a row may
         be missing for this reader is started again, up to its horizon.
+
+        Raises:
+            SnapshotGoneError: such a stream was to end exactly there; what was missed is not to be had.
         """
         concerned = [
             partition
@@ -338,7 +380,12 @@ class ConsumerSession:
             self._token[partition] = _NO_TOKEN
             self._state[partition] = state
             horizon = int(self._horizon[partition])
-            if reason == "FINISHED" and self._seqno[partition] < horizon < _UNKNOWN_HORIZON:
+            if reason == "FINISHED" and partition in self._exact:
+                self._state[partition] = State.FAILED
+                told = None if horizon == _UNKNOWN_HORIZON else horizon
+                check_complete(partition, int(self._seqno[partition]), told)
+                self._state[partition] = _DONE
+            elif reason == "FINISHED" and self._seqno[partition] < horizon < _UNKNOWN_HORIZON:
                 self._target[partition] = horizon
                 self._state[partition] = _READY
         return concerned
@@ -362,7 +409,7 @@ class ConsumerSession:
         live = self._token[partitions] == tokens
         kept = list(blocks)
         if not live.all():
-            kept = _cut(blocks, live)
+            kept = cut_blocks(blocks, live)
             if not kept:
                 return None
             runs, partitions = runs[live], partitions[live]
@@ -372,7 +419,7 @@ class ConsumerSession:
             np.maximum(self._horizon[partitions], runs["horizon"]),
         )
         if len(kept) > 1:
-            _chain(partitions.tolist(), ends, before, reached)
+            chain_runs(partitions.tolist(), ends, before, reached)
         wrong = runs["start_seqno"] != before
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
@@ -421,7 +468,7 @@ class ConsumerSession:
         """The acknowledged position of a partition that is followed."""
         horizon = int(self._horizon[partition])
         return Position(
-            self.bucket_version,
+            int(self._version[partition]),
             int(self._failover[partition]) or None,
             int(self._data[partition]) or None,
             int(self._seqno[partition]),
@@ -449,26 +496,3 @@ class ConsumerSession:
         """For each partition, how many seqnos the server was ahead of the position when it told last."""
         behind = np.maximum(self._high, self._seqno) - self._seqno
         return {partition: int(behind[partition]) for partition in self.partitions}
-
-
-def _cut(blocks: Sequence[Block], live: npt.NDArray[np.bool_]) -> list[Block]:
-    kept = []
-    first = 0
-    for block in blocks:
-        keep = live[first : first + len(block.runs)]
-        first += len(block.runs)
-        if keep.any():
-            kept.append(cut_runs(block, keep))
-    return kept
-
-
-def _chain(partitions: list[int], ends: U64, before: U64, reached: U64) -> None:
-    """Let each run that is not its partition's first in the frame continue the one before it, in place."""
-    last: dict[int, int] = {}
-    for index, partition in enumerate(partitions):
-        previous = last.get(partition)
-        if previous is not None:
-            before[index] = ends[previous]
-            if reached[previous] > reached[index]:
-                reached[index] = reached[previous]
-        last[partition] = index

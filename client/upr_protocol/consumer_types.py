@@ -50,7 +50,13 @@ class Fate(enum.Enum):
 
 _DONE: Final = frozenset({"FINISHED", "STOPPED"})
 _FATAL: Final = frozenset(
-    {"SUPERSEDED", "BUCKET_GONE", "BUCKET_NOT_FOUND", "INVALID_ARGUMENT", "CREDIT_EXCEEDED"}
+    {
+        "SUPERSEDED",
+        "BUCKET_NOT_FOUND",
+        "INVALID_ARGUMENT",
+        "CREDIT_EXCEEDED",
+        "SNAPSHOT_GONE",
+    }
 )
 
 
@@ -61,10 +67,23 @@ def fate_of(reason: str) -> Fate:
     return Fate.FAILED if reason in _FATAL else Fate.AGAIN
 
 
+class Pin(NamedTuple):
+    """Where a partition is to end exactly.
+
+    Args:
+        failover_id: the id that was newest when the seqno was the last complete marker; None: not known.
+        seqno: that marker; 0 for an empty partition.
+    """
+
+    failover_id: int | None
+    seqno: int
+
+
 class StartRequest(NamedTuple):
     """From where to start one partition.
 
-    ``failover_id`` and ``data_id`` are None when they are not known; ``until_seqno`` is None for no such end.
+    ``failover_id`` and ``data_id`` are None when they are not known; ``until_seqno`` and ``until_exact`` are None
+    for no such end.
     """
 
     partition: int
@@ -73,6 +92,7 @@ class StartRequest(NamedTuple):
     data_id: int | None
     until_seqno: int | None
     until_now: bool
+    until_exact: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

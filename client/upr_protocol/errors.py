@@ -81,6 +81,12 @@ class CutNotFoundError(UprError):
     default_reason = "CUT_NOT_FOUND"
 
 
+class SnapshotGoneError(UprError):
+    """The seqno that a stream was to end at exactly is not a marker, or not any more."""
+
+    default_reason = "SNAPSHOT_GONE"
+
+
 class PartitionNotActiveError(UprError):
     """The partition takes no writes here: it is replica, pending or dead."""
 

@@ -32,6 +32,8 @@ RUN_SPAN_MAX: Final = 2**32 - 1
 
 FRAME_BYTES: Final = 512 * 2**10
 """A frame is filled up to this; larger only when a single block is."""
+FRAME_PLAIN_BYTES: Final = 4 * 2**20
+"""Columns that the compressed blocks of a frame have when decompressed; more only when a single block has."""
 MESSAGE_BYTES_MAX: Final = 24 * 2**20
 """The gRPC message limit, both ends: the largest value, its key and room for the envelope."""
 WRITE_BLOCK_BYTES_MAX: Final = MESSAGE_BYTES_MAX - 64 * 2**10

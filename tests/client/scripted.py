@@ -86,7 +86,18 @@ class Heard:
         return [getattr(r, kind) for r in self.requests if r.WhichOneof("message") == kind]
 
 
-class ScriptedServer(ChangeStreamServiceServicer, KeyValueServiceServicer, AdminServiceServicer):
+class _Unscripted(ChangeStreamServiceServicer, KeyValueServiceServicer, AdminServiceServicer):
+    """Refuses the methods for which there are no scripts."""
+
+    async def _refuse(self, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not scripted")
+
+    CreateCut = RenewCut = ReleaseCut = ListCuts = _refuse
+    GetStatus = GetStorage = Purge = ListConsumers = ForgetConsumer = _refuse
+    ListBuckets = CreateBucket = DropBucket = _refuse
+
+
+class ScriptedServer(_Unscripted):
     """Follows scripts."""
 
     def __init__(self, follow: Sequence[Sequence[Step]], write: Sequence[Sequence[Step]]) -> None:

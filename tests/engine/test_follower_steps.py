@@ -7,9 +7,10 @@ import pytest
 from tests.raw import all_rows
 from upr.engine.bucket import PRODUCERS_IN_MEMORY, Bucket
 from upr.engine.flush import FlushPlan
-from upr.engine.follower import Follower, FollowOptions, RolledBack, Started, StartRequest
+from upr.engine.follower import Follower
 from upr.engine.groups import ENTRIES_AT_ONCE
 from upr.engine.partitions import ACTIVE, Partitions
+from upr.engine.streams import FollowOptions, RolledBack, Started, StartRequest
 from upr.engine.tail import MARK_EVERY
 from upr.storage.keyspace import PartitionRow
 from upr.storage.merge import Encoded

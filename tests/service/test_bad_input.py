@@ -143,7 +143,7 @@ async def test_bad_unary_requests(server_process: StartServer) -> None:
         assert "twice" in error.message
         other = wire.HelloRequest(bucket="default", bucket_version=1)
         error = await failing(client.changes.Hello(other))
-        assert error.reason == "BUCKET_NOT_FOUND"
+        assert error.reason == "BUCKET_GONE"
         assert "created anew" in error.message
         error = await failing(client.partitions(2000))
         assert "2000" in error.message

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from upr.config import ServerConfig
-from upr.engine.follower import SHUTTING_DOWN
+from upr.engine.streams import SHUTTING_DOWN
 from upr.service import follow as follow_module
 from upr.service.catalog import Catalog
 from upr.service.follow import ChangeStreamMethods

@@ -63,7 +63,7 @@ async def test_a_damaged_producer_row_does_not_stop_flushing(folder: Path) -> No
     host = BucketHost(folder, config(folder))
     with host.store._env.begin(write=True) as txn:
         txn.put(producer_key(b"somebody", 1), b"not a row", db=host.store._producers)
-    await host._forget_producers()
+    await host.flusher.forget_producers()
     await started(host)
     await host.write(rows(b"a"), b"", None, 0)
     assert not any(task.done() for task in host._tasks)

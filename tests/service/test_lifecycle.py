@@ -77,7 +77,7 @@ def test_a_directory_of_a_newer_format_is_refused(
     (tmp_path / "data").symlink_to(server.data)
     line = refused(tmp_path)
     assert "format 99" in line
-    assert "format 1" in line
+    assert "format 2" in line
 
 
 def test_a_damaged_journal_is_refused_with_its_place(

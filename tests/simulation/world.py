@@ -8,18 +8,22 @@ each reader compares its state with it at every marker that it may believe.
 import random
 from pathlib import Path
 
+import numpy as np
+
 from tests.model import ModelPartition, Row, State, apply, partition_of
 from tests.raw import all_rows
+from tests.simulation.merging import SimulatedMerger
 from upr.engine.bucket import Bucket, Written
 from upr.engine.flush import FlushPlan
-from upr.engine.follower import Follower, FollowOptions, RolledBack, Started, StartRequest
+from upr.engine.follower import Follower
 from upr.engine.producers import Producer
 from upr.engine.recovery import recover
+from upr.engine.streams import FollowOptions, RolledBack, Started, StartRequest
 from upr.service.catalog import create_bucket
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Commit, Journal
 from upr.storage.merge import FlushSlice
-from upr.storage.reading import read_blocks
+from upr.storage.reading import ReadResult, read_blocks
 from upr.storage.store import Store
 from upr_protocol.block import Block
 from upr_protocol.credit import CreditWindow
@@ -33,12 +37,22 @@ Batch = list[tuple[bytes, bytes | None]]
 
 
 class Reader:
-    """A consumer that keeps what the specification asks of it: id, seqno, horizon, states at markers."""
+    """A consumer that keeps what the specification asks of it: id, seqno, horizon, states at markers.
 
-    def __init__(self, name: str, *, memory: bool) -> None:
+    Attributes:
+        registered: it has a consumer name, and acknowledges.
+        restless: it begins at 0 again and again, and takes a block at a time.
+    """
+
+    def __init__(
+        self, name: str, *, memory: bool, registered: bool = False, restless: bool = False
+    ) -> None:
         self.name = name
         self.memory = memory
+        self.registered = registered
+        self.restless = restless
         self.follower: Follower | None = None
+        self.read: list[ReadResult] | None = None
         self.ids: dict[int, int] = {}
         self.seqnos = dict.fromkeys(USED, 0)
         self.horizons = dict.fromkeys(USED, 0)
@@ -94,6 +108,7 @@ class Reader:
 
     def drop_call(self) -> None:
         self.follower = None
+        self.read = None
         self.tokens = {}
 
 
@@ -110,7 +125,13 @@ class World:
         self.now = 1
         self.next_id = 1
         self.durable_model = dict.fromkeys(USED, 0)
-        self.readers = [Reader(f"reader {i}", memory=i % 2 == 0) for i in range(3)]
+        self.times: dict[int, list[int]] = {p: [] for p in USED}
+        self.readers = [
+            Reader("reader 0", memory=True),
+            Reader("reader 1", memory=False, registered=True),
+            Reader("reader 2", memory=True, restless=True),
+            Reader("reader 3", memory=False, restless=True),
+        ]
         self.producer_number = 0
         self.unanswered: list[tuple[int, Batch, Written | None]] = []
         self.open()
@@ -140,12 +161,16 @@ class World:
             self.store.write_recovery(found.rows, found.blocks)
         self.bucket = Bucket(identity, found.partitions, found.next_commit, proven=True)
         self.bucket.recovered(found.entries)
+        self.bucket.consumer_positions.load(self.store.consumers())
+        self.merger = SimulatedMerger(self.bucket, self.store, self.model, self.times, self.rng)
         self.commit: Commit | None = None
         self.plan: FlushPlan | None = None
         self.slices: list[FlushSlice] = []
         self.producer: Producer | None = None
 
     def close(self) -> None:
+        for what, count in self.merger.counts.items():
+            self.counts[what] = self.counts.get(what, 0) + count
         self.journal.close()
         self.store.close()
 
@@ -160,15 +185,21 @@ class World:
             if wrote:
                 assert len(log) == min(len(before[p]) + 1, 25)
                 self.model[p].restart_unclean(self.durable_model[p], log[-1][0])
+                del self.times[p][self.model[p].high :]
             assert log == self.model[p].log, (
                 f"partition {p}: log {log}, expected {self.model[p].log}"
             )
             assert int(self.bucket.partitions.high[p]) == self.model[p].high
+            # A purge that was decided and not stored any more has purged nothing.
+            assert int(self.bucket.partitions.purge[p]) <= self.model[p].purged
+            self.model[p].purged = int(self.bucket.partitions.purge[p])
         for reader in self.readers:
             reader.drop_call()
 
     def restart_clean(self) -> None:
         while self.step_commit(whole=True) or self.step_flush():
+            pass
+        while self.merger.step(self.now) and self.rng.random() < 0.9:
             pass
         if not self.bucket.proven:
             self.store.write_proof()
@@ -176,6 +207,8 @@ class World:
         self.close()
         self.open()
         assert self.bucket.tail.end == 0
+        for p in USED:
+            self.model[p].purged = int(self.bucket.partitions.purge[p])
         assert logs == {p: self.bucket.partitions.logs[p] for p in USED}
         for reader in self.readers:
             reader.drop_call()
@@ -194,7 +227,7 @@ class World:
                 return True
             self.unanswered = []
         batch: Batch = [
-            (rng.choice(KEYS), None if rng.random() < 0.2 else b"%d" % rng.randrange(10**6))
+            (rng.choice(KEYS), None if rng.random() < 0.3 else b"%d" % rng.randrange(10**6))
             for _ in range(rng.randint(1, 6))
         ]
         self.producer_number += 1
@@ -206,6 +239,7 @@ class World:
         assert not written.duplicate
         for key, value in batch:
             self.model[partition_of(key)].write(key, value)
+            self.times[partition_of(key)].append(self.now)
         for run in written.runs:
             assert int(run["end_seqno"]) == self.model[int(run["partition"])].high
         self.unanswered.append((number, batch, written))
@@ -275,28 +309,67 @@ class World:
         self.count("flushes")
         return True
 
+    def step_merge(self) -> bool:
+        return self.merger.step(self.now)
+
     # Readers
 
     def step_reader(self) -> bool:
         reader = self.rng.choice(self.readers)
         follower = reader.follower
         if follower is None:
-            window = self.rng.choice([60, 400, 1 << 20])
-            options = FollowOptions(memory=reader.memory)
-            reader.follower = Follower(self.bucket, options, CreditWindow(window), lambda: None)
-            self.bucket.add_follower(reader.follower)
+            window = 1 if reader.restless else self.rng.choice([60, 400, 1 << 20])
+            self.open_call(reader, window)
             return True
         action = self.rng.random()
         if action < 0.15:
             self.start_streams(reader, follower)
         elif action < 0.2 and reader.tokens:
             follower.stop([self.rng.choice(sorted(reader.tokens))])
-        elif action < 0.22:
+        elif action < (0.35 if reader.restless else 0.24) and self.begin_anew(reader, follower):
+            self.count("begun anew")
+        elif reader.registered and action < 0.3:
+            self.acknowledge(reader, follower)
+        elif action > 0.98:
             self.bucket.remove_follower(follower)
             reader.drop_call()
         else:
             self.read_some(reader, follower)
         return True
+
+    def open_call(self, reader: Reader, window: int) -> Follower:
+        options = FollowOptions(
+            consumer=reader.name if reader.registered else "", memory=reader.memory
+        )
+        reader.follower = Follower(self.bucket, options, CreditWindow(window), lambda: None)
+        self.bucket.add_follower(reader.follower)
+        return reader.follower
+
+    def acknowledge(self, reader: Reader, follower: Follower) -> None:
+        """Acknowledge what some streams have brought, and now and then store what was acknowledged."""
+        open_ones = [p for p in sorted(reader.tokens) if self.rng.random() < 0.5]
+        seqnos = np.array([reader.seqnos[p] for p in open_ones], np.uint64)
+        assert follower.acknowledge(np.array(open_ones, np.int64), seqnos, self.now)
+        self.count("acknowledged")
+        if self.rng.random() < 0.5:
+            changes = self.bucket.consumer_positions.take_changes(10_000)
+            if changes is not None:
+                self.store.put_consumers(changes.rows())
+
+    def begin_anew(self, reader: Reader, follower: Follower) -> bool:
+        """Have a consumer that lost everything it knew of some partitions."""
+        if reader.restless and reader.tokens:
+            follower.stop([p for p in sorted(reader.tokens) if self.rng.random() < 0.5])
+            self.take_ended(reader, follower)
+        idle = [p for p in USED if p not in reader.tokens and self.rng.random() < 0.5]
+        for p in idle:
+            reader.ids.pop(p, None)
+            reader.seqnos[p] = reader.horizons[p] = 0
+            reader.states[p] = {}
+            reader.marked[p] = {0: {}}
+        if reader.restless and idle:
+            self.start_streams(reader, follower)
+        return bool(idle)
 
     def start_streams(self, reader: Reader, follower: Follower) -> None:
         for answer in follower.start(reader.requests(self.rng)):
@@ -328,9 +401,14 @@ class World:
                 at = last
             assert at == len(frame.tokens)
             self.count("frames")
-        wanted = follower.next_read()
-        if wanted is not None:
-            follower.feed(read_blocks(self.store, *wanted, keys_only=False))
+        if reader.read is None:
+            wanted = follower.next_read()
+            if wanted is not None:
+                reader.read = read_blocks(self.store, *wanted, keys_only=False)
+        if reader.read is not None and self.rng.random() < 0.5:
+            # What was read may be old by the time it arrives.
+            follower.feed(reader.read)
+            reader.read = None
             self.count("store reads")
         if follower.credit.outstanding and self.rng.random() < 0.7:
             follower.credit.give_back(follower.credit.outstanding)
@@ -347,15 +425,12 @@ class World:
         """Have every reader read to the end, and compare with the model whole."""
         while self.step_commit(whole=True):
             pass
+        while self.merger.step(self.now):
+            pass
         for reader in self.readers:
             if reader.follower is None:
-                reader.follower = Follower(
-                    self.bucket,
-                    FollowOptions(memory=reader.memory),
-                    CreditWindow(1 << 20),
-                    lambda: None,
-                )
-                self.bucket.add_follower(reader.follower)
+                self.open_call(reader, 1 << 20)
+            assert reader.follower is not None
             follower = reader.follower
             for _ in range(10_000):
                 if all(reader.seqnos[p] == self.model[p].high and p in reader.tokens for p in USED):
@@ -376,7 +451,8 @@ class World:
             (self.step_write, 30),
             (self.step_commit, 25),
             (self.step_flush, 20),
-            (self.step_reader, 60),
+            (self.step_reader, 80),
+            (self.step_merge, 20),
         )
         population = [step for step, weight in choices for _ in range(weight)]
         for _ in range(steps):

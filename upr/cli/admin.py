@@ -5,6 +5,10 @@ from pathlib import Path
 import click
 
 from upr import __version__
+from upr.cli.bucket import bucket
+from upr.cli.check import check
+from upr.cli.consumers import consumers
+from upr.cli.cut import cut
 from upr.cli.explain import (
     ServerSide,
     explain,
@@ -24,6 +28,10 @@ from upr.cli.options import (
     server_options,
 )
 from upr.cli.output import Group, columns, json_option, print_json, verbose_option
+from upr.cli.purge import purge
+from upr.cli.restore_copy import restore_copy
+from upr.cli.status import status
+from upr.cli.storage import storage
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import PARTITIONS
@@ -84,6 +92,16 @@ def partitions_command(
         print_json(documents)
     else:
         click.echo(columns(_COLUMNS, (tuple(document.values()) for document in documents)))
+
+
+main.add_command(bucket)
+main.add_command(check)
+main.add_command(consumers)
+main.add_command(cut)
+main.add_command(purge)
+main.add_command(restore_copy)
+main.add_command(status)
+main.add_command(storage)
 
 
 @main.command("explain")

@@ -132,6 +132,11 @@ def server_options(function: _F) -> _F:
     function = click.option(
         "--bucket", default="default", show_default=True, help="The bucket's name."
     )(function)
+    return target_option(function)
+
+
+def target_option(function: _F) -> _F:
+    """Add --target."""
     return click.option(
         "--target",
         type=ADDRESS,

@@ -43,6 +43,16 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def size_text(count: int) -> str:
+    """Return a number of bytes for people."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
 def print_json(document: object) -> None:
     """Print one JSON document on stdout."""
     click.echo(json.dumps(document, indent=2))

@@ -10,7 +10,13 @@ from upr import __version__
 from upr.cli.options import ADDRESS, DEFAULT_TARGET, FiniteRange
 from upr.cli.output import Command, verbose_option
 from upr.config import FLUSH_SECONDS, TAIL_BYTES, ServerConfig
-from upr_protocol.limits import HEARTBEAT_SECONDS, HEARTBEAT_SECONDS_MAX, HEARTBEAT_SECONDS_MIN
+from upr_protocol.limits import (
+    HEARTBEAT_SECONDS,
+    HEARTBEAT_SECONDS_MAX,
+    HEARTBEAT_SECONDS_MIN,
+    PURGE_HOLD_SECONDS,
+    TOMBSTONE_SECONDS,
+)
 
 
 def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -56,7 +62,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     "--tail-bytes",
     type=click.IntRange(min=1),
     default=TAIL_BYTES,
-    help="Flush to the store when the tail holds this many bytes.",
+    help="What is not in the store yet may take this much memory; then writers wait for a flush.",
 )
 @click.option(
     "--flush-seconds",
@@ -69,6 +75,18 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     type=FiniteRange(min=HEARTBEAT_SECONDS_MIN, max=HEARTBEAT_SECONDS_MAX),
     default=HEARTBEAT_SECONDS,
     help="Interval of heartbeats to idle consumers, where they ask for none.",
+)
+@click.option(
+    "--tombstone-age",
+    type=FiniteRange(min=0),
+    default=TOMBSTONE_SECONDS,
+    help="Seconds after which a deletion may be purged, when everybody has passed it.",
+)
+@click.option(
+    "--purge-hold",
+    type=FiniteRange(min=0),
+    default=PURGE_HOLD_SECONDS,
+    help="Seconds after which a deletion is purged whoever has not passed it; only a cut holds it longer.",
 )
 @click.option(
     "--log-format",
@@ -93,6 +111,8 @@ def main(
     tail_bytes: int,
     flush_seconds: float,
     heartbeat_seconds: float,
+    tombstone_age: float,
+    purge_hold: float,
     log_format: str | None,
 ) -> int:
     """Run a server on a data directory, until SIGTERM or Ctrl-C.
@@ -111,5 +131,7 @@ def main(
         tail_bytes=tail_bytes,
         flush_seconds=flush_seconds,
         heartbeat_seconds=heartbeat_seconds,
+        tombstone_seconds=tombstone_age,
+        purge_hold_seconds=purge_hold,
     )
     return asyncio.run(serve(config))

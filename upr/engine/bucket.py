@@ -4,10 +4,14 @@ Everything here runs to completion in one thread. What must be done to the disk 
 Commit, a FlushPlan) and reported back when it is done; between the two the bucket goes on.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from upr.engine.consumers import Consumers
+from upr.engine.cuts import Cut, Cuts
 from upr.engine.flush import FlushPlan
 from upr.engine.partitions import ACTIVE, Partitions
 from upr.engine.producers import Producer
@@ -25,7 +29,7 @@ from upr_protocol.errors import (
     TooManyError,
     UprError,
 )
-from upr_protocol.limits import SEQNO_MAX
+from upr_protocol.limits import PARTITIONS, SEQNO_MAX
 from upr_protocol.wire.codec import encode_block
 
 if TYPE_CHECKING:
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 COMMIT_BYTES = 32 * 2**20
 """A commit takes no more than this, so that one fsync stays bounded."""
+FLUSH_BYTES = 24 * 2**20
+"""A flush takes no more than this at a time: while it works it holds the rows once more."""
 PRODUCERS_IN_MEMORY = 256
 
 
@@ -75,9 +81,15 @@ class Bucket:
         self.failure: StorageFailedError | None = None
         self.followers: set[Follower] = set()
         self.consumers: dict[str, Follower] = {}
+        self.consumer_positions = Consumers()
+        self.cuts = Cuts()
         self._producers: dict[bytes, Producer] = {}
         self._next_commit = next_commit
         self._flush_end: int | None = None
+        self.purging: U64 = np.zeros(PARTITIONS, np.uint64)
+        """The purge seqno that is being stored, 0 where none is: see ``purging``."""
+        self.purge_raises = 0
+        """How often purge seqnos were raised, so that followers see at a glance whether to look."""
 
     # Writing
 
@@ -144,6 +156,7 @@ class Bucket:
         runs["time"] = now
         data = encode_block(replace(block, runs=runs))
         table.high[partitions] = runs["end_seqno"]
+        table.complete[partitions] = runs["end_seqno"]
         entry = TailEntry(runs, data, producer_name, number, now)
         number_in_tail = self.tail.append(entry)
         if producer is not None:
@@ -214,12 +227,17 @@ class Bucket:
     # Flushing
 
     def begin_flush(self) -> FlushPlan | None:
-        """Return what the tail holds durably, to be stored; None when there is nothing or a flush is out."""
+        """Return the oldest of what the tail holds durably, to be stored, at most about FLUSH_BYTES.
+
+        It ends where a cut was made: no stored block may go across a pin. None when there is nothing or a flush is out.
+        """
         tail = self.tail
         if self._flush_end is not None or tail.durable == tail.first:
             return None
-        self._flush_end = tail.durable
-        entries = tail.range(tail.first, tail.durable)
+        fence = self.cuts.fence_above(tail.first)
+        end = tail.durable if fence is None else min(fence, tail.durable)
+        self._flush_end = tail.reach(FLUSH_BYTES, end)
+        entries = tail.range(tail.first, self._flush_end)
         return FlushPlan(entries, self.partitions.stored.copy(), list(self.partitions.logs))
 
     def flush_rows(self, merged: Merged) -> dict[int, PartitionRow]:
@@ -240,10 +258,24 @@ class Bucket:
         end, self._flush_end = self._flush_end, None
         if not complete:
             return 0
-        # A flush ends where the durable entries ended when it began, so at the end of a commit.
         through = self.tail[end - 1].commit
+        if end < self.tail.end and self.tail[end].commit == through:
+            # The rest of the commit is not stored yet.
+            through -= 1
         self.tail.drop_before(end)
         return through
+
+    # Cuts
+
+    def create_cut(self, name: str, partitions: Sequence[int], lease: int, now: int) -> Cut:
+        """Pin partitions as they are in this step; see ``Cuts.create``.
+
+        Raises:
+            StorageFailedError: the journal failed: what is in the tail may never be durable.
+        """
+        if self.failure is not None:
+            raise self.failure
+        return self.cuts.create(name, partitions, lease, now, self.partitions, self.tail)
 
     # Following
 
@@ -255,6 +287,7 @@ class Bucket:
             return None
         old = self.consumers.get(name)
         self.consumers[name] = follower
+        self.consumer_positions.opened(name)
         return old
 
     def remove_follower(self, follower: "Follower") -> None:
@@ -272,7 +305,7 @@ class Bucket:
         """Put journalled entries into the tail at start: they are durable."""
         for entry in entries:
             number = self.tail.append(entry)
-            self.partitions.high[entry.runs["partition"]] = entry.runs["end_seqno"]
+            self.partitions.received(entry.runs)
             self.partitions.durable[entry.runs["partition"]] = entry.runs["end_seqno"]
             if entry.producer:
                 producer = self._producers.setdefault(entry.producer, Producer())

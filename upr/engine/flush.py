@@ -1,6 +1,6 @@
 """From the tail to the store: what a flush takes, slice by slice.
 
-A plan holds what the tail held durably when the flush began. ``prepare`` and ``merge`` do the work and may run
+A plan holds the oldest of what the tail held durably when the flush began. ``prepare`` and ``merge`` do the work and may run
 in another thread: they read entries, which never change, and nothing else of the engine.
 """
 
@@ -14,6 +14,7 @@ from upr.engine.tail import TailEntry
 from upr.storage.keyspace import ProducerRow
 from upr.storage.merge import (
     Chunk,
+    Compress,
     Encoded,
     FlushSlice,
     Merged,
@@ -31,14 +32,16 @@ class FlushPlan:
     """What one flush stores.
 
     Attributes:
-        entries: the tail's durable entries, oldest first.
+        entries: durable entries from the tail's beginning, oldest first.
         stored: each partition's stored high, uint64, shape (1024,); advanced slice by slice.
         logs: the partitions' failover logs when the flush began.
+        compress: what is made of each block before it is stored.
     """
 
     entries: Sequence[TailEntry]
     stored: U64
     logs: Sequence[FailoverLog]
+    compress: Compress | None = None
     _chunks: list[Chunk] | None = None
     _producers: dict[bytes, Newest] | None = None
 
@@ -57,7 +60,7 @@ class FlushPlan:
     def merge(self, part: FlushSlice) -> Merged:
         """Merge one slice into blocks. Slices are merged in the order in which they were planned."""
         assert self._chunks is not None
-        merged = merge_slice(self._chunks, part, self.stored)
+        merged = merge_slice(self._chunks, part, self.stored, compress=self.compress)
         for partition, end in merged.ends.items():
             self.stored[partition] = end
         return merged

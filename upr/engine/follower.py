@@ -6,24 +6,38 @@ few vectorised statements; a group that falls behind the tail goes back to the s
 consumer beyond its credit: the service asks for the next frame when it can send one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from upr.engine.bucket import Bucket
+from upr.engine.exact import beyond_end, no_such_end
 from upr.engine.groups import TailGroups
 from upr.engine.partitions import ACTIVE
+from upr.engine.streams import (
+    FINISHED,
+    STOPPED,
+    Answer,
+    Ended,
+    EndReason,
+    FollowOptions,
+    FrameOut,
+    Refused,
+    RolledBack,
+    Started,
+    StartRequest,
+    purged,
+)
 from upr.storage.merge import Encoded
 from upr.storage.reading import ReadResult
 from upr.storage.store import ReadRequest
-from upr_protocol.block import U64
+from upr_protocol.block import I64, U64, Runs
 from upr_protocol.credit import CreditWindow
-from upr_protocol.errors import UprError
+from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.failover import FailoverLog, check_failover_id, check_partition, check_seqno
-from upr_protocol.handshake import StartAnswer, answer_start
+from upr_protocol.handshake import answer_start
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 
 NO_END: Final = np.iinfo(np.uint64).max
@@ -31,98 +45,6 @@ READ_PARTITIONS: Final = 64
 """Partitions asked for in one read of the store."""
 STEPS_AT_ONCE: Final = 4
 """How often a frame is looked for in one step when the tail holds nothing for this follower."""
-
-
-@dataclass(frozen=True, slots=True)
-class FollowOptions:
-    """What all streams of a call have in common."""
-
-    consumer: str = ""
-    memory: bool = False
-    keys_only: bool = False
-
-
-@dataclass(slots=True)
-class StartRequest:
-    """One partition of a Start; ``until_now`` overrides ``until_seqno``."""
-
-    partition: int
-    failover_id: int | None
-    seqno: int
-    data_id: int | None
-    until_seqno: int | None = None
-    until_now: bool = False
-
-
-@dataclass(slots=True)
-class Started:
-    """An open stream."""
-
-    partition: int
-    token: int
-    failover_id: int
-    high_seqno: int
-    purge_seqno: int
-    until_seqno: int | None
-    log: FailoverLog | None
-
-
-@dataclass(frozen=True, slots=True)
-class RolledBack:
-    """The client must roll back first."""
-
-    partition: int
-    answer: StartAnswer
-    log: FailoverLog
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """No stream, and nothing to undo."""
-
-    partition: int
-    error: UprError
-
-
-@dataclass(frozen=True, slots=True)
-class EndReason:
-    """Why streams end: a stable token, whether to start them again, and words."""
-
-    reason: str
-    retriable: bool
-    words: str
-    hint: str = ""
-
-
-FINISHED: Final = EndReason("FINISHED", False, "the stream reached its end")
-STOPPED: Final = EndReason("STOPPED", False, "the consumer stopped the stream")
-SUPERSEDED: Final = EndReason(
-    "SUPERSEDED",
-    False,
-    "another call took over this consumer name",
-    "give each consumer its own name",
-)
-SHUTTING_DOWN: Final = EndReason("SHUTTING_DOWN", True, "the server is stopping", "connect again")
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Streams, as (partition, token), that ended."""
-
-    streams: list[tuple[int, int]]
-    why: EndReason
-
-
-@dataclass(frozen=True, slots=True)
-class FrameOut:
-    """Encoded blocks, the token of each run in them, and the bytes that count against the credit."""
-
-    blocks: list[bytes]
-    tokens: bytes
-    size: int
-
-
-Answer = Started | RolledBack | Refused
 
 
 class Follower:
@@ -145,13 +67,18 @@ class Follower:
         self._last_token = 0
         self._seqno: U64 = np.zeros(PARTITIONS, np.uint64)
         self._horizon: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._id: U64 = np.zeros(PARTITIONS, np.uint64)
         self._until: U64 = np.full(PARTITIONS, NO_END, np.uint64)
+        self._limit: U64 = np.full(PARTITIONS, NO_END, np.uint64)
         self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
         self._groups = TailGroups(bucket.tail, options.memory)
         self._ready: list[tuple[int, int, Encoded]] = []
         self._reading = False
         self._turn = 0
         self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._told_purge: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._seen_raises = 0
+        self._stale: set[int] = set()
         self._ended: list[Ended] = []
 
     # Starting and ending
@@ -168,6 +95,8 @@ class Follower:
             check_seqno(request.seqno)
             if request.until_seqno is not None:
                 check_seqno(request.until_seqno, "until_seqno")
+            if request.until_exact is not None:
+                check_seqno(request.until_exact, "until_exact")
             for failover_id in (request.failover_id, request.data_id):
                 if failover_id is not None:
                     check_failover_id(failover_id)
@@ -177,6 +106,7 @@ class Follower:
             return Refused(partition, table.refusal(partition))
         if self._token[partition]:
             self._end([partition], STOPPED)
+        self._id[partition] = 0
         log, high = table.logs[partition], int(table.high[partition])
         answer = answer_start(
             log,
@@ -192,16 +122,29 @@ class Follower:
         if answer.kind == "behind":
             behind = UprError(answer.words, reason="BEHIND", retriable=True, hint="try again later")
             return Refused(partition, behind)
+        if request.until_exact is not None:
+            gone = no_such_end(partition, request.until_exact, request.seqno, high)
+            if gone is not None:
+                return Refused(partition, gone)
         return self._open(request, log, high)
 
     def _open(self, request: StartRequest, log: FailoverLog, high: int) -> Started:
         partition = request.partition
         until = high if request.until_now else request.until_seqno
+        if (exact := request.until_exact) is not None:
+            until = exact
         self._last_token += 1
         self._token[partition] = self._last_token
         self._seqno[partition] = request.seqno
+        self._id[partition] = log.newest.failover_id
+        if self.options.consumer:
+            positions = self._bucket.consumer_positions
+            name, newest_id = self.options.consumer, log.newest.failover_id
+            positions.started(name, partition, newest_id, request.seqno)
         self._horizon[partition] = request.seqno
+        self._told_purge[partition] = self._table.purge[partition]
         self._until[partition] = NO_END if until is None else until
+        self._limit[partition] = NO_END if exact is None else exact
         self._attach(partition)
         if until is not None and until <= request.seqno:
             self._end([partition], FINISHED)
@@ -239,6 +182,7 @@ class Follower:
             return
         gone = [p for p, _ in streams]
         self._token[gone] = 0
+        self._limit[gone] = NO_END
         self._from_store[gone] = False
         self._groups.leave(gone)
         self._ready = [item for item in self._ready if self._token[item[0]] == item[1]]
@@ -254,13 +198,87 @@ class Follower:
         ended, self._ended = self._ended, []
         return ended
 
+    # Acknowledging
+
+    def acknowledge(self, partitions: I64, seqnos: U64, now: int) -> bool:
+        """Take the consumer's durable positions; False when they are not kept, see ``Consumers``.
+
+        What concerns no stream that this call opened under the partition's newest id is passed over. A stream that
+        has ended is still acknowledged: its consumer stores the last frame when the end is on its way already.
+
+        Args:
+            partitions, seqnos: as from ``read_positions``.
+            now: microseconds since the epoch.
+
+        Raises:
+            InvalidArgumentError: a seqno is above what the stream was sent; nothing is taken.
+        """
+        ids = self._id[partitions]
+        known = (ids != 0) & (ids == self._table.newest_id[partitions])
+        partitions, seqnos, ids = partitions[known], seqnos[known], ids[known]
+        ahead = np.flatnonzero(seqnos > self._seqno[partitions])
+        if len(ahead):
+            partition, seqno = int(partitions[ahead[0]]), int(seqnos[ahead[0]])
+            raise InvalidArgumentError(
+                f"an Ack of partition {partition} at seqno {seqno}, it was sent up to {self._seqno[partition]}",
+                hint="acknowledge only what was received in this call",
+            )
+        name = self.options.consumer
+        if not name or self._bucket.consumers.get(name) is not self:
+            return True
+        return self._bucket.consumer_positions.acknowledge(name, partitions, seqnos, ids, now)
+
+    # Purging
+
+    @property
+    def name(self) -> str:
+        """How operators know it: its consumer name, or where it calls from."""
+        return self.options.consumer or self.options.peer
+
+    def passed(self) -> U64:
+        """Return up to where each partition's tombstones are passed, shape (1024,).
+
+        NO_END without a stream; and at seqno 0, where nothing was shown yet that could be deleted.
+        """
+        return np.where((self._token != 0) & (self._seqno > 0), self._seqno, NO_END)
+
+    def purge_begins(self, raised: Mapping[int, int]) -> None:
+        """End the streams between 0 and a purge seqno; have those at 0 read again from the store.
+
+        What these have read already may hold a key whose tombstone is about to go. They find ``purging`` set and
+        wait until the purge is stored.
+        """
+        if self._reading:
+            # Whoever asked for what is being read may have ended, and another stream may begin at 0 meanwhile.
+            self._stale.update(raised)
+        for partition, seqno in raised.items():
+            if not self._token[partition] or self._seqno[partition] >= seqno:
+                continue
+            if self._seqno[partition]:
+                self._end([partition], purged(partition, int(self._seqno[partition]), seqno))
+                continue
+            self._ready = [item for item in self._ready if item[0] != partition]
+            self._groups.leave([partition])
+            self._from_store[partition] = True
+        self.wake()
+
+    def take_purge_seqnos(self) -> list[tuple[int, int]]:
+        """Return (partition, purge seqno) of the open streams that were not told of it yet."""
+        if self._seen_raises == self._bucket.purge_raises:
+            return []
+        self._seen_raises = self._bucket.purge_raises
+        raised = (self._token != 0) & (self._table.purge > self._told_purge)
+        self._told_purge[raised] = self._table.purge[raised]
+        partitions = np.flatnonzero(raised)
+        return list(zip(partitions.tolist(), self._table.purge[partitions].tolist(), strict=True))
+
     # Reading the store
 
     def next_read(self) -> tuple[list[ReadRequest], int] | None:
         """Return what to read from the store next and at most how many bytes; None when nothing is to be."""
         if self._reading or self._ready:
             return None
-        waiting = np.flatnonzero(self._from_store)
+        waiting = np.flatnonzero(self._from_store & (self._bucket.purging <= self._seqno))
         if not len(waiting) or not self.credit.may_send(1):
             return None
         # Turns are fair: a read begins behind the last partition that the one before it found blocks of.
@@ -274,8 +292,11 @@ class Follower:
     def feed(self, results: Sequence[ReadResult]) -> None:
         """Take what was read; results of streams that ended or moved meanwhile are dropped."""
         self._reading = False
+        stale, self._stale = self._stale, set()
         for result in results:
             partition, above = result.request.partition, result.request.above
+            if partition in stale:
+                continue
             if not self._from_store[partition] or int(self._seqno[partition]) != above:
                 continue
             if result.error is not None:
@@ -290,6 +311,7 @@ class Follower:
     def read_failed(self, error: UprError, requests: Sequence[ReadRequest]) -> None:
         """End the streams whose read failed as a whole."""
         self._reading = False
+        self._stale.clear()
         why = EndReason("STORAGE_ERROR", error.retriable, error.message, error.hint)
         self._end([r.partition for r in requests if self._from_store[r.partition]], why)
 
@@ -337,14 +359,17 @@ class Follower:
             touched[partition] = None
             if self._is_done(partition):
                 continue
+            run = block.runs[0]
+            if run["horizon"] > self._limit[partition]:
+                self._reach_beyond(block.runs)
+                continue
             blocks.append(block.data)
             tokens.append(token)
             size += len(block.data)
-            run = block.runs[0]
             self._seqno[partition] = run["end_seqno"]
             self._horizon[partition] = max(self._horizon[partition], run["horizon"])
         for partition in touched:
-            if not any(item[0] == partition for item in self._ready):
+            if self._token[partition] and not any(item[0] == partition for item in self._ready):
                 self._attach(partition)
         self._end([p for p in touched if self._is_done(p)], FINISHED)
         return FrameOut(blocks, np.array(tokens, "<u4").tobytes(), size) if blocks else None
@@ -354,12 +379,29 @@ class Follower:
         seqno = self._seqno[partition]
         return bool(seqno >= self._until[partition] and self._horizon[partition] <= seqno)
 
+    def _reach_beyond(self, runs: Runs) -> None:
+        """End the streams whose next run reaches beyond their exact end."""
+        for run in runs:
+            partition, end, horizon = (
+                int(run[name]) for name in ("partition", "end_seqno", "horizon")
+            )
+            exact, at = int(self._limit[partition]), int(self._seqno[partition])
+            gone = beyond_end(partition, exact, at, end, horizon)
+            why = EndReason(gone.reason, gone.retriable, gone.message, gone.hint)
+            self._end([partition], why)
+
     def _frame_from_tail(self) -> FrameOut | None:
         left = self.credit.window - self.credit.outstanding
         if left <= 0:
             return None
+        exact = bool((self._limit != NO_END).any())
         taken = self._groups.take(
-            self._seqno, self._horizon, self._until, min(FRAME_BYTES, left), self.options.keys_only
+            self._seqno,
+            self._horizon,
+            self._until,
+            min(FRAME_BYTES, left),
+            self.options.keys_only,
+            self._limit if exact else None,
         )
         if taken is None:
             return None
@@ -377,9 +419,16 @@ class Follower:
         done = (seqnos >= self._until[partitions]) & (self._horizon[partitions] <= seqnos)
         if done.any():
             self._end(partitions[done].tolist(), FINISHED)
+        if taken.beyond is not None:
+            self._reach_beyond(taken.beyond)
         return FrameOut(taken.blocks, tokens, taken.size) if taken.blocks else None
 
     # Telling the lag
+
+    def stream_counts(self) -> tuple[int, int]:
+        """Return how many streams are open, and how many of them go on from the store."""
+        behind = (self._token != 0) & (self._seqno < self._table.stored)
+        return int(np.count_nonzero(self._token)), int(np.count_nonzero(behind))
 
     def moved_high_seqnos(self) -> list[tuple[int, int]]:
         """Return (partition, high seqno) of the open streams whose high seqno moved since the last call."""

@@ -23,13 +23,17 @@ class _Group:
 
 @dataclass(slots=True)
 class Taken:
-    """Blocks out of the tail for a group: the runs in them, end to end, and where the group goes on."""
+    """Blocks out of the tail for a group: the runs in them, end to end, and where the group goes on.
+
+    ``beyond`` are the runs that were left out because they reach beyond their stream's limit.
+    """
 
     group: _Group
     next_entry: int
     blocks: list[bytes]
     runs: Runs
     size: int
+    beyond: Runs | None = None
 
 
 class TailGroups:
@@ -78,7 +82,13 @@ class TailGroups:
         return dropped
 
     def take(
-        self, seqno: U64, horizon: U64, until: U64, max_bytes: int, keys_only: bool
+        self,
+        seqno: U64,
+        horizon: U64,
+        until: U64,
+        max_bytes: int,
+        keys_only: bool,
+        limit: U64 | None = None,
     ) -> Taken | None:
         """Return what the group that is furthest behind reads next; None when no group has anything.
 
@@ -87,6 +97,7 @@ class TailGroups:
         Args:
             seqno, horizon, until: each stream's state, shape (1024,).
             max_bytes: stop before this is exceeded, but not before the first block.
+            limit: the largest horizon that each stream may be sent, shape (1024,); None: no stream has one.
         """
         self._merge_groups()
         waiting = [g for g in self._groups if self._tail.first <= g.next_entry < self._limit]
@@ -102,8 +113,10 @@ class TailGroups:
             if any((entry.runs["horizon"] != entry.runs["end_seqno"]).any() for entry in entries):
                 # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
                 entries = entries[:1]
-            state = (seqno, horizon, until)
+            state = (seqno, horizon, until, limit)
             taken = self._select(group, first, entries, state, max_bytes, keys_only)
+            if taken.beyond is not None:
+                return taken
             if taken.blocks or taken.next_entry == end or len(entries) == 1:
                 return taken
             first = taken.next_entry
@@ -120,11 +133,11 @@ class TailGroups:
         group: _Group,
         first: int,
         entries: list[TailEntry],
-        state: tuple[U64, U64, U64],
+        state: tuple[U64, U64, U64, U64 | None],
         max_bytes: int,
         keys_only: bool,
     ) -> Taken:
-        seqno, horizon, until = state
+        seqno, horizon, until, limit = state
         runs = _joined(entries)
         partitions = runs["partition"]
         starts = runs["start_seqno"]
@@ -133,6 +146,11 @@ class TailGroups:
             & (runs["end_seqno"] > seqno[partitions])
             & ((starts < until[partitions]) | (horizon[partitions] > starts))
         )
+        beyond = None
+        if limit is not None:
+            # A later run of such a stream begins at or above its end: only the first one reaches beyond.
+            beyond = keep & (runs["horizon"] > limit[partitions])
+            keep &= ~beyond
         blocks: list[bytes] = []
         size = at = done = used = 0
         for entry in entries:
@@ -146,7 +164,10 @@ class TailGroups:
                 size += len(data)
             at = used = last
             done += 1
-        return Taken(group, first + done, blocks, runs[:used][keep[:used]], size)
+        taken = Taken(group, first + done, blocks, runs[:used][keep[:used]], size)
+        if beyond is not None and beyond[:used].any():
+            taken.beyond = runs[:used][beyond[:used]]
+        return taken
 
     def commit(self, taken: Taken) -> None:
         """Move the group behind what was taken."""

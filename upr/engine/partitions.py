@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from upr.storage.keyspace import PartitionRow
+from upr_protocol.block import Runs
 from upr_protocol.errors import PartitionNotActiveError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS
@@ -20,6 +21,8 @@ class Partitions:
         state: uint8, one of ACTIVE, REPLICA, PENDING, DEAD.
         high: uint64, the newest seqno given.
         durable: uint64, the highest seqno that is on disk.
+        complete: uint64, the last complete marker: the high seqno, unless the newest runs are part of a stretch.
+        horizon: uint64, the largest horizon received; where it is above ``high`` a stretch is incomplete.
         stored: uint64, the end of the newest stored block; the tail is exactly what lies above.
         purge: uint64, tombstones at or below may be gone.
         newest_id: uint64, the newest failover id.
@@ -31,13 +34,14 @@ class Partitions:
         self.high, self.durable, self.stored, self.purge, self.newest_id = (
             np.zeros(PARTITIONS, np.uint64) for _ in range(5)
         )
+        self.complete, self.horizon = (np.zeros(PARTITIONS, np.uint64) for _ in range(2))
         self.epoch, self.first_commit = (np.zeros(PARTITIONS, np.uint64) for _ in range(2))
         self.logs: list[FailoverLog] = []
         self.problems: dict[int, UprError] = {}
 
     @classmethod
     def from_rows(cls, rows: Iterable[PartitionRow]) -> "Partitions":
-        """Build from the 1024 stored rows in order; high and durable are what is stored."""
+        """Build from the 1024 stored rows in order; high, durable and complete are what is stored."""
         table = cls()
         for partition, row in enumerate(rows):
             table.state[partition] = row.state
@@ -49,7 +53,17 @@ class Partitions:
             table.logs.append(row.log)
         table.high[:] = table.stored
         table.durable[:] = table.stored
+        table.complete[:] = table.stored
+        table.horizon[:] = table.stored
         return table
+
+    def received(self, runs: Runs) -> None:
+        """Take note of runs that continue their partitions, each partition at most once, whole or part of a stretch."""
+        partitions, ends = runs["partition"], runs["end_seqno"]
+        self.high[partitions] = ends
+        self.horizon[partitions] = np.maximum(self.horizon[partitions], runs["horizon"])
+        done = self.horizon[partitions] == ends
+        self.complete[partitions[done]] = ends[done]
 
     def row(self, partition: int, stored_high: int | None = None) -> PartitionRow:
         """Return what is to be stored of a partition, with another stored high if one is given."""

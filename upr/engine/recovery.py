@@ -201,6 +201,8 @@ def _cut_off(result: Recovered, complete: U64, above: npt.NDArray[np.intp]) -> N
         merged = merge_slice(chunks, FlushSlice(0, PARTITIONS, 0, 1), table.stored)
         result.blocks = merged.blocks
     table.stored[above] = complete[above]
+    table.complete[above] = complete[above]
+    table.horizon[above] = complete[above]
     table.high[above] = complete[above]
     table.durable[above] = complete[above]
     table.first_commit[above] = result.next_commit

@@ -5,7 +5,7 @@ they want, never an entry. Every MARK_EVERY entries, or MARK_RUNS runs, the high
 entry from which a partition must be read is found without looking at all of them.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +66,9 @@ class Tail:
 
     def __init__(self) -> None:
         self._entries: list[TailEntry] = []
+        # For each entry the size of it and all before it, so that no sum is taken over thousands of small ones.
+        self._sums: list[int] = []
+        self._appended = 0
         self._high = np.zeros(PARTITIONS, np.uint64)
         self._marks: list[tuple[int, U64]] = []
         self.first = self.taken = self.durable = 0
@@ -85,13 +88,31 @@ class Tail:
         """Return the entries from one number up to before another."""
         return self._entries[first - self.first : end - self.first]
 
+    def reach(self, max_bytes: int, end: int) -> int:
+        """Return the number, at most ``end``, behind the oldest entries that ``max_bytes`` have room for.
+
+        At least one entry lies below it unless ``end`` is ``first``.
+        """
+        before = self._appended - self.bytes
+        fitting = bisect_right(self._sums, before + max_bytes)
+        return min(self.first + max(fitting, 1), end)
+
+    def _size_through(self, number: int) -> int:
+        """Return the size of all entries ever appended below a number that is not below ``first``."""
+        if number == self.first:
+            return self._appended - self.bytes
+        return self._sums[number - self.first - 1]
+
     def append(self, entry: TailEntry) -> int:
         """Add an entry and return its number."""
         number = self.end
+        size = entry.size
         self._entries.append(entry)
+        self._appended += size
+        self._sums.append(self._appended)
         self._high[entry.runs["partition"]] = entry.runs["end_seqno"]
-        self.bytes += entry.size
-        self.volatile_bytes += entry.size
+        self.bytes += size
+        self.volatile_bytes += size
         self._unmarked_runs += len(entry.runs)
         if (number + 1) % MARK_EVERY == 0 or self._unmarked_runs >= MARK_RUNS:
             self._unmarked_runs = 0
@@ -102,7 +123,7 @@ class Tail:
         """Take note that the next ``count`` entries are on disk, and return them."""
         entries = self.range(self.durable, self.durable + count)
         self.durable += count
-        self.volatile_bytes -= sum(entry.size for entry in entries)
+        self.volatile_bytes = self._appended - self._size_through(self.durable)
         return entries
 
     def find(self, partition: int, seqno: int) -> int:
@@ -117,8 +138,8 @@ class Tail:
 
     def drop_before(self, number: int) -> None:
         """Forget the entries below a number: they are in the store."""
-        gone = self.range(self.first, number)
-        del self._entries[: len(gone)]
-        self.bytes -= sum(entry.size for entry in gone)
+        gone = number - self.first
+        self.bytes = self._appended - self._size_through(number)
+        del self._entries[:gone], self._sums[:gone]
         self.first = number
         self._marks = [mark for mark in self._marks if mark[0] > number]

@@ -1,16 +1,25 @@
 """AdminService: what an operator asks."""
 
+from upr.service.buckets import BucketMethods
 from upr.service.catalog import Catalog, chosen_partitions
+from upr.service.consumers import ConsumerMethods
 from upr.service.handshake import Context, answering
+from upr.service.purge_methods import PurgeMethods
+from upr.service.status import Process, StatusMethods
 from upr_protocol.wire.codec import problem_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
 
-class AdminMethods:
-    """All of AdminService."""
+class AdminMethods(BucketMethods, ConsumerMethods, PurgeMethods, StatusMethods):
+    """All of AdminService.
 
-    def __init__(self, catalog: Catalog) -> None:
+    Args:
+        process: what GetStatus tells of the process.
+    """
+
+    def __init__(self, catalog: Catalog, process: Process) -> None:
         self._catalog = catalog
+        self._process = process
 
     @answering
     async def GetPartitions(

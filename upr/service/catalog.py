@@ -1,22 +1,53 @@
 """The buckets of one server, by name."""
 
+import asyncio
+import contextlib
+import logging
 import secrets
-from collections.abc import Sequence
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import lmdb
+
+from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
-from upr.service.host import BucketHost, new_failover_id
+from upr.service.host import BucketHost, disk_room, new_failover_id
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
 from upr.storage.store import Identity, Store
-from upr_protocol.errors import BucketNotFoundError, InvalidArgumentError
+from upr_protocol.errors import (
+    AlreadyExistsError,
+    BucketGoneError,
+    BucketNotFoundError,
+    DataDamagedError,
+    DataDirectoryError,
+    InvalidArgumentError,
+    NoRoomError,
+    ShuttingDownError,
+    StorageFailedError,
+    TooManyError,
+    UprError,
+)
 from upr_protocol.failover import FailoverLog, check_partition
-from upr_protocol.limits import NAME_BYTES_MAX, PARTITIONS
+from upr_protocol.limits import BUCKETS_MAX, NAME_BYTES_MAX, PARTITIONS
+
+log = logging.getLogger(__name__)
 
 DEFAULT_BUCKET = "default"
+COMPRESSIONS = ("", "zstd")
+NEW_BUCKET_BYTES = 2**20
+DAMAGED_HINT = "put a copy of its folder in its place and restart the server, or drop the bucket"
+GONE_HINT = "what was known of the old one is void; begin from 0"
+_T = TypeVar("_T")
+
+
+class DuplicateBucketError(DataDirectoryError):
+    """Two folders of the data directory are the same bucket by name."""
 
 
 def check_name(name: str, what: str) -> str:
@@ -29,70 +60,377 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def create_bucket(directory: DataDirectory, name: str) -> Path:
-    """Make a bucket: every partition active, born with one failover record at 0."""
-    identity = Identity(check_name(name, "bucket"), 1 + secrets.randbelow(2**64 - 1))
+def create_bucket(directory: DataDirectory, name: str, compression: str = "") -> Path:
+    """Make a bucket: every partition active, born with one failover record at 0. Returns its folder."""
+    identity = Identity(check_name(name, "bucket"), 1 + secrets.randbelow(2**64 - 1), compression)
     folder = directory.new_bucket(identity.version)
-    store = Store(folder / "store")
-    rows = {
-        partition: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(new_failover_id()))
-        for partition in range(PARTITIONS)
-    }
-    store.create(identity, rows)
-    store.close()
-    Journal(folder / "journal", identity.version).close()
-    return directory.bucket_created(folder)
+    try:
+        store = Store(folder / "store")
+        rows = {
+            partition: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(new_failover_id()))
+            for partition in range(PARTITIONS)
+        }
+        store.create(identity, rows)
+        store.close()
+        Journal(folder / "journal", identity.version).close()
+        failpoints.hit("bucket.before_create")
+        return directory.bucket_created(folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedBucket:
+    """A bucket that could not be opened; nothing of it is served.
+
+    Attributes:
+        folder: where it lies.
+        name: its name, or its version as 16 hex digits where the name cannot be read.
+        version: as its folder says.
+        named: whether the name could be read.
+        problem: what is said to everybody who asks for it.
+    """
+
+    folder: Path
+    name: str
+    version: int
+    named: bool
+    problem: UprError
+
+
+def _damaged(folder: Path, error: Exception) -> DamagedBucket:
+    identity = None
+    with contextlib.suppress(Exception), contextlib.closing(Store(folder / "store")) as store:
+        identity = store.identity()
+    name = identity.name if identity is not None else folder.name
+    if isinstance(error, UprError):
+        problem = error
+    else:
+        problem = DataDamagedError(f"{folder} cannot be opened: {error}")
+    version = int(folder.name, 16) if identity is None else identity.version
+    return DamagedBucket(folder, name, version, identity is not None, problem)
 
 
 class Catalog:
-    """Opens every bucket of a data directory; the bucket ``default`` exists from the start.
+    """The buckets of a data directory, all of them opened at start.
+
+    The bucket ``default`` exists from the start: it is made when it is not there, also after it was dropped. A
+    bucket that cannot be opened takes the others not down: it is listed, and requests get its problem. When no bucket
+    can be opened, the start fails.
 
     Raises:
-        DataDirectoryError, DataDamagedError: a bucket cannot be opened.
+        DataDirectoryError, DataDamagedError: no bucket can be opened, or two have the same name.
     """
 
     def __init__(self, directory: DataDirectory, config: ServerConfig) -> None:
+        self._directory = directory
+        self._config = config
         self._hosts: dict[str, BucketHost] = {}
-        for folder in directory.buckets():
-            self._add(BucketHost(folder, config))
-        if DEFAULT_BUCKET not in self._hosts:
-            self._add(BucketHost(create_bucket(directory, DEFAULT_BUCKET), config))
+        self._damaged: dict[str, DamagedBucket] = {}
+        self._creating: dict[str, asyncio.Task[BucketHost]] = {}
+        self._renaming: dict[str, asyncio.Task[Path]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._on_failure: Callable[[], Awaitable[None]] | None = None
+        try:
+            self._open_all()
+        except BaseException:
+            for host in self.hosts:
+                host.close_files()
+            raise
+
+    def _open_all(self) -> None:
+        self._remove_leftovers()
+        for folder in self._directory.buckets():
+            try:
+                self._add(BucketHost(folder, self._config))
+            except DuplicateBucketError:
+                raise
+            except Exception as error:
+                damaged = _damaged(folder, error)
+                self._damaged[damaged.name] = damaged
+        if self._damaged and not self._hosts:
+            raise next(iter(self._damaged.values())).problem
+        for damaged in self._damaged.values():
+            damaged.problem.hint = damaged.problem.hint or DAMAGED_HINT
+            log.critical(
+                "a bucket is damaged and is not served",
+                extra={"bucket": damaged.name, "problem": str(damaged.problem)},
+            )
+        if DEFAULT_BUCKET not in self._hosts and self._may_create(DEFAULT_BUCKET):
+            self._add(BucketHost(create_bucket(self._directory, DEFAULT_BUCKET), self._config))
+
+    def _remove_leftovers(self) -> None:
+        try:
+            for name in self._directory.remove_leftovers():
+                log.info("a folder that a crash left was deleted", extra={"folder": name})
+        except OSError as error:
+            # They are never served; what remains is tried again at the next start.
+            log.error("a dropped bucket could not be deleted", extra={"error": str(error)})
 
     def _add(self, host: BucketHost) -> None:
-        self._hosts[host.bucket.identity.name] = host
+        name = host.bucket.identity.name
+        other = self._hosts.get(name)
+        if other is not None:
+            host.close_files()
+            raise DuplicateBucketError(
+                f"{other.folder} and {host.folder} are both the bucket {name!r}",
+                hint="move one of them out of the data directory",
+            )
+        self._hosts[name] = host
+
+    def _may_create(self, name: str) -> bool:
+        """Whether a name is free, as far as can be known: a bucket whose name cannot be read may have it."""
+        return name not in self._damaged and all(one.named for one in self._damaged.values())
+
+    # Asking
 
     @property
     def hosts(self) -> list[BucketHost]:
         """All open buckets."""
         return list(self._hosts.values())
 
+    @property
+    def damaged(self) -> list[DamagedBucket]:
+        """The buckets that could not be opened."""
+        return list(self._damaged.values())
+
+    @property
+    def failed(self) -> bool:
+        """Whether the storage of every bucket has failed, so that no write can be taken at all."""
+        failures = [host.bucket.failure is not None for host in self.hosts]
+        return bool(failures) and all(failures)
+
     def find(self, name: str, version: int | None = None) -> BucketHost:
         """Return a bucket.
 
         Raises:
-            BucketNotFoundError: there is none of that name, or it has another version.
+            BucketNotFoundError: there is none of that name.
+            BucketGoneError: it has another version.
+            UprError: it could not be opened; DATA_DAMAGED mostly.
         """
         host = self._hosts.get(name)
         if host is None:
-            raise BucketNotFoundError(
-                f"there is no bucket {name!r}", hint=f"known: {', '.join(sorted(self._hosts))}"
-            )
-        known = host.bucket.identity.version
-        if version is not None and version != known:
-            raise BucketNotFoundError(
-                f"bucket {name!r} has version {known:016x}, not {version:016x}: it was created anew",
-                hint="what was known of the old one is void; begin from 0",
-            )
+            raise self._missing(name)
+        _check_version(name, host.bucket.identity.version, version)
         return host
+
+    def _missing(self, name: str) -> UprError:
+        damaged = self._damaged.get(name)
+        if damaged is not None:
+            return damaged.problem
+        nameless = next((one for one in self._damaged.values() if not one.named), None)
+        if nameless is not None:
+            # "There is none" would have its consumers give up what they have.
+            return DataDamagedError(
+                f"there is no bucket {name!r}, but one whose name cannot be read: {nameless.problem.message}",
+                hint=nameless.problem.hint,
+            )
+        known = ", ".join(sorted(self._hosts))
+        return BucketNotFoundError(
+            f"there is no bucket {name!r}",
+            hint=f"known: {known}" if known else "'upr-admin bucket create' makes one",
+        )
 
     def of(self, request: Any) -> BucketHost:
         """Return the bucket that a request names by ``bucket`` and, if it knows it, ``bucket_version``.
 
         Raises:
-            BucketNotFoundError: see ``find``.
+            BucketNotFoundError, BucketGoneError, UprError: see ``find``.
         """
         known = request.HasField("bucket_version")
         return self.find(request.bucket, request.bucket_version if known else None)
+
+    # Creating
+
+    async def create(self, name: str, compression: str = "") -> BucketHost:
+        """Make an empty bucket and serve it; goes on when the caller gives up waiting.
+
+        Args:
+            name: 1 to 200 bytes of UTF-8 without control characters.
+            compression: of stored blocks, "" for none or "zstd".
+
+        Raises:
+            InvalidArgumentError: a value is out of its range.
+            AlreadyExistsError: the name is taken.
+            TooManyError: there are BUCKETS_MAX buckets.
+            NoRoomError, StorageFailedError, DataDirectoryError: it cannot be stored or opened.
+            ShuttingDownError: the server is stopping.
+        """
+        check_name(name, "bucket")
+        if compression not in COMPRESSIONS:
+            raise InvalidArgumentError(
+                f"compression {compression!r} is unknown", hint="it is empty for none, or zstd"
+            )
+        while True:
+            self._check_new(name)
+            if renaming := self._renaming.get(name):
+                # Not before the old one has lost its name for good: after a crash both would be there.
+                await asyncio.wait({renaming})
+            elif self._closing and self._count + len(self._closing) >= BUCKETS_MAX:
+                await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                break
+        task = asyncio.create_task(self._create(name, compression))
+        self._creating[name] = task
+        return await _whole(task)
+
+    @property
+    def _count(self) -> int:
+        return len(self._hosts) + len(self._damaged) + len(self._creating)
+
+    def _check_new(self, name: str) -> None:
+        if self._stopping:
+            raise ShuttingDownError("the server is stopping", hint="connect again")
+        if name in self._hosts or name in self._creating or name in self._damaged:
+            raise AlreadyExistsError(
+                f"there is a bucket {name!r}", hint="drop it, or take another name"
+            )
+        if not self._may_create(name):
+            raise self._missing(name)
+        if self._count >= BUCKETS_MAX:
+            raise TooManyError(
+                f"there are {self._count} buckets, the limit is {BUCKETS_MAX}",
+                hint="drop one, or start another server",
+                retriable=False,
+            )
+
+    async def _create(self, name: str, compression: str) -> BucketHost:
+        try:
+            host = await asyncio.to_thread(self._create_now, name, compression)
+        finally:
+            del self._creating[name]
+        self._add(host)
+        self._start(host)
+        log.info("bucket created", extra={"bucket": name})
+        await self._tell_health()
+        return host
+
+    def _create_now(self, name: str, compression: str) -> BucketHost:
+        if disk_room(self._directory.path) < NEW_BUCKET_BYTES:
+            raise NoRoomError(
+                f"a new bucket takes {NEW_BUCKET_BYTES} bytes above the disk's reserve",
+                hint="free some space, or drop a bucket",
+            )
+        try:
+            folder = create_bucket(self._directory, name, compression)
+            failpoints.hit("bucket.after_create")
+            try:
+                return BucketHost(folder, self._config)
+            except BaseException:
+                shutil.rmtree(self._directory.drop_bucket(folder), ignore_errors=True)
+                raise
+        except (OSError, lmdb.Error) as error:
+            raise StorageFailedError(f"bucket {name!r} could not be created: {error}") from error
+
+    # Dropping
+
+    async def drop(self, name: str, version: int | None = None) -> int:
+        """Remove a bucket with its data, and return its version; goes on when the caller gives up waiting.
+
+        From the first step on it is gone for everybody, and its calls end with BUCKET_GONE. The answer comes when it
+        is gone on the disk too; its data is deleted after that. If the server dies before, the bucket is there again,
+        whole, with its version.
+
+        Raises:
+            BucketNotFoundError: there is none of that name.
+            BucketGoneError: it has another version; nothing is dropped.
+            StorageFailedError: its folder could not be renamed: it is not served, and there again after a restart.
+            ShuttingDownError: the server is stopping.
+        """
+        if self._stopping:
+            raise ShuttingDownError("the server is stopping", hint="connect again")
+        damaged = self._damaged.get(name)
+        host = self.find(name, version) if damaged is None else None
+        if host is not None:
+            known, folder = host.bucket.identity.version, host.folder
+            del self._hosts[name]
+            host.leave(BucketGoneError(f"bucket {name!r} was dropped", hint=GONE_HINT))
+        else:
+            assert damaged is not None
+            known, folder = damaged.version, damaged.folder
+            _check_version(name, known, version)
+            del self._damaged[name]
+        renaming = asyncio.create_task(self._rename(name, known, folder))
+        self._renaming[name] = renaming
+        closing = asyncio.create_task(self._close_dropped(host, renaming))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await _whole(renaming)
+        log.info("bucket dropped", extra={"bucket": name, "version": f"{known:016x}"})
+        return known
+
+    async def _rename(self, name: str, version: int, folder: Path) -> Path:
+        def rename() -> Path:
+            failpoints.hit("bucket.before_drop")
+            dropped = self._directory.drop_bucket(folder)
+            failpoints.hit("bucket.after_drop")
+            return dropped
+
+        try:
+            return await asyncio.to_thread(rename)
+        except OSError as error:
+            problem = StorageFailedError(
+                f"bucket {name!r} was dropped, but its folder {folder} could not be renamed: {error}",
+                hint="drop it again; until then a restart brings it back",
+            )
+            # The name stays taken: two folders of one name would be there at the next start.
+            self._damaged[name] = DamagedBucket(folder, name, version, True, problem)
+            raise problem from error
+        finally:
+            del self._renaming[name]
+
+    async def _close_dropped(self, host: BucketHost | None, renaming: asyncio.Task[Path]) -> None:
+        try:
+            if host is not None:
+                await host.discard()
+            await asyncio.to_thread(shutil.rmtree, await renaming)
+        except Exception as error:
+            log.error("a dropped bucket could not be deleted", exc_info=error)
+        await self._tell_health()
+
+    async def _tell_health(self) -> None:
+        if self._on_failure is not None:
+            await self._on_failure()
+
+    # Starting and stopping
+
+    def start(self, on_failure: Callable[[], Awaitable[None]]) -> None:
+        """Begin to commit and flush; ``on_failure`` is awaited whenever ``failed`` may have changed."""
+        self._on_failure = on_failure
+        for host in self.hosts:
+            self._start(host)
+
+    def _start(self, host: BucketHost) -> None:
+        assert self._on_failure is not None
+        host.start(self._on_failure)
+
+    async def close(self) -> bool:
+        """Let what was begun be done, and close all buckets at once; False when one could not store everything."""
+        self._stopping = True
+        while unfinished := {*self._creating.values(), *self._renaming.values(), *self._closing}:
+            await asyncio.wait(unfinished)
+        outcomes = await asyncio.gather(*(h.close() for h in self.hosts), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                log.error("a bucket could not be closed", exc_info=outcome)
+        return all(outcome is True for outcome in outcomes)
+
+
+async def _whole(task: "asyncio.Task[_T]") -> _T:
+    """Wait for a task that is not to stop half-way when the one who waits does."""
+    # Nobody may be left to see its error.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(task)
+
+
+def _check_version(name: str, known: int, asked: int | None) -> None:
+    if asked is not None and asked != known:
+        raise BucketGoneError(
+            f"bucket {name!r} has version {known:016x}, not {asked:016x}: it was created anew",
+            hint=GONE_HINT,
+        )
 
 
 def chosen_partitions(partitions: Sequence[int]) -> list[int]:

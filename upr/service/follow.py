@@ -16,13 +16,15 @@ import grpc
 
 from upr import __version__
 from upr.engine.bucket import Bucket
-from upr.engine.follower import (
+from upr.engine.consumers import read_positions
+from upr.engine.follower import Follower
+from upr.engine.streams import (
+    BUCKET_GONE,
     SHUTTING_DOWN,
     SUPERSEDED,
     Answer,
     Ended,
     EndReason,
-    Follower,
     FollowOptions,
     FrameOut,
     RolledBack,
@@ -30,17 +32,20 @@ from upr.engine.follower import (
     StartRequest,
 )
 from upr.service.catalog import Catalog, check_name
-from upr.service.handshake import Context, HandshakeMethods, abort, read_open
-from upr.service.host import BucketHost
+from upr.service.cuts import CutMethods
+from upr.service.handshake import Context, abort, read_open
+from upr.service.host import BucketHost, now_micros
 from upr.storage.store import ReadRequest
 from upr_protocol.credit import CreditWindow
 from upr_protocol.errors import (
+    BucketGoneError,
     DataDamagedError,
     InvalidArgumentError,
     ShuttingDownError,
     UprError,
 )
 from upr_protocol.limits import (
+    CONSUMERS_MAX,
     CREDIT_BYTES,
     CREDIT_BYTES_MAX,
     FOLLOW_CALLS_MAX,
@@ -64,7 +69,7 @@ SILENT = EndReason("SILENT", True, "the consumer said nothing for three heartbea
 _POSITION = struct.Struct("<IQ")
 
 
-class ChangeStreamMethods(HandshakeMethods):
+class ChangeStreamMethods(CutMethods):
     """All of ChangeStreamService.
 
     Args:
@@ -106,6 +111,8 @@ class ChangeStreamMethods(HandshakeMethods):
             check_name(opening.consumer, "consumer") if opening.consumer else "",
             opening.stability == types.STABILITY_MEMORY,
             opening.keys_only,
+            peer=context.peer(),
+            accept_zstd=opening.accept_zstd,
         )
         interval = opening.heartbeat_seconds or self._heartbeat_seconds
         liveness = Liveness(interval, asyncio.get_running_loop().time())
@@ -119,6 +126,11 @@ class ChangeStreamMethods(HandshakeMethods):
         )
         call.say(wire.FollowResponse(opened=opened))
         return call
+
+    @property
+    def open_calls(self) -> int:
+        """Open Follow calls."""
+        return len(self._calls)
 
     def shut_down(self) -> None:
         """End every stream of every call with its reason."""
@@ -148,15 +160,22 @@ class _FollowCall:
         self._half_closed = False
         self._ending: EndReason | None = None
         self._beat_now = False
+        self._told_unkept = False
         self._reads: set[asyncio.Task[None]] = set()
         self.follower = Follower(host.bucket, options, credit, self._wake.set)
         old = self._bucket.add_follower(self.follower)
         if old is not None and old.on_superseded is not None:
             old.on_superseded()
         self.follower.on_superseded = lambda: self.end(SUPERSEDED)
+        host.users.add(self.bucket_gone)
+
+    def bucket_gone(self, _: BucketGoneError) -> None:
+        """The bucket was dropped: end all streams and the call."""
+        self.end(BUCKET_GONE)
 
     def close(self) -> None:
         """Forget the follower."""
+        self._host.users.discard(self.bucket_gone)
         self._bucket.remove_follower(self.follower)
 
     def say(self, message: wire.FollowResponse) -> None:
@@ -177,7 +196,8 @@ class _FollowCall:
         try:
             await self._watch(sender)
             if not self._half_closed:
-                await asyncio.wait_for(asyncio.shield(reader), HALF_CLOSE_SECONDS)
+                async with asyncio.timeout(HALF_CLOSE_SECONDS):
+                    await asyncio.shield(reader)
         except TimeoutError:
             log.info("a consumer did not half-close", extra={"peer": self._context.peer()})
         finally:
@@ -206,7 +226,8 @@ class _FollowCall:
             await asyncio.wait({sender}, timeout=left)
             if not sender.done() and self._liveness.peer_is_gone(loop.time()):
                 self.end(SILENT)
-                await asyncio.wait_for(sender, HALF_CLOSE_SECONDS)
+                async with asyncio.timeout(HALF_CLOSE_SECONDS):
+                    await sender
         sender.result()
 
     # What the client says
@@ -239,7 +260,7 @@ class _FollowCall:
         elif kind == "credit":
             self.follower.credit.give_back(request.credit.bytes)
         elif kind == "ack":
-            self._check_ack(request.ack.positions)
+            self._acknowledge(request.ack.positions)
         elif kind != "pong":
             raise InvalidArgumentError(f"a message of a Follow call of kind {kind}")
 
@@ -253,6 +274,7 @@ class _FollowCall:
                 one.data_id if one.HasField("data_id") else None,
                 one.until_seqno if one.HasField("until_seqno") else None,
                 one.until_now,
+                one.until_exact if one.HasField("until_exact") else None,
             )
             for one in asked
         ]
@@ -275,10 +297,13 @@ class _FollowCall:
         if count > PARTITIONS:
             raise InvalidArgumentError(f"a {kind} of {count} streams, the limit is {PARTITIONS}")
 
-    def _check_ack(self, positions: bytes) -> None:
-        if len(positions) % _POSITION.size:
-            raise InvalidArgumentError(
-                f"an Ack of {len(positions)} bytes, a position takes {_POSITION.size}"
+    def _acknowledge(self, positions: bytes) -> None:
+        kept = self.follower.acknowledge(*read_positions(positions), now_micros())
+        if not kept and not self._told_unkept:
+            self._told_unkept = True
+            log.warning(
+                "the Acks of a consumer are not kept: too many are registered",
+                extra={"consumer": self.follower.options.consumer, "limit": CONSUMERS_MAX},
             )
 
     # What the server says
@@ -324,7 +349,8 @@ class _FollowCall:
             await self._context.write(wire.FollowResponse(heartbeat=beat))
 
     async def _send_frame(self, frame: FrameOut) -> None:
-        message: Any = encode_frame(frame.blocks, frame.tokens)
+        raised = b"".join(_POSITION.pack(*one) for one in self.follower.take_purge_seqnos())
+        message: Any = encode_frame(frame.blocks, frame.tokens, raised)
         await self._context.write(message)
         if frame.size >= COALESCE_BYTES:
             # A slow link may keep an answer to a heartbeat behind much data, but it takes the data. Small messages
@@ -351,10 +377,16 @@ class _FollowCall:
 
     async def _read_store(self, requests: list[ReadRequest], max_bytes: int) -> None:
         try:
+            options = self.follower.options
             results = await self._host.read(
-                requests, max_bytes, keys_only=self.follower.options.keys_only
+                requests,
+                max_bytes,
+                keys_only=options.keys_only,
+                accept_zstd=options.accept_zstd,
             )
             self.follower.feed(results)
+        except BucketGoneError:
+            return
         except Exception as error:
             log.exception("a read of the store failed")
             damaged = DataDamagedError(f"the store cannot be read: {error}", retriable=True)

@@ -42,7 +42,8 @@ async def read_open(context: Context, kind: str, open_calls: int, limit: int) ->
             hint="one call carries any number of partitions and writes",
         )
     try:
-        first: Any = await asyncio.wait_for(context.read(), OPEN_SECONDS)
+        async with asyncio.timeout(OPEN_SECONDS):
+            first: Any = await context.read()
     except TimeoutError:
         raise InvalidArgumentError(
             f"no Open within {OPEN_SECONDS:.0f} s", hint="Open is the first message of a call"

@@ -19,16 +19,22 @@ import lmdb
 from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket, Written
-from upr.engine.flush import FlushPlan
 from upr.engine.producers import Producer
 from upr.engine.recovery import recover
-from upr.storage.journal import Commit, Journal
-from upr.storage.keyspace import ProducerRow
-from upr.storage.merge import FlushSlice, Merged
+from upr.service.consumer_saver import ConsumerSaver
+from upr.service.cut_keeper import CutKeeper
+from upr.service.flusher import Flusher
+from upr.service.merger import Merger
+from upr.service.purger import sweep
+from upr.service.room import check_map, merge_room
+from upr.storage.compression import compressor
+from upr.storage.counters import Counters
+from upr.storage.journal import Commit, Journal, record_bytes
 from upr.storage.reading import ReadResult, read_blocks
 from upr.storage.store import Identity, ReadRequest, Store
 from upr_protocol.block import Block
 from upr_protocol.errors import (
+    BucketGoneError,
     NoRoomError,
     ShuttingDownError,
     StorageFailedError,
@@ -39,8 +45,6 @@ from upr_protocol.limits import (
     DISK_RESERVE_BYTES,
     DISK_RESERVE_FRACTION,
     FAILOVER_ID_MAX,
-    PRODUCER_SECONDS,
-    PRODUCERS_MAX,
 )
 
 log = logging.getLogger(__name__)
@@ -77,28 +81,50 @@ class BucketHost:
         config: tail and flush settings.
 
     Raises:
-        DataDirectoryError: the store is of a newer format.
+        DataDirectoryError: the store is of a newer format, or its compression is unknown here.
         DataDamagedError: identity or journal are damaged.
     """
 
     def __init__(self, folder: Path, config: ServerConfig) -> None:
         self.folder = folder
         self._config = config
+        self.tail_limit = config.tail_bytes
+        self.gone: BucketGoneError | None = None
+        """Set once the bucket was dropped."""
+        self.users: set[Callable[[BucketGoneError], None]] = set()
+        """Called, each once, when the bucket is dropped: the calls that are open."""
         self.store = Store(folder / "store")
+        try:
+            self._open(folder, config)
+        except BaseException:
+            self.store.close()
+            raise
+
+    def _open(self, folder: Path, config: ServerConfig) -> None:
         identity = self.store.identity()
         if identity is None:
             raise StorageFailedError(f"{folder} holds a store without an identity")
+        self.compress = compressor(identity.compression)
         self.journal = Journal(folder / "journal", identity.version)
+        self.counters = Counters()
         self.bucket = self._recover(identity)
+        self.bucket.consumer_positions.load(self.store.consumers())
+        self.bucket.cuts.load(self.store.cuts(), self.bucket.tail)
         self._journal_thread = ThreadPoolExecutor(1, "journal")
         self._store_thread = ThreadPoolExecutor(1, "store")
         self._readers = ThreadPoolExecutor(_READERS, "reader")
+        self.acknowledged = ConsumerSaver(
+            self.bucket.consumer_positions,
+            lambda rows: self._in(self._store_thread, lambda: self.store.put_consumers(rows())),
+        )
+        self.cuts = CutKeeper(self, now_micros)
+        self.flusher = Flusher(self, config, now_micros)
+        self.merger = Merger(self, config, now_micros, self._merge_room)
         self._work = asyncio.Event()
-        self._flush_wanted = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
         self._clearing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self.stopping = False
         self._on_failure: Callable[[], Awaitable[None]] | None = None
 
     def _recover(self, identity: Identity) -> Bucket:
@@ -125,7 +151,11 @@ class BucketHost:
         self._on_failure = on_failure
         self._tasks = [
             asyncio.create_task(self._commit_loop(), name="committer"),
-            asyncio.create_task(self._flush_loop(), name="flusher"),
+            asyncio.create_task(self.flusher.run(), name="flusher"),
+            asyncio.create_task(self.merger.run(), name="merger"),
+            asyncio.create_task(sweep(self), name="purger"),
+            asyncio.create_task(self.acknowledged.run(), name="saver of consumers"),
+            asyncio.create_task(self.cuts.run(), name="keeper of cuts"),
         ]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -133,10 +163,10 @@ class BucketHost:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Without its committer or flusher the bucket must not go on as if it had them."""
         error = None if task.cancelled() else task.exception()
-        if error is not None:
+        if error is not None and self.gone is None:
             log.critical("a task of the bucket failed", exc_info=error)
             self.bucket.fail(StorageFailedError(f"the {task.get_name()} failed: {error!r}"))
-            self._changed()
+            self.changed()
 
     # Writing
 
@@ -148,25 +178,29 @@ class BucketHost:
         Raises:
             NoRoomError: the disk is down to its reserve.
             ShuttingDownError: the server is stopping.
+            BucketGoneError: the bucket was dropped; nothing is numbered.
             StorageFailedError, PartitionNotActiveError, SeqnoExhaustedError: see Bucket.write.
         """
         bucket = self.bucket
+        if self.gone is not None:
+            raise self.gone
         if producer is not None and producer.known(number, block.runs) is not None:
             # Answering a write again numbers nothing: neither room nor the proof is touched.
             return bucket.write(block, name, producer, number, now_micros())
-        while not self._stopping and bucket.failure is None:
+        while not self.stopping and bucket.failure is None:
             if bucket.proven:
                 await self._clear_proof()
-            elif bucket.tail.bytes >= 2 * self._config.tail_bytes:
+            elif bucket.tail.bytes >= self.tail_limit:
                 self._check_room(block)
-                self._flush_wanted.set()
+                self.flusher.wanted.set()
                 await self._next_change()
             else:
                 break
-        if self._stopping:
-            raise ShuttingDownError("the server is stopping", hint="connect again")
+        if self.stopping:
+            raise self.gone or ShuttingDownError("the server is stopping", hint="connect again")
         self._check_room(block)
         written = bucket.write(block, name, producer, number, now_micros())
+        self.counters.ingested_bytes += block.column_bytes
         self._work.set()
         return written
 
@@ -178,6 +212,10 @@ class BucketHost:
                 f"the disk has room for {max(room, 0)} bytes above the reserve, the write needs {needed}",
                 hint="free some space; writing resumes by itself",
             )
+        check_map(self.store, self.bucket.tail.bytes + needed, is_full=self.flusher.map_full)
+
+    def _merge_room(self) -> int:
+        return min(disk_room(self.folder), merge_room(self.store))
 
     async def _clear_proof(self) -> None:
         """Remove the proof once, for all who wait; who gives up waiting does not stop it half-way."""
@@ -203,19 +241,22 @@ class BucketHost:
         Raises:
             TooManyError: more producers than can be remembered have open calls.
             DataDamagedError: what the store knows of it is damaged.
+            BucketGoneError: the bucket was dropped.
         """
         rows = None
         if not self.bucket.knows_producer(name):
             rows = await self._in(self._store_thread, lambda: self.store.producer(name))
         deadline = time.monotonic() + _PRODUCER_WAIT_SECONDS
         while True:
+            if self.gone is not None:
+                raise self.gone
             try:
                 return self.bucket.open_producer(name, rows)
             except TooManyError:
                 # Producers whose writes are stored can be forgotten.
                 if self.bucket.tail.first == self.bucket.tail.end or time.monotonic() > deadline:
                     raise
-                self._flush_wanted.set()
+                self.flusher.wanted.set()
                 await self._next_change()
 
     async def durable(self, entry: int) -> None:
@@ -223,8 +264,11 @@ class BucketHost:
 
         Raises:
             StorageFailedError: it never will be, as far as this process can tell.
+            BucketGoneError: the bucket was dropped meanwhile.
         """
         while self.bucket.tail.durable <= entry:
+            if self.gone is not None:
+                raise self.gone
             if self.bucket.failure is not None:
                 raise self.bucket.failure
             await self._next_change()
@@ -235,7 +279,7 @@ class BucketHost:
         self._waiting.append(future)
         await future
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
@@ -248,16 +292,17 @@ class BucketHost:
             commit = self.bucket.take_commit()
             if commit is None:
                 self._work.clear()
-                if self._stopping:
+                if self.stopping:
                     return
                 await self._work.wait()
                 continue
             if not await self._append(commit):
                 return
             self.bucket.commit_done(commit)
-            if self.bucket.tail.bytes >= self._config.tail_bytes:
-                self._flush_wanted.set()
-            self._changed()
+            self.counters.journalled_bytes += record_bytes(commit)
+            if self.bucket.tail.bytes >= self.flusher.begin_bytes:
+                self.flusher.wanted.set()
+            self.changed()
 
     async def _append(self, commit: Commit) -> bool:
         """Journal a commit; a full disk is waited for, because what is numbered is never withdrawn."""
@@ -270,135 +315,119 @@ class BucketHost:
                 return False
             except OSError as error:
                 log.error("journal append failed, retrying", extra={"error": str(error)})
-                if self._stopping:
+                if self.stopping:
                     await self._fail(
                         StorageFailedError(f"the journal could not be written: {error}")
                     )
                     return False
-                self._flush_wanted.set()
+                self.flusher.wanted.set()
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _fail(self, error: StorageFailedError) -> None:
         log.critical("storage failed: no more writes are taken", extra={"error": str(error)})
         self.bucket.fail(error)
-        self._changed()
+        self.changed()
         if self._on_failure is not None:
             await self._on_failure()
 
-    # Flushing
-
-    async def _flush_loop(self) -> None:
-        forget_at = 0.0
-        while not self._stopping:
-            if time.monotonic() >= forget_at:
-                forget_at = time.monotonic() + _FORGET_SECONDS
-                await self._forget_producers()
-            try:
-                await asyncio.wait_for(self._flush_wanted.wait(), self._seconds_to_flush())
-            except TimeoutError:
-                if not self._tail_is_old():
-                    continue
-            self._flush_wanted.clear()
-            if not self._stopping:
-                await self._flush_or_retry()
-
-    def _seconds_to_flush(self) -> float:
-        tail = self.bucket.tail
-        if tail.first == tail.durable:
-            return self._config.flush_seconds
-        age = (now_micros() - tail[tail.first].time) / 1e6
-        return min(max(self._config.flush_seconds - age, 0.01), self._config.flush_seconds)
-
-    def _tail_is_old(self) -> bool:
-        tail = self.bucket.tail
-        if tail.first == tail.durable:
-            return False
-        return now_micros() - tail[tail.first].time >= self._config.flush_seconds * 1e6
-
-    async def _flush_or_retry(self) -> None:
-        try:
-            await self.flush()
-        except (OSError, lmdb.Error) as error:
-            log.error("flush failed, retrying", extra={"error": str(error)})
-            await asyncio.sleep(_RETRY_SECONDS)
-            self._flush_wanted.set()
-
     async def flush(self) -> bool:
-        """Store what the tail holds durably, slice by slice, and drop it; False when there was nothing."""
-        plan = self.bucket.begin_flush()
-        if plan is None:
-            return False
-        complete = False
-        try:
-            for part in await self._in(self._store_thread, plan.prepare):
-                await self._flush_slice(plan, part)
-            complete = True
-        finally:
-            through = self.bucket.end_flush(complete)
-            self._changed()
-        await self._in(self._journal_thread, lambda: self.journal.drop_through(through))
-        return True
-
-    async def _flush_slice(self, plan: FlushPlan, part: FlushSlice) -> None:
-        def merge() -> tuple[Merged, dict[tuple[bytes, int], ProducerRow]]:
-            merged = plan.merge(part)
-            return merged, plan.producer_rows(part, merged)
-
-        merged, producers = await self._in(self._store_thread, merge)
-        rows = self.bucket.flush_rows(merged)
-
-        def store() -> None:
-            failpoints.hit("flush.before_commit")
-            self.store.put_flush(merged.blocks, rows, producers)
-            failpoints.hit("flush.after_commit")
-
-        await self._in(self._store_thread, store)
-        self.bucket.slice_stored(merged)
-        failpoints.hit("flush.between_slices")
-
-    async def _forget_producers(self) -> None:
-        before = now_micros() - PRODUCER_SECONDS * 1_000_000
-        gone = await self._in(
-            self._store_thread, lambda: self.store.forget_producers(before, PRODUCERS_MAX)
-        )
-        if gone:
-            log.info("producers forgotten", extra={"count": gone})
+        """Store what the tail holds durably, and drop it; False when there was nothing."""
+        return await self.flusher.flush()
 
     # Reading
 
     async def read(
-        self, requests: Sequence[ReadRequest], max_bytes: int, *, keys_only: bool
+        self,
+        requests: Sequence[ReadRequest],
+        max_bytes: int,
+        *,
+        keys_only: bool,
+        accept_zstd: bool = False,
     ) -> list[ReadResult]:
         """Read stored blocks in a reader thread."""
         return await self._in(
             self._readers,
-            lambda: read_blocks(self.store, requests, max_bytes, keys_only=keys_only),
+            lambda: read_blocks(
+                self.store, requests, max_bytes, keys_only=keys_only, accept_zstd=accept_zstd
+            ),
         )
 
+    async def in_store_thread(self, call: Callable[[], _T]) -> _T:
+        """Run something in the thread that makes the store's transactions."""
+        return await self._in(self._store_thread, call)
+
+    async def in_reader(self, call: Callable[[], _T]) -> _T:
+        """Have a reader thread do what takes one short transaction, or a few."""
+        return await self._in(self._readers, call)
+
+    async def in_journal_thread(self, call: Callable[[], _T]) -> _T:
+        """Run something in the thread that owns the journal."""
+        return await self._in(self._journal_thread, call)
+
+    async def journal_bytes(self) -> int:
+        """Return the bytes of the journal's segments."""
+        return await self._in(self._journal_thread, lambda: self.journal.size)
+
     async def _in(self, pool: ThreadPoolExecutor, call: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(pool, call)
+        if self.gone is not None:
+            raise self.gone
+        result = await asyncio.get_running_loop().run_in_executor(pool, call)
+        if self.gone is not None:
+            # What was read may be half of it; and its folder may have another name already.
+            raise self.gone
+        return result
 
     # Stopping
 
+    def leave(self, error: BucketGoneError) -> None:
+        """The bucket was dropped: nothing of it is numbered, stored or read from this step on.
+
+        Whoever uses it or waits for it is given the error. ``discard`` is to follow.
+        """
+        self.gone = error
+        self.stopping = True
+        self.merger.stop()
+        for task in self._tasks:
+            task.cancel()
+        for tell in list(self.users):
+            tell(error)
+        self.changed()
+
+    async def discard(self) -> None:
+        """Close without storing anything, after ``leave``: the data goes away."""
+        clearing = [self._clearing] if self._clearing is not None else []
+        await asyncio.gather(*self._tasks, *clearing, return_exceptions=True)
+        # A merge may take seconds to come to its end, and other buckets use the loop.
+        await asyncio.to_thread(self.close_files)
+
+    def close_files(self) -> None:
+        """Wait for the threads and close journal and store; what is in memory is lost."""
+        self.merger.close()
+        for pool in (self._journal_thread, self._store_thread, self._readers):
+            pool.shutdown(wait=True, cancel_futures=True)
+        self.journal.close()
+        self.store.close()
+
     async def close(self) -> bool:
         """Commit and flush everything, prove that it was done, and close; False when that was not possible."""
-        self._stopping = True
+        self.stopping = True
         if self._clearing is not None:
             await self._clearing
         self._work.set()
-        self._flush_wanted.set()
-        self._changed()
+        self.flusher.wanted.set()
+        self.acknowledged.stop()
+        self.merger.stop()
+        self.cuts.stop()
+        self.changed()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.cuts.finish()
         clean = False
         try:
             clean = await self._finish()
         except (OSError, lmdb.Error, UprError) as error:
             log.error("shutdown is not clean", extra={"error": str(error)})
         finally:
-            for pool in (self._journal_thread, self._store_thread, self._readers):
-                pool.shutdown(wait=True)
-            self.journal.close()
-            self.store.close()
+            self.close_files()
         return clean
 
     async def _finish(self) -> bool:
@@ -411,6 +440,7 @@ class BucketHost:
         if tail.first != tail.end:
             # Something was numbered and could not be stored: nothing may claim that this shutdown was clean.
             return False
+        await self.acknowledged.save()
         failpoints.hit("shutdown.before_proof")
         await self._in(self._store_thread, self.store.write_proof)
         failpoints.hit("shutdown.after_proof")

@@ -20,6 +20,8 @@ from upr.service import logs
 from upr.service.admin import AdminMethods
 from upr.service.catalog import Catalog
 from upr.service.follow import ChangeStreamMethods
+from upr.service.memory import share_free_memory
+from upr.service.status import Process
 from upr.service.writes import KeyValueMethods
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import ListenError
@@ -72,8 +74,6 @@ def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHan
     found = descriptor.services_by_name[service]
     handlers = {}
     for method in found.methods:
-        if not hasattr(methods, method.name):
-            continue
         request = GetMessageClass(method.input_type)
         kind = (
             grpc.stream_stream_rpc_method_handler
@@ -104,11 +104,13 @@ class Server:
         except BaseException:
             self._directory.close()
             raise
-        self._changes = ChangeStreamMethods(
-            self._catalog, 1 + secrets.randbelow(2**64 - 1), config.heartbeat_seconds
-        )
+        server_id = 1 + secrets.randbelow(2**64 - 1)
+        self._changes = ChangeStreamMethods(self._catalog, server_id, config.heartbeat_seconds)
         self._writes = KeyValueMethods(self._catalog)
-        self._admin = AdminMethods(self._catalog)
+        process = Process(
+            server_id, lambda: self._changes.open_calls, lambda: self._writes.open_calls
+        )
+        self._admin = AdminMethods(self._catalog, process)
         self._health = health.aio.HealthServicer()
         self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
         self.address = ""
@@ -135,8 +137,7 @@ class Server:
         reflection.enable_server_reflection(
             [*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], self._grpc
         )
-        for host_of_bucket in self._catalog.hosts:
-            host_of_bucket.start(self._storage_failed)
+        self._catalog.start(self._storage_changed)
         await self._grpc.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -146,9 +147,12 @@ class Server:
             "serving", extra={"address": self.address, "version": __version__, "pid": os.getpid()}
         )
 
-    async def _storage_failed(self) -> None:
+    async def _storage_changed(self) -> None:
+        """Say whether writes are taken: while one bucket's storage works, they are; the status has the others."""
+        answers = health_pb2.HealthCheckResponse
+        status = answers.NOT_SERVING if self._catalog.failed else answers.SERVING
         for name in ("", _SERVICES[2]):
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+            await self._health.set(name, status)
 
     async def stop(self) -> bool:
         """Drain, end every stream with a reason, flush, prove the clean shutdown; False if it is not one."""
@@ -157,19 +161,15 @@ class Server:
         self._changes.shut_down()
         self._writes.shut_down()
         await self._grpc.stop(GRACE_SECONDS)
-        return self.close_storage(await asyncio.gather(*(h.close() for h in self._catalog.hosts)))
-
-    def close_storage(self, clean: list[bool]) -> bool:
-        """Give the directory back."""
+        clean = await self._catalog.close()
         self._directory.close()
-        log.info("stopped", extra={"clean": all(clean)})
-        return all(clean)
+        log.info("stopped", extra={"clean": clean})
+        return clean
 
     async def abandon(self) -> None:
         """Give everything back after a start that failed."""
         await self._grpc.stop(None)
-        for host in self._catalog.hosts:
-            await host.close()
+        await self._catalog.close()
         self._directory.close()
 
 
@@ -189,6 +189,7 @@ async def serve(config: ServerConfig) -> int:
         ListenError, DataDirectoryError, DataDamagedError: see Server.
     """
     logs.configure(config.log_format)
+    share_free_memory()
     server = Server(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

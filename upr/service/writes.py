@@ -12,6 +12,7 @@ from upr.service.catalog import Catalog, check_name
 from upr.service.handshake import Context, abort, read_open
 from upr.service.host import BucketHost
 from upr_protocol.errors import (
+    BucketGoneError,
     InvalidArgumentError,
     ShuttingDownError,
     UnknownOutcomeError,
@@ -26,6 +27,9 @@ from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
+GONE_SECONDS = 0.5
+"""So long after its bucket was dropped a call still answers what it is sent, and then it ends: what was on its way
+is refused by name and not left without an answer."""
 _DURABILITIES = frozenset(types.Durability.values())
 
 
@@ -82,6 +86,11 @@ class KeyValueMethods:
             raise
         return call
 
+    @property
+    def open_calls(self) -> int:
+        """Open Write calls."""
+        return len(self._calls)
+
     def shut_down(self) -> None:
         """Have every call answer what it took and end."""
         for call in self._calls:
@@ -105,26 +114,44 @@ class _WriteCall:
         self._read_all = False
         self._reader: asyncio.Task[None] | None = None
         self._stopping = False
+        self._gone: BucketGoneError | None = None
+        host.users.add(self.bucket_gone)
 
     async def run(self) -> None:
-        """Serve until the client half-closes, or the server stops."""
+        """Serve until the client half-closes, the server stops, or the bucket is dropped."""
         self._reader = asyncio.create_task(self._read())
         try:
             await self._answer()
         finally:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
+        if self._gone is not None:
+            raise self._gone
         if self._stopping:
             raise ShuttingDownError("the server is stopping", hint="connect again")
 
     def shut_down(self) -> None:
         """Read no more; what was taken is still answered."""
         self._stopping = True
+        self._read_no_more()
+
+    def bucket_gone(self, error: BucketGoneError) -> None:
+        """The bucket was dropped: refuse what still comes, for a moment, and end the call.
+
+        What was not numbered is refused with BUCKET_GONE: it never was applied. What was numbered and is not durable
+        yet is answered UNKNOWN_OUTCOME: should the server die before the drop is on disk, the bucket will be there
+        again, with that write or without it.
+        """
+        self._gone = error
+        asyncio.get_running_loop().call_later(GONE_SECONDS, self._read_no_more)
+
+    def _read_no_more(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
 
     def close(self) -> None:
         """Give the producer back."""
+        self._host.users.discard(self.bucket_gone)
         if self._producer is not None:
             self._producer.calls -= 1
 
@@ -193,7 +220,8 @@ class _WriteCall:
             return
         left = max(pending.deadline - asyncio.get_running_loop().time(), 0)
         try:
-            await asyncio.wait_for(self._host.durable(written.entry), left)
+            async with asyncio.timeout(left):
+                await self._host.durable(written.entry)
         except TimeoutError:
             pending.error = UnknownOutcomeError(
                 f"write {pending.number} was not durable within {WRITE_OUTCOME_SECONDS:.0f} s; it may become so",

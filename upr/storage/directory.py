@@ -1,23 +1,31 @@
 """The data directory: its format, its lock, and the buckets in it.
 
-DIR/upr-stream.json      {"program": "upr-stream", "format": 1}
+DIR/upr-stream.json      {"program": "upr-stream", "format": 2}
 DIR/lock                 held exclusively by the server that uses the directory
 DIR/buckets/<version>/   one bucket, named by its version (16 hex digits): journal/ and store/
+
+A folder <version>.new is being filled, <version>.dropped is being deleted; what a crash leaves of either goes at the
+next start, and neither is ever served.
 """
 
 import fcntl
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from upr.storage.journal import sync_folder
 from upr_protocol.errors import DataDirectoryError
 
-FORMAT = 1
+FORMAT = 2
 _PROGRAM = "upr-stream"
 _MARK = "upr-stream.json"
 _NEW_MARK = "upr-stream.json.new"
+_NEW = ".new"
+_DROPPED = ".dropped"
+_VERSION = re.compile("[0-9a-f]{16}")
 _OWN = {"lock", _NEW_MARK}
 """What may lie in a directory whose first server was killed before the mark was there."""
 
@@ -87,14 +95,25 @@ class DataDirectory:
         return fd
 
     def buckets(self) -> Iterator[Path]:
-        """Yield the folder of each bucket that was created whole."""
+        """Yield the folder of each bucket that was created whole and not dropped."""
         for path in sorted((self.path / "buckets").iterdir()):
-            if path.is_dir() and path.suffix != ".new":
+            if path.is_dir() and _VERSION.fullmatch(path.name):
                 yield path
+
+    def remove_leftovers(self) -> list[str]:
+        """Delete what a crash left of buckets being created or dropped; returns the names of their folders."""
+        left = [
+            path
+            for path in sorted((self.path / "buckets").iterdir())
+            if path.is_dir() and path.suffix in (_NEW, _DROPPED)
+        ]
+        for path in left:
+            shutil.rmtree(path)
+        return [path.name for path in left]
 
     def new_bucket(self, version: int) -> Path:
         """Make a folder for a bucket to be created in; ``bucket_created`` gives it its name."""
-        path = self.path / "buckets" / f"{version:016x}.new"
+        path = self.path / "buckets" / f"{version:016x}{_NEW}"
         path.mkdir()
         return path
 
@@ -102,10 +121,16 @@ class DataDirectory:
         """Name a folder that was filled whole, durably."""
         for path in (folder / "store", folder / "journal", folder):
             sync_folder(path)
-        final = folder.with_suffix("")
-        os.rename(folder, final)
-        sync_folder(final.parent)
-        return final
+        return self._rename(folder, folder.with_suffix(""))
+
+    def drop_bucket(self, folder: Path) -> Path:
+        """Take a bucket's name from its folder, durably; returns the folder, which is left to be deleted."""
+        return self._rename(folder, folder.with_suffix(_DROPPED))
+
+    def _rename(self, old: Path, new: Path) -> Path:
+        os.rename(old, new)
+        sync_folder(new.parent)
+        return new
 
     def close(self) -> None:
         """Give the lock back."""

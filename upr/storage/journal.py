@@ -68,6 +68,12 @@ def encode_record(commit: Commit) -> list[bytes]:
     return [head + _CRC.pack(google_crc32c.value(head)), *pieces]
 
 
+def record_bytes(commit: Commit) -> int:
+    """Return the size of the record that a commit becomes."""
+    heads = sum(len(entry.producer) + 14 for entry in commit.entries)
+    return _RECORD.size + heads + commit.size
+
+
 def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
     entries = []
     at = 0
@@ -125,6 +131,42 @@ def _finds_record(data: bytes, at: int) -> bool:
     return found != -1
 
 
+def _next_record(data: bytes, at: int) -> int:
+    """Return where the next whole record begins behind a broken one, or the end of the data."""
+    head = _head_at(data, at)
+    if head is not None and head.end < len(data):
+        return head.end
+    found = data.find(_RECORD_MAGIC, at + 1)
+    while found != -1 and _record_at(data, found) is None:
+        found = data.find(_RECORD_MAGIC, found + 1)
+    return len(data) if found == -1 else found
+
+
+def _ends_here(data: bytes, at: int) -> bool:
+    head = _head_at(data, at)
+    return head is not None and head.end <= len(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """One thing found in the segments by reading them without changing them.
+
+    Attributes:
+        path, offset: the segment, and the byte in it.
+        commit: a whole record; None for everything else.
+        problem: what is damaged, in words.
+        torn_bytes: bytes at the very end that a restart cuts off.
+        torn_by_kill: whether they look like what a killed process leaves; else the disk lost or changed them.
+    """
+
+    path: Path
+    offset: int
+    commit: Commit | None
+    problem: str = ""
+    torn_bytes: int = 0
+    torn_by_kill: bool = False
+
+
 class Journal:
     """The segment files of one bucket. Used by one thread at a time.
 
@@ -167,6 +209,36 @@ class Journal:
                 yield commit
             if newest:
                 self._truncate(segment, at, len(data))
+
+    def inspect(self) -> Iterator["Inspected"]:
+        """Yield everything in the segments, also what lies behind damage. Changes nothing."""
+        for segment in self._segments:
+            newest = segment is self._segments[-1]
+            data = segment.path.read_bytes()
+            try:
+                at = self._check_header(segment, data, newest)
+                torn = data if at == 0 else b""
+            except DataDamagedError as error:
+                yield Inspected(segment.path, 0, None, error.message)
+                at, torn = min(_HEADER.size, len(data)), b""
+            while at < len(data) and not torn:
+                found = _record_at(data, at)
+                if found is not None:
+                    yield Inspected(segment.path, at, found[0])
+                    at = found[1]
+                    continue
+                following = _next_record(data, at)
+                if newest and following == len(data):
+                    torn = data[at:]
+                    break
+                words = f"{following - at} bytes are no record"
+                yield Inspected(segment.path, at, None, words)
+                at = following
+            if torn:
+                # A process that is killed leaves the beginning of a record; anything else the disk did.
+                cut = at == 0 or len(torn) < _RECORD.size or _head_at(data, at) is not None
+                cut = cut and not _ends_here(data, at)
+                yield Inspected(segment.path, at, None, torn_bytes=len(torn), torn_by_kill=cut)
 
     def _check_header(self, segment: _Segment, data: bytes, newest: bool) -> int:
         if len(data) < _HEADER.size and newest:

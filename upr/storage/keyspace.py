@@ -106,14 +106,17 @@ class CutRow:
     pins: Mapping[int, Pin]
 
 
-def seal(value: bytes) -> bytes:
-    """Return the value with its CRC32C at the end."""
-    return value + _CRC.pack(google_crc32c.value(value))
+def seal(value: bytes, key: bytes) -> bytes:
+    """Return the value with a CRC32C at its end, which is over its key as well.
+
+    So a value is found out that lies under another one's key.
+    """
+    return value + _CRC.pack(google_crc32c.value(key + value))
 
 
-def unseal(value: bytes, what: str) -> bytes:
+def unseal(value: bytes, key: bytes, what: str) -> bytes:
     """Return the value without its CRC32C, or raise DataDamagedError naming ``what``."""
-    if len(value) < 4 or _CRC.unpack(value[-4:])[0] != google_crc32c.value(value[:-4]):
+    if len(value) < 4 or _CRC.unpack(value[-4:])[0] != google_crc32c.value(key + value[:-4]):
         raise DataDamagedError(f"{what}: the stored value fails its checksum")
     return value[:-4]
 
@@ -131,16 +134,17 @@ def unpack_block_key(key: bytes) -> tuple[int, int]:
     return partition, end_seqno
 
 
-def pack_partition(row: PartitionRow) -> bytes:
+def pack_partition(partition: int, row: PartitionRow) -> bytes:
     head = _PARTITION.pack(
         row.state, row.epoch, row.purge_seqno, row.stored_high, row.first_commit, len(row.log)
     )
-    return seal(head + b"".join(_RECORD.pack(r.failover_id, r.seqno) for r in row.log))
+    records = (_RECORD.pack(r.failover_id, r.seqno) for r in row.log)
+    return seal(head + b"".join(records), partition_key(partition))
 
 
 def unpack_partition(value: bytes, partition: int) -> PartitionRow:
     """Return the row, or raise DataDamagedError."""
-    body = unseal(value, f"partition {partition}")
+    body = unseal(value, partition_key(partition), f"partition {partition}")
     try:
         state, epoch, purge, stored, first, count = _PARTITION.unpack_from(body)
         records = [
@@ -163,15 +167,15 @@ def unpack_producer_key(key: bytes) -> tuple[bytes, int]:
     return key[:-3], _PARTITION_KEY.unpack(key[-2:])[0]
 
 
-def pack_producer(row: ProducerRow) -> bytes:
+def pack_producer(key: bytes, row: ProducerRow) -> bytes:
     return seal(
-        _PRODUCER.pack(row.number, row.failover_id, row.start_seqno, row.end_seqno, row.time)
+        _PRODUCER.pack(row.number, row.failover_id, row.start_seqno, row.end_seqno, row.time), key
     )
 
 
-def unpack_producer(value: bytes, producer: bytes) -> ProducerRow:
+def unpack_producer(key: bytes, value: bytes) -> ProducerRow:
     """Return the row, or raise DataDamagedError."""
-    return ProducerRow(*_PRODUCER.unpack(unseal(value, f"producer {producer!r}")))
+    return ProducerRow(*_PRODUCER.unpack(unseal(value, key, f"producer {key[:-3]!r}")))
 
 
 def consumer_key(consumer: bytes, partition: int) -> bytes:
@@ -183,24 +187,24 @@ def unpack_consumer_key(key: bytes) -> tuple[bytes, int]:
     return unpack_producer_key(key)
 
 
-def pack_consumer(row: ConsumerRow) -> bytes:
-    return seal(_CONSUMER.pack(row.generation, row.failover_id, row.seqno, row.time))
+def pack_consumer(key: bytes, row: ConsumerRow) -> bytes:
+    return seal(_CONSUMER.pack(row.generation, row.failover_id, row.seqno, row.time), key)
 
 
-def unpack_consumer(value: bytes, consumer: bytes) -> ConsumerRow:
+def unpack_consumer(key: bytes, value: bytes) -> ConsumerRow:
     """Return the row, or raise DataDamagedError."""
-    return ConsumerRow(*_CONSUMER.unpack(unseal(value, f"consumer {consumer!r}")))
+    return ConsumerRow(*_CONSUMER.unpack(unseal(value, key, f"consumer {key[:-3]!r}")))
 
 
-def pack_cut(row: CutRow) -> bytes:
+def pack_cut(name: bytes, row: CutRow) -> bytes:
     head = _CUT.pack(row.created, row.expires, row.lease, len(row.pins))
     pins = (_PIN.pack(p, pin.failover_id, pin.seqno) for p, pin in row.pins.items())
-    return seal(head + b"".join(pins))
+    return seal(head + b"".join(pins), name)
 
 
-def unpack_cut(value: bytes, name: bytes) -> CutRow:
+def unpack_cut(name: bytes, value: bytes) -> CutRow:
     """Return the row, or raise DataDamagedError."""
-    body = unseal(value, f"cut {name!r}")
+    body = unseal(value, name, f"cut {name!r}")
     try:
         created, expires, lease, count = _CUT.unpack_from(body)
         pins = {

@@ -8,31 +8,57 @@ The work is done a chunk (some MiB of input) or a slice (some partitions) at a t
 everything would hold the interpreter for so long that the event loop of the same process stands still.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from upr_protocol.block import I64, U64, Block, Runs, make_runs, sealed
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
-from upr_protocol.wire.codec import column_spans, encode_block
+from upr.storage.tombstones import Purge, PurgeLimits, purge_of
+from upr_protocol.block import I64, RUN, U64, Block, Runs, make_runs, sealed
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS, RUN_SPAN_MAX
+from upr_protocol.wire.codec import (
+    Columns,
+    encode_block,
+    open_checked,
+    open_columns,
+    plain_bytes,
+)
 
 CHUNK_BYTES = 8 * 2**20
 SLICE_BYTES = 8 * 2**20
 SLICE_PARTITIONS = 128
 
+Compress = Callable[[bytes], bytes]
+"""An encoded block to what is stored of it, as ``compress_block``."""
+
 _SEQNOS, _OPS, _KEY_OFFSETS, _KEYS, _VALUE_OFFSETS, _VALUES, _TIMES = range(2, 9)
+_ABSENT = (0, 0)
 
 
 @dataclass(slots=True)
 class Encoded:
-    """An encoded block and its run table, parsed already because everybody looks at it."""
+    """An encoded block and its run table, parsed already because everybody looks at it.
+
+    Attributes:
+        columns: where its columns lie, if somebody has looked already.
+    """
 
     runs: Runs
     data: bytes
+    columns: Columns | None = None
+
+    def opened(self) -> Columns:
+        """Return where its columns lie."""
+        return open_columns(self.data) if self.columns is None else self.columns
+
+
+def checked(data: bytes) -> Encoded:
+    """Return a stored block whose checksums hold; CorruptBlockError when they do not."""
+    runs, columns = open_checked(data)
+    return Encoded(runs, data, columns)
 
 
 @dataclass(slots=True)
@@ -75,10 +101,19 @@ class FlushSlice:
 
 @dataclass(slots=True)
 class Merged:
-    """What a slice became: blocks as (partition, end_seqno, bytes), and each partition's new end."""
+    """What a slice became.
+
+    Attributes:
+        blocks: (partition, end_seqno, bytes).
+        ends: each partition's new end.
+        purges: the tombstones that were left out, by partition.
+        rows: how many rows the blocks have.
+    """
 
     blocks: list[tuple[int, int, bytes]]
     ends: dict[int, int]
+    purges: dict[int, Purge] = field(default_factory=dict)
+    rows: int = 0
 
 
 def _binary(offsets: npt.NDArray[np.int32], data: bytes) -> Any:
@@ -87,42 +122,67 @@ def _binary(offsets: npt.NDArray[np.int32], data: bytes) -> Any:
     )
 
 
-def _gather(blocks: Sequence[Encoded], field: int, data_field: int, rows: Sequence[int]) -> Any:
-    lengths = []
-    pieces = []
-    for block, count in zip(blocks, rows, strict=True):
-        spans = column_spans(block.data)
-        first, _ = spans[field]
-        lengths.append(np.diff(np.frombuffer(block.data, "<i4", count + 1, first)))
-        a, b = spans.get(data_field, (0, 0))
-        pieces.append(block.data[a:b])
-    offsets = np.zeros(sum(rows) + 1, np.int32)
-    np.cumsum(np.concatenate(lengths), out=offsets[1:])
-    return _binary(offsets, b"".join(pieces))
+def _field(columns: Columns, field: int) -> bytes:
+    data, spans = columns
+    first, end = spans.get(field, _ABSENT)
+    return data[first:end]
+
+
+def _cells(opened: Sequence[Columns], field: int, data_field: int, rows: Sequence[int]) -> Any:
+    """Return the keys or values of several blocks as one Arrow array; ``rows`` is how many each block has."""
+    told = np.frombuffer(b"".join([_field(columns, field) for columns in opened]), "<i4")
+    # Where one block's offsets end and the next one's begin there is no cell.
+    lengths = np.delete(np.diff(told), np.cumsum(np.array(rows) + 1)[:-1] - 1)
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return _binary(offsets, b"".join([_field(columns, data_field) for columns in opened]))
+
+
+def keys_of(block: Encoded) -> Any:
+    """Return a block's keys as an Arrow binary array."""
+    rows = int(block.runs["count"].sum())
+    return _cells([block.opened()], _KEY_OFFSETS, _KEYS, [rows])
+
+
+def tombstones_of(block: Encoded) -> tuple[I64, U64, I64]:
+    """Return the deletes of a block of one run: row numbers, seqnos, commit times in microseconds."""
+    columns = block.opened()
+    run = block.runs[0]
+
+    def column(field: int, dtype: str) -> npt.NDArray[Any] | None:
+        data = _field(columns, field)
+        return np.frombuffer(data, dtype) if data else None
+
+    ops, offsets, times = column(_OPS, "u1"), column(_SEQNOS, "<u4"), column(_TIMES, "<i8")
+    rows = np.flatnonzero(ops) if ops is not None else np.zeros(0, np.int64)
+    seqnos = rows + 1 if offsets is None else offsets[rows]
+    return (
+        rows,
+        run["start_seqno"] + seqnos.astype(np.uint64),
+        np.full(len(rows), run["time"], np.int64) if times is None else times[rows],
+    )
 
 
 def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
     """Sort the rows of some consecutive blocks by partition."""
-    runs = np.concatenate([block.runs for block in blocks])
-    rows = [int(block.runs["count"].sum()) for block in blocks]
+    # By way of bytes: concatenating tables of many columns is slow.
+    runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
+    rows = _rows_of(blocks, runs)
     total = sum(rows)
     counts = runs["count"]
     first_rows = np.cumsum(counts, dtype=np.int64) - counts
     offsets = np.arange(1, total + 1, dtype=np.int64) - np.repeat(first_rows, counts)
     times = np.repeat(runs["time"].astype(np.int64), counts)
     ops = np.zeros(total, np.uint8)
-    at = 0
-    for block, count in zip(blocks, rows, strict=True):
-        spans = column_spans(block.data)
-        for field, dtype, target in (
-            (_OPS, "u1", ops),
-            (_SEQNOS, "<u4", offsets),
-            (_TIMES, "<i8", times),
-        ):
-            a, b = spans.get(field, (0, 0))
-            if b > a:
-                target[at : at + count] = np.frombuffer(block.data, dtype, count, a)
-        at += count
+    opened = [block.opened() for block in blocks]
+    for number, dtype, target in (
+        (_OPS, "u1", ops),
+        (_SEQNOS, "<u4", offsets),
+        (_TIMES, "<i8", times),
+    ):
+        told = [_field(columns, number) for columns in opened]
+        there = np.repeat([bool(data) for data in told], rows)
+        target[there] = np.frombuffer(b"".join(told), dtype)
     seqnos = np.repeat(runs["start_seqno"], counts) + offsets.astype(np.uint64)
     partitions = np.repeat(runs["partition"], counts)
     order = np.argsort(partitions, kind="stable")
@@ -135,19 +195,26 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
         np.searchsorted(partitions[order], np.arange(PARTITIONS + 1)),
         ends,
         horizons,
-        _gather(blocks, _KEY_OFFSETS, _KEYS, rows).take(picked),
-        _gather(blocks, _VALUE_OFFSETS, _VALUES, rows).take(picked),
+        _cells(opened, _KEY_OFFSETS, _KEYS, rows).take(picked),
+        _cells(opened, _VALUE_OFFSETS, _VALUES, rows).take(picked),
         ops[order],
         seqnos[order],
         times[order],
     )
 
 
+def _rows_of(blocks: Sequence[Encoded], runs: Runs) -> list[int]:
+    """Return how many rows each block has; ``runs`` are all their runs end to end."""
+    firsts = np.cumsum([0, *(len(block.runs) for block in blocks[:-1])])
+    rows: list[int] = np.add.reduceat(runs["count"].astype(np.int64), firsts).tolist()
+    return rows
+
+
 def chunks_of(blocks: Sequence[Encoded]) -> Iterator[Chunk]:
     """Yield the blocks' rows as chunks of about CHUNK_BYTES."""
     first = size = 0
     for i, block in enumerate(blocks):
-        size += len(block.data)
+        size += plain_bytes(block.data, len(block.data))
         if size >= CHUNK_BYTES or i == len(blocks) - 1:
             yield make_chunk(blocks[first : i + 1])
             first, size = i + 1, 0
@@ -188,11 +255,20 @@ def _slices_of_one(partition: int, sizes: Sequence[int]) -> Iterator[FlushSlice]
     yield FlushSlice(partition, partition + 1, first, len(sizes))
 
 
-def merge_slice(chunks: Sequence[Chunk], part: FlushSlice, stored: U64) -> Merged:
+def merge_slice(
+    chunks: Sequence[Chunk],
+    part: FlushSlice,
+    stored: U64,
+    *,
+    limits: PurgeLimits | None = None,
+    compress: Compress | None = None,
+) -> Merged:
     """Merge a slice: drop rows already stored and rows superseded within it, build blocks.
 
     Args:
         stored: each partition's stored high, shape (1024,): the result begins right above it.
+        limits: which tombstones to drop, in the partitions whose result begins at 0.
+        compress: what is made of each block before it is stored.
     """
     used = [
         (c, int(c.bounds[part.first]), int(c.bounds[part.last]))
@@ -208,7 +284,11 @@ def merge_slice(chunks: Sequence[Chunk], part: FlushSlice, stored: U64) -> Merge
         [np.repeat(window, np.diff(c.bounds[part.first : part.last + 1])) for c, _, _ in used]
     )
     rows = _newest_rows(keys, partitions, seqnos > stored[partitions])
+    merged = Merged([], {})
+    if limits is not None:
+        rows = _purged(rows, (partitions, seqnos, ops, times), stored, limits, merged.purges)
     order = rows[np.argsort(partitions[rows], kind="stable")]
+    merged.rows = len(order)
     picked = pa.array(order)
     columns = _Columns(
         keys.take(picked), values.take(picked), ops[order], seqnos[order], times[order]
@@ -216,15 +296,54 @@ def merge_slice(chunks: Sequence[Chunk], part: FlushSlice, stored: U64) -> Merge
     bounds = np.searchsorted(partitions[order], np.arange(part.first, part.last + 1))
     ends = np.max([c.ends for c, _, _ in used], axis=0)
     horizons = np.max([c.horizons for c, _, _ in used], axis=0)
-    merged = Merged([], {})
     for i, partition in enumerate(window.tolist()):
         end = int(ends[partition])
         if end > stored[partition]:
             span = (int(bounds[i]), int(bounds[i + 1]))
             run = (partition, int(stored[partition]), end, int(horizons[partition]))
-            merged.blocks += columns.stretch(span, run)
+            merged.blocks += columns.stretch(span, run, compress)
             merged.ends[partition] = end
     return merged
+
+
+def rebuild(
+    chunk: Chunk, rows: I64, run: tuple[int, int, int, int], compress: Compress | None = None
+) -> Iterator[Any]:
+    """Yield the blocks, as (partition, end_seqno, bytes), of some rows of a chunk of one partition.
+
+    Args:
+        rows: row numbers of the chunk, ascending.
+        run: partition, start, end and horizon of the stretch that they become.
+        compress: what is made of each block before it is stored.
+    """
+    picked = pa.array(rows)
+    columns = _Columns(
+        chunk.keys.take(picked),
+        chunk.values.take(picked),
+        chunk.ops[rows],
+        chunk.seqnos[rows],
+        chunk.times[rows],
+    )
+    yield from columns.stretch((0, len(rows)), run, compress)
+
+
+def _purged(
+    rows: I64,
+    columns: tuple[I64, U64, npt.NDArray[np.uint8], I64],
+    starts: U64,
+    limits: PurgeLimits,
+    purges: dict[int, Purge],
+) -> I64:
+    """Return the rows without the tombstones that may go, and note these by partition."""
+    partitions, seqnos, times = columns[0][rows], columns[1][rows], columns[3][rows]
+    free = limits.free(partitions, seqnos, times)
+    going = (columns[2][rows] != 0) & (starts[partitions] == 0)
+    going &= free | limits.held(partitions, seqnos, times)
+    for partition in np.unique(partitions[going]).tolist():
+        of_it = going & (partitions == partition)
+        purges[partition] = purge_of(seqnos[of_it], free[of_it])
+    staying: I64 = rows[~going]
+    return staying
 
 
 def _newest_rows(keys: Any, partitions: I64, live: npt.NDArray[np.bool_]) -> I64:
@@ -264,7 +383,10 @@ class _Columns:
         self._ops, self._seqnos, self._times = ops, seqnos, times
 
     def stretch(
-        self, rows: tuple[int, int], run: tuple[int, int, int, int]
+        self,
+        rows: tuple[int, int],
+        run: tuple[int, int, int, int],
+        compress: Compress | None = None,
     ) -> Iterator[tuple[int, int, bytes]]:
         """Yield a partition's blocks: one, or a stretch of several that share the horizon."""
         partition, start, end, horizon = run
@@ -272,9 +394,13 @@ class _Columns:
         while True:
             cut = self._fit(first, last)
             run_end = end if cut == last else int(self._seqnos[cut - 1])
-            block = self._block((first, cut), (partition, start, run_end, horizon))
-            yield partition, run_end, encode_block(block)
-            if cut == last:
+            if run_end - start > RUN_SPAN_MAX:
+                run_end = start + RUN_SPAN_MAX
+                reached = np.searchsorted(self._seqnos[first:cut], np.uint64(run_end), side="right")
+                cut = first + int(reached)
+            data = encode_block(self._block((first, cut), (partition, start, run_end, horizon)))
+            yield partition, run_end, data if compress is None else compress(data)
+            if run_end == end:
                 return
             first, start = cut, run_end
 

@@ -10,12 +10,16 @@ from upr.storage.merge import Encoded
 from upr.storage.store import ReadRequest, Store
 from upr_protocol.block import slice_above, without_values
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError
+from upr_protocol.limits import FRAME_PLAIN_BYTES
 from upr_protocol.wire.codec import (
     check_encoded,
     column_spans,
     decode_block,
     decode_runs,
+    decompress_block,
     encode_block,
+    is_compressed,
+    plain_bytes,
 )
 
 
@@ -31,20 +35,56 @@ class ReadResult:
     error: DataDamagedError | None = None
 
 
+@dataclass(slots=True)
+class _Reading:
+    """What one read may still take: bytes to be sent, and bytes that come out of compressed blocks."""
+
+    keys_only: bool
+    accept_zstd: bool
+    send_bytes: int
+    plain_bytes: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.send_bytes <= 0 or self.plain_bytes <= 0
+
+    def takes_compressed(self, size: int) -> bool:
+        """Count a block of so many bytes when decompressed; False where it must wait for the next read."""
+        if self.plain_bytes < min(size, FRAME_PLAIN_BYTES):
+            self.plain_bytes = 0
+            return False
+        self.plain_bytes -= size
+        return True
+
+
 def read_blocks(
-    store: Store, requests: Sequence[ReadRequest], max_bytes: int, *, keys_only: bool
+    store: Store,
+    requests: Sequence[ReadRequest],
+    max_bytes: int,
+    *,
+    keys_only: bool,
+    accept_zstd: bool = False,
 ) -> list[ReadResult]:
-    """Read, check and cut blocks for several partitions in one short transaction."""
+    """Read, check and cut blocks for several partitions in one short transaction.
+
+    A read ends with the block that reaches ``max_bytes`` of encoded blocks as they are to be sent, and before one
+    with which the compressed ones would have more than FRAME_PLAIN_BYTES when decompressed, unless it is alone.
+
+    Args:
+        keys_only: leave the values out.
+        accept_zstd: return a compressed block as it is stored if all of it is wanted; else none is compressed.
+    """
+    reading = _Reading(keys_only, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
     results = []
     for request, found in zip(requests, store.read(requests, max_bytes), strict=True):
         result = ReadResult(request)
         results.append(result)
-        if found is None:
+        if found is None or reading.is_full:
             continue
         try:
             if not found:
                 raise DataDamagedError("it is missing")
-            result.blocks = list(_continue_from(request, found, keys_only))
+            result.blocks = list(_continue_from(request, found, reading))
         except (InvalidArgumentError, DataDamagedError) as error:
             result.error = DataDamagedError(
                 f"partition {request.partition}: a stored block above seqno {request.above} is damaged: {error.message}",
@@ -54,7 +94,7 @@ def read_blocks(
 
 
 def _continue_from(
-    request: ReadRequest, found: Iterable[bytes], keys_only: bool
+    request: ReadRequest, found: Iterable[bytes], reading: _Reading
 ) -> Iterable[Encoded]:
     at = request.above
     for data in found:
@@ -69,11 +109,19 @@ def _continue_from(
             raise DataDamagedError(
                 f"the block tells of partition {run['partition']}, seqnos {start} to {end}, after {at}"
             )
-        if start == at and not keys_only:
-            yield Encoded(runs, data)
+        if is_compressed(data) and not reading.takes_compressed(plain_bytes(data, len(data))):
+            return
+        if start == at and not reading.keys_only:
+            if not reading.accept_zstd:
+                data = decompress_block(data)
+            block = Encoded(runs, data)
         else:
             cut = slice_above(decode_block(data), at)
-            if keys_only:
+            if reading.keys_only:
                 cut = without_values(cut)
-            yield Encoded(cut.runs, encode_block(cut))
+            block = Encoded(cut.runs, encode_block(cut))
+        reading.send_bytes -= len(block.data)
+        yield block
+        if reading.is_full:
+            return
         at = end

@@ -1,12 +1,14 @@
 """The LMDB store of one bucket.
 
 Write transactions are made by one thread, and each is bounded by its caller. Read transactions are short:
-the bytes leave them as copies, so that no reader keeps old pages alive. The map is set once, far larger than
-any disk, and sparse, so that "map full" cannot be met before "disk full".
+the bytes leave them as copies, so that no reader keeps old pages alive. The map follows the size of the disk and
+takes only addresses, so that "disk full" is met before "map full"; where it is not, ``map_room`` tells.
 """
 
+import dataclasses
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +17,20 @@ from typing import Any
 import lmdb
 
 from upr.storage import keyspace
+from upr.storage.check_pages import check_length
+from upr.storage.heads import HEAD_BYTES, Head, Replacement, head_of
 from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, ProducerRow
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import PARTITIONS
 
 log = logging.getLogger(__name__)
 
+MAP_BYTES_MIN = 64 * 2**30
+MAP_BYTES_USUAL = 3 * 2**40
 MAP_BYTES = 16 * 2**40
-FORMAT = 1
+"""Bounds of a map, see ``map_bytes``. A process has 128 TiB of addresses: BUCKETS_MAX maps of the usual size take 96."""
+FORMAT = 2
+_MAP_GRAIN = 2**20
 _SPARE_READERS = 64
 _PROOF = b"clean_shutdown_proof"
 _IDENTITY = b"identity"
@@ -43,10 +51,10 @@ class Identity:
     compression: str = ""
 
 
-def _seen(value: bytes, name: bytes) -> int:
+def _seen(key: bytes, value: bytes) -> int:
     """Return when a producer's row was written, 0 for one that is damaged: it is of no use to anybody."""
     try:
-        return keyspace.unpack_producer(value, name).time
+        return keyspace.unpack_producer(key, value).time
     except DataDamagedError:
         return 0
 
@@ -59,32 +67,64 @@ class ReadRequest:
     above: int
 
 
+def map_bytes(folder: Path) -> int:
+    """Return how large to make the map of the environment in a folder, in bytes.
+
+    It takes addresses and neither memory nor disk, and is set at each open: twice the file system, so that "disk full"
+    is met first and the file system can grow while the server runs. That is cut at MAP_BYTES_USUAL, or at the size of
+    a larger file system, so that a server's maps fit beside each other; at least MAP_BYTES_MIN, at most MAP_BYTES,
+    and never less than the file that is there.
+    """
+    disk = os.statvfs(folder)
+    size = disk.f_blocks * disk.f_frsize
+    wanted = max(MAP_BYTES_MIN, min(2 * size, max(MAP_BYTES_USUAL, size)))
+    file = folder / "data.mdb"
+    there = file.stat().st_size if file.exists() else 0
+    return max(min(wanted, MAP_BYTES), -(-there // _MAP_GRAIN) * _MAP_GRAIN)
+
+
 class Store:
     """One bucket's LMDB environment.
 
+    Args:
+        folder: made if it does not exist.
+        size: of the map in bytes, for tests; as ``map_bytes`` says by default.
+
     Raises:
-        DataDirectoryError: the environment is of a newer format, or is none.
+        DataDirectoryError: the environment is of a newer format, or is none; or its map finds no address space.
+        DataDamagedError: its file is no LMDB file, or shorter than it says.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, size: int | None = None) -> None:
         folder.mkdir(exist_ok=True)
+        check_length(folder)
         try:
             self._env = lmdb.open(
                 str(folder),
-                map_size=MAP_BYTES,
+                map_size=map_bytes(folder) if size is None else size,
                 max_dbs=8,
                 max_readers=_SPARE_READERS,
                 readahead=False,
                 max_spare_txns=4,
             )
+        except lmdb.MemoryError as error:
+            raise DataDirectoryError(
+                f"{folder}: there are no {size or map_bytes(folder)} bytes of address space left for its map",
+                hint="lift the limit of the process (ulimit -v), or drop buckets; the map takes addresses, not memory",
+            ) from error
         except lmdb.Error as error:
             raise DataDirectoryError(f"{folder}: cannot be opened as a store: {error}") from error
-        self._meta = self._env.open_db(b"meta")
-        self._partitions = self._env.open_db(b"partitions")
-        self._blocks = self._env.open_db(b"blocks")
-        self._producers = self._env.open_db(b"producers")
-        self._cuts = self._env.open_db(b"cuts")
-        self._consumers = self._env.open_db(b"consumers")
+        try:
+            self._meta = self._env.open_db(b"meta")
+            self._partitions = self._env.open_db(b"partitions")
+            self._blocks = self._env.open_db(b"blocks")
+            self._producers = self._env.open_db(b"producers")
+            self._cuts = self._env.open_db(b"cuts")
+            self._consumers = self._env.open_db(b"consumers")
+            self._page = int(self._env.stat()["psize"])
+        except lmdb.Error as error:
+            self._env.close()
+            raise DataDamagedError(f"{folder}: the store is damaged: {error}") from error
         self._folder = folder
 
     def close(self) -> None:
@@ -100,9 +140,9 @@ class Store:
                 "version": f"{identity.version:016x}",
                 "compression": identity.compression,
             }
-            txn.put(_IDENTITY, keyspace.seal(json.dumps(text).encode()), db=self._meta)
+            txn.put(_IDENTITY, keyspace.seal(json.dumps(text).encode(), _IDENTITY), db=self._meta)
             self._put_partitions(txn, rows)
-            txn.put(_PROOF, keyspace.seal(b"created"), db=self._meta)
+            txn.put(_PROOF, keyspace.seal(b"created", _PROOF), db=self._meta)
 
     def identity(self) -> Identity | None:
         """Return the bucket's identity; None for an empty store.
@@ -115,7 +155,7 @@ class Store:
             value = txn.get(_IDENTITY, db=self._meta)
         if value is None:
             return None
-        text = json.loads(keyspace.unseal(bytes(value), f"{self._folder}: identity"))
+        text = json.loads(keyspace.unseal(bytes(value), _IDENTITY, f"{self._folder}: identity"))
         if text["format"] != FORMAT:
             raise DataDirectoryError(
                 f"{self._folder}: the store has format {text['format']}, this program knows {FORMAT}",
@@ -144,7 +184,7 @@ class Store:
         if value is None:
             return False
         try:
-            keyspace.unseal(bytes(value), "proof")
+            keyspace.unseal(bytes(value), _PROOF, "proof")
         except DataDamagedError:
             # A proof that cannot be trusted proves nothing: the next start makes new records.
             return False
@@ -158,7 +198,7 @@ class Store:
     def write_proof(self) -> None:
         """State, durably, that nothing was numbered that is not in the store."""
         with self._env.begin(write=True) as txn:
-            txn.put(_PROOF, keyspace.seal(b"clean"), db=self._meta)
+            txn.put(_PROOF, keyspace.seal(b"clean", _PROOF), db=self._meta)
 
     def write_recovery(
         self, rows: Mapping[int, PartitionRow], blocks: Iterable[tuple[int, int, bytes]]
@@ -168,7 +208,7 @@ class Store:
             for partition, end, block in blocks:
                 txn.put(keyspace.block_key(partition, end), block, db=self._blocks)
             self._put_partitions(txn, rows)
-            txn.put(_PROOF, keyspace.seal(b"recovered"), db=self._meta)
+            txn.put(_PROOF, keyspace.seal(b"recovered", _PROOF), db=self._meta)
 
     def put_flush(
         self,
@@ -184,12 +224,14 @@ class Store:
             self._put_partitions(txn, rows)
             for (name, partition), row in producers.items():
                 key = keyspace.producer_key(name, partition)
-                txn.put(key, keyspace.pack_producer(row), db=self._producers)
+                txn.put(key, keyspace.pack_producer(key, row), db=self._producers)
 
     def _put_partitions(self, txn: Any, rows: Mapping[int, PartitionRow]) -> None:
         for partition, row in rows.items():
             txn.put(
-                keyspace.partition_key(partition), keyspace.pack_partition(row), db=self._partitions
+                keyspace.partition_key(partition),
+                keyspace.pack_partition(partition, row),
+                db=self._partitions,
             )
 
     def read(self, requests: Sequence[ReadRequest], max_bytes: int) -> list[list[bytes] | None]:
@@ -214,6 +256,108 @@ class Store:
                     break
         return results
 
+    def heads(self, partition: int) -> list[Head]:
+        """Return what a partition's blocks say at their beginning, oldest first.
+
+        Raises:
+            DataDamagedError: one of them is no block, or does not go on where the one before it ends.
+        """
+        heads: list[Head] = []
+        prefix = keyspace.partition_key(partition)
+        with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
+            more = cursor.set_range(prefix)
+            while more and cursor.key()[:2] == prefix:
+                _, end = keyspace.unpack_block_key(bytes(cursor.key()))
+                value = cursor.value()
+                head = head_of(bytes(value[:HEAD_BYTES]), len(value), partition, end)
+                if head.start != (heads[-1].end if heads else 0):
+                    raise DataDamagedError(
+                        f"partition {partition}: a stored block begins at {head.start}, the one before it ends at {heads[-1].end if heads else 0}"
+                    )
+                heads.append(head)
+                more = cursor.next()
+        return heads
+
+    def blocks(self, partition: int, ends: Iterable[int]) -> list[bytes]:
+        """Return the blocks of a partition that end at these seqnos.
+
+        Raises:
+            DataDamagedError: one is not there.
+        """
+        found = []
+        with self._env.begin() as txn:
+            for end in ends:
+                value = txn.get(keyspace.block_key(partition, end), db=self._blocks)
+                if value is None:
+                    raise DataDamagedError(
+                        f"partition {partition}: the block that ends at {end} is missing"
+                    )
+                found.append(bytes(value))
+        return found
+
+    def replace(self, replacements: Iterable[Replacement]) -> None:
+        """Put merged blocks in the place of others, with the purge seqnos that it takes, in one transaction.
+
+        Raises:
+            DataDamagedError: a block that was merged is not there any more; nothing is changed.
+        """
+        with self._env.begin(write=True) as txn:
+            for one in replacements:
+                for end in one.old:
+                    if not txn.delete(keyspace.block_key(one.partition, end), db=self._blocks):
+                        raise DataDamagedError(
+                            f"partition {one.partition}: the block that ends at {end} is missing"
+                        )
+                for end, block in one.new:
+                    txn.put(keyspace.block_key(one.partition, end), block, db=self._blocks)
+                if one.purge:
+                    self._raise_purge(txn, one.partition, one.purge)
+
+    def _raise_purge(self, txn: Any, partition: int, seqno: int) -> None:
+        """Change the row that is there: a flush may have stored a newer one than the engine last told of."""
+        key = keyspace.partition_key(partition)
+        row = keyspace.unpack_partition(bytes(txn.get(key, db=self._partitions)), partition)
+        if seqno > row.purge_seqno:
+            row = dataclasses.replace(row, purge_seqno=seqno)
+            txn.put(key, keyspace.pack_partition(partition, row), db=self._partitions)
+
+    def file_bytes(self) -> int:
+        """Return the size of the environment's file, which never shrinks."""
+        return (self._folder / "data.mdb").stat().st_size
+
+    def used_bytes(self) -> int:
+        """Return the bytes of the file's pages that are in use; the others are free for what comes."""
+        databases = (
+            self._meta,
+            self._partitions,
+            self._blocks,
+            self._producers,
+            self._cuts,
+            self._consumers,
+        )
+        with self._env.begin() as txn:
+            stats = [self._env.stat(), *(txn.stat(db) for db in databases)]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return int(pages * stats[0]["psize"])
+
+    def map_room(self) -> int:
+        """Return about how many bytes the map can still take, counted low.
+
+        Of the free pages inside the file half are counted, and only when the map is more than half full: what is
+        larger than a page needs free pages in a row.
+        """
+        info = self._env.info()
+        end = int(info["last_pgno"] + 1) * self._page
+        behind = int(info["map_size"]) - end
+        if behind > end:
+            return behind
+        return behind + max(end - self.used_bytes(), 0) // 2
+
+    @property
+    def map_size(self) -> int:
+        """The map's size in bytes."""
+        return int(self._env.info()["map_size"])
+
     def newest_block_end(self, partition: int) -> int:
         """Return the end_seqno of a partition's newest stored block, 0 if there is none."""
         with self._env.begin() as txn, txn.cursor(db=self._blocks) as cursor:
@@ -235,7 +379,9 @@ class Store:
             more = cursor.set_range(prefix)
             while more and cursor.key().startswith(prefix) and len(cursor.key()) == len(prefix) + 2:
                 _, partition = keyspace.unpack_producer_key(cursor.key())
-                rows[partition] = keyspace.unpack_producer(bytes(cursor.value()), name)
+                rows[partition] = keyspace.unpack_producer(
+                    bytes(cursor.key()), bytes(cursor.value())
+                )
                 more = cursor.next()
         return rows
 
@@ -246,7 +392,7 @@ class Store:
             for key, value in cursor:
                 name = bytes(key)
                 try:
-                    rows[name] = keyspace.unpack_cut(bytes(value), name)
+                    rows[name] = keyspace.unpack_cut(name, bytes(value))
                 except DataDamagedError as error:
                     log.error("a cut is lost", extra={"error": error.message})
         return rows
@@ -258,7 +404,7 @@ class Store:
                 if row is None:
                     txn.delete(name, db=self._cuts)
                 else:
-                    txn.put(name, keyspace.pack_cut(row), db=self._cuts)
+                    txn.put(name, keyspace.pack_cut(name, row), db=self._cuts)
 
     def consumers(self) -> dict[bytes, dict[int, ConsumerRow]]:
         """Return the consumers' rows by name and partition.
@@ -271,7 +417,7 @@ class Store:
             for key, value in cursor:
                 name, partition = keyspace.unpack_consumer_key(bytes(key))
                 try:
-                    row = keyspace.unpack_consumer(bytes(value), name)
+                    row = keyspace.unpack_consumer(bytes(key), bytes(value))
                 except DataDamagedError as error:
                     log.error("a position is lost", extra={"error": error.message})
                     row = ConsumerRow(0, 0, 0, 0)
@@ -286,7 +432,7 @@ class Store:
                 if row is None:
                     txn.delete(key, db=self._consumers)
                 else:
-                    txn.put(key, keyspace.pack_consumer(row), db=self._consumers)
+                    txn.put(key, keyspace.pack_consumer(key, row), db=self._consumers)
 
     def forget_producers(self, before: int, keep: int) -> int:
         """Remove producers last seen before a time (microseconds), and the oldest above ``keep`` names.
@@ -298,7 +444,7 @@ class Store:
             with txn.cursor(db=self._producers) as cursor:
                 for key, value in cursor:
                     name, _ = keyspace.unpack_producer_key(bytes(key))
-                    newest[name] = max(newest.get(name, 0), _seen(bytes(value), name))
+                    newest[name] = max(newest.get(name, 0), _seen(bytes(key), bytes(value)))
             by_age = sorted(newest, key=newest.__getitem__)
             gone = {name for name in by_age if newest[name] < before} | set(
                 by_age[: max(len(by_age) - keep, 0)]

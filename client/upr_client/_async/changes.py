@@ -16,7 +16,13 @@ from upr_client.delivered import ChangesOptions, Taken, batch_of, decode_frame, 
 from upr_client.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.messages import ack_message, start_message
 from upr_protocol.consumer import Fate, PendingRollback, ProtocolError, fate_of
-from upr_protocol.errors import ClosedError, InvalidArgumentError, RollbackError, UprError
+from upr_protocol.errors import (
+    BucketGoneError,
+    ClosedError,
+    InvalidArgumentError,
+    RollbackError,
+    UprError,
+)
 from upr_protocol.position import Position
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.status import error_of
@@ -58,6 +64,7 @@ class AsyncChanges:
         self._progress_at = now()
         self._saved_at = now()
         self._must_save = False
+        self._any_version = False
         self.handshakes: deque[tuple[int, str, str]] = deque(maxlen=4096)
         """The newest rollback answers: partition, rule, words."""
 
@@ -188,8 +195,9 @@ class AsyncChanges:
             batch = await self._take(message) if message is not None else None
             if batch is not None:
                 return batch
-        await self._drop_call(self._bucket._client.connect_timeout)
+        # First, so that the last acknowledgement still goes over this call.
         await self.save()
+        await self._drop_call(self._bucket._client.connect_timeout)
         return None
 
     # The call.
@@ -200,15 +208,23 @@ class AsyncChanges:
             self._options.on_status(words)
 
     async def _connect(self) -> bool:
-        version = self._session.bucket_version or None
+        version = None if self._any_version else self._session.bucket_version or None
         request = self._options.open_message(self._bucket.name, version)
         try:
             self._follow = Follow(self._bucket._client._stubs().streams.Follow, request)
             opened = await self._follow.opened(self._bucket._client.connect_timeout)
-            self._session.opened(opened.bucket_version)
         except UprError as error:
-            await self._lost(error)
+            if error.reason == BucketGoneError.default_reason and version is not None:
+                # Whatever has the name now: its version tells that everything of the old one is to be undone.
+                await self._drop_call()
+                self._any_version = True
+                self._say(f"{error}; going on with the new one")
+            else:
+                self._any_version = False
+                await self._lost(error)
             return False
+        self._any_version = False
+        self._session.opened(opened.bucket_version)
         self._bucket.version = opened.bucket_version
         return True
 

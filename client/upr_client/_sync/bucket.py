@@ -2,14 +2,17 @@
 """One bucket: the handshake's questions, writing, and following."""
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 
+from upr_client._sync import admin, cuts
 from upr_client._sync.adapter import give_way, mutex, unary
 from upr_client._sync.changes import Changes
+from upr_client._sync.cuts import Cut, HeldCut
 from upr_client._sync.writer import Write, Writer
+from upr_client.cut_info import CutInfo, Pinned, exact_ends, followed
 from upr_client.delivered import ChangesOptions
 from upr_client.events import Rollback
 from upr_client.messages import (
@@ -21,7 +24,9 @@ from upr_client.messages import (
     partition_info,
 )
 from upr_client.positions import PositionStore
+from upr_client.purge_info import PartitionPurge
 from upr_client.results import WriteResult, WriteResults
+from upr_client.server_info import ConsumerInfo, StorageInfo
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import CREDIT_BYTES, HEARTBEAT_SECONDS
 from upr_protocol.rows import build_block, build_blocks, check_row
@@ -115,6 +120,119 @@ class Bucket:
         answer = self._ask(self._client._stubs().admin.GetPartitions, request)
         return [partition_info(item) for item in answer.partitions]
 
+    def storage(self) -> StorageInfo:
+        """Return what the bucket takes on disk, and what was written since the server was started.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        client = self._client
+        return admin.get_storage(client._stubs().admin, self.name, client.request_timeout)
+
+    def consumers(self, *, with_positions: bool = False) -> list[ConsumerInfo]:
+        """Return the consumers that are registered by their acknowledgements, by name.
+
+        Args:
+            with_positions: whether each comes with its position in every partition.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        stub, seconds = self._client._stubs().admin, self._client.request_timeout
+        return admin.list_consumers(stub, self.name, with_positions, seconds)
+
+    def forget_consumer(self, name: str) -> bool:
+        """Forget a consumer's positions, so that they hold no purging up; False when it was not known.
+
+        One that is connected is registered again by its next acknowledgement.
+
+        Raises:
+            InvalidArgumentError: the name is out of its range.
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        stub, seconds = self._client._stubs().admin, self._client.request_timeout
+        return admin.forget_consumer(stub, self.name, name, seconds)
+
+    # Cuts.
+
+    def cut(
+        self, name: str, *, partitions: Iterable[int] | None = None, lease: float | None = None
+    ) -> HeldCut:
+        """Hold a cut for as long as a ``with`` block: made when it is entered, released at its end.
+
+        Give it to ``changes(until=...)``. The arguments and errors are those of ``create_cut``.
+        """
+        self._check_usable()
+        return HeldCut(self, name, partitions, lease)
+
+    def create_cut(
+        self, name: str, *, partitions: Iterable[int] | None = None, lease: float | None = None
+    ) -> Cut:
+        """Pin the last complete marker of partitions at one instant, until it is released or its lease ends.
+
+        Everything up to the pins is durable when it returns, and ``changes(until=cut)`` shows exactly that.
+
+        Args:
+            name: 1 to 200 bytes of UTF-8, unique in the bucket while the lease lasts.
+            partitions: which, 0 to 1023; None means all.
+            lease: seconds; None means an hour.
+
+        Raises:
+            AlreadyExistsError: a cut of that name is there.
+            TooManyError: the bucket has as many cuts as it may have.
+            PartitionNotActiveError: a partition is dead or pending; name the others.
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._check_usable()
+        return cuts.create(self, name, partitions, lease)
+
+    def renew_cut(self, name: str, lease: float | None = None) -> CutInfo:
+        """Have a cut's lease begin anew; None for the length that it has.
+
+        Raises:
+            CutNotFoundError: there is none of that name, or its lease has ended.
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._check_usable()
+        return cuts.renew(self, name, lease)
+
+    def release_cut(self, name: str) -> bool:
+        """Give a cut up; False when there is none of that name.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._check_usable()
+        return cuts.release(self, name)
+
+    def cuts(self, *, with_pins: bool = False) -> list[CutInfo]:
+        """Return the cuts whose lease has not ended, oldest first.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._check_usable()
+        return cuts.list_cuts(self, with_pins)
+
+    def purge(
+        self, partitions: Sequence[int] = (), *, dry_run: bool = False, seconds: float = 600.0
+    ) -> list[PartitionPurge]:
+        """Drop tombstones that are old and passed by everybody, now instead of at some later merge.
+
+        Args:
+            partitions: 0 to 1023; none means all.
+            dry_run: change nothing, only say what would go and who holds the others up.
+            seconds: how long to wait at most; every block of the partitions is read.
+
+        Returns:
+            The partitions that have a stored tombstone, and those that could not be looked at.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        stub = self._client._stubs().admin
+        return admin.purge(stub, self.name, partitions, dry_run, seconds)
+
     # Writing.
 
     def _writer(self) -> Writer:
@@ -207,6 +325,7 @@ class Bucket:
         consumer: str = "",
         positions: PositionStore | None = None,
         until_now: bool = False,
+        until: Pinned | Mapping[int, int] | None = None,
         stability: str = "disk",
         keys_only: bool = False,
         on_rollback: Callable[[Rollback], Any] | Literal["event"] | None = None,
@@ -225,6 +344,8 @@ class Bucket:
             positions: where positions are loaded from and stored; None starts from zero and stores nothing.
             until_now: end when everything has arrived that was there at the start, at a snapshot marker of each
                 partition.
+            until: a cut, or a seqno for each partition: each one is followed exactly to there and shown as of it,
+                or SnapshotGoneError is raised. Without ``partitions`` those that it names are followed.
             stability: "disk": only what is durable at the server; "memory": sooner, a crash there may undo it.
             keys_only: leave the values out.
             on_rollback: None: RollbackError is raised, and nothing is changed. A function: called with each
@@ -242,6 +363,7 @@ class Bucket:
             ClosedError: the client was closed.
         """
         self._check_usable()
+        ends = exact_ends(until)
         options = ChangesOptions(
             consumer,
             positions,
@@ -255,8 +377,9 @@ class Bucket:
             save_seconds,
             retry_seconds,
             on_status,
+            ends,
         )
-        return Changes(self, partitions, options)
+        return Changes(self, followed(partitions, ends), options)
 
     def _close(self, seconds: float) -> None:
         if self._made_writer is not None:

@@ -17,7 +17,13 @@ from upr_client.delivered import ChangesOptions, Taken, batch_of, decode_frame, 
 from upr_client.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.messages import ack_message, start_message
 from upr_protocol.consumer import Fate, PendingRollback, ProtocolError, fate_of
-from upr_protocol.errors import ClosedError, InvalidArgumentError, RollbackError, UprError
+from upr_protocol.errors import (
+    BucketGoneError,
+    ClosedError,
+    InvalidArgumentError,
+    RollbackError,
+    UprError,
+)
 from upr_protocol.position import Position
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.status import error_of
@@ -59,6 +65,7 @@ class Changes:
         self._progress_at = now()
         self._saved_at = now()
         self._must_save = False
+        self._any_version = False
         self.handshakes: deque[tuple[int, str, str]] = deque(maxlen=4096)
         """The newest rollback answers: partition, rule, words."""
 
@@ -187,8 +194,9 @@ class Changes:
             batch = self._take(message) if message is not None else None
             if batch is not None:
                 return batch
-        self._drop_call(self._bucket._client.connect_timeout)
+        # First, so that the last acknowledgement still goes over this call.
         self.save()
+        self._drop_call(self._bucket._client.connect_timeout)
         return None
 
     # The call.
@@ -199,15 +207,23 @@ class Changes:
             self._options.on_status(words)
 
     def _connect(self) -> bool:
-        version = self._session.bucket_version or None
+        version = None if self._any_version else self._session.bucket_version or None
         request = self._options.open_message(self._bucket.name, version)
         try:
             self._follow = Follow(self._bucket._client._stubs().streams.Follow, request)
             opened = self._follow.opened(self._bucket._client.connect_timeout)
-            self._session.opened(opened.bucket_version)
         except UprError as error:
-            self._lost(error)
+            if error.reason == BucketGoneError.default_reason and version is not None:
+                # Whatever has the name now: its version tells that everything of the old one is to be undone.
+                self._drop_call()
+                self._any_version = True
+                self._say(f"{error}; going on with the new one")
+            else:
+                self._any_version = False
+                self._lost(error)
             return False
+        self._any_version = False
+        self._session.opened(opened.bucket_version)
         self._bucket.version = opened.bucket_version
         return True
 

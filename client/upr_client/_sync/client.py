@@ -5,8 +5,11 @@ import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from upr_client._sync import admin, buckets
 from upr_client._sync.adapter import Channel, mutex, open_channel
 from upr_client._sync.bucket import Bucket
+from upr_client.bucket_info import BucketInfo
+from upr_client.server_info import ServerStatus
 from upr_protocol.errors import ClosedError, InvalidArgumentError
 from upr_protocol.wire.channel import CLIENT_OPTIONS
 from upr_protocol.wire.v1.admin_service_pb2_grpc import AdminServiceStub
@@ -122,6 +125,55 @@ class Client:
         bucket = Bucket(self, name, producer)
         self._buckets.append(bucket)
         return bucket
+
+    def status(self) -> ServerStatus:
+        """Return what the server process is and uses.
+
+        Raises:
+            UprError: the call failed; it is not tried again.
+        """
+        return admin.get_status(self._stubs().admin, self.request_timeout)
+
+    def buckets(self) -> list[BucketInfo]:
+        """Return the server's buckets by name.
+
+        Raises:
+            UprError: the call failed; it is not tried again.
+        """
+        return buckets.list_buckets(self._stubs().admin, self.request_timeout)
+
+    def create_bucket(self, name: str, compression: str = "") -> BucketInfo:
+        """Make an empty bucket.
+
+        Args:
+            name: 1 to 200 bytes of UTF-8 without control characters.
+            compression: of its stored blocks: "" for none, or "zstd".
+
+        Raises:
+            AlreadyExistsError: the name is taken.
+            TooManyError: the server has as many buckets as it can have, 32.
+            InvalidArgumentError: a value is out of its range.
+            UprError: the call failed or was refused; it is not tried again. After a failure it may be there.
+        """
+        stub = self._stubs().admin
+        return buckets.create_bucket(stub, name, compression, self.request_timeout)
+
+    def drop_bucket(self, name: str, version: int | None = None) -> int:
+        """Remove a bucket with all its data, and return its version.
+
+        Everything that uses it ends with BUCKET_GONE. The bucket ``default`` comes back, empty and with another
+        version, when the server is started the next time.
+
+        Args:
+            version: if given, a bucket of the name with another version is left alone.
+
+        Raises:
+            BucketNotFoundError: there is none of that name.
+            BucketGoneError: it has another version.
+            UprError: the call failed or was refused; it is not tried again. After a failure it may be gone.
+        """
+        stub = self._stubs().admin
+        return buckets.drop_bucket(stub, name, version, self.request_timeout)
 
     def _opened(self, changes: "Changes") -> None:
         self._changes.append(changes)

@@ -13,7 +13,7 @@ from upr_client._sync.connection import Call
 from upr_client.results import partly_refused, result_runs, window_of, write_request
 from upr_protocol.block import Block
 from upr_protocol.errors import (
-    BucketNotFoundError,
+    BucketGoneError,
     ClosedError,
     UnavailableError,
     UnknownOutcomeError,
@@ -247,7 +247,10 @@ class Writer:
     def _on_opened(self, opened: kv_pb2.WriteOpened) -> None:
         if self._version not in (0, opened.bucket_version):
             self._break_off(
-                BucketNotFoundError(f"bucket {self._bucket} was dropped and created again")
+                BucketGoneError(
+                    f"bucket {self._bucket} was dropped and created anew since this writer began",
+                    hint="ask the client for the bucket again, to write into the new one",
+                )
             )
             return
         self._version = opened.bucket_version

@@ -22,6 +22,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "BUCKET_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
     "BUCKET_GONE": grpc.StatusCode.FAILED_PRECONDITION,
     "CUT_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "SNAPSHOT_GONE": grpc.StatusCode.FAILED_PRECONDITION,
     "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
     "PARTITION_NOT_ACTIVE": grpc.StatusCode.FAILED_PRECONDITION,
     "TOO_MANY": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -27,7 +27,6 @@ from tests.client.scripted import (
 )
 from upr_client import (
     AsyncClient,
-    BucketNotFoundError,
     Change,
     ClosedError,
     Marker,
@@ -411,19 +410,6 @@ async def test_silence_for_three_heartbeats_is_a_lost_connection() -> None:
         async with client.bucket().changes([1], on_status=status.append) as changes:
             assert [event async for event in changes] == []
     assert "silent for three heartbeat intervals" in status[0]
-
-
-@pytest.mark.asyncio
-async def test_another_bucket_of_the_name_is_an_error() -> None:
-    async with (
-        serve([[Expect("open"), opened(version=1), Hold()]]) as server,
-        AsyncClient(server.target) as client,
-    ):
-        store = MemoryPositions({1: at(3)})
-        async with client.bucket().changes([1], positions=store) as changes:
-            with pytest.raises(BucketNotFoundError, match="created again"):
-                await anext(changes)
-    assert server.calls["follow"][0].of("open")[0].bucket_version == VERSION
 
 
 @pytest.mark.asyncio

@@ -27,7 +27,6 @@ from tests.client.scripted import (
     started,
 )
 from upr_client import (
-    BucketNotFoundError,
     Change,
     Client,
     ClosedError,
@@ -392,18 +391,6 @@ def test_silence_for_three_heartbeats_is_a_lost_connection() -> None:
         with client.bucket().changes([1], on_status=status.append) as changes:
             assert [event for event in changes] == []
     assert "silent for three heartbeat intervals" in status[0]
-
-
-def test_another_bucket_of_the_name_is_an_error() -> None:
-    with (
-        serve([[Expect("open"), opened(version=1), Hold()]]) as server,
-        Client(server.target) as client,
-    ):
-        store = MemoryPositions({1: at(3)})
-        with client.bucket().changes([1], positions=store) as changes:
-            with pytest.raises(BucketNotFoundError, match="created again"):
-                next(changes)
-    assert server.calls["follow"][0].of("open")[0].bucket_version == VERSION
 
 
 def test_trying_again_ends_after_retry_seconds() -> None:

@@ -504,7 +504,7 @@ class PurgeHolder(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SEQNO_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """stream, consumer or cut."""
+    """stream, consumer or cut; or newest: the row at the high seqno is never purged."""
     name: _builtins.str
     """Its name; of a stream without a consumer name, the peer's address."""
     seqno: _builtins.int
@@ -758,6 +758,7 @@ class BucketInfo(_message.Message):
     COMPRESSION_FIELD_NUMBER: _builtins.int
     MUTATIONS_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     version: _builtins.int
@@ -768,6 +769,12 @@ class BucketInfo(_message.Message):
     """Mutations ever numbered: the sum of the high seqnos."""
     used_bytes: _builtins.int
     """Pages of the store in use, in bytes."""
+    @_builtins.property
+    def problem(self) -> _types_pb2.Problem:
+        """Why it is not served, or takes no writes, if so. Of a bucket that could not be opened nothing else but the name
+        and the version is known; where its name cannot be read, it goes by its version as 16 hex digits.
+        """
+
     def __init__(
         self,
         *,
@@ -776,10 +783,11 @@ class BucketInfo(_message.Message):
         compression: _builtins.str = ...,
         mutations: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
+        problem: _types_pb2.Problem | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "mutations", b"mutations", "name", b"name", "used_bytes", b"used_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "mutations", b"mutations", "name", b"name", "problem", b"problem", "used_bytes", b"used_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -846,7 +854,7 @@ class DropBucketRequest(_message.Message):
     name: _builtins.str
     """The bucket's name."""
     version: _builtins.int
-    """If given, another version is BUCKET_NOT_FOUND and nothing is dropped."""
+    """If given, another version is BUCKET_GONE and nothing is dropped."""
     def __init__(
         self,
         *,
