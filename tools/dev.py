@@ -185,7 +185,9 @@ def main() -> int:
     tests.add_argument("arguments", nargs=argparse.REMAINDER, metavar="PYTEST_ARGUMENT")
     commands.add_parser("lint", help="ruff, mypy, import contracts, generated code, proto rules")
     commands.add_parser("gen", help="write generated code")
-    measures = commands.add_parser("bench", help="measure; --json, --only ingest|reading|latency")
+    measures = commands.add_parser(
+        "bench", help="measure; --json, --only ingest|reading|latency|merging"
+    )
     measures.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     soaking = commands.add_parser("soak", help="long tests, bounded by --minutes")
     kinds = soaking.add_mutually_exclusive_group(required=True)

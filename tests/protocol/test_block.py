@@ -253,6 +253,16 @@ def test_bytes_moved_between_columns_are_noticed() -> None:
         check_block(moved)
 
 
+def test_a_block_without_rows_is_cut_like_any_other() -> None:
+    runs = make_runs([5], 0, 10, 20, 25, 0)
+    block = sealed(Block(runs, b"", b"", i4(0), b"", i4(0), b"", b"", 0))
+    cut = slice_above(block, 14)
+    run = cut.runs[0]
+    assert (int(run["start_seqno"]), int(run["end_seqno"]), int(run["horizon"])) == (14, 20, 25)
+    assert cut.rows == 0
+    check_block(cut)
+
+
 def test_a_write_may_not_bring_seqnos() -> None:
     with pytest.raises(InvalidArgumentError, match="server gives them"):
         check_block(numbered([(b"a", b"1")]), numbered=False)

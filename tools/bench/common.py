@@ -72,10 +72,10 @@ def say(words: str) -> None:
 
 
 @contextmanager
-def server() -> Iterator[RunningServer]:
-    """Run a new server on an empty directory."""
+def server(*options: str) -> Iterator[RunningServer]:
+    """Run a new server on an empty directory, with further options of the command."""
     with tempfile.TemporaryDirectory(prefix="upr-bench-") as folder:
-        running = RunningServer(Path(folder)).start()
+        running = RunningServer(Path(folder), *options).start()
         try:
             yield running
         finally:

@@ -21,6 +21,7 @@ from tests.harness import RunningServer
 from tools.bench.children import BARE_METHOD, CHILDREN
 from tools.bench.common import MUTATIONS, Figure, Row, batches, encoded, say, server, zipfian_rows
 from tools.bench.delays import measure_latency, measure_starts
+from tools.bench.merging import measure_merging
 from upr_client import AsyncClient
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
 from upr_protocol.wire.channel import CLIENT_OPTIONS
@@ -185,7 +186,9 @@ def main() -> int:
     """Run what was chosen."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
-    parser.add_argument("--only", choices=("ingest", "reading", "latency"), help="a part of it")
+    parser.add_argument(
+        "--only", choices=("ingest", "reading", "latency", "merging"), help="a part of it"
+    )
     options = parser.parse_args()
     say(f"{MUTATIONS} mutations")
     rows = zipfian_rows()
@@ -193,6 +196,7 @@ def main() -> int:
         "ingest": lambda: measure_ingest(rows),
         "reading": lambda: measure_reading(rows),
         "latency": measure_latency,
+        "merging": measure_merging,
     }
     figures: list[Figure] = []
     for name, part in parts.items():
