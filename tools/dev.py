@@ -194,6 +194,9 @@ def main() -> int:
     kinds.add_argument(
         "--storage", dest="kind", action="store_const", const="storage", help="merge, purge, cut"
     )
+    kinds.add_argument(
+        "--fuzz", dest="kind", action="store_const", const="fuzz", help="damage whatever is read"
+    )
     soaking.add_argument("--minutes", default="10", help="how long (default: 10)")
     soaking.add_argument("--seed", help="to have the same choices again")
     # Not through the parser, which would take pytest's options for its own.

@@ -158,6 +158,13 @@ def unpack_partition(value: bytes, partition: int) -> PartitionRow:
         ) from error
 
 
+def _fields(layout: struct.Struct, value: bytes, key: bytes, what: str) -> tuple[int, ...]:
+    body = unseal(value, key, what)
+    if len(body) != layout.size:
+        raise DataDamagedError(f"{what}: the stored row has {len(body)} bytes, not {layout.size}")
+    return layout.unpack(body)
+
+
 def producer_key(producer: bytes, partition: int) -> bytes:
     """The name, a zero byte (no name contains one), the partition."""
     return producer + b"\0" + _PARTITION_KEY.pack(partition)
@@ -175,7 +182,7 @@ def pack_producer(key: bytes, row: ProducerRow) -> bytes:
 
 def unpack_producer(key: bytes, value: bytes) -> ProducerRow:
     """Return the row, or raise DataDamagedError."""
-    return ProducerRow(*_PRODUCER.unpack(unseal(value, key, f"producer {key[:-3]!r}")))
+    return ProducerRow(*_fields(_PRODUCER, value, key, f"producer {key[:-3]!r}"))
 
 
 def consumer_key(consumer: bytes, partition: int) -> bytes:
@@ -193,7 +200,7 @@ def pack_consumer(key: bytes, row: ConsumerRow) -> bytes:
 
 def unpack_consumer(key: bytes, value: bytes) -> ConsumerRow:
     """Return the row, or raise DataDamagedError."""
-    return ConsumerRow(*_CONSUMER.unpack(unseal(value, key, f"consumer {key[:-3]!r}")))
+    return ConsumerRow(*_fields(_CONSUMER, value, key, f"consumer {key[:-3]!r}"))
 
 
 def pack_cut(name: bytes, row: CutRow) -> bytes:

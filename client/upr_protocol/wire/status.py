@@ -7,6 +7,7 @@ it (a proxy, another server) the code alone decides.
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from upr_protocol import errors
 from upr_protocol.errors import UprError
@@ -66,7 +67,11 @@ def error_from_call(error: grpc.RpcError) -> UprError:
     trailing: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
     for key, value in trailing or ():
         if key == PROBLEM_KEY and isinstance(value, bytes):
-            return error_of(types_pb2.Problem.FromString(value))
+            try:
+                return error_of(types_pb2.Problem.FromString(value))
+            except DecodeError:
+                # Not one of ours, whatever it is: the code alone decides.
+                break
     code = error.code() if hasattr(error, "code") else None
     words = f"{code.name if code else 'error'}: {error.details() if hasattr(error, 'details') else error}"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
