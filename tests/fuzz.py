@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import google_crc32c
+import grpc
+
 from upr.cli.jsonl import parse_line
 from upr.engine.consumers import read_positions
 from upr.storage import keyspace
@@ -21,6 +24,7 @@ from upr.storage.journal import Commit, JournalEntry, encode_record
 from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin, ProducerRow
 from upr_client.delivered import decode_frame
 from upr_client.messages import high_seqnos
+from upr_protocol.block import crc_of_columns
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.partitioning import partition_of
@@ -83,8 +87,8 @@ def mend_block(data: bytes) -> bytes:
         message.values,
         message.times,
     ]
-    message.table_crc = codec.google_crc32c.value(message.runs)
-    message.columns_crc = codec.crc_of_columns(columns)
+    message.table_crc = google_crc32c.value(message.runs)
+    message.columns_crc = crc_of_columns(columns)
     if message.zstd:
         message.zstd_crc = codec._zstd_crc(message.columns_crc, message.zstd)
     return message.SerializeToString()
@@ -116,9 +120,9 @@ def _position(data: bytes) -> None:
     Position.from_json(document)
 
 
-class _Call(Exception):
+class _Call(grpc.RpcError):
     def __init__(self, data: bytes) -> None:
-        super().__init__("a call failed")
+        super().__init__()
         self._data = data
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
