@@ -125,7 +125,7 @@ class _Call(grpc.RpcError):
         super().__init__()
         self._data = data
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def trailing_metadata(self) -> Any:
         return ((status.PROBLEM_KEY, self._data),)
 
 
