@@ -4,10 +4,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.harness import RunningServer
 
 StartServer = Callable[..., RunningServer]
+
+# How long an example takes says something of the machine, and pytest's own time limit ends one that hangs.
+settings.register_profile("upr", deadline=None)
+settings.load_profile("upr")
 
 
 @pytest.fixture

@@ -94,6 +94,21 @@ def mend_block(data: bytes) -> bytes:
     return message.SerializeToString()
 
 
+def frames() -> tuple[bytes, ...]:
+    """Frames of one block, and of small blocks that are joined."""
+    some = [types_pb2.Block.FromString(data) for data in blocks()]
+    apart = []
+    for partition in (3, 7, 9):
+        message = types_pb2.Block.FromString(some[0].SerializeToString())
+        message.runs = partition.to_bytes(4, "little") + message.runs[4:]
+        message.table_crc = google_crc32c.value(message.runs)
+        apart.append(message)
+    return tuple(
+        wire.Frame(blocks=found, tokens=bytes(4 * 64)).SerializeToString()
+        for found in ([some[0]], [some[3]], apart)
+    )
+
+
 def _open(data: bytes) -> None:
     codec.check_encoded(data)
     codec.open_columns(data)
@@ -191,11 +206,7 @@ def targets() -> list[Target]:
         Target(
             "a frame",
             _frame,
-            (
-                wire.Frame(
-                    blocks=[types_pb2.Block.FromString(samples[0])], tokens=b"\1\0\0\0"
-                ).SerializeToString(),
-            ),
+            frames(),
         ),
         Target("a heartbeat", _heartbeat, (b"\5\0\0\0\7\0\0\0\0\0\0\0",)),
         Target("an Ack", read_positions, (b"\5\0\0\0\7\0\0\0\0\0\0\0" * 3,)),

@@ -17,8 +17,8 @@ from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.liveness import check_interval
 from upr_protocol.position import Position
-from upr_protocol.wire.codec import blocks_from_messages
 from upr_protocol.wire.compression import zstd_available
+from upr_protocol.wire.joining import joined_blocks
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 
@@ -90,7 +90,7 @@ class ChangesOptions:
 
 
 def decode_frame(frame: stream_pb2.Frame) -> tuple[list[Block], npt.NDArray[np.uint32]]:
-    """Return a frame's blocks, each checked whole, and the token of each run.
+    """Return a frame's blocks, checked whole and small ones joined, and the token of each run.
 
     Raises:
         InvalidArgumentError: a block is damaged or out of its limits.
@@ -100,7 +100,7 @@ def decode_frame(frame: stream_pb2.Frame) -> tuple[list[Block], npt.NDArray[np.u
         raise ProtocolError(
             f"a frame of {len(frame.blocks)} blocks with {len(frame.tokens)} bytes of tokens"
         )
-    blocks = blocks_from_messages(frame.blocks)
+    blocks = joined_blocks(frame.blocks)
     return blocks, np.frombuffer(frame.tokens, "<u4")
 
 

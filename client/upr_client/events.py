@@ -92,7 +92,8 @@ class ChangeBatch:
     """What one frame brought, or the rollbacks to undo.
 
     Args:
-        blocks: the numbered blocks, for those who take the columns as they are.
+        blocks: the numbered blocks, for those who take the columns as they are. Small ones of ascending partitions
+            arrive as one block of several runs.
         markers: as the property, or a function that makes them.
         rollbacks: with ``on_rollback="event"``: what is to be undone; such a batch has no changes.
     """

@@ -19,7 +19,6 @@ from upr_protocol.limits import MESSAGE_BYTES_MAX
 from upr_protocol.wire import codec
 from upr_protocol.wire.codec import (
     block_from_message,
-    blocks_from_messages,
     check_encoded,
     column_spans,
     compress_block,
@@ -31,6 +30,7 @@ from upr_protocol.wire.codec import (
     plain_bytes,
 )
 from upr_protocol.wire.compression import zstd_available
+from upr_protocol.wire.joining import joined_blocks
 from upr_protocol.wire.v1 import types_pb2
 
 ROWS: list[tuple[bytes, bytes | None]] = [
@@ -266,9 +266,9 @@ def test_a_frame_does_not_decompress_to_more_than_a_message() -> None:
     big = numbered([(b"key%d" % i, bytes(2**20)) for i in range(9)])
     message = types_pb2.Block.FromString(compress_block(encode_block(big)))
     assert message.ByteSize() < 10_000
-    assert [block.rows for block in blocks_from_messages([message] * 2)] == [9, 9]
+    assert [block.rows for block in joined_blocks([message] * 2)] == [9, 9]
     with pytest.raises(CorruptBlockError, match="a frame's"):
-        blocks_from_messages([message] * 3)
+        joined_blocks([message] * 3)
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

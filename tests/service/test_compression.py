@@ -19,11 +19,11 @@ from upr_protocol.block import Block
 from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import (
     block_from_message,
-    blocks_from_messages,
     compress_block,
     encode_block,
     is_compressed,
 )
+from upr_protocol.wire.joining import joined_blocks
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -180,9 +180,9 @@ def test_the_sdk_reads_with_and_without_the_library(
 
         def decode(messages: Sequence[types.Block]) -> list[Block]:
             compressed.extend(bool(message.zstd) for message in messages)
-            return blocks_from_messages(messages)
+            return joined_blocks(messages)
 
-        monkeypatch.setattr(delivered, "blocks_from_messages", decode)
+        monkeypatch.setattr(delivered, "joined_blocks", decode)
         assert everything(client, 20_000) == sorted(ROWS)
         assert any(compressed) == installed
 

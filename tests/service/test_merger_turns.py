@@ -31,7 +31,8 @@ async def test_those_that_wait_longest_are_looked_at_first(
 
     monkeypatch.setattr(merger, "_merge", look)
     await merger.run()
-    assert len(looked) == PARTITIONS and PARTITIONS % LOOK_PARTITIONS == 0
+    assert PARTITIONS % LOOK_PARTITIONS == 0
+    assert len(looked) == PARTITIONS
     assert sorted(looked) == list(range(PARTITIONS))
     assert await host.close()
     directory.close()

@@ -108,13 +108,8 @@ def block_from_message(message: types_pb2.Block, *, numbered: bool = True) -> Bl
     return block
 
 
-def blocks_from_messages(messages: Sequence[types_pb2.Block]) -> list[Block]:
-    """Return the blocks of a frame, each checked whole.
-
-    Raises:
-        CorruptBlockError, InvalidArgumentError: as block_from_message; or the compressed ones together have more
-            columns than would fit into a message.
-    """
+def check_plain_bytes(messages: Sequence[types_pb2.Block]) -> None:
+    """Raise CorruptBlockError when a frame's compressed blocks have more columns than would fit into a message."""
     lengths = [
         np.frombuffer(m.zstd[:_LENGTHS_BYTES].ljust(_LENGTHS_BYTES, b"\0"), "<u4")
         for m in messages
@@ -125,7 +120,6 @@ def blocks_from_messages(messages: Sequence[types_pb2.Block]) -> list[Block]:
         raise CorruptBlockError(
             f"a frame's compressed blocks have {size} bytes of columns, the limit is {MESSAGE_BYTES_MAX}"
         )
-    return [block_from_message(message) for message in messages]
 
 
 def decode_block(data: bytes) -> Block:
@@ -205,7 +199,10 @@ def _check_spans(data: bytes, spans: Spans) -> None:
 
 
 def _number(data: bytes, spans: Spans, field: int) -> int:
-    return int.from_bytes(data[slice(*spans.get(field, _ABSENT))], "little")
+    first, end = spans.get(field, _ABSENT)
+    if end - first > 4:
+        raise CorruptBlockError(f"a checksum of {end - first} bytes, it takes 4")
+    return int.from_bytes(data[first:end], "little")
 
 
 def _check_crc(name: str, value: int, told: int) -> None:
