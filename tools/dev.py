@@ -1,4 +1,4 @@
-"""The one command of this repository: ``python3 tools/dev.py setup|demo|test|lint|gen|bench``.
+"""The one command of this repository: ``python3 tools/dev.py setup|demo|test|lint|gen|bench|soak|mutants``.
 
 Needs Python 3.11 and git and nothing else: it uses the standard library only, and makes the environment that the
 rest needs in ``.venv`` (and, for the code generator, which pins another protobuf, in ``.venv-codegen``).
@@ -170,6 +170,12 @@ def soak(kind: str, arguments: list[str]) -> None:
     MAIN.run(f"soak, {kind}", ["-m", f"tools.soak_{kind}", *arguments])
 
 
+def mutants(arguments: list[str]) -> None:
+    """Make deliberate faults, each of which must turn a named test red."""
+    setup()
+    MAIN.run("mutants", ["-m", "tools.mutants", *arguments])
+
+
 def main() -> int:
     """Run the subcommand; the status is that of the first step that failed."""
     parser = argparse.ArgumentParser(description=__doc__, prog="tools/dev.py")
@@ -197,10 +203,22 @@ def main() -> int:
     kinds.add_argument(
         "--fuzz", dest="kind", action="store_const", const="fuzz", help="damage whatever is read"
     )
+    kinds.add_argument(
+        "--simulation",
+        dest="kind",
+        action="store_const",
+        const="simulation",
+        help="engine and files in a simulated world, seed after seed",
+    )
     soaking.add_argument("--minutes", default="10", help="how long (default: 10)")
     soaking.add_argument("--seed", help="to have the same choices again")
+    soaking.add_argument("--steps", help="of each simulated world")
+    mutations = commands.add_parser(
+        "mutants", help="deliberate faults, each must turn a test red; --only NAME, --list [--json]"
+    )
+    mutations.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     # Not through the parser, which would take pytest's options for its own.
-    passed_on = sys.argv[1:2] in (["test"], ["bench"])
+    passed_on = sys.argv[1:2] in (["test"], ["bench"], ["mutants"])
     options = parser.parse_args(sys.argv[1:2] if passed_on else None)
     try:
         if options.command == "test":
@@ -211,7 +229,10 @@ def main() -> int:
             demo(options.repo.resolve())
         elif options.command == "soak":
             seed = ["--seed", options.seed] if options.seed else []
-            soak(options.kind, ["--minutes", options.minutes, *seed])
+            steps = ["--steps", options.steps] if options.steps else []
+            soak(options.kind, ["--minutes", options.minutes, *seed, *steps])
+        elif options.command == "mutants":
+            mutants(sys.argv[2:])
         else:
             {"setup": setup, "lint": lint, "gen": gen}[options.command]()
     except StepFailed as failure:

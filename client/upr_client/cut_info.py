@@ -7,6 +7,7 @@ from typing import Protocol
 from upr_protocol.consumer import Pin
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import check_partition, check_seqno
+from upr_protocol.limits import CUT_LEASE_SECONDS_MAX
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 
@@ -46,6 +47,18 @@ def cut_info(message: stream_pb2.Cut) -> CutInfo:
         message.lease_seconds,
         {one.partition: Pin(one.failover_id, one.seqno) for one in message.partitions},
     )
+
+
+def lease_seconds(lease: float | None) -> float:
+    """Return a lease as requests carry it, 0 for None: the server's choice; InvalidArgumentError out of its range."""
+    if lease is None:
+        return 0.0
+    if not 0 < lease <= CUT_LEASE_SECONDS_MAX:
+        raise InvalidArgumentError(
+            f"a lease of {lease} seconds, it is above 0 and the limit is {CUT_LEASE_SECONDS_MAX:.0f}",
+            hint="None means the default",
+        )
+    return lease
 
 
 def exact_ends(until: Pinned | Mapping[int, int] | None) -> dict[int, Pin] | None:

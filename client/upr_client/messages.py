@@ -84,7 +84,11 @@ def check_name(name: str, what: str) -> str:
     Raises:
         InvalidArgumentError: it is not.
     """
-    size = len(name.encode("utf-8", "replace"))
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        # What a shell hands over that is not UTF-8 becomes lone surrogates.
+        raise InvalidArgumentError(f"{what} {name[:60]!r} is not UTF-8") from None
     if not 1 <= size <= NAME_BYTES_MAX or any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name):
         raise InvalidArgumentError(
             f"{what} {name[:60]!r} of {size} bytes, a name has 1 to {NAME_BYTES_MAX} without control characters"

@@ -204,7 +204,12 @@ def decode_position(data: bytes) -> Position:
     if not isinstance(document, dict):
         raise _damaged("document", "is not a JSON object")
     content = _field(document, "position", dict)
-    if _field(document, "crc32", str) != _crc32(content):
+    try:
+        crc = _crc32(content)
+    except RecursionError as error:
+        # Writing JSON ends at a smaller depth than reading it.
+        raise _damaged("position", f"is nested too deeply ({error})") from error
+    if _field(document, "crc32", str) != crc:
         raise _damaged("crc32", "does not fit the position")
     return Position.from_json(content)
 

@@ -18,6 +18,7 @@ from upr.cli import admin
 from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin
 from upr_client import Client
 from upr_protocol.errors import DataDamagedError
+from upr_protocol.partitioning import partition_of
 
 
 def run_admin(*arguments: object) -> Result:
@@ -129,7 +130,7 @@ def test_clients_of_a_copy_that_was_restored_roll_back_to_its_record(
     shutil.rmtree(server.data)
     shutil.copytree(copy, server.data)
 
-    result = run_admin("restore-copy", server.data, "--json")
+    result = run_admin("restore-copy", "--yes", server.data, "--json")
     assert result.exit_code == 0, result.output
     (document,) = json.loads(result.stdout)
     assert len(document["records"]) == 1024
@@ -207,3 +208,64 @@ def test_it_asks_on_a_terminal(
     result = CliRunner().invoke(admin.main, ["restore-copy", str(closed.path)], input=answer)
     assert "Go on?" in result.stderr
     assert len(row_of(closed, 0).log) == records
+
+
+def test_it_changes_nothing_where_nobody_can_be_asked(tmp_path: Path) -> None:
+    closed = Closed(tmp_path / "data")
+    code, words = failed("restore-copy", closed.path)
+    assert code == 2
+    assert "give --yes" in words
+    assert len(row_of(closed, 0).log) == 1
+
+
+def test_what_is_not_served_is_not_checked(tmp_path: Path) -> None:
+    closed = Closed(tmp_path / "data")
+    closed.put(block_of(7, 0, 10))
+    dropped = closed.bucket.with_suffix(".dropped")
+    shutil.copytree(closed.bucket, dropped)
+    shutil.rmtree(dropped / "journal")
+    shutil.copytree(closed.bucket, closed.bucket.with_name("of yesterday"))
+    (closed.bucket.parent / "0123456789abcdef.new").mkdir()
+    result = run_admin("check", closed.path)
+    assert (result.exit_code, result.stdout) == (
+        0,
+        "bucket default: fine: 10 seqnos in 1 partitions\n",
+    )
+
+
+class MetDamageError(Exception):
+    """Ends a follower that was told of damage."""
+
+
+def met(line: str) -> None:
+    if "STORAGE_ERROR" in line:
+        raise MetDamageError
+
+
+def test_a_damaged_block_that_a_follower_met_is_told_by_the_server(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    write(server, 500)
+    assert server.terminate() == 0
+    (file,) = server.data.glob("buckets/*/store/data.mdb")
+    data = file.read_bytes()
+    # Copies of it on pages that are free again do not matter.
+    file.write_bytes(data.replace(b"key 77", b"key 7x"))
+    server.start()
+    partition = partition_of(b"key 77")
+    target = ("--target", server.target)
+    with Client(server.target) as client:
+        changes = client.bucket().changes([partition], until_now=True, on_status=met)
+        # Without that it would be started again and again.
+        with changes, pytest.raises(MetDamageError):
+            list(changes.batches())
+    (shown,) = json.loads(run_admin("partitions", str(partition), "--json", *target).stdout)
+    assert shown["state"] == "active"
+    assert shown["problem"]["reason"] == "DATA_DAMAGED"
+    table = run_admin("partitions", str(partition), *target).stdout.splitlines()
+    assert table[0].endswith("problem")
+    assert table[1].endswith(shown["problem"]["message"])
+    (bucket,) = json.loads(run_admin("status", "--json", *target).stdout)["buckets"]
+    assert bucket["damaged_partitions"] == 1
+    assert server.log_text().count("a partition is damaged") == 1

@@ -9,6 +9,8 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.crash.recording import Recorder
+from tests.guarantees import validate
 from tests.harness import RunningServer
 from tests.model import partition_of
 from tests.raw import RawClient, RawWriter, all_rows, seqnos_of, start_at
@@ -49,6 +51,8 @@ class Load:
         self.acknowledged: dict[bytes, bytes | None] = {}
         self.unknown: dict[bytes, bytes | None] = {}
         self.written = 0
+        self.recorder = Recorder()
+        self.calls = 0
 
     def batch(self) -> list[Row]:
         rows: list[Row] = []
@@ -59,6 +63,8 @@ class Load:
 
     async def run(self, target: str, kill_after: int, server: RunningServer) -> None:
         """Write until the connection is lost; the server is killed after some acknowledgements."""
+        self.calls += 1
+        call = f"call {self.calls}"
         async with writing(target, "") as writer:
             sent: list[list[Row]] = []
 
@@ -67,8 +73,11 @@ class Load:
                     rows = self.batch()
                     self.unknown.update(rows)
                     sent.append(rows)
-                    block = build_block([k for k, _ in rows], [v for _, v in rows])
-                    await writer.send_block(block_to_message(block))
+                    message = block_to_message(
+                        build_block([k for k, _ in rows], [v for _, v in rows])
+                    )
+                    self.recorder.sent(call, len(sent), rows, message.ByteSize())
+                    await writer.send_block(message)
 
             sender = asyncio.create_task(send())
             try:
@@ -77,6 +86,8 @@ class Load:
                         server.kill()
                     result = await writer.result()
                     assert not result.HasField("refused"), result
+                    self.recorder.answered(call, answered + 1, result)
+                    self.recorder.known([key for key, _ in sent[answered]])
                     for key, value in sent[answered]:
                         self.acknowledged[key] = value
                         del self.unknown[key]
@@ -92,24 +103,36 @@ async def test_twenty_kills(server_process: StartServer) -> None:
     # A small tail makes flushes happen under the writes, so that kills meet them too.
     server = server_process("--tail-bytes", "300000")
     load = Load(20)
+    recorder = load.recorder
+    await recorder.opened(server.target)
     async with RawClient(server.target) as client:
         first_logs = await client.logs()
     records = 1
     for round_number in range(ROUNDS):
         kind = "idle" if round_number % 7 == 3 else "clean" if round_number % 7 == 5 else "writes"
         if kind == "writes":
+            watch = asyncio.create_task(recorder.watch_tail(server.target))
             await load.run(server.target, load.rng.randint(1, 40), server)
+            await watch
             records += 1
         elif kind == "idle":
             assert await state_of(server.target) is not None
+            await recorder.look(server.target)
             server.kill()
         else:
             async with writing(server.target, "") as writer:
                 rows = load.batch()
-                seqnos_of(await writer.write(rows))
+                producer = f"round {round_number}"
+                recorder.sent(producer, 1, rows, 0)
+                result = await writer.write(rows)
+                seqnos_of(result)
+                recorder.answered(producer, 1, result)
+                recorder.known([key for key, _ in rows])
                 load.acknowledged.update(rows)
+            await recorder.look(server.target)
             assert server.terminate() == 0
         server.start()
+        await recorder.restarted(server.target, clean=kind == "clean")
         async with RawClient(server.target) as client:
             logs = await client.logs()
             infos = await client.partitions()
@@ -121,7 +144,7 @@ async def test_twenty_kills(server_process: StartServer) -> None:
             for _, seqno in log
         )
         assert all(log[0] == first[0] for log, first in zip(logs, first_logs, strict=True))
-        state = await state_of(server.target)
+        state = await recorder.read_all(server.target)
         for key, value in load.acknowledged.items():
             assert state.get(key) == value, f"round {round_number}: {key!r} was acknowledged"
         assert set(state) <= set(load.acknowledged) | set(load.unknown)
@@ -131,6 +154,8 @@ async def test_twenty_kills(server_process: StartServer) -> None:
         load.unknown = {}
     assert records >= 13
     assert len(load.acknowledged) > 1000
+    assert {"survived", "tail"} <= {event["event"] for event in recorder.history}
+    validate(recorder.history)
 
 
 FAILPOINTS = [

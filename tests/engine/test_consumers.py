@@ -3,10 +3,12 @@
 import struct
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.storage.stored_blocks import store_of
 from upr.engine import consumers as consumers_module
 from upr.engine.bucket import Bucket
 from upr.engine.consumers import NO_LIMIT, Consumers, read_positions
@@ -21,6 +23,11 @@ from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.limits import CONSUMERS_MAX
 from upr_protocol.rows import build_block
+
+
+def position(partition: int, seqno: int) -> tuple[I64, U64, U64]:
+    return np.array([partition]), np.array([seqno], np.uint64), IDS[[partition]]
+
 
 IDS = np.arange(1, 1025, dtype=np.uint64)
 
@@ -320,3 +327,34 @@ def test_the_limit_over_all_consumers_is_found_in_time() -> None:
     for i in range(CONSUMERS_MAX):
         consumers.acknowledge(f"c{i}", partitions, np.full(1024, i + 1, np.uint64), IDS, 1)
     assert (consumers.limit(IDS) == 1).all()
+
+
+def test_a_write_that_failed_gives_no_position_to_one_that_registered_anew() -> None:
+    """A row at 0 that nobody acknowledged would hold purging up for days."""
+    of = Consumers()
+    of.acknowledge("c", *position(1, 5), 1)
+    of.acknowledge("c", *position(2, 5), 1)
+    changes = of.take_changes(100)
+    assert changes is not None
+    of.forget("c")
+    of.acknowledge("c", *position(2, 6), 1)
+    of.put_back(changes)
+    removed, written = of.take_changes(100), of.take_changes(100)
+    assert removed is not None
+    assert set(removed.rows()) == {(b"c", 1), (b"c", 2)}
+    assert written is not None
+    assert set(written.rows()) == {(b"c", 2)}
+
+
+@pytest.mark.parametrize("key", [b"a\0\x80\x01", b"\xff\0\0\x01", b"a", b"abcd", b"\0\0\1"])
+def test_a_row_whose_key_is_damaged_is_left_out(tmp_path: Path, key: bytes) -> None:
+    """Who could not be named could neither be listed nor forgotten."""
+    store = store_of(tmp_path / "store")
+    row = ConsumerRow(1, 5, 7, 3)
+    store.put_consumers({(b"c", 1): row})
+    with store._env.begin(write=True) as txn:
+        txn.put(key, b"some value", db=store._consumers)
+        txn.put(b"d\0\0\2", b"a damaged value", db=store._consumers)
+    assert store.consumers() == {b"c": {1: row}, b"d": {2: ConsumerRow(0, 0, 0, 0)}}
+    Consumers().load(store.consumers())
+    store.close()

@@ -241,6 +241,19 @@ def test_a_cut_that_is_not_durable_yet_has_its_name_and_cannot_be_seen() -> None
     b.create_cut("x", [A], 1, 10)
 
 
+def test_a_removed_cut_gets_its_name_again_only_while_it_is_held() -> None:
+    of = bucket()
+    cut = made(of, "c", A)
+    cuts = of.cuts
+    assert cuts.remove("c") is cut
+    cuts.put_back(cut)
+    assert cuts.remove("c") is cut
+    # Making it failed while its release was under way: nothing is pinned, and its name is free.
+    cuts.forget(cut)
+    cuts.put_back(cut)
+    made(of, "c", A)
+
+
 def test_what_cannot_be_cut() -> None:
     b = bucket()
     made(b, "x", A)

@@ -18,7 +18,7 @@ from upr.storage.reading import ReadResult
 from upr.storage.store import Identity
 from upr_protocol.block import Block, make_runs, sealed
 from upr_protocol.credit import CreditWindow
-from upr_protocol.errors import CorruptBlockError, TooManyError
+from upr_protocol.errors import CorruptBlockError, DataDamagedError, TooManyError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import decode_block, encode_block
@@ -286,3 +286,36 @@ def test_reads_of_the_store_take_turns() -> None:
         follower.feed([ReadResult(first, blocks), *(ReadResult(other) for other in others)])
         follower.next_frame()
     assert turns == [[MINE, OTHER], [OTHER, MINE]]
+
+
+def test_a_start_names_the_id_under_which_its_data_was_received() -> None:
+    b = with_stored(9)
+    log = b.partitions.logs[MINE]
+    b.partitions.set_log(MINE, log.with_record(77, 4))
+    follower = Follower(b, FollowOptions(), CreditWindow(1 << 20), lambda: None)
+    # It was given the new id, and has not undone what it had under the old one.
+    (above,) = follower.start([StartRequest(MINE, 77, 5, MINE + 1)])
+    assert isinstance(above, RolledBack)
+    assert above.answer.rollback_seqno == 4
+    (at,) = follower.start([StartRequest(MINE, 77, 4, MINE + 1)])
+    assert isinstance(at, Started)
+
+
+def test_a_damaged_partition_ends_its_own_stream_only() -> None:
+    b = with_stored(9)
+    b.partitions.stored[OTHER] = b.partitions.high[OTHER] = 3
+    follower = Follower(b, FollowOptions(), CreditWindow(1 << 20), lambda: None)
+    follower.start([StartRequest(p, None, 0, None) for p in (MINE, OTHER)])
+    wanted = follower.next_read()
+    assert wanted is not None
+    results = [ReadResult(request) for request in wanted[0]]
+    assert [one.request.partition for one in results] == [MINE, OTHER]
+    results[1].error = DataDamagedError("a bit has flipped")
+    results[0].blocks = [stretch_block(0, 9, 9)]
+    follower.feed(results)
+    (ended,) = follower.take_ended()
+    assert [partition for partition, _ in ended.streams] == [OTHER]
+    assert (ended.why.reason, ended.why.retriable) == ("STORAGE_ERROR", False)
+    frame = follower.next_frame()
+    assert frame is not None
+    assert [r[1] for r in all_rows(map(decode_block, frame.blocks))] == list(range(1, 10))

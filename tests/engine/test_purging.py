@@ -198,6 +198,31 @@ def test_a_stream_at_0_reads_nothing_until_the_purge_is_stored(world: World) -> 
     assert reader.state == RIGHT
 
 
+def test_a_stream_at_0_that_reads_the_tail_goes_to_the_store_when_a_purge_begins(
+    world: World,
+) -> None:
+    """What is stored stays in the tail until its flush is complete."""
+    table = world.bucket.partitions
+    for column in (table.stored, table.high, table.durable, table.complete):
+        column[MINE] = 0
+    reader = world.follower(window=1)
+    reader.start()
+    # In two blocks: the reader must not get the first of them and then what the purge left of the second.
+    for rows in (HISTORY[:2], HISTORY[2:]):
+        runs = make_runs([MINE], [len(rows)])
+        block = build_block([row.key for row in rows], [row.value for row in rows])
+        world.bucket.write(sealed(replace(block, runs=runs)), b"", None, 0, WRITTEN)
+    commit(world.bucket)
+    table.stored[MINE] = 4
+    merged = world.merged(OLD)
+    assert begin_purge(world.bucket, merged.purges, AGES, OLD) == {MINE: 3}
+    assert not reader.take_frame(), "it reads what is being purged"
+    assert reader.engine.next_read() is None
+    world.store_merged(merged)
+    assert reader.engine.next_read() is not None
+    assert not reader.take_frame(), "it reads the tail, not the store"
+
+
 def test_a_purge_of_one_partition_does_not_hold_up_another(world: World) -> None:
     put(world.store, block_of(OTHER, 0, rows_of(1, (b"k", b"v"))))
     for column in (world.bucket.partitions.stored, world.bucket.partitions.high):

@@ -71,3 +71,18 @@ def test_a_proven_start_cuts_nothing_off() -> None:
     found = recovered(stored(), JOURNAL, proven=True)
     assert len(found.entries) == 4
     assert not found.rows
+
+
+def test_a_marker_below_an_earlier_horizon_is_not_complete() -> None:
+    journal = commits(run(CUT, 0, 3, 3), run(CUT, 3, 6, 12), run(CUT, 6, 9, 9))
+    found = recovered(stored(), journal)
+    assert [record.seqno for record in found.partitions.logs[CUT]] == [0, 3]
+
+
+def test_a_journal_that_does_not_go_on_where_the_store_ends_is_no_history() -> None:
+    journal = commits(run(CUT, 0, 3, 3), run(WHOLE, 0, 2, 2), run(CUT, 5, 6, 6))
+    found = recovered(stored(), journal)
+    assert list(found.partitions.problems) == [CUT]
+    assert "goes on at seqno 5" in found.partitions.problems[CUT].message
+    assert not found.partitions.serves(CUT)
+    assert found.partitions.serves(WHOLE)

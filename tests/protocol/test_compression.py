@@ -26,6 +26,7 @@ from upr_protocol.wire.codec import (
     decompress_block,
     encode_block,
     is_compressed,
+    open_checked,
     open_columns,
     plain_bytes,
 )
@@ -280,3 +281,12 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "upr-stream[zstd]" in caught.value.hint
     monkeypatch.undo()
     assert zstd_available()
+
+
+def test_a_checksum_that_is_too_long_is_damage() -> None:
+    """One bit of a tag makes a field of four bytes one of any length."""
+    at, end = column_spans(PACKED)[9]
+    longer = PACKED[: at - 1] + bytes([9 << 3 | 2, 5]) + b"\xff" * 5 + PACKED[end:]
+    for check in (check_encoded, open_checked):
+        with pytest.raises(CorruptBlockError, match="checksum of 5 bytes"):
+            check(longer)

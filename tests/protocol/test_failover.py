@@ -158,3 +158,9 @@ def test_logs_grow_as_in_the_model(seqnos: list[int], limit: int) -> None:
         model.restart_unclean(seqno, number)
         ours = ours.with_record(number, seqno, limit)
         assert ours.to_pairs() == model.log
+
+
+def test_a_seqno_was_given_under_the_newest_record_below_it() -> None:
+    known = log((A, 0), (B, 5), (C, 5))
+    assert [known.id_at(seqno) for seqno in (1, 5, 6, SEQNO_MAX)] == [A, A, C, C]
+    assert log((B, 5), (C, 8)).id_at(2) == B

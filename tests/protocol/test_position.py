@@ -190,3 +190,11 @@ def test_foreign_bytes_are_damage(data: bytes) -> None:
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     with pytest.raises(PositionDamagedError):
         decode_position(data)
+
+
+def test_a_position_that_is_nested_too_deeply_is_damage() -> None:
+    # At some of these depths reading succeeds and writing, for the checksum, does not.
+    for depth in range(900, 1100):
+        value = "[" * depth + "]" * depth
+        with pytest.raises(PositionDamagedError):
+            decode_position(f'{{"crc32": "00000000", "position": {{"a": {value}}}}}'.encode())

@@ -1,6 +1,7 @@
 """A bucket that is damaged or whose storage fails, beside others that are well."""
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -9,11 +10,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.service.bucket_state import WAIT_SECONDS, folders_are, rows_of
+from upr.config import ServerConfig
+from upr.service.catalog import Catalog, DamagedBucket, create_bucket
+from upr.storage.directory import DataDirectory
 from upr_client import (
     AlreadyExistsError,
     AsyncClient,
     DataDamagedError,
+    StorageFailedError,
 )
+from upr_protocol.rows import build_block
 
 
 def break_journal(server: RunningServer, version: int) -> None:
@@ -42,6 +48,10 @@ async def test_a_damaged_bucket_takes_the_others_not_down(
     async with AsyncClient(server.target) as client:
         infos = {info.name: info for info in await client.buckets()}
         assert {name: info.version for name, info in infos.items()} == versions
+        told = {bucket.name: bucket for bucket in (await client.status()).buckets}
+        assert {name: bucket.version for name, bucket in told.items()} == versions
+        assert told[broken].problem is not None
+        assert told[whole].problem is None
         problem = infos[broken].problem
         assert infos[whole].problem is None
         assert problem is not None
@@ -117,3 +127,37 @@ async def test_one_bucket_whose_storage_failed_leaves_the_server_healthy(
         await client.create_bucket("other")
         assert await health() == health_pb2.HealthCheckResponse.SERVING
     assert server.terminate() == 1
+
+
+def frames_kept(error: BaseException) -> int:
+    count, trace = 0, error.__traceback__
+    while trace is not None:
+        count, trace = count + 1, trace.tb_next
+    return count
+
+
+@pytest.mark.asyncio
+async def test_a_problem_that_is_told_again_and_again_keeps_nothing_of_those_who_asked(
+    tmp_path: Path,
+) -> None:
+    directory = DataDirectory(tmp_path / "data")
+    create_bucket(directory, "orders")
+    catalog = Catalog(directory, ServerConfig(data=directory.path))
+    host = catalog.find("orders")
+    problem = DataDamagedError("damaged")
+    catalog._damaged["broken"] = DamagedBucket(host.folder, "broken", 1, True, problem)
+    host.bucket.fail(StorageFailedError("the disk failed"))
+    failure = host.bucket.failure
+    assert failure is not None
+    for _ in range(20):
+        with pytest.raises(DataDamagedError):
+            catalog.find("broken")
+        with pytest.raises(StorageFailedError):
+            await host.write(build_block([b"a"], [b"1"]), b"", None, 1)
+        with pytest.raises(StorageFailedError):
+            await host.durable(0)
+    assert frames_kept(problem) < 10
+    assert frames_kept(failure) < 10
+    for one in catalog.hosts:
+        one.close_files()
+    directory.close()

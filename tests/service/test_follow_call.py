@@ -158,3 +158,20 @@ async def test_a_call_that_opens_while_the_server_stops_is_ended(
     async with asyncio.timeout(WAIT_SECONDS):
         await asyncio.wait([call])
     assert not transport.told
+
+
+@pytest.mark.asyncio
+async def test_an_idle_server_asks_before_it_gives_a_silent_consumer_up(
+    methods: ChangeStreamMethods,
+) -> None:
+    transport = Transport(heartbeat_seconds=0.05)
+    call = begin(methods, transport)
+    await transport.until(
+        lambda: transport.told[-1:] != [] and transport.told[-1].HasField("ended")
+    )
+    kinds = [message.WhichOneof("message") for message in transport.told]
+    assert kinds[0] == "opened"
+    assert kinds[-1] == "ended"
+    assert set(kinds[1:-1]) == {"heartbeat"}
+    transport.half_close()
+    await asyncio.gather(call, return_exceptions=True)

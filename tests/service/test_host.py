@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 import pytest
 
 from tests.service.keys import some_keys
@@ -17,7 +18,7 @@ from upr.service.catalog import Catalog, create_bucket
 from upr.service.host import BucketHost
 from upr.service.writes import KeyValueMethods
 from upr.storage.directory import DataDirectory
-from upr.storage.keyspace import producer_key
+from upr.storage.keyspace import PartitionRow, producer_key
 from upr_protocol.block import Block
 from upr_protocol.errors import (
     DataDirectoryError,
@@ -343,3 +344,152 @@ async def test_answers_wait_for_the_disk_in_order(
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     await host.close()
+
+
+@pytest.mark.asyncio
+async def test_the_answer_to_a_repeated_write_waits_for_the_disk_too(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = await started(catalog.find("default"))
+    held = threading.Event()
+    append = host.journal.append
+
+    def hold(commit: Any) -> None:
+        assert held.wait(WAIT_SECONDS)
+        append(commit)
+
+    monkeypatch.setattr(host.journal, "append", hold)
+    calls, contexts = [], []
+    for _ in range(2):
+        context: Any = Script(opening("p"))
+        calls.append(asyncio.create_task(KeyValueMethods(catalog).Write(None, context)))
+        assert (await context.said.get()).HasField("opened")
+        context.send(1, rows(b"a"))
+        contexts.append(context)
+        while sum(host.bucket.partitions.high.tolist()) < 1:
+            await asyncio.to_thread(int)
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    early = [not context.said.empty() for context in contexts]
+    held.set()
+    async with asyncio.timeout(WAIT_SECONDS):
+        told = [(await context.said.get()).result for context in contexts]
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await host.close()
+    assert early == [False, False], "it was answered before the fsync of the first"
+    assert [result.duplicate for result in told] == [False, True]
+
+
+@pytest.mark.asyncio
+async def test_what_recovery_decided_is_stored_before_anything_is_served(folder: Path) -> None:
+    host = BucketHost(folder, config(folder))
+    host.store.clear_proof()
+    host.close_files()
+    host = BucketHost(folder, config(folder))
+    rows_now = host.store.partitions()
+    proof = host.store.proof()
+    host.close_files()
+    assert proof
+    for partition, log in enumerate(host.bucket.partitions.logs):
+        row = rows_now[partition]
+        assert isinstance(row, PartitionRow)
+        assert len(log) == 2
+        assert row.log == log
+
+
+@pytest.mark.asyncio
+async def test_a_disk_that_is_full_at_the_first_write_refuses_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = await started(BucketHost(folder, config(folder)))
+    clear = host.store.clear_proof
+
+    def full() -> None:
+        raise lmdb.DiskError("mdb_txn_commit: No space left on device")
+
+    monkeypatch.setattr(host.store, "clear_proof", full)
+    with pytest.raises(NoRoomError, match="No space left"):
+        await host.write(rows(b"a"), b"", None, 0)
+    assert host.bucket.tail.end == 0
+    monkeypatch.setattr(host.store, "clear_proof", clear)
+    await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_producers_that_cannot_be_forgotten_do_not_end_flushing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = BucketHost(folder, config(folder))
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def full(*_: Any) -> int:
+        loop.call_soon_threadsafe(asked.set)
+        raise lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
+
+    monkeypatch.setattr(host.store, "forget_producers", full)
+    await started(host)
+    await asyncio.wait_for(asked.wait(), WAIT_SECONDS)
+    await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
+    host.flusher.wanted.set()
+    while host.bucket.tail.first != host.bucket.tail.end:
+        await asyncio.wait_for(host._next_change(), WAIT_SECONDS)
+    assert host.bucket.failure is None
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_what_was_numbered_and_not_stored_leaves_no_proof(folder: Path) -> None:
+    host = BucketHost(folder, config(folder))
+    host.store.clear_proof()
+    host.bucket.proven = False
+    # Its loops do not run, so that it is never committed.
+    host.bucket.write(rows(b"a"), b"", None, 0, 1)
+    assert not await host.close()
+    again = BucketHost(folder, config(folder))
+    again.close_files()
+    assert all(len(log) == 2 for log in again.bucket.partitions.logs)
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_failed_leaves_no_proof_though_all_is_stored(folder: Path) -> None:
+    host = await started(BucketHost(folder, config(folder)))
+    written = await host.write(rows(b"a"), b"", None, 0)
+    await host.durable(written.entry)
+    assert await host.flush()
+    host.bucket.fail(StorageFailedError("a task of the bucket failed"))
+    assert not await host.close()
+    again = BucketHost(folder, config(folder))
+    again.close_files()
+    assert all(len(log) == 2 for log in again.bucket.partitions.logs)
+
+
+@pytest.mark.asyncio
+async def test_a_cut_is_held_until_no_restart_can_bring_it_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = await started(BucketHost(folder, config(folder)))
+    await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
+    partition = int(np.flatnonzero(host.bucket.partitions.high)[0])
+    await host.cuts.create("c", [partition], 10**9)
+    there, go_on = threading.Event(), threading.Event()
+    put = host.store.put_cuts
+
+    def slow(changes: Any) -> None:
+        there.set()
+        assert go_on.wait(WAIT_SECONDS)
+        put(changes)
+
+    monkeypatch.setattr(host.store, "put_cuts", slow)
+    release = asyncio.create_task(host.cuts.release("c"))
+    try:
+        assert await asyncio.to_thread(there.wait, WAIT_SECONDS)
+        assert host.bucket.cuts.pinned(partition) == (1,)
+    finally:
+        go_on.set()
+    assert await release
+    assert host.bucket.cuts.pinned(partition) == ()
+    assert await host.close()

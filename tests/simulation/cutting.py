@@ -88,6 +88,14 @@ class ExactReader:
             for p, token in ended.streams:
                 assert self.tokens.pop(p) == token
                 self.world.count(f"exact {ended.why.reason}")
+                if ended.why.reason in ("FINISHED", "SNAPSHOT_GONE"):
+                    self.world.recorder.add(
+                        "cut_read",
+                        name=self.name,
+                        partition=p,
+                        outcome=ended.why.reason,
+                        state=dict(self.states[p]),
+                    )
                 if ended.why.reason == "FINISHED":
                     pin = self.row.pins[p].seqno
                     assert self.seqnos[p] == pin
@@ -167,6 +175,8 @@ class CutWorld(World):
         self.store.put_cuts({name.encode(): cut.row()})
         cut.durable = True
         self.held[name] = cut.row()
+        pins = {p: pin.seqno for p, pin in cut.pins.items()}
+        self.recorder.add("cut_made", name=name, pins=pins)
         self.exact += [ExactReader(self, name, cut.row()) for _ in range(self.rng.randint(1, 2))]
         self.count("cuts")
 
@@ -176,6 +186,7 @@ class CutWorld(World):
         self.store.put_cuts({name.encode(): None})
         self.bucket.cuts.forget(cut)
         del self.held[name]
+        self.recorder.add("cut_released", name=name)
 
     def drain(self) -> None:
         """Those that are held are read whole, whatever has happened since."""

@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from tests.model import ModelPartition
+from tests.simulation.recording import Recorder
 from upr.engine.bucket import Bucket
 from upr.engine.merging import plan_merge, plan_whole, segments
 from upr.engine.purging import PurgeAges, begin_purge, end_purge, purge_limits
@@ -32,12 +33,14 @@ class SimulatedMerger:
         model: Mapping[int, ModelPartition],
         times: Mapping[int, Sequence[int]],
         rng: random.Random,
+        recorder: Recorder,
     ) -> None:
         self._bucket = bucket
         self._store = store
         self._model = model
         self._times = times
         self._rng = rng
+        self._recorder = recorder
         self._settled: dict[int, list[tuple[int, int]]] = {p: [] for p in model}
         self._todo: list[Replacement] = []
         self._raised: dict[int, int] = {}
@@ -131,6 +134,14 @@ class SimulatedMerger:
             assert seqno < self._model[partition].high
             assert seqno <= pinned[partition], "a cut was passed"
             age = now - self._times[partition][seqno - 1]
+            self._recorder.add(
+                "purge",
+                partition=partition,
+                seqno=seqno,
+                age=age,
+                young=AGES.young,
+                held=AGES.held,
+            )
             assert age >= AGES.young
             if any(one[partition] < seqno for one in passed):
                 assert age >= AGES.held, "somebody must begin anew without need"

@@ -51,6 +51,7 @@ def test_every_seed_ends_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "forced purges",
         "acknowledged",
         "begun anew",
+        "readers died",
         "PURGED",
         "FINISHED",
         "STOPPED",

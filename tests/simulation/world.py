@@ -10,106 +10,30 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.model import ModelPartition, Row, State, apply, partition_of
-from tests.raw import all_rows
+from tests.guarantees import validate
+from tests.model import ModelPartition, partition_of
 from tests.simulation.merging import SimulatedMerger
+from tests.simulation.reader import KEYS, USED, Reader
+from tests.simulation.recording import Recorder
 from upr.engine.bucket import Bucket, Written
 from upr.engine.flush import FlushPlan
 from upr.engine.follower import Follower
 from upr.engine.producers import Producer
 from upr.engine.recovery import recover
-from upr.engine.streams import FollowOptions, RolledBack, Started, StartRequest
+from upr.engine.streams import FollowOptions, RolledBack, Started
 from upr.service.catalog import create_bucket
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Commit, Journal
 from upr.storage.merge import FlushSlice
-from upr.storage.reading import ReadResult, read_blocks
+from upr.storage.reading import read_blocks
 from upr.storage.store import Store
-from upr_protocol.block import Block
 from upr_protocol.credit import CreditWindow
 from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import decode_block
 
-KEYS = [b"key%d" % i for i in range(40)]
-KEYS = [k for k in KEYS if partition_of(k) % 3 == 0] + KEYS[:4]
-USED = sorted({partition_of(k) for k in KEYS})
+__all__ = ["KEYS", "USED", "Reader", "World"]
+
 Batch = list[tuple[bytes, bytes | None]]
-
-
-class Reader:
-    """A consumer that keeps what the specification asks of it: id, seqno, horizon, states at markers.
-
-    Attributes:
-        registered: it has a consumer name, and acknowledges.
-        restless: it begins at 0 again and again, and takes a block at a time.
-    """
-
-    def __init__(
-        self, name: str, *, memory: bool, registered: bool = False, restless: bool = False
-    ) -> None:
-        self.name = name
-        self.memory = memory
-        self.registered = registered
-        self.restless = restless
-        self.follower: Follower | None = None
-        self.read: list[ReadResult] | None = None
-        self.ids: dict[int, int] = {}
-        self.seqnos = dict.fromkeys(USED, 0)
-        self.horizons = dict.fromkeys(USED, 0)
-        self.states: dict[int, State] = {p: {} for p in USED}
-        self.marked: dict[int, dict[int, State]] = {p: {0: {}} for p in USED}
-        self.tokens: dict[int, int] = {}
-        self.until: dict[int, int] = {}
-        self.rollbacks = 0
-
-    def requests(self, rng: random.Random) -> list[StartRequest]:
-        wanted = [p for p in USED if p not in self.tokens and rng.random() < 0.8]
-        self.until = {}
-        return [
-            StartRequest(
-                p, self.ids.get(p), self.seqnos[p], self.ids.get(p), until_now=rng.random() < 0.2
-            )
-            for p in wanted
-        ]
-
-    def undo(self, partition: int, limit: int, newest_id: int) -> None:
-        """Roll back to the newest marker before the limit, unless there is nothing to undo."""
-        self.rollbacks += 1
-        if not max(self.seqnos[partition], self.horizons[partition]) <= limit:
-            at = max((m for m in self.marked[partition] if m < limit), default=0)
-            self.states[partition] = dict(self.marked[partition][at])
-            self.marked[partition] = {m: s for m, s in self.marked[partition].items() if m <= at}
-            self.seqnos[partition] = self.horizons[partition] = at
-        self.ids[partition] = newest_id
-
-    def receive(self, block: Block, tokens: list[int], model: dict[int, ModelPartition]) -> None:
-        rows: dict[int, list[Row]] = {}
-        for partition, seqno, key, value in all_rows([block]):
-            rows.setdefault(partition, []).append(Row(seqno, key, value))
-        for run, token in zip(block.runs, tokens, strict=True):
-            p, start, end, horizon = (
-                int(run[name]) for name in ("partition", "start_seqno", "end_seqno", "horizon")
-            )
-            assert self.tokens.get(p) == token, (
-                f"a run of partition {p} under a token that is not open"
-            )
-            assert start == self.seqnos[p], (
-                f"partition {p}: run from {start}, the reader has {self.seqnos[p]}"
-            )
-            apply(self.states[p], rows.get(p, []))
-            self.seqnos[p] = end
-            self.horizons[p] = max(self.horizons[p], horizon)
-            if horizon == end == self.horizons[p]:
-                truth = model[p].state_at(end)
-                assert self.states[p] == truth, (
-                    f"{self.name}: partition {p} is wrong at marker {end}"
-                )
-                self.marked[p][end] = dict(self.states[p])
-
-    def drop_call(self) -> None:
-        self.follower = None
-        self.read = None
-        self.tokens = {}
 
 
 class World:
@@ -117,6 +41,9 @@ class World:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.rng = random.Random(seed)
+        # Apart, so that what readers store does not change what else a seed does.
+        self.reader_rng = random.Random(seed)
+        self.recorder = Recorder(USED)
         self.folder = folder
         self.directory = DataDirectory(folder)
         self.bucket_folder = create_bucket(self.directory, "default")
@@ -127,16 +54,17 @@ class World:
         self.durable_model = dict.fromkeys(USED, 0)
         self.times: dict[int, list[int]] = {p: [] for p in USED}
         self.readers = [
-            Reader("reader 0", memory=True),
-            Reader("reader 1", memory=False, registered=True),
-            Reader("reader 2", memory=True, restless=True),
-            Reader("reader 3", memory=False, restless=True),
+            Reader("reader 0", self.recorder, memory=True),
+            Reader("reader 1", self.recorder, memory=False, registered=True),
+            Reader("reader 2", self.recorder, memory=True, restless=True),
+            Reader("reader 3", self.recorder, memory=False, restless=True),
         ]
         self.producer_number = 0
         self.unanswered: list[tuple[int, Batch, Written | None]] = []
         self.open()
         for p in USED:
             self.model[p].log = self.bucket.partitions.logs[p].to_pairs()
+        self.recorder.opened(self.bucket)
 
     # The process
 
@@ -162,7 +90,9 @@ class World:
         self.bucket = Bucket(identity, found.partitions, found.next_commit, proven=True)
         self.bucket.recovered(found.entries)
         self.bucket.consumer_positions.load(self.store.consumers())
-        self.merger = SimulatedMerger(self.bucket, self.store, self.model, self.times, self.rng)
+        self.merger = SimulatedMerger(
+            self.bucket, self.store, self.model, self.times, self.rng, self.recorder
+        )
         self.commit: Commit | None = None
         self.plan: FlushPlan | None = None
         self.slices: list[FlushSlice] = []
@@ -178,8 +108,10 @@ class World:
         """Forget everything but the files; the model forgets what was not durable."""
         wrote = not self.bucket.proven
         before = {p: self.bucket.partitions.logs[p].to_pairs() for p in USED}
+        self.recorder.ending(self.bucket)
         self.close()
         self.open()
+        self.recorder.restarted(self.bucket, clean=False)
         for p in USED:
             log = self.bucket.partitions.logs[p].to_pairs()
             if wrote:
@@ -195,6 +127,13 @@ class World:
             self.model[p].purged = int(self.bucket.partitions.purge[p])
         for reader in self.readers:
             reader.drop_call()
+            self.lose(reader, 0.2)
+
+    def lose(self, reader: Reader, chance: float) -> None:
+        """Now and then have a reader's process end, so that it goes on with what it stored."""
+        if self.reader_rng.random() < chance:
+            reader.die()
+            self.count("readers died")
 
     def restart_clean(self) -> None:
         while self.step_commit(whole=True) or self.step_flush():
@@ -204,8 +143,10 @@ class World:
         if not self.bucket.proven:
             self.store.write_proof()
         logs = {p: self.bucket.partitions.logs[p] for p in USED}
+        self.recorder.ending(self.bucket)
         self.close()
         self.open()
+        self.recorder.restarted(self.bucket, clean=True)
         assert self.bucket.tail.end == 0
         for p in USED:
             self.model[p].purged = int(self.bucket.partitions.purge[p])
@@ -247,7 +188,10 @@ class World:
     def number_batch(self, number: int, batch: Batch) -> Written:
         self.now += self.rng.randint(1, 1000)
         block = build_block([k for k, _ in batch], [v for _, v in batch])
-        return self.bucket.write(block, b"writer", self.producer, number, self.now)
+        self.recorder.sent(number, batch)
+        written = self.bucket.write(block, b"writer", self.producer, number, self.now)
+        self.recorder.written(number, written, self.bucket.tail.durable)
+        return written
 
     def resend(self) -> None:
         """Send what was not answered again, after a crash: each of it is applied exactly once."""
@@ -284,6 +228,7 @@ class World:
         if whole or self.rng.random() < 0.95:
             self.bucket.commit_done(self.commit)
             self.commit = None
+            self.recorder.committed(self.bucket.tail.durable)
         else:
             # On disk, and the process dies before it learns so.
             self.crash()
@@ -325,7 +270,9 @@ class World:
         if action < 0.15:
             self.start_streams(reader, follower)
         elif action < 0.2 and reader.tokens:
-            follower.stop([self.rng.choice(sorted(reader.tokens))])
+            chosen = self.rng.choice(sorted(reader.tokens))
+            follower.stop([chosen])
+            self.recorder.add("stopped", reader=reader.name, partition=chosen)
         elif action < (0.35 if reader.restless else 0.24) and self.begin_anew(reader, follower):
             self.count("begun anew")
         elif reader.registered and action < 0.3:
@@ -333,6 +280,8 @@ class World:
         elif action > 0.98:
             self.bucket.remove_follower(follower)
             reader.drop_call()
+            self.recorder.add("left", reader=reader.name)
+            self.lose(reader, 0.5)
         else:
             self.read_some(reader, follower)
         return True
@@ -363,16 +312,15 @@ class World:
             self.take_ended(reader, follower)
         idle = [p for p in USED if p not in reader.tokens and self.rng.random() < 0.5]
         for p in idle:
-            reader.ids.pop(p, None)
-            reader.seqnos[p] = reader.horizons[p] = 0
-            reader.states[p] = {}
-            reader.marked[p] = {0: {}}
+            reader.forget(p)
         if reader.restless and idle:
             self.start_streams(reader, follower)
         return bool(idle)
 
     def start_streams(self, reader: Reader, follower: Follower) -> None:
-        for answer in follower.start(reader.requests(self.rng)):
+        requests = reader.requests(self.rng)
+        for request, answer in zip(requests, follower.start(requests), strict=True):
+            self.recorder.start(reader.name, request, answer, self.bucket)
             if isinstance(answer, Started):
                 reader.tokens[answer.partition] = answer.token
                 reader.ids[answer.partition] = answer.failover_id
@@ -388,8 +336,16 @@ class World:
 
     def read_some(self, reader: Reader, follower: Follower) -> None:
         self.take_ended(reader, follower)
+        outstanding = follower.credit.outstanding
         frame = follower.next_frame()
         if frame is not None:
+            self.recorder.add(
+                "frame",
+                reader=reader.name,
+                window=follower.credit.window,
+                outstanding=outstanding,
+                bytes=sum(map(len, frame.blocks)),
+            )
             at = 0
             for data in frame.blocks:
                 block = decode_block(data)
@@ -401,6 +357,9 @@ class World:
                 at = last
             assert at == len(frame.tokens)
             self.count("frames")
+            if self.reader_rng.random() < 0.1:
+                for p in self.reader_rng.sample(USED, len(USED) // 2):
+                    reader.store(p)
         if reader.read is None:
             wanted = follower.next_read()
             if wanted is not None:
@@ -419,6 +378,13 @@ class World:
             for partition, token in ended.streams:
                 if reader.tokens.get(partition) == token:
                     del reader.tokens[partition]
+                    self.recorder.add(
+                        "ended",
+                        reader=reader.name,
+                        partition=partition,
+                        token=token,
+                        reason=ended.why.reason,
+                    )
             self.count(ended.why.reason)
 
     def drain(self) -> None:
@@ -466,5 +432,11 @@ class World:
             else:
                 self.rng.choice(population)()
         self.drain()
+        self.recorder.add(
+            "settled",
+            readers=[reader.name for reader in self.readers],
+            high={p: model.high for p, model in self.model.items()},
+        )
         self.close()
         self.directory.close()
+        validate(self.recorder.history)

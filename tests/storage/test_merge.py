@@ -188,3 +188,16 @@ def test_times_stay_with_their_rows() -> None:
         )
         # The newest row of each of the three keys was written at 7, 8 or 9.
         assert set(times) <= {7, 8, 9}
+
+
+def test_a_merge_has_the_largest_horizon_of_its_inputs() -> None:
+    runs = [make_runs([3], 2, 0, 2, 9, 1), make_runs([3], 2, 2, 4, 4, 1)]
+    blocks = []
+    for run, keys in zip(runs, [[b"a", b"b"], [b"a", b"c"]], strict=True):
+        block = build_block(keys, [b"v"] * 2)
+        block.runs = run
+        blocks.append(Encoded(run, encode_block(block)))
+    for chunks in ([make_chunk(blocks)], [make_chunk([block]) for block in blocks]):
+        (merged,) = merged_blocks(chunks, np.zeros(1024, np.uint64))
+        run = merged.runs[0]
+        assert (int(run["end_seqno"]), int(run["horizon"])) == (4, 9)

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.service.test_vectors_live import run_of
 from upr.storage.reading import read_blocks
 from upr.storage.store import ReadRequest, Store
+from upr_protocol.block import RUN
 
 
 def test_a_missing_block_is_an_error_of_its_partition(tmp_path: Path) -> None:
@@ -25,4 +28,21 @@ def test_requests_behind_the_byte_limit_wait_for_their_turn(tmp_path: Path) -> N
     store.put_flush([(p, 5, run_of(p, 0, 5, 5)) for p in range(3)], {}, {})
     results = read_blocks(store, [ReadRequest(p, 0) for p in range(3)], 1, keys_only=False)
     assert [(len(r.blocks), r.error) for r in results] == [(1, None), (0, None), (0, None)]
+    store.close()
+
+
+@pytest.mark.parametrize("place", ["table", "keys", "last byte"])
+def test_a_flipped_bit_is_an_error_of_its_partition(tmp_path: Path, place: str) -> None:
+    whole = run_of(7, 0, 20, 20)
+    data = bytearray(whole)
+    # In the table it is the time: every other number of it is looked at by itself.
+    at = {"table": 2 + RUN.itemsize - 8, "keys": len(data) // 2, "last byte": len(data) - 1}[place]
+    data[at] ^= 1
+    store = Store(tmp_path / "store")
+    store.put_flush([(7, 20, bytes(data)), (8, 5, run_of(8, 0, 5, 5))], {}, {})
+    requests = [ReadRequest(7, 0), ReadRequest(8, 0)]
+    results = read_blocks(store, requests, 1 << 20, keys_only=False)
+    assert [len(result.blocks) for result in results] == [0, 1]
+    assert results[0].error is not None
+    assert "CRC32C" in str(results[0].error)
     store.close()

@@ -1,6 +1,6 @@
 """Merging what is stored: whoever reads on from anywhere ends with the right state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -296,10 +296,13 @@ def test_what_is_rewritten_in_groups_is_a_stretch_up_to_the_end_of_the_range(
     assert [head.horizon for head in store.heads(P)] == [*(120 for _ in stretch), 120, 125]
 
 
-def test_a_horizon_beyond_the_range_is_kept(store: Store, tiny: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("horizon", [30, 20])
+def test_a_horizon_beyond_the_range_is_kept(
+    store: Store, tiny: pytest.MonkeyPatch, horizon: int
+) -> None:
     """A pin that came back from the dead can end a range inside a stretch."""
     rows = [Row(i, b"k%d" % i, b"v") for i in range(1, 31)]
-    put(store, block_of(P, 0, rows[:10], horizon=30), block_of(P, 10, rows[10:20], horizon=30))
+    put(store, block_of(P, 0, rows[:10], horizon=30), block_of(P, 10, rows[10:20], horizon=horizon))
     first = whole_range(store, P)
     for merged in (
         merge_direct([first], store.blocks, None).replacements[0],
@@ -312,6 +315,7 @@ def test_a_range_with_too_many_keys_is_not_compared(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(store, P, many(0, 10), many(20, 10))
+    monkeypatch.setattr(large_merge, "PASSES_MAX", 1)
     monkeypatch.setattr(large_merge, "ROWS_MAX", 19)
     with pytest.raises(RangeTooLargeError):
         examine(whole_range(store, P), store.blocks, None)
@@ -320,6 +324,59 @@ def test_a_range_with_too_many_keys_is_not_compared(
     monkeypatch.setattr(large_merge, "KEYS_BYTES_MAX", 50)
     with pytest.raises(RangeTooLargeError):
         examine(whole_range(store, P), store.blocks, None)
+
+
+@pytest.mark.parametrize("limit", [("ROWS_MAX", 60), ("KEYS_BYTES_MAX", 1200)])
+def test_too_many_keys_for_one_look_are_compared_in_several(
+    store: Store, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
+) -> None:
+    rng = np.random.default_rng(1)
+    keys = [b"%d" % i * (1 + i % 7) for i in range(150)]
+    blocks: list[list[Change]] = [
+        [(keys[i], None if i % 5 == 0 else b"%d" % n) for i in rng.integers(0, 150, 40)]
+        for n in range(8)
+    ]
+    model = filled(store, P, *blocks, [(b"last", b"v")])
+    limits = limits_of(model.high - 1)
+    whole = whole_range(store, P)
+    at_once = examine(whole, store.blocks, limits)
+    looks: list[int] = []
+
+    def read(partition: int, ends: Sequence[int]) -> list[bytes]:
+        looks.append(len(ends))
+        return store.blocks(partition, ends)
+
+    monkeypatch.setattr(large_merge, *limit)
+    in_parts = examine(whole, read, limits)
+    assert len(looks) >= 4, "all was compared at once"
+    assert at_once.purge is not None
+    assert in_parts.purge == at_once.purge
+    assert [k.tolist() for k in in_parts.keep] == [k.tolist() for k in at_once.keep]
+    rewrite_all(store, in_parts)
+    check_from_0(store, P, model)
+    monkeypatch.setattr(large_merge, limit[0], limit[1] // 20)
+    with pytest.raises(RangeTooLargeError):
+        examine(whole_range(store, P), store.blocks, None)
+
+
+def test_blocks_that_are_much_when_not_compressed_are_rewritten_a_few_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 1 << 16
+    for at in range(8):
+        _, end, data = block_of(P, at, [Row(at + 1, b"same", b"v" * size)])
+        packed = compress_block(data)
+        assert len(packed) < size // 100
+        put(store, (P, end, packed))
+    assert all(size < head.plain < size + 1000 for head in store.heads(P))
+    assert whole_range(store, P).plain > 8 * size > 100 * whole_range(store, P).size
+    monkeypatch.setattr(large_merge, "GROUP_PLAIN_BYTES", 3 * size)
+    assert examine(whole_range(store, P), store.blocks, None).groups() == [
+        range(0, 2),
+        range(2, 4),
+        range(4, 6),
+        range(6, 8),
+    ]
 
 
 def test_blocks_that_changed_since_they_were_compared_are_not_rewritten(store: Store) -> None:

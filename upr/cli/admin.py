@@ -1,4 +1,4 @@
-"""``upr-admin``: look at a server."""
+"""``upr-admin``: look at a server and its data, and manage buckets, cuts and consumers."""
 
 from pathlib import Path
 
@@ -27,7 +27,14 @@ from upr.cli.options import (
     one_list,
     server_options,
 )
-from upr.cli.output import Group, columns, json_option, print_json, verbose_option
+from upr.cli.output import (
+    Group,
+    columns,
+    json_option,
+    print_json,
+    problem_document,
+    verbose_option,
+)
 from upr.cli.purge import purge
 from upr.cli.restore_copy import restore_copy
 from upr.cli.status import status
@@ -46,7 +53,10 @@ _PARTITIONS_ARGUMENT = click.argument(
 @click.version_option(__version__, message="upr-admin %(version)s")
 @verbose_option
 def main() -> None:
-    """Look at a server: failover logs, partitions, and what a handshake answers."""
+    """Look at a server and its data, and manage buckets, cuts and consumers.
+
+    'check' and 'restore-copy' take the data directory of a stopped server; all others ask a running one.
+    """
 
 
 @main.command("failover-log")
@@ -85,13 +95,18 @@ def partitions_command(
         {
             **{column: getattr(info, column) for column in _COLUMNS},
             "failover_id": format_failover_id(info.failover_id) if info.failover_id else None,
+            "problem": problem_document(info.problem),
         }
         for info in sorted(found, key=lambda info: info.partition)
     ]
     if as_json:
         print_json(documents)
-    else:
-        click.echo(columns(_COLUMNS, (tuple(document.values()) for document in documents)))
+        return
+    rows = [
+        (*list(document.values())[:-1], (document["problem"] or {}).get("message", "-"))
+        for document in documents
+    ]
+    click.echo(columns((*_COLUMNS, "problem"), rows))
 
 
 main.add_command(bucket)

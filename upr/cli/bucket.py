@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr.cli.options import target_option
-from upr.cli.output import Group, columns, json_option, note, print_json, size_text, verbose_option
+from upr.cli.output import (
+    Group,
+    columns,
+    json_option,
+    note,
+    print_json,
+    problem_document,
+    size_text,
+    verbose_option,
+)
 from upr_protocol.errors import BucketGoneError, BucketNotFoundError
 
 if TYPE_CHECKING:
@@ -85,7 +94,7 @@ def create(name: str, compression: str, target: str, as_json: bool) -> None:
 def drop(name: str, version: int | None, yes: bool, target: str) -> None:
     """Remove the bucket NAME with all its data.
 
-    Whoever follows it or writes to it is told that it is gone. The bucket "default" exists from the start: once
+    Whoever follows it or writes to it is told that it is gone. Without a terminal, --yes is needed. The bucket "default" exists from the start: once
     dropped, it is made anew, empty, when the server is started the next time.
     """
     from upr_client import Client
@@ -137,14 +146,11 @@ def _row(info: "BucketInfo") -> tuple[object, ...]:
 
 
 def _document(info: "BucketInfo") -> dict[str, Any]:
-    problem = info.problem
     return {
         "name": info.name,
         "version": f"{info.version:016x}",
         "compression": info.compression or "none",
         "mutations": info.mutations,
         "used_bytes": info.used_bytes,
-        "problem": None
-        if problem is None
-        else {"reason": problem.reason, "message": problem.message, "hint": problem.hint},
+        "problem": problem_document(info.problem),
     }

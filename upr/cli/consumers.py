@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from upr.cli.options import server_options
 from upr.cli.output import Group, columns, json_option, print_json, verbose_option
@@ -32,6 +33,7 @@ def consumers(
     purged before the hold limit.
     """
     if context.invoked_subcommand is not None:
+        _refuse_options(context)
         return
     from upr_client import Client
 
@@ -43,6 +45,16 @@ def consumers(
         click.echo(columns(_POSITION_COLUMNS, (row for info in found for row in _positions(info))))
     else:
         click.echo(columns(_COLUMNS, map(_row, found)))
+
+
+def _refuse_options(context: click.Context) -> None:
+    """Refuse what stands before a subcommand, which would otherwise ask another server or bucket than was named."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is ParameterSource.COMMANDLINE and parameter.expose_value:
+            raise click.UsageError(
+                f"{parameter.opts[-1]} goes behind {context.invoked_subcommand!r}", context
+            )
 
 
 @consumers.command("forget")

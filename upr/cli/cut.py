@@ -25,6 +25,7 @@ _lease_option = click.option(
 
 
 @click.group("cut", cls=Group)
+@verbose_option
 def cut() -> None:
     """Pin the bucket as it is at one instant, so that it can be read as of then again and again."""
 
@@ -76,7 +77,7 @@ def list_command(partitions: bool, target: str, bucket: str, as_json: bool) -> N
         print_json([_document(info, with_pins=partitions) for info in found])
     elif partitions:
         rows = (
-            (info.name, partition, _id(pin.failover_id), pin.seqno)
+            (info.name, partition, _shown(pin.failover_id), pin.seqno)
             for info in found
             for partition, pin in info.pins.items()
         )
@@ -122,6 +123,10 @@ def _time(micros: int) -> str:
 
 def _id(failover_id: int | None) -> str | None:
     return format_failover_id(failover_id) if failover_id else None
+
+
+def _shown(failover_id: int | None) -> str:
+    return _id(failover_id) or "-"
 
 
 def _row(info: "CutInfo") -> tuple[object, ...]:

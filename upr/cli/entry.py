@@ -10,7 +10,10 @@ import os
 import sys
 
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "server": ("server", ("click", "lmdb", "pyarrow", "grpc_health", "grpc_reflection")),
+    "server": (
+        "server",
+        ("click", "lmdb", "pyarrow", "grpc_health", "grpc_reflection", "zstandard"),
+    ),
     "admin": ("cli", ("click",)),
     "cat": ("cli", ("click",)),
 }

@@ -15,6 +15,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 DEFAULT_TARGET = "127.0.0.1:7711"
 
 
+def _bounded(digits: str, name: str, highest: int) -> int:
+    """Return the number that decimal digits stand for, or raise InvalidArgumentError."""
+    # Python refuses to convert thousands of digits, in words that mean nothing to a user.
+    shown = digits if len(digits) <= 20 else f"{digits[:20]}..."
+    if len(digits) > 20 or int(digits) > highest:
+        raise InvalidArgumentError(f"{name} is {shown}, it must be from 0 to {highest}")
+    return int(digits)
+
+
 def parse_partitions(text: str) -> list[int]:
     """Return the partitions that ``0-63,512`` names, ascending, each once.
 
@@ -30,12 +39,7 @@ def parse_partitions(text: str) -> list[int]:
                 f"{part.strip()!r} is not a partition or a range of partitions",
                 hint="for example 0-63,512",
             )
-        low, high = int(ends[0]), int(ends[1])
-        for partition in (low, high):
-            if partition >= PARTITIONS:
-                raise InvalidArgumentError(
-                    f"partition is {partition}, it must be from 0 to {PARTITIONS - 1}"
-                )
+        low, high = (_bounded(end, "partition", PARTITIONS - 1) for end in ends)
         if low > high:
             raise InvalidArgumentError(f"the range {part.strip()} is empty")
         chosen.update(range(low, high + 1))
@@ -57,9 +61,7 @@ def split_address(text: str) -> tuple[str, int]:
         or (":" in host) > bracketed
     ):
         raise InvalidArgumentError(f"{text!r} is not HOST:PORT", hint="for example 127.0.0.1:7711")
-    if int(port) > 65535:
-        raise InvalidArgumentError(f"port is {port}, it must be from 0 to 65535")
-    return host[1:-1] if bracketed else host, int(port)
+    return host[1:-1] if bracketed else host, _bounded(port, "port", 65535)
 
 
 if TYPE_CHECKING:

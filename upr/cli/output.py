@@ -58,6 +58,13 @@ def print_json(document: object) -> None:
     click.echo(json.dumps(document, indent=2))
 
 
+def problem_document(problem: UprError | None) -> dict[str, str] | None:
+    """Return an error that is told as data, as a JSON object; None for none."""
+    if problem is None:
+        return None
+    return {"reason": problem.reason, "message": problem.message, "hint": problem.hint}
+
+
 def note(text: str) -> None:
     """Print a line for people on stderr."""
     click.echo(text, err=True)

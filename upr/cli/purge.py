@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr.cli.options import PARTITION_SET, one_list, server_options
-from upr.cli.output import Progress, columns, json_option, print_json, verbose_option
+from upr.cli.output import (
+    Progress,
+    columns,
+    json_option,
+    print_json,
+    problem_document,
+    verbose_option,
+)
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
@@ -29,7 +36,7 @@ def purge(
     """Drop deletions that are old enough and that everybody has passed; say who holds the others up.
 
     Merging does the same by itself now and then. A follower that stood below what was purged, and not at 0, has to
-    begin again at 0.
+    begin again at 0. Held up by "newest" means: the row at a partition's high seqno always stays.
     """
     from upr_client import Client
 
@@ -43,7 +50,7 @@ def purge(
     if as_json:
         print_json([_document(one) for one in found])
         return
-    rows = [[str(getattr(one, name)) for name in _COLUMNS] + [_holders(one)] for one in found]
+    rows = [[*(getattr(one, name) for name in _COLUMNS), _holders(one)] for one in found]
     titles = [*_COLUMNS, "held up by"]
     titles[3] = "would go" if dry_run else "purged"
     click.echo(columns(titles, rows))
@@ -57,5 +64,5 @@ def _holders(one: "PartitionPurge") -> str:
 
 def _document(one: "PartitionPurge") -> dict[str, Any]:
     document = asdict(one)
-    document["problem"] = str(one.problem) if one.problem else None
+    document["problem"] = problem_document(one.problem)
     return document

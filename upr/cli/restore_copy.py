@@ -104,11 +104,14 @@ def restore_copy(directory: Path, yes: bool, as_json: bool) -> None:
     Every active partition of every bucket gets a new failover record at the last complete marker of the copy, and what
     lies above it is cut off, as after an unclean stop. So clients that are ahead of the copy learn that it is
     another history, and roll back to the record. Cuts are released, and acknowledged positions above the copy
-    are removed. Running it again adds another record; no harm, but nothing is gained.
+    are removed. Running it again adds another record; no harm, but nothing is gained. Without a terminal, --yes is
+    needed.
     """
     data = _open(directory)
     try:
-        if not yes and on_terminal():
+        if not yes:
+            if not on_terminal():
+                raise click.UsageError("nobody can be asked here: give --yes to change the copy")
             click.confirm(_QUESTION, abort=True, err=True)
         documents = [_restore(folder) for folder in data.buckets()]
     finally:

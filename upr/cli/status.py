@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr.cli.options import target_option
-from upr.cli.output import columns, json_option, print_json, size_text, verbose_option
+from upr.cli.output import (
+    columns,
+    json_option,
+    print_json,
+    problem_document,
+    size_text,
+    verbose_option,
+)
 
 if TYPE_CHECKING:
     from upr_client import BucketStatus, ServerStatus
@@ -73,12 +80,5 @@ def _document(found: "ServerStatus") -> dict[str, Any]:
     document["server_id"] = f"{found.server_id:016x}"
     for bucket, told in zip(found.buckets, document["buckets"], strict=True):
         told["version"] = f"{bucket.version:016x}"
-        problem = bucket.problem
-        told["problem"] = None
-        if problem is not None:
-            told["problem"] = {
-                "reason": problem.reason,
-                "message": problem.message,
-                "hint": problem.hint,
-            }
+        told["problem"] = problem_document(bucket.problem)
     return document

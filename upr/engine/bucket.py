@@ -144,7 +144,8 @@ class Bucket:
             if answer is not None:
                 return Written(answer.runs, self._ids(answer.runs), answer.entry, True, {})
         if self.failure is not None:
-            raise self.failure
+            # Raised again and again it would gather the frames, with their blocks, of everybody who wrote.
+            raise self.failure.with_traceback(None)
         assert not self.proven, "the clean-shutdown proof must be gone before anything is numbered"
         block, refused = self._admit(block)
         table = self.partitions
@@ -274,7 +275,8 @@ class Bucket:
             StorageFailedError: the journal failed: what is in the tail may never be durable.
         """
         if self.failure is not None:
-            raise self.failure
+            # Raised again and again it would gather the frames, with their blocks, of everybody who wrote.
+            raise self.failure.with_traceback(None)
         return self.cuts.create(name, partitions, lease, now, self.partitions, self.tail)
 
     # Following

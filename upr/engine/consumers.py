@@ -262,4 +262,5 @@ class Consumers:
         for name, (_, partitions, *_) in changes.written.items():
             consumer = self._consumers.get(name)
             if consumer is not None:
-                consumer.dirty[partitions] = True
+                # It may have been forgotten and registered anew meanwhile, with fewer partitions.
+                consumer.dirty[partitions] |= consumer.known[partitions]

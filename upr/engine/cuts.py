@@ -171,8 +171,9 @@ class Cuts:
         return self._named.pop(name, None)
 
     def put_back(self, cut: Cut) -> None:
-        """Give a removed cut its name again, unless another has it by now."""
-        self._named.setdefault(cut.name, cut)
+        """Give a removed cut its name again, unless another has it by now or it is not held any more."""
+        if cut in self._held:
+            self._named.setdefault(cut.name, cut)
 
     def forget(self, cut: Cut) -> None:
         """Hold a cut no longer."""

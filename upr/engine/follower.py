@@ -6,7 +6,7 @@ few vectorised statements; a group that falls behind the tail goes back to the s
 consumer beyond its credit: the service asks for the next frame when it can send one.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -177,16 +177,22 @@ class Follower:
         self.wake()
 
     def _end(self, partitions: Iterable[int], why: EndReason) -> None:
+        streams = self._close(partitions)
+        if streams:
+            self._ended.append(Ended(streams, why))
+
+    def _close(self, partitions: Iterable[int]) -> list[tuple[int, int]]:
+        """Close the open ones among streams, and return them as (partition, token): their ends are to be told."""
         streams = [(p, int(self._token[p])) for p in dict.fromkeys(partitions) if self._token[p]]
         if not streams:
-            return
+            return []
         gone = [p for p, _ in streams]
         self._token[gone] = 0
         self._limit[gone] = NO_END
         self._from_store[gone] = False
         self._groups.leave(gone)
         self._ready = [item for item in self._ready if self._token[item[0]] == item[1]]
-        self._ended.append(Ended(streams, why))
+        return streams
 
     @property
     def has_ended(self) -> bool:
@@ -242,7 +248,7 @@ class Follower:
         """
         return np.where((self._token != 0) & (self._seqno > 0), self._seqno, NO_END)
 
-    def purge_begins(self, raised: Mapping[int, int]) -> None:
+    def purge_begins(self, partitions: I64, seqnos: U64) -> None:
         """End the streams between 0 and a purge seqno; have those at 0 read again from the store.
 
         What these have read already may hold a key whose tombstone is about to go. They find ``purging`` set and
@@ -250,16 +256,20 @@ class Follower:
         """
         if self._reading:
             # Whoever asked for what is being read may have ended, and another stream may begin at 0 meanwhile.
-            self._stale.update(raised)
-        for partition, seqno in raised.items():
-            if not self._token[partition] or self._seqno[partition] >= seqno:
-                continue
-            if self._seqno[partition]:
-                self._end([partition], purged(partition, int(self._seqno[partition]), seqno))
-                continue
-            self._ready = [item for item in self._ready if item[0] != partition]
-            self._groups.leave([partition])
-            self._from_store[partition] = True
+            self._stale.update(partitions.tolist())
+        below = (self._token[partitions] != 0) & (self._seqno[partitions] < seqnos)
+        partitions, seqnos = partitions[below], seqnos[below]
+        at_0 = self._seqno[partitions] == 0
+        closed = self._close(partitions[~at_0].tolist())
+        for stream, seqno in zip(closed, seqnos[~at_0].tolist(), strict=True):
+            at = int(self._seqno[stream[0]])
+            self._ended.append(Ended([stream], purged(stream[0], at, seqno)))
+        if at_0.any():
+            again = partitions[at_0].tolist()
+            gone = set(again)
+            self._ready = [item for item in self._ready if item[0] not in gone]
+            self._groups.leave(again)
+            self._from_store[again] = True
         self.wake()
 
     def take_purge_seqnos(self) -> list[tuple[int, int]]:

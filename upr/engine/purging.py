@@ -112,8 +112,10 @@ def begin_purge(
         table.purge[partition] = max(int(table.purge[partition]), seqno)
         bucket.purging[partition] = table.purge[partition]
     bucket.purge_raises += bool(raised)
+    partitions = np.array(list(raised), np.int64)
+    seqnos = np.array(list(raised.values()), np.uint64)
     for follower in bucket.followers:
-        follower.purge_begins(raised)
+        follower.purge_begins(partitions, seqnos)
     return raised
 
 

@@ -219,7 +219,8 @@ class Catalog:
     def _missing(self, name: str) -> UprError:
         damaged = self._damaged.get(name)
         if damaged is not None:
-            return damaged.problem
+            # Raised again and again it would gather the frames, with their requests, of everybody who asked.
+            return damaged.problem.with_traceback(None)
         nameless = next((one for one in self._damaged.values() if not one.named), None)
         if nameless is not None:
             # "There is none" would have its consumers give up what they have.

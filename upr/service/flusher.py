@@ -54,7 +54,7 @@ class Flusher:
         while not self._host.stopping:
             if time.monotonic() >= forget_at:
                 forget_at = time.monotonic() + _FORGET_SECONDS
-                await self.forget_producers()
+                await self._forget_or_leave()
             try:
                 async with asyncio.timeout(self._seconds_to_flush()):
                     await self.wanted.wait()
@@ -127,6 +127,13 @@ class Flusher:
         self._host.merger.note(merged.ends)
         self._host.counters.flushed_bytes += sum(len(block) for _, _, block in merged.blocks)
         failpoints.hit("flush.between_slices")
+
+    async def _forget_or_leave(self) -> None:
+        try:
+            await self.forget_producers()
+        except (OSError, lmdb.Error) as error:
+            # There is no hurry: what stays is forgotten the next time.
+            log.error("producers were not forgotten", extra={"error": str(error)})
 
     async def forget_producers(self) -> None:
         """Forget the producers that have not written for long, and the oldest above PRODUCERS_MAX."""

@@ -227,6 +227,11 @@ class BucketHost:
         try:
             await self._in(self._store_thread, self._clear_proof_now)
             self.bucket.proven = False
+        except (OSError, lmdb.Error) as error:
+            raise NoRoomError(
+                f"nothing can be numbered: the store could not be written: {error}",
+                hint="free some space; writing resumes by itself",
+            ) from error
         finally:
             self._clearing = None
 
@@ -270,7 +275,7 @@ class BucketHost:
             if self.gone is not None:
                 raise self.gone
             if self.bucket.failure is not None:
-                raise self.bucket.failure
+                raise self.bucket.failure.with_traceback(None)
             await self._next_change()
 
     async def _next_change(self) -> None:
@@ -344,13 +349,18 @@ class BucketHost:
         keys_only: bool,
         accept_zstd: bool = False,
     ) -> list[ReadResult]:
-        """Read stored blocks in a reader thread."""
-        return await self._in(
+        """Read stored blocks in a reader thread; partitions that are found damaged are told by the status."""
+        results = await self._in(
             self._readers,
             lambda: read_blocks(
                 self.store, requests, max_bytes, keys_only=keys_only, accept_zstd=accept_zstd
             ),
         )
+        known = self.bucket.partitions.problems
+        failed = {r.request.partition: r.error for r in results if r.error is not None}
+        # Its streams are started again and again: once is enough for the log.
+        self.merger.damaged({p: error for p, error in failed.items() if p not in known})
+        return results
 
     async def in_store_thread(self, call: Callable[[], _T]) -> _T:
         """Run something in the thread that makes the store's transactions."""
@@ -397,6 +407,7 @@ class BucketHost:
         """Close without storing anything, after ``leave``: the data goes away."""
         clearing = [self._clearing] if self._clearing is not None else []
         await asyncio.gather(*self._tasks, *clearing, return_exceptions=True)
+        await self.merger.finish()
         # A merge may take seconds to come to its end, and other buckets use the loop.
         await asyncio.to_thread(self.close_files)
 
@@ -412,7 +423,7 @@ class BucketHost:
         """Commit and flush everything, prove that it was done, and close; False when that was not possible."""
         self.stopping = True
         if self._clearing is not None:
-            await self._clearing
+            await asyncio.gather(self._clearing, return_exceptions=True)
         self._work.set()
         self.flusher.wanted.set()
         self.acknowledged.stop()
@@ -420,6 +431,7 @@ class BucketHost:
         self.cuts.stop()
         self.changed()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.merger.finish()
         await self.cuts.finish()
         clean = False
         try:

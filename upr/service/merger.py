@@ -8,10 +8,10 @@ the more blocks have gathered in the meantime.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lmdb
 import numpy as np
@@ -24,7 +24,7 @@ from upr.storage.direct_merge import Direct, merge_direct
 from upr.storage.heads import Head, MergeRange, Replacement
 from upr.storage.large_merge import Examined, RangeTooLargeError, examine, rewrite_group
 from upr.storage.tombstones import Purge, PurgeLimits
-from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
+from upr_protocol.errors import CorruptBlockError, DataDamagedError, NoRoomError, UprError
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
@@ -36,9 +36,12 @@ LOOK_PARTITIONS = 128
 DIRECT_BYTES = 2 * 2**20
 """Ranges up to this are rewritten whole; in larger ones the keys are compared first."""
 BATCH_BYTES = 8 * 2**20
+"""Ranges with more bytes than this, when they are not compressed, are not rewritten whole either."""
 REST_SECONDS_MAX = 0.05
 HASTE_BLOCKS = 24
 """With so many blocks in a range it is not rested at all: flushes make them faster than they are merged."""
+FIRST_LOOK_SECONDS = 5.0
+"""After the start, all partitions are looked at; those that are flushed before are looked at at once."""
 _RETRY_SECONDS = 1.0
 _T = TypeVar("_T")
 
@@ -77,6 +80,8 @@ class Merger:
         self._stored_at_start = host.bucket.partitions.stored.copy()
         self._thread = ThreadPoolExecutor(1, "merge")
         self.turn = asyncio.Lock()
+        self._work: set[asyncio.Task[Any]] = set()
+        self._told_no_room = False
         self._leisure = 1.0
 
     @property
@@ -98,7 +103,8 @@ class Merger:
 
     async def run(self) -> None:
         """Merge until ``stop``."""
-        self.note(range(PARTITIONS))
+        # What an earlier process left is not urgent: who has waited for the server comes first.
+        asyncio.get_running_loop().call_later(FIRST_LOOK_SECONDS, self.note, range(PARTITIONS))
         while not self.stopped:
             if not self._waiting:
                 self._wanted.clear()
@@ -111,8 +117,15 @@ class Merger:
             try:
                 async with self.turn:
                     await self._merge(partitions)
+                self._told_no_room = False
             except (OSError, lmdb.Error) as error:
                 log.error("merging failed, retrying", extra={"error": str(error)})
+                self.note(partitions)
+                await self.rest(_RETRY_SECONDS)
+            except NoRoomError as error:
+                if not self._told_no_room:
+                    log.warning("merging waits for room", extra={"error": error.message})
+                self._told_no_room = True
                 self.note(partitions)
                 await self.rest(_RETRY_SECONDS)
 
@@ -121,8 +134,19 @@ class Merger:
         self._stopped.set()
         self._wanted.set()
 
+    async def whole(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Do something that is not stopped half-way when its caller goes away."""
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return await asyncio.shield(task)
+
+    async def finish(self) -> None:
+        """Wait for what has begun, after ``stop``."""
+        await asyncio.gather(*self._work, return_exceptions=True)
+
     def close(self) -> None:
-        """Give the thread back, once ``run`` has returned."""
+        """Give the thread back, once ``run`` and ``finish`` have returned."""
         self._thread.shutdown(wait=True)
 
     async def rest(self, seconds: float) -> bool:
@@ -164,20 +188,18 @@ class Merger:
         crossed = [one.partition for one in ranges if self.crosses_pin(one)]
         ranges = [one for one in ranges if one.partition not in crossed]
         self.note(crossed)
-        small = [one for one in ranges if one.size <= DIRECT_BYTES]
+        small = [one for one in ranges if _is_direct(one.heads)]
         blocks = sum(len(one.heads) for one in small) / max(len(small), 1)
         self._leisure = max(1.0 - blocks / HASTE_BLOCKS, 0.0)
-        # What is compressed grows while it is merged.
-        batch_bytes = BATCH_BYTES // 4 if self._host.compress else BATCH_BYTES
-        for batch in _batches(small, batch_bytes):
+        for batch in _batches(small):
             if self.stopped:
                 return
             started = time.monotonic()
-            await self._wait_for_room(sum(one.size for one in batch))
+            self._check_room(sum(one.size for one in batch))
             await self._merge_batch(batch)
             await self._rest_after(started)
         for one in ranges:
-            if one.size > DIRECT_BYTES and not self.stopped:
+            if not _is_direct(one.heads) and not self.stopped:
                 await self._merge_large(one)
         self.note(one.partition for one in ranges)
 
@@ -206,7 +228,7 @@ class Merger:
         known = self._settled.get(partition)
         if known is None:
             at_start = int(self._stored_at_start[partition])
-            large = sum(h.size for h in heads if h.end <= at_start) > DIRECT_BYTES
+            large = not _is_direct([head for head in heads if head.end <= at_start])
             known = self._settled[partition] = [(0, at_start)] if large else []
         return known
 
@@ -247,15 +269,26 @@ class Merger:
         done = {one.partition for one in chosen}
         try:
             await self._replace(chosen)
-        except DataDamagedError as error:
-            # Which one it is, the next look tells.
-            log.error("nothing of a batch was merged", extra={"error": error.message})
-            return
+        except DataDamagedError:
+            done = await self._replace_singly(chosen)
         finally:
             end_purge(self._bucket, raised)
         self._count_input([head for one in ranges if one.partition in done for head in one.heads])
         self._host.counters.merge_output_rows += direct.rows
-        self._host.counters.purged_tombstones += sum(direct.purges[p].count for p in raised)
+        self._host.counters.purged_tombstones += sum(
+            direct.purges[p].count for p in raised if p in done
+        )
+
+    async def _replace_singly(self, replacements: Sequence[Replacement]) -> set[int]:
+        """Find out of which partition something is damaged; the others do not suffer for it."""
+        done = set()
+        for one in replacements:
+            try:
+                await self._replace([one])
+                done.add(one.partition)
+            except DataDamagedError as error:
+                self.damaged({one.partition: error})
+        return done
 
     async def _merge_large(self, one: MergeRange) -> None:
         """Compare a large range, and write what lost enough anew."""
@@ -277,7 +310,12 @@ class Merger:
         return await self.in_thread(lambda: examine(one, self._store.blocks, limits))
 
     async def rewrite(self, one: MergeRange, examined: Examined) -> int:
-        """Write what lost enough anew; returns how many tombstones went."""
+        """Write what lost enough anew; returns how many tombstones went.
+
+        Raises:
+            NoRoomError: the disk or the map has no room for it; some of it may be done.
+            DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
+        """
         purges = {one.partition: examined.purge} if examined.purge else {}
         raised = self._begin_purge(purges)
         if purges and not raised:
@@ -297,7 +335,7 @@ class Merger:
 
     async def _rewrite_group(self, examined: Examined, group: range) -> None:
         heads = [examined.heads[i] for i in group]
-        await self._wait_for_room(sum(head.size for head in heads))
+        self._check_room(sum(head.size for head in heads))
         compress = self._host.compress
         new = await self.in_thread(
             lambda: rewrite_group(examined, group, self._store.blocks, compress)
@@ -321,10 +359,17 @@ class Merger:
             len(data) for one in replacements for _, data in one.new
         )
 
-    async def _wait_for_room(self, size: int) -> None:
-        """A merge needs room before it gives any back; the reserve is left to the flush."""
-        while not self.stopped and self._room() < 2 * size:
-            await self.rest(_RETRY_SECONDS)
+    def _check_room(self, size: int) -> None:
+        """A merge needs room before it gives any back; the reserve is left to the flush.
+
+        It is not waited for here: who reads at 0 waits for a purge to end, and others for their ``turn``.
+        """
+        room = self._room()
+        if room < 2 * size:
+            raise NoRoomError(
+                f"there is room for {max(room, 0)} bytes above the reserve, merging {size} bytes needs {2 * size}",
+                hint="free some space; merging resumes by itself",
+            )
 
     def _count_input(self, heads: Iterable[Head]) -> None:
         counters = self._host.counters
@@ -333,15 +378,21 @@ class Merger:
             counters.merge_input_rows += head.rows
 
 
-def _batches(ranges: Sequence[MergeRange], size_max: int) -> Iterator[list[MergeRange]]:
-    """Yield ranges, ascending by partition, in pieces of about so many bytes."""
+def _is_direct(heads: Sequence[Head]) -> bool:
+    """Whether blocks are rewritten whole; small ones may be compressed, and be too much in memory."""
+    size = sum(head.size for head in heads)
+    return size <= DIRECT_BYTES and sum(head.plain for head in heads) <= BATCH_BYTES
+
+
+def _batches(ranges: Sequence[MergeRange]) -> Iterator[list[MergeRange]]:
+    """Yield ranges, ascending by partition, in pieces of about BATCH_BYTES, counted as they are in memory."""
     batch: list[MergeRange] = []
     size = 0
     for one in ranges:
-        if batch and size + one.size > size_max:
+        if batch and size + one.plain > BATCH_BYTES:
             yield batch
             batch, size = [], 0
         batch.append(one)
-        size += one.size
+        size += one.plain
     if batch:
         yield batch

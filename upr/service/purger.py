@@ -1,6 +1,7 @@
 """Purging on purpose: for the operator, and now and then by itself where no merge comes by."""
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,9 +10,17 @@ import lmdb
 
 from upr.engine.merging import plan_whole
 from upr.engine.purging import Holder, holders
+from upr.service.merger import REST_SECONDS_MAX
 from upr.storage.heads import Head, MergeRange
-from upr.storage.large_merge import RangeTooLargeError, Tombstones, count_tombstones
-from upr_protocol.errors import CorruptBlockError, DataDamagedError, TooManyError, UprError
+from upr.storage.large_merge import Examined, RangeTooLargeError, Tombstones, count_tombstones
+from upr_protocol.errors import (
+    CorruptBlockError,
+    DataDamagedError,
+    NoRoomError,
+    StorageFailedError,
+    TooManyError,
+    UprError,
+)
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
@@ -40,6 +49,9 @@ async def purge_partition(
 ) -> Purged:
     """Drop a partition's old tombstones, as far as everybody has passed them.
 
+    Who gives up waiting does not stop it half-way: what is on its way to the store is not called back, and until
+    it is there nobody may read the partition at 0.
+
     Args:
         dry_run: change nothing.
         worth: do it only if at least this part of the partition's rows would go.
@@ -47,7 +59,13 @@ async def purge_partition(
     Raises:
         DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
         TooManyError: the partition has more keys than are compared at once.
+        NoRoomError: the disk or the map has no room for what is written anew.
+        StorageFailedError: the store could not be written.
     """
+    return await host.merger.whole(_purge(host, partition, dry_run, worth))
+
+
+async def _purge(host: "BucketHost", partition: int, dry_run: bool, worth: float) -> Purged:
     merger, store, bucket = host.merger, host.store, host.bucket
     async with merger.turn:
         pinned = bucket.cuts.pinned(partition)
@@ -75,10 +93,21 @@ async def purge_partition(
             if dry_run:
                 result.purged = count
             elif count and count >= worth * tombstones.rows:
-                result.purged = await merger.rewrite(whole, examined)
+                result.purged = await _rewritten(host, whole, examined)
         if tombstones.old:
             result.holders = _holders(host, partition, tombstones.newest_old)
         return result
+
+
+async def _rewritten(host: "BucketHost", whole: MergeRange, examined: Examined) -> int:
+    try:
+        return await host.merger.rewrite(whole, examined)
+    except (OSError, lmdb.Error) as error:
+        raise StorageFailedError(
+            f"partition {whole.partition} could not be written: {error}",
+            hint="see the server's log",
+            retriable=True,
+        ) from error
 
 
 def _holders(host: "BucketHost", partition: int, newest_old: int) -> list[Holder]:
@@ -97,6 +126,7 @@ async def sweep(host: "BucketHost") -> None:
         for partition in range(PARTITIONS):
             if host.merger.stopped:
                 return
+            started = time.monotonic()
             stored = int(host.bucket.partitions.stored[partition])
             if seen[partition] == stored or partition in host.bucket.partitions.problems:
                 continue
@@ -107,5 +137,9 @@ async def sweep(host: "BucketHost") -> None:
                     seen[partition] = stored
             except (DataDamagedError, CorruptBlockError) as error:
                 host.merger.damaged({partition: error})
+            except NoRoomError as error:
+                log.warning("purging waits for room", extra={"error": error.message})
+                break
             except (OSError, lmdb.Error, UprError) as error:
                 log.error("purging failed", extra={"partition": partition, "error": str(error)})
+            await host.merger.rest(min(time.monotonic() - started, REST_SECONDS_MAX))

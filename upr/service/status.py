@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from upr import __version__
-from upr.service.catalog import Catalog
+from upr.service.catalog import Catalog, DamagedBucket
 from upr.service.handshake import Context, answering
 from upr.service.host import BucketHost, now_micros
 from upr.service.memory import memory_bytes
@@ -73,7 +73,8 @@ class StatusMethods:
     ) -> admin.GetStatusResponse:
         """Return what the process is and uses."""
         anonymous, mapped = memory_bytes()
-        hosts = sorted(self._catalog.hosts, key=lambda host: host.bucket.identity.name)
+        buckets = [_bucket_status(host) for host in self._catalog.hosts]
+        buckets += map(_damaged_status, self._catalog.damaged)
         return admin.GetStatusResponse(
             server_version=__version__,
             server_id=self._process.server_id,
@@ -82,7 +83,7 @@ class StatusMethods:
             mapped_bytes=mapped,
             follow_calls=self._process.follow_calls(),
             write_calls=self._process.write_calls(),
-            buckets=[_bucket_status(host) for host in hosts],
+            buckets=sorted(buckets, key=lambda bucket: bucket.name),
         )
 
     @answering
@@ -134,4 +135,10 @@ def _bucket_status(host: BucketHost) -> admin.BucketStatus:
         cuts=len(bucket.cuts.live(now_micros())),
         damaged_partitions=len(bucket.partitions.problems),
         problem=problem_of(bucket.failure) if bucket.failure is not None else None,
+    )
+
+
+def _damaged_status(damaged: DamagedBucket) -> admin.BucketStatus:
+    return admin.BucketStatus(
+        name=damaged.name, version=damaged.version, problem=problem_of(damaged.problem)
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 from upr.storage.check_findings import DAMAGE, Finding
 from upr.storage.check_worker import Task
-from upr.storage.directory import FORMAT
+from upr.storage.directory import FORMAT, bucket_folders
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.limits import PARTITIONS
 
@@ -85,9 +85,7 @@ def closed_directory(path: Path) -> Iterator[list[Path]]:
         if (path / "lock").exists():
             lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        buckets = path / "buckets"
-        folders = sorted(buckets.iterdir()) if buckets.is_dir() else []
-        yield [p for p in folders if p.is_dir() and p.suffix != ".new"]
+        yield bucket_folders(path)
     except BlockingIOError as error:
         raise DataDirectoryError(
             f"the data directory {path} is in use by a server", hint="stop that server first"

@@ -30,6 +30,13 @@ _OWN = {"lock", _NEW_MARK}
 """What may lie in a directory whose first server was killed before the mark was there."""
 
 
+def bucket_folders(path: Path) -> list[Path]:
+    """Return the folders of a data directory that are served as buckets, by name."""
+    buckets = path / "buckets"
+    folders = sorted(buckets.iterdir()) if buckets.is_dir() else []
+    return [folder for folder in folders if folder.is_dir() and _VERSION.fullmatch(folder.name)]
+
+
 class DataDirectory:
     """An open, locked data directory; made if it does not exist.
 
@@ -96,9 +103,7 @@ class DataDirectory:
 
     def buckets(self) -> Iterator[Path]:
         """Yield the folder of each bucket that was created whole and not dropped."""
-        for path in sorted((self.path / "buckets").iterdir()):
-            if path.is_dir() and _VERSION.fullmatch(path.name):
-                yield path
+        yield from bucket_folders(self.path)
 
     def remove_leftovers(self) -> list[str]:
         """Delete what a crash left of buckets being created or dropped; returns the names of their folders."""

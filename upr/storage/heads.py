@@ -4,10 +4,15 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from upr_protocol.block import RUN
+import numpy as np
+
+from upr_protocol.block import RUN, Runs
 from upr_protocol.errors import DataDamagedError
+from upr_protocol.wire.codec import plain_bytes
 
 HEAD_BYTES = 2 + RUN.itemsize
+PEEK_BYTES = 128
+"""With so many bytes a block also says how large it is when it is not compressed."""
 _RUN = struct.Struct("<IIQQQ")
 """The first five fields of a record of the run table."""
 _BEGINNING = b"\x0a" + bytes([RUN.itemsize])
@@ -23,6 +28,7 @@ class Head:
         horizon: see Block.runs.
         rows: how many it has.
         size: encoded bytes.
+        compressed_from: about how many bytes it was compressed from, 0 for one that is not compressed.
     """
 
     start: int
@@ -30,10 +36,16 @@ class Head:
     horizon: int
     rows: int
     size: int
+    compressed_from: int = 0
+
+    @property
+    def plain(self) -> int:
+        """About how many bytes it takes in memory."""
+        return max(self.size, self.compressed_from)
 
 
 def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> Head:
-    """Parse a head out of a value's first HEAD_BYTES.
+    """Parse a head out of a value's first PEEK_BYTES; HEAD_BYTES do, but do not tell ``compressed_from``.
 
     The checksums are not looked at: who uses the columns checks them.
 
@@ -43,10 +55,23 @@ def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> H
     if len(value) < HEAD_BYTES or value[:2] != _BEGINNING:
         raise DataDamagedError(f"partition {partition}: the block that ends at {end} has no head")
     owner, rows, start, told_end, horizon = _RUN.unpack_from(value, 2)
-    head = Head(start, told_end, horizon, rows, size)
+    plain = plain_bytes(bytes(value), size)
+    head = Head(start, told_end, horizon, rows, size, plain if plain != size else 0)
     if owner != partition or told_end != end or not start < end <= horizon:
         raise DataDamagedError(f"partition {partition}: the block that ends at {end} says {head}")
     return head
+
+
+def own_head(data: bytes, partition: int) -> tuple[Head, Runs]:
+    """Return a block's head and its run table.
+
+    Raises:
+        DataDamagedError: it is no block of one run of the partition.
+    """
+    if len(data) < HEAD_BYTES:
+        raise DataDamagedError(f"partition {partition}: a stored block of {len(data)} bytes")
+    end = _RUN.unpack_from(data, 2)[3]
+    return head_of(data, len(data), partition, end), np.frombuffer(data, RUN, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +146,11 @@ class MergeRange:
     @property
     def size(self) -> int:
         return sum(head.size for head in self.heads)
+
+    @property
+    def plain(self) -> int:
+        """About how many bytes its blocks take in memory."""
+        return sum(head.plain for head in self.heads)
 
     @property
     def rows(self) -> int:

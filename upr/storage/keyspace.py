@@ -12,6 +12,7 @@ import google_crc32c
 
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError
 from upr_protocol.failover import FailoverLog, FailoverRecord
+from upr_protocol.limits import PARTITIONS
 
 _CRC = struct.Struct("<I")
 _PARTITION_KEY = struct.Struct(">H")
@@ -192,6 +193,17 @@ def consumer_key(consumer: bytes, partition: int) -> bytes:
 
 def unpack_consumer_key(key: bytes) -> tuple[bytes, int]:
     return unpack_producer_key(key)
+
+
+def is_consumer_key(key: bytes) -> bool:
+    """Whether a key names a consumer, in UTF-8, and one of the partitions."""
+    if len(key) < 4 or key[-3] or unpack_consumer_key(key)[1] >= PARTITIONS:
+        return False
+    try:
+        key[:-3].decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def pack_consumer(key: bytes, row: ConsumerRow) -> bytes:

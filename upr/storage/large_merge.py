@@ -15,18 +15,28 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from upr.storage.heads import Head, MergeRange, Replacement
-from upr.storage.merge import Encoded, checked, keys_of, make_chunk, rebuild, tombstones_of
+from upr.storage.merge import (
+    Encoded,
+    checked,
+    key_classes,
+    keys_of,
+    make_chunk,
+    rebuild,
+    tombstones_of,
+)
 from upr.storage.tombstones import Purge, PurgeLimits, purge_of
 from upr_protocol.block import I64
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES
 
 GROUP_BYTES = 8 * 2**20
-GROUP_BLOCKS = 32
-"""Blocks may be compressed: each has up to BLOCK_COLUMN_BYTES when it is not."""
+GROUP_PLAIN_BYTES = 32 * 2**20
+"""Blocks may be compressed, and few bytes become many in memory."""
 ROWS_MAX = 2**20
 KEYS_BYTES_MAX = 32 * 2**20
-"""A range with more rows or keys than this is not compared as a whole: the comparison is made in memory."""
+"""No more rows or keys than this are compared at once, in memory."""
+PASSES_MAX = 16
+"""A range with more is looked through so many times at most, each time for a part of the keys."""
 WORTH_FRACTION = 0.1
 """Blocks are written anew when at least this part of the range's bytes goes."""
 BLOCK_FRACTION = 0.05
@@ -40,7 +50,7 @@ ReadBlocks = Callable[[int, Sequence[int]], list[bytes]]
 
 
 class RangeTooLargeError(Exception):
-    """The range has more keys than are compared at once."""
+    """The range has more keys than are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +77,17 @@ class Examined:
         """Return the groups of neighbouring blocks that are to be written anew, oldest first."""
         groups: list[range] = []
         chosen = self._chosen()
-        first = size = 0
+        first = size = plain = 0
         for i, head in enumerate(self.heads):
-            full = size + head.size > GROUP_BYTES or i - first >= GROUP_BLOCKS
+            full = size + head.size > GROUP_BYTES or plain + head.plain > GROUP_PLAIN_BYTES
             if i > first and (full or not chosen[i]):
                 if chosen[first]:
                     groups.append(range(first, i))
-                first, size = i, 0
+                first, size, plain = i, 0, 0
             elif not chosen[first]:
-                first, size = i, 0
+                first, size, plain = i, 0, 0
             size += head.size
+            plain += head.plain
         if chosen[first]:
             groups.append(range(first, len(self.heads)))
         return groups
@@ -91,7 +102,7 @@ class Examined:
             total = sum(head.size for head in self.heads)
             gone = sum(s * head.size for s, head in zip(shares, self.heads, strict=True))
             chosen = [gone >= WORTH_FRACTION * total and s >= BLOCK_FRACTION for s in shares]
-        small = [head.size < SMALL_BYTES for head in self.heads]
+        small = [head.plain < SMALL_BYTES for head in self.heads]
         for i in range(1, len(small)):
             if small[i - 1] and small[i]:
                 chosen[i - 1] = chosen[i] = True
@@ -105,28 +116,56 @@ def examine(chosen: MergeRange, read: ReadBlocks, limits: PurgeLimits | None) ->
         limits: which tombstones may go, if the range begins at 0; None for none.
 
     Raises:
-        RangeTooLargeError: it has more keys than are compared at once.
+        RangeTooLargeError: it has more keys than are compared in PASSES_MAX passes.
         DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
     """
-    keys = []
-    found = [_NO_TOMBSTONES]
-    row = size = 0
-    for block in _each(chosen.partition, chosen.heads, read):
-        column = keys_of(block)
-        size += column.nbytes
-        if size > KEYS_BYTES_MAX or row + len(column) > ROWS_MAX:
-            raise RangeTooLargeError
-        keys.append(column)
-        rows, seqnos, times = tombstones_of(block)
-        found.append((rows + row, seqnos, times))
-        row += len(column)
-    keep = _newest(pa.concat_arrays(keys))
+    passes = 1
+    while True:
+        try:
+            keep, tombstones = _compare(chosen, read, passes)
+            break
+        except RangeTooLargeError:
+            passes *= 2
+            if passes > PASSES_MAX:
+                raise
     purge = None
     if limits is not None and chosen.start == 0:
-        tombstones = tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
         purge = _purge(chosen.partition, keep, tombstones, limits)
-    bounds = np.cumsum([len(column) for column in keys])[:-1]
+    bounds = np.cumsum([head.rows for head in chosen.heads])[:-1]
     return Examined(chosen.partition, chosen.heads, np.split(keep, bounds), purge)
+
+
+def _compare(
+    chosen: MergeRange, read: ReadBlocks, passes: int
+) -> tuple[npt.NDArray[np.bool_], tuple[Any, ...]]:
+    """Return a flag for each row, whether it is its key's newest; and the tombstones, as ``tombstones_of``."""
+    keep = np.zeros(chosen.rows, bool)
+    found = [_NO_TOMBSTONES]
+    for number in range(passes):
+        keys, rows = [], []
+        first = size = taken = 0
+        for block in _each(chosen.partition, chosen.heads, read):
+            column = keys_of(block)
+            mine = np.arange(len(column))
+            if passes > 1:
+                mine = np.flatnonzero(key_classes(block, passes) == number)
+                column = column.take(pa.array(mine))
+            size += column.nbytes
+            taken += len(column)
+            if size > KEYS_BYTES_MAX or taken > ROWS_MAX:
+                raise RangeTooLargeError
+            keys.append(column)
+            rows.append(mine + first)
+            if number == 0:
+                deleted, seqnos, times = tombstones_of(block)
+                found.append((deleted + first, seqnos, times))
+            first += int(block.runs[0]["count"])
+        if first != chosen.rows:
+            raise DataDamagedError(
+                f"partition {chosen.partition}: the blocks up to {chosen.end} have {first} rows, their heads say {chosen.rows}"
+            )
+        keep[np.concatenate(rows)[_newest(pa.concat_arrays(keys))]] = True
+    return keep, tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
 
 
 def _purge(

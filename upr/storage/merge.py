@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from upr.storage.tombstones import Purge, PurgeLimits, purge_of
 from upr_protocol.block import I64, RUN, U64, Block, Runs, make_runs, sealed
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS, RUN_SPAN_MAX
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, PARTITIONS, RUN_SPAN_MAX
 from upr_protocol.wire.codec import (
     Columns,
     encode_block,
@@ -36,6 +36,7 @@ Compress = Callable[[bytes], bytes]
 
 _SEQNOS, _OPS, _KEY_OFFSETS, _KEYS, _VALUE_OFFSETS, _VALUES, _TIMES = range(2, 9)
 _ABSENT = (0, 0)
+_WEIGHTS = np.random.default_rng(0).integers(2**63, 2**64 - 1, KEY_BYTES_MAX, np.uint64) | 1
 
 
 @dataclass(slots=True)
@@ -142,6 +143,18 @@ def keys_of(block: Encoded) -> Any:
     """Return a block's keys as an Arrow binary array."""
     rows = int(block.runs["count"].sum())
     return _cells([block.opened()], _KEY_OFFSETS, _KEYS, [rows])
+
+
+def key_classes(block: Encoded, count: int) -> I64:
+    """Return for each row of a block in which of ``count`` classes its key is; equal keys are in the same."""
+    columns = block.opened()
+    offsets = np.frombuffer(_field(columns, _KEY_OFFSETS), "<i4")
+    data = np.frombuffer(_field(columns, _KEYS), np.uint8)
+    if not len(data):
+        return np.zeros(0, np.int64)
+    places = np.arange(len(data)) - np.repeat(offsets[:-1], np.diff(offsets))
+    sums = np.add.reduceat(_WEIGHTS[places] * data, offsets[:-1])
+    return ((sums >> np.uint64(32)) % np.uint64(count)).astype(np.int64)
 
 
 def tombstones_of(block: Encoded) -> tuple[I64, U64, I64]:

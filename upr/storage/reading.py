@@ -6,6 +6,7 @@ Runs in a reader thread. A partition whose bytes fail their checks gets an error
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from upr.storage.heads import own_head
 from upr.storage.merge import Encoded
 from upr.storage.store import ReadRequest, Store
 from upr_protocol.block import slice_above, without_values
@@ -13,12 +14,9 @@ from upr_protocol.errors import DataDamagedError, InvalidArgumentError
 from upr_protocol.limits import FRAME_PLAIN_BYTES
 from upr_protocol.wire.codec import (
     check_encoded,
-    column_spans,
     decode_block,
-    decode_runs,
     decompress_block,
     encode_block,
-    is_compressed,
     plain_bytes,
 )
 
@@ -99,20 +97,16 @@ def _continue_from(
     at = request.above
     for data in found:
         # It was checked whole before it was stored: its CRCs tell whether it still is what it was.
-        check_encoded(data)
-        runs = decode_runs(data[slice(*column_spans(data).get(1, (0, 0)))])
-        if len(runs) != 1:
-            raise DataDamagedError(f"the block has {len(runs)} runs, a stored block has one")
-        run = runs[0]
-        start, end = int(run["start_seqno"]), int(run["end_seqno"])
-        if run["partition"] != request.partition or start > at or end <= at:
+        compressed = check_encoded(data)
+        head, runs = own_head(data, request.partition)
+        if head.start > at or head.end <= at:
             raise DataDamagedError(
-                f"the block tells of partition {run['partition']}, seqnos {start} to {end}, after {at}"
+                f"the block tells of seqnos {head.start} to {head.end}, after {at}"
             )
-        if is_compressed(data) and not reading.takes_compressed(plain_bytes(data, len(data))):
+        if compressed and not reading.takes_compressed(plain_bytes(data, len(data))):
             return
-        if start == at and not reading.keys_only:
-            if not reading.accept_zstd:
+        if head.start == at and not reading.keys_only:
+            if compressed and not reading.accept_zstd:
                 data = decompress_block(data)
             block = Encoded(runs, data)
         else:
@@ -124,4 +118,4 @@ def _continue_from(
         yield block
         if reading.is_full:
             return
-        at = end
+        at = head.end

@@ -18,7 +18,7 @@ import lmdb
 
 from upr.storage import keyspace
 from upr.storage.check_pages import check_length
-from upr.storage.heads import HEAD_BYTES, Head, Replacement, head_of
+from upr.storage.heads import PEEK_BYTES, Head, Replacement, head_of
 from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, ProducerRow
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import PARTITIONS
@@ -269,7 +269,7 @@ class Store:
             while more and cursor.key()[:2] == prefix:
                 _, end = keyspace.unpack_block_key(bytes(cursor.key()))
                 value = cursor.value()
-                head = head_of(bytes(value[:HEAD_BYTES]), len(value), partition, end)
+                head = head_of(bytes(value[:PEEK_BYTES]), len(value), partition, end)
                 if head.start != (heads[-1].end if heads else 0):
                     raise DataDamagedError(
                         f"partition {partition}: a stored block begins at {head.start}, the one before it ends at {heads[-1].end if heads else 0}"
@@ -299,7 +299,8 @@ class Store:
         """Put merged blocks in the place of others, with the purge seqnos that it takes, in one transaction.
 
         Raises:
-            DataDamagedError: a block that was merged is not there any more; nothing is changed.
+            DataDamagedError: a block that was merged is not there any more, or the row of a partition whose purge
+                seqno rises is damaged; nothing is changed.
         """
         with self._env.begin(write=True) as txn:
             for one in replacements:
@@ -316,7 +317,7 @@ class Store:
     def _raise_purge(self, txn: Any, partition: int, seqno: int) -> None:
         """Change the row that is there: a flush may have stored a newer one than the engine last told of."""
         key = keyspace.partition_key(partition)
-        row = keyspace.unpack_partition(bytes(txn.get(key, db=self._partitions)), partition)
+        row = keyspace.unpack_partition(bytes(txn.get(key, db=self._partitions) or b""), partition)
         if seqno > row.purge_seqno:
             row = dataclasses.replace(row, purge_seqno=seqno)
             txn.put(key, keyspace.pack_partition(partition, row), db=self._partitions)
@@ -410,11 +411,16 @@ class Store:
         """Return the consumers' rows by name and partition.
 
         A damaged row counts as a position at 0, under no id: it holds purging up until its consumer
-        acknowledges anew or is forgotten.
+        acknowledges anew or is forgotten. One whose key is damaged is left out: nobody could forget it.
         """
         rows: dict[bytes, dict[int, ConsumerRow]] = {}
         with self._env.begin() as txn, txn.cursor(db=self._consumers) as cursor:
             for key, value in cursor:
+                if not keyspace.is_consumer_key(bytes(key)):
+                    log.error(
+                        "a position is lost", extra={"error": f"{bytes(key)!r} is no consumer"}
+                    )
+                    continue
                 name, partition = keyspace.unpack_consumer_key(bytes(key))
                 try:
                     row = keyspace.unpack_consumer(bytes(key), bytes(value))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from upr_client._async.adapter import unary
-from upr_client.cut_info import CutInfo, cut_info
+from upr_client.cut_info import CutInfo, cut_info, lease_seconds
 from upr_client.messages import call_error, check_name
 from upr_protocol.consumer import Pin
 from upr_protocol.errors import UprError
@@ -118,7 +118,7 @@ async def create(
         bucket_version=bucket.version or None,
         name=check_name(name, "cut"),
         partitions=partitions or (),
-        lease_seconds=lease or 0.0,
+        lease_seconds=lease_seconds(lease),
     )
     answer = await _ask(bucket, bucket._client._stubs().streams.CreateCut, request)
     bucket.version = answer.bucket_version
@@ -131,7 +131,7 @@ async def renew(bucket: "AsyncBucket", name: str, lease: float | None) -> CutInf
         bucket=bucket.name,
         bucket_version=bucket.version or None,
         name=check_name(name, "cut"),
-        lease_seconds=lease or 0.0,
+        lease_seconds=lease_seconds(lease),
     )
     answer = await _ask(bucket, bucket._client._stubs().streams.RenewCut, request)
     return cut_info(answer.cut)

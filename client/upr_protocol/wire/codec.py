@@ -177,13 +177,15 @@ def column_spans(data: bytes) -> Spans:
     return spans
 
 
-def check_encoded(data: bytes) -> None:
-    """Raise CorruptBlockError unless the CRCs in an encoded Block fit its bytes.
+def check_encoded(data: bytes) -> bool:
+    """Raise CorruptBlockError unless the CRCs in an encoded Block fit its bytes; return whether it is compressed.
 
     Cheaper than decode_block, for bytes that were checked whole when they came in. A compressed block is not
     decompressed: it has a CRC over its compressed bytes.
     """
-    _check_spans(data, column_spans(data))
+    spans = column_spans(data)
+    _check_spans(data, spans)
+    return _ZSTD in spans
 
 
 def _check_spans(data: bytes, spans: Spans) -> None:

@@ -247,6 +247,29 @@ def test_a_rollback_with_nothing_to_undo_keeps_the_place() -> None:
     assert store.load([1])[1].failover_id == ID_B
 
 
+@pytest.mark.parametrize(("rollback_seqno", "kept"), [(5, 3), (8, 8)])
+def test_a_position_with_a_new_id_is_stored_before_the_new_start(
+    rollback_seqno: int, kept: int
+) -> None:
+    script = [
+        *BEGIN,
+        answers(rollback(1, rollback_seqno, ID_B, (ID_A, 0), (ID_B, rollback_seqno))),
+        Expect("start"),
+        answers(started(1, 7, ID_B)),
+        frame((7, run_block(1, kept, 9))),
+        *END,
+    ]
+    store = MemoryPositions({1: at(8, 3, 8)})
+    with serve([script]) as server, Client(server.target) as client:
+        with client.bucket().changes(
+            [1], positions=store, on_rollback=lambda _: None, save_seconds=3600
+        ) as changes:
+            event = next(changes)
+            stored = store.load([1])[1]
+    assert event.seqno == kept + 1
+    assert (stored.failover_id, stored.seqno) == (ID_B, kept)
+
+
 def test_a_refused_partition_is_asked_for_again_while_others_go_on() -> None:
     behind = UprError("ask again", reason="BEHIND", retriable=True)
     script = [

@@ -1,0 +1,89 @@
+"""Single rules of the consumer's state machine that the model runs do not single out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from upr_protocol.block import Block, make_runs, sealed
+from upr_protocol.consumer import BUCKET_GONE_RULE, ConsumerSession, ProtocolError, State
+from upr_protocol.failover import FailoverLog
+from upr_protocol.position import Position
+from upr_protocol.rows import build_block
+
+A, B, C, D = 0xA, 0xB, 0xC, 0xD
+P = 7
+VERSION, NEW_VERSION = 11, 12
+LOG = FailoverLog.from_pairs([(A, 0), (B, 3)])
+AT_3 = Position(VERSION, A, A, 3, 3, (3,), FailoverLog.born(A))
+
+
+def block(start: int, end: int) -> Block:
+    rows = range(start, end)
+    built = build_block([b"%d" % i for i in rows], [b"v"] * len(rows))
+    return sealed(replace(built, runs=make_runs([P], len(rows), start, end, end, 1)))
+
+
+def live(token: int, failover_id: int, position: Position) -> ConsumerSession:
+    session = ConsumerSession([P], {P: position})
+    session.opened(VERSION)
+    session.starts([P])
+    session.started(P, token, failover_id, 9, None, LOG)
+    return session
+
+
+def test_data_is_of_the_id_of_the_stream_that_brought_it() -> None:
+    session = live(1, B, replace(AT_3, failover_id=B, log=LOG))
+    assert (session.position(P).failover_id, session.position(P).data_id) == (B, A)
+    delivery = session.frame([block(3, 5)], np.array([1]))
+    assert delivery is not None
+    session.acknowledge_part(delivery, 0, 4)
+    assert (session.position(P).seqno, session.position(P).data_id) == (4, B)
+    session.acknowledge(delivery)
+    assert (session.position(P).seqno, session.position(P).data_id) == (5, B)
+
+
+def test_a_whole_delivery_changes_the_id_of_the_data_too() -> None:
+    session = live(1, B, replace(AT_3, failover_id=B, log=LOG))
+    delivery = session.frame([block(3, 5)], np.array([1]))
+    assert delivery is not None
+    session.acknowledge(delivery)
+    assert (session.position(P).seqno, session.position(P).data_id) == (5, B)
+
+
+def test_the_end_of_a_stream_that_was_replaced_ends_nothing() -> None:
+    session = live(1, B, replace(AT_3, failover_id=B, log=LOG))
+    session.disconnected()
+    session.starts([P])
+    session.started(P, 2, B, 9, None, None)
+    assert session.ended([(P, 1)], "STOPPED") == []
+    assert session.state(P) is State.LIVE
+    assert session.ended([(P, 2)], "FINISHED") == [P]
+    assert session.state(P) is State.DONE
+
+
+def test_a_position_of_a_dropped_bucket_goes_back_to_0_whatever_is_answered() -> None:
+    session = ConsumerSession([P], {P: AT_3})
+    session.opened(NEW_VERSION)
+    session.starts([P])
+    pending = session.rollback(P, 3, B, "next_record", "", LOG)
+    assert pending is not None
+    assert (pending.from_seqno, pending.seqno, pending.rule) == (3, 0, BUCKET_GONE_RULE)
+
+
+def test_a_run_that_does_not_go_on_where_the_partition_stands_is_refused() -> None:
+    for start in (2, 4):
+        session = live(1, B, replace(AT_3, failover_id=B, log=LOG))
+        with pytest.raises(ProtocolError, match=f"is at seqno 3, but the frame goes on at {start}"):
+            session.frame([block(start, 6)], np.array([1]))
+
+
+def test_an_older_id_that_the_server_knows_saves_what_can_be_saved() -> None:
+    own = FailoverLog.from_pairs([(A, 0), (B, 3), (C, 6)])
+    session = ConsumerSession([P], {P: Position(VERSION, C, C, 8, 8, (2, 5, 8), own)})
+    session.opened(VERSION)
+    session.starts([P])
+    server = FailoverLog.from_pairs([(A, 0), (B, 3), (D, 4)])
+    pending = session.rollback(P, 0, D, "unknown_id", "", server)
+    assert pending is not None
+    assert pending.seqno == 2

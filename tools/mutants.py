@@ -1,0 +1,331 @@
+"""The test of the tests: deliberate faults, one by one, each of which must turn a named test red.
+
+The faults are in ``tools/mutants/*.toml``. The tree is copied once; each fault is a change of one text in the copy,
+made, tested and taken back. A fault whose text is not there exactly once is out of date, and one that cannot even be
+imported tests nothing: both end the run with status 2. Status 1: a fault survived.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = Path(__file__).resolve().with_suffix("")
+TEST_SECONDS = 40
+"""A test that hangs because of a fault has seen it; it need not hang for long."""
+RUN_SECONDS = 120
+NOT_CAUGHT_BY = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
+"""A test that ends with one of these has met a typing error of the mutant."""
+_FIELDS = {"name", "means", "file", "old", "new", "tests"}
+_PACKAGES = ("upr", "upr_client", "upr_protocol", "tests")
+
+
+class MutantError(Exception):
+    """The list or the copy is not what it must be; nothing is proven."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One deliberate fault.
+
+    Attributes:
+        name: short, unique.
+        means: what goes wrong, in words.
+        file: which file is changed, from the root of the tree.
+        old, new: the text in it, which is there exactly once, and what takes its place.
+        tests: pytest node ids; at least one of them must fail.
+    """
+
+    name: str
+    means: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a run of tests.
+
+    Attributes:
+        failed: the first test that failed, empty when none did.
+        broken: why the run proves nothing, empty when it does.
+    """
+
+    failed: str
+    broken: str
+    seconds: float
+
+
+def read_list(folder: Path = LIST) -> list[Mutant]:
+    """Return all mutants, file by file.
+
+    Raises:
+        MutantError: an entry has other fields than a Mutant, changes nothing, or repeats a name.
+    """
+    mutants: list[Mutant] = []
+    for file in sorted(folder.glob("*.toml")):
+        for entry in tomllib.loads(file.read_text())["mutant"]:
+            where = f"{file.name}: {entry.get('name', 'a mutant without a name')}"
+            if set(entry) != _FIELDS:
+                raise MutantError(f"{where} has the fields {sorted(entry)}, not {sorted(_FIELDS)}")
+            mutant = Mutant(**{**entry, "tests": tuple(entry["tests"])})
+            if mutant.old == mutant.new or not mutant.tests:
+                raise MutantError(f"{where} changes nothing, or names no test")
+            if any(mutant.name == other.name for other in mutants):
+                raise MutantError(f"{where} is there twice")
+            mutants.append(mutant)
+    return mutants
+
+
+def mutated(mutant: Mutant, root: Path) -> str:
+    """Return the text of the mutant's file under a root as the fault makes it.
+
+    Raises:
+        MutantError: the old text is not there exactly once, or the new one is no Python.
+    """
+    file = root / mutant.file
+    text = file.read_text() if file.is_file() else ""
+    count = text.count(mutant.old)
+    if count != 1:
+        raise MutantError(
+            f"{mutant.name} is out of date: its old text is {count} times in {mutant.file}, must be once"
+        )
+    changed = text.replace(mutant.old, mutant.new)
+    try:
+        compile(changed, mutant.file, "exec")
+    except SyntaxError as error:
+        raise MutantError(f"{mutant.name} is broken: {error}") from error
+    return changed
+
+
+class Tree:
+    """A copy of the tree, in which the tests are run.
+
+    Args:
+        folder: where to make it; empty.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._report = folder.parent / "report.xml"
+        path = [str(folder), str(folder / "client")]
+        # Compiled here and not by the runs: a run would take what another compiled for true when the size and the
+        # second are the same.
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    def copy(self, root: Path = ROOT) -> None:
+        """Fill it with what git tracks or would track under a root, as it is in the working tree.
+
+        Raises:
+            MutantError: git does not know, or another copy would be imported.
+        """
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=root,
+            capture_output=True,
+            check=False,
+        )
+        if listed.returncode:
+            raise MutantError(f"git ls-files failed: {listed.stderr.decode().strip()}")
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (root / name).is_file():
+                target = self.folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(root / name, target)
+        options = ["-q", "--invalidation-mode", "checked-hash", "upr", "client", "tests"]
+        compiled = self._python("-m", "compileall", *options)
+        if compiled.returncode:
+            raise MutantError(f"the tree does not compile:\n{compiled.stdout}{compiled.stderr}")
+        self.check_imports()
+
+    def check_imports(self) -> None:
+        """Raise MutantError unless the copy's own modules are what its tests import."""
+        ask = "; ".join(f"import {name}; print(list({name}.__path__)[0])" for name in _PACKAGES)
+        told = self._python("-c", ask)
+        if told.returncode:
+            raise MutantError(f"the copy cannot be imported:\n{told.stderr}")
+        for place in told.stdout.splitlines():
+            if not Path(place).resolve().is_relative_to(self.folder.resolve()):
+                raise MutantError(
+                    f"the tests would import {place}, not the copy; look at PYTHONPATH and .pth files"
+                )
+
+    def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        with subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                out, errors = process.communicate(timeout=RUN_SECONDS)
+            except BaseException:
+                # With the servers that its tests may have started.
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+    @contextmanager
+    def changed(self, mutant: Mutant) -> Iterator[None]:
+        """Have the fault in the copy for a while."""
+        file = self.folder / mutant.file
+        changed = mutated(mutant, self.folder)
+        before = file.read_text()
+        file.write_text(changed)
+        try:
+            yield
+        finally:
+            file.write_text(before)
+
+    def run(self, tests: Iterable[str], *options: str) -> Outcome:
+        """Run tests until the first one fails."""
+        self._report.unlink(missing_ok=True)
+        began = time.monotonic()
+        quiet = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", f"--junitxml={self._report}"]
+        limit = f"--timeout={TEST_SECONDS}"
+        try:
+            done = self._python("-m", "pytest", *quiet, limit, *options, *tests)
+        except subprocess.TimeoutExpired:
+            return Outcome("", f"the run took more than {RUN_SECONDS} s", RUN_SECONDS)
+        seconds = time.monotonic() - began
+        if not self._report.exists():
+            told = (done.stdout + done.stderr).strip().splitlines()
+            return Outcome("", f"pytest ended with {done.returncode}: {told[-1:]}", seconds)
+        return judge(self._report.read_text(), done.returncode, seconds)
+
+
+def judge(report: str, status: int, seconds: float) -> Outcome:
+    """Return what a run came to.
+
+    Args:
+        report: pytest's JUnit XML.
+        status: that of pytest.
+    """
+    broken = ""
+    for case in ET.fromstring(report).iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        failure, error = case.find("failure"), case.find("error")
+        if failure is not None:
+            message = failure.get("message", "")
+            if message.startswith(NOT_CAUGHT_BY):
+                return Outcome("", f"{name}: {message}", seconds)
+            return Outcome(name, "", seconds)
+        if error is not None:
+            broken = broken or f"{name}: {error.get('message', '')}"
+    if not broken and status:
+        broken = f"pytest ended with status {status} and no test failed"
+    return Outcome("", broken, seconds)
+
+
+def choose(mutants: Sequence[Mutant], only: Sequence[str]) -> list[Mutant]:
+    """Return the mutants of these names, all without names; MutantError when there is none of a name."""
+    missing = set(only) - {mutant.name for mutant in mutants}
+    if missing:
+        raise MutantError(f"there is no mutant {', '.join(sorted(missing))}; --list names them all")
+    return [mutant for mutant in mutants if not only or mutant.name in only]
+
+
+def check_all(mutants: Sequence[Mutant]) -> None:
+    """Raise MutantError naming all that are out of date or no Python."""
+    wrong: list[str] = []
+    for mutant in mutants:
+        try:
+            mutated(mutant, ROOT)
+        except MutantError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise MutantError("\n".join(wrong))
+
+
+def try_all(mutants: Sequence[Mutant]) -> int:
+    """Try each mutant; the number of those that survived.
+
+    Raises:
+        MutantError: one is out of date or broken, or its tests are red without it.
+    """
+    check_all(mutants)
+    began = time.monotonic()
+    survived: list[str] = []
+    broken: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="upr-mutants-") as folder:
+        tree = Tree(Path(folder) / "tree")
+        tree.folder.mkdir()
+        tree.copy()
+        named = sorted({test for mutant in mutants for test in mutant.tests})
+        plain = tree.run(named)
+        if plain.failed or plain.broken:
+            raise MutantError(f"red without any mutant: {plain.failed or plain.broken}")
+        say(f"{len(named)} named tests are green without any mutant ({plain.seconds:.1f} s)")
+        for mutant in mutants:
+            with tree.changed(mutant):
+                outcome = tree.run(mutant.tests)
+            if outcome.broken:
+                word, by = "BROKEN", outcome.broken
+                broken.append(mutant.name)
+            elif outcome.failed:
+                word, by = "caught", outcome.failed
+            else:
+                word, by = "SURVIVED", mutant.means
+                survived.append(mutant.name)
+            say(f"{word:8} {mutant.name:44} {outcome.seconds:5.1f} s  {by}")
+    caught = len(mutants) - len(survived) - len(broken)
+    say(f"{caught} of {len(mutants)} mutants caught in {time.monotonic() - began:.0f} s")
+    if broken:
+        raise MutantError(f"broken, so that they prove nothing: {', '.join(broken)}")
+    return len(survived)
+
+
+def say(words: str) -> None:
+    """Print a line of the result at once."""
+    print(words, flush=True)
+
+
+def main() -> int:
+    """Return 0 when every mutant was caught, 1 when one survived, 2 when the list must be mended."""
+    parser = argparse.ArgumentParser(prog="tools/dev.py mutants", description=__doc__)
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this one")
+    parser.add_argument("--list", action="store_true", help="say what there is, and try nothing")
+    parser.add_argument("--json", action="store_true", help="with --list: as JSON")
+    options = parser.parse_args()
+    if options.json and not options.list:
+        parser.error("--json goes with --list")
+    try:
+        mutants = choose(read_list(), options.only)
+        if not options.list:
+            return 1 if try_all(mutants) else 0
+    except MutantError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps([asdict(mutant) for mutant in mutants], indent=2))
+        return 0
+    for mutant in mutants:
+        print(f"{mutant.name}: {mutant.means}\n    {mutant.file}\n    {' '.join(mutant.tests)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""Soak test of the engine in its simulated world: ever new seeds in two processes, until the time is up.
+
+A seed decides everything: which world (odd seeds make cuts), its block sizes, and each of its steps. On a violation the
+seed and a command that shows it again are printed, with as few steps as some tries find, and the status is 1. At the end
+it is said which statements of engine and protocol core no world has reached.
+"""
+
+import argparse
+import ast
+import functools
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import lmdb
+import pytest
+
+from tests.simulation import test_cutting, test_engine
+from tests.simulation.cutting import CutWorld
+from tests.simulation.world import World
+
+ROOT = Path(__file__).resolve().parent.parent
+PROCESSES = 2
+REPORT_SECONDS = 30.0
+TRACE_EVERY = 8
+"""Of so many pairs of worlds one is traced, which takes longer."""
+TRACED_CALLS = 40
+"""So many calls of a function are traced, and then one in as many."""
+LOOKED_AT = ("upr/engine", "client/upr_protocol")
+TOLD = ("crashes", "clean restarts", "rollbacks", "purges", "forced purges", "cuts")
+Lines = set[tuple[str, int]]
+"""(file, line number) of what was reached."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one seed.
+
+    Attributes:
+        now: the world's clock at its end, microseconds.
+        violation: the traceback, empty when all was right.
+        reached: what was reached, if it was traced.
+    """
+
+    seed: int
+    steps: int
+    counts: dict[str, int]
+    now: int
+    violation: str = ""
+    reached: Lines = field(default_factory=set)
+
+
+def steps_of(seed: int) -> int:
+    """Return how many steps the default tests give to such a world."""
+    return test_cutting.STEPS if seed % 2 else test_engine.STEPS
+
+
+def trust_the_system() -> None:
+    """A simulated crash loses the process and never the disk, so that nothing needs to be synced."""
+    setattr(lmdb, "open", functools.partial(lmdb.open, sync=False))  # noqa: B010
+    os.fsync = os.fdatasync = lambda _: None  # type: ignore[assignment]
+
+
+def run_seed(seed: int, steps: int, traced: bool = False) -> Outcome:
+    """Run the world of a seed for so many steps, and to its end."""
+    reached: Lines = set()
+    sizes = pytest.MonkeyPatch()
+    world: World | None = None
+    with tempfile.TemporaryDirectory(prefix="upr-world-") as folder, sizes.context() as patch:
+        test_engine.use_sizes(patch, seed)
+        if traced:
+            sys.settrace(tracer(reached))
+        try:
+            world = (CutWorld if seed % 2 else World)(Path(folder) / "world", seed)
+            world.run(steps)
+            violation = ""
+        except Exception:
+            violation = traceback.format_exc()
+        finally:
+            sys.settrace(None)
+    counts, now = ({}, 0) if world is None else (world.counts, world.now)
+    return Outcome(seed, steps, counts, now, violation, reached)
+
+
+def tracer(reached: Lines) -> Callable[[FrameType, str, Any], Any]:
+    """Return a trace function that notes the lines of the files that are looked at."""
+    folders = tuple(str(ROOT / folder) + os.sep for folder in LOOKED_AT)
+    files: dict[CodeType, str] = {}
+    calls: Counter[CodeType] = Counter()
+
+    def trace_lines(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            reached.add((files[frame.f_code], frame.f_lineno))
+        return trace_lines
+
+    def trace_calls(frame: FrameType, _event: str, _: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(folders):
+            return None
+        calls[code] += 1
+        if calls[code] > TRACED_CALLS and calls[code] % TRACED_CALLS:
+            return None
+        if code not in files:
+            files[code] = str(Path(code.co_filename).relative_to(ROOT))
+        return trace_lines
+
+    return trace_calls
+
+
+def fewer_steps(seed: int, steps: int, run: Callable[[int, int], Outcome] = run_seed) -> Outcome:
+    """Return a failing run of a seed with no more steps than it is known to fail with.
+
+    By bisection: a world of fewer steps is the beginning of the longer one, and then its end, so a shorter one
+    fails too or is too short; mostly.
+    """
+    found = run(seed, steps)
+    passing = -1
+    while found.violation and found.steps - passing > 1:
+        tried = run(seed, (passing + found.steps) // 2)
+        if tried.violation:
+            found = tried
+        else:
+            passing = tried.steps
+    return found
+
+
+def statements(file: Path) -> Iterator[tuple[int, int]]:
+    """Yield the first and last line of each statement inside functions; of a compound one, of its head."""
+    tree = ast.parse(file.read_text())
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, ast.stmt) or node is function:
+                continue
+            if isinstance(node, ast.Pass | ast.Try | ast.Global | ast.Nonlocal | ast.FunctionDef):
+                continue
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                continue
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+            yield node.lineno, max(last, node.lineno)
+
+
+def not_reached(reached: Lines) -> dict[str, list[tuple[int, int]]]:
+    """Return for each file that is looked at the line ranges of statements that were not reached."""
+    lines: dict[str, set[int]] = {}
+    for name, line in reached:
+        lines.setdefault(name, set()).add(line)
+    missed: dict[str, list[tuple[int, int]]] = {}
+    for folder in LOOKED_AT:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            name = str(file.relative_to(ROOT))
+            if "/wire/v1/" in name:
+                continue
+            seen = lines.get(name, set())
+            each = sorted(set(statements(file)))
+            ranges = [(a, b) for a, b in each if seen.isdisjoint(range(a, b + 1))]
+            if ranges and len(ranges) == len(each):
+                missed[name] = [(0, 0)]
+            elif ranges:
+                missed[name] = joined(ranges, each)
+    return missed
+
+
+def joined(ranges: list[tuple[int, int]], each: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ranges between which no other statement lies."""
+    result: list[tuple[int, int]] = []
+    chosen = set(ranges)
+    before = False
+    for one in each:
+        if one in chosen:
+            if before:
+                result[-1] = (result[-1][0], max(one[1], result[-1][1]))
+            else:
+                result.append(one)
+        before = one in chosen
+    return result
+
+
+class Soak:
+    """One run over seeds that follow each other."""
+
+    def __init__(self, first_seed: int, steps: int | None) -> None:
+        self._first = self._next = first_seed
+        self._steps = steps
+        self._began = time.monotonic()
+        self.seeds = self.traced = self.now = 0
+        self.counts: Counter[str] = Counter()
+        self.reached: Lines = set()
+
+    def run(self, seconds: float) -> Outcome | None:
+        """Run worlds until the time is up; return the first that went wrong."""
+        self._began = said = time.monotonic()
+        pending: set[Future[Outcome]] = set()
+        with ProcessPoolExecutor(
+            PROCESSES, mp_context=get_context("spawn"), initializer=trust_the_system
+        ) as pool:
+            while True:
+                # One at least, so that a seed can be shown again in no time.
+                over = self._next > self._first and time.monotonic() - self._began >= seconds
+                while not over and len(pending) < 2 * PROCESSES:
+                    pending.add(self._submit(pool))
+                    over = seconds <= 0
+                if not pending:
+                    return None
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for outcome in sorted((one.result() for one in done), key=lambda one: one.seed):
+                    self._note(outcome)
+                    if outcome.violation:
+                        pool.shutdown(wait=True, cancel_futures=True)
+                        return outcome
+                if time.monotonic() - said >= REPORT_SECONDS:
+                    said = time.monotonic()
+                    self.report()
+
+    def _submit(self, pool: ProcessPoolExecutor) -> Future[Outcome]:
+        seed, self._next = self._next, self._next + 1
+        traced = (seed - self._first) // 2 % TRACE_EVERY == 0
+        return pool.submit(run_seed, seed, self._steps or steps_of(seed), traced)
+
+    def _note(self, outcome: Outcome) -> None:
+        self.seeds += 1
+        self.now += outcome.now
+        self.counts.update(outcome.counts)
+        if outcome.reached:
+            self.traced += 1
+            self.reached |= outcome.reached
+
+    def report(self) -> None:
+        """Print how far it is."""
+        told = ", ".join(f"{self.counts[what]} {what}" for what in TOLD)
+        say(
+            f"{time.monotonic() - self._began:.0f} s: {self.seeds} seeds, "
+            f"{self.now / 1e6:.1f} s of simulated time, {told}"
+        )
+
+    def report_whole(self) -> None:
+        """Print everything that was counted, and what was never reached."""
+        self.report()
+        say(", ".join(f"{what}: {count}" for what, count in sorted(self.counts.items())))
+        say(f"statements that none of {self.traced} traced worlds has reached:")
+        for name, ranges in not_reached(self.reached).items():
+            words = [f"{a}-{b}" if b > a else str(a) for a, b in ranges]
+            say(f"  {name}: {'all' if ranges == [(0, 0)] else ', '.join(words)}")
+
+
+def say(words: str) -> None:
+    """Print a line at once."""
+    print(words, flush=True)
+
+
+def show(outcome: Outcome) -> None:
+    """Print a violation, with as few steps as can be found cheaply, and how to see it again."""
+    command = f"python3 tools/dev.py soak --simulation --minutes 0 --seed {outcome.seed}"
+    print(f"VIOLATION with seed {outcome.seed}; looking for fewer steps", file=sys.stderr)
+    trust_the_system()
+    found = fewer_steps(outcome.seed, outcome.steps)
+    if not found.violation:
+        found = outcome
+        print("not a second time: something is not decided by the seed", file=sys.stderr)
+    print(found.violation, file=sys.stderr)
+    print(f"VIOLATION with seed {found.seed} in {found.steps} steps; again with:", file=sys.stderr)
+    print(f"  {command} --steps {found.steps}", file=sys.stderr)
+
+
+def main() -> int:
+    """Return 0 when nothing was wrong."""
+    parser = argparse.ArgumentParser(prog="tools/dev.py soak --simulation", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="0: one seed")
+    parser.add_argument("--seed", type=int, default=None, help="the first one")
+    parser.add_argument("--steps", type=int, default=None, help="of each world")
+    options = parser.parse_args()
+    seed = random.randrange(10**6, 10**9) if options.seed is None else options.seed
+    say(f"simulation soak of {options.minutes} minutes, first seed {seed}")
+    soak = Soak(seed, options.steps)
+    try:
+        violation = soak.run(options.minutes * 60)
+    except KeyboardInterrupt:
+        return 130
+    if violation is not None:
+        show(violation)
+        return 1
+    soak.report_whole()
+    say("no violation")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
