@@ -100,8 +100,7 @@ def decode_frame(frame: stream_pb2.Frame) -> tuple[list[Block], npt.NDArray[np.u
         raise ProtocolError(
             f"a frame of {len(frame.blocks)} blocks with {len(frame.tokens)} bytes of tokens"
         )
-    blocks = joined_blocks(frame.blocks)
-    return blocks, np.frombuffer(frame.tokens, "<u4")
+    return joined_blocks(frame.blocks, np.frombuffer(frame.tokens, "<u4"))
 
 
 def batch_of(delivery: Delivery) -> ChangeBatch:

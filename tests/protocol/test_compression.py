@@ -267,9 +267,10 @@ def test_a_frame_does_not_decompress_to_more_than_a_message() -> None:
     big = numbered([(b"key%d" % i, bytes(2**20)) for i in range(9)])
     message = types_pb2.Block.FromString(compress_block(encode_block(big)))
     assert message.ByteSize() < 10_000
-    assert [block.rows for block in joined_blocks([message] * 2)] == [9, 9]
+    tokens = np.zeros(3, np.uint32)
+    assert [block.rows for block in joined_blocks([message] * 2, tokens[:2])[0]] == [9, 9]
     with pytest.raises(CorruptBlockError, match="a frame's"):
-        joined_blocks([message] * 3)
+        joined_blocks([message] * 3, tokens)
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,11 @@ def stored(
     return block_to_message(block)
 
 
+def sizes(messages: list[types_pb2.Block]) -> list[int]:
+    blocks, _ = joined_blocks(messages, np.zeros(len(messages), np.uint32))
+    return [len(block.runs) for block in blocks]
+
+
 @given(st.data())
 def test_joined_blocks_tell_what_the_single_ones_do(data: Any) -> None:
     messages = [
@@ -68,25 +73,31 @@ def test_joined_blocks_tell_what_the_single_ones_do(data: Any) -> None:
         for _ in range(data.draw(st.integers(1, 6)))
     ]
     apart = [block_from_message(message) for message in messages]
-    joined = joined_blocks(messages)
+    joined, tokens = joined_blocks(messages, np.arange(len(messages), dtype=np.uint32))
     for block in joined:
         check_block(block)
-    assert [run for b in joined for run in b.runs.tolist()] == [
-        run for b in apart for run in b.runs.tolist()
-    ]
-    assert list(all_rows(joined)) == list(all_rows(apart))
+    # Each run under its own token, and those of one partition in their order.
+    runs = [run for block in joined for run in block.runs.tolist()]
+    assert runs == [apart[token].runs.tolist()[0] for token in tokens.tolist()]
+    assert sorted(tokens.tolist()) == list(range(len(messages)))
+    for partition in range(6):
+        assert [r for r in all_rows(joined) if r[0] == partition] == [
+            r for r in all_rows(apart) if r[0] == partition
+        ]
+        of_it = [t for t in tokens.tolist() if apart[t].runs["partition"][0] == partition]
+        assert of_it == sorted(of_it)
 
 
-def test_neighbours_of_ascending_partitions_become_one() -> None:
-    messages = [stored(partition, PAIR) for partition in (1, 2, 5, 3, 4)]
-    assert [len(block.runs) for block in joined_blocks(messages)] == [3, 2]
+def test_each_partition_s_first_blocks_become_one_then_its_second() -> None:
+    messages = [stored(partition, PAIR) for partition in (7, 7, 1, 2, 2, 5, 3, 7)]
+    assert sizes(messages) == [5, 2, 1]
 
 
 def test_large_and_keys_only_blocks_stay_by_themselves() -> None:
     large = stored(2, [(b"k", b"v" * (joining.JOINED_BYTES_MAX + 1))])
     bare = stored(3, [(b"k", b"")], values=False)
     messages = [stored(1, PAIR), large, bare, stored(4, PAIR)]
-    assert [len(block.runs) for block in joined_blocks(messages)] == [1, 1, 1, 1]
+    assert sizes(messages) == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("field", ["runs", "keys", "values", "key_offsets"])
@@ -96,4 +107,4 @@ def test_one_damaged_block_among_many_is_refused(field: str) -> None:
     data[-1] ^= 1
     setattr(messages[3], field, bytes(data))
     with pytest.raises(CorruptBlockError):
-        joined_blocks(messages)
+        joined_blocks(messages, np.zeros(5, np.uint32))

@@ -23,7 +23,7 @@ from upr_protocol.wire.codec import (
     encode_block,
     is_compressed,
 )
-from upr_protocol.wire.joining import joined_blocks
+from upr_protocol.wire.joining import Tokens, joined_blocks
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -178,9 +178,9 @@ def test_the_sdk_reads_with_and_without_the_library(
             monkeypatch.setitem(sys.modules, "zstandard", None)
         compressed: list[bool] = []
 
-        def decode(messages: Sequence[types.Block]) -> list[Block]:
+        def decode(messages: Sequence[types.Block], tokens: Tokens) -> tuple[list[Block], Tokens]:
             compressed.extend(bool(message.zstd) for message in messages)
-            return joined_blocks(messages)
+            return joined_blocks(messages, tokens)
 
         monkeypatch.setattr(delivered, "joined_blocks", decode)
         assert everything(client, 20_000) == sorted(ROWS)

@@ -1,6 +1,6 @@
 """Many small blocks of one frame into few: what is paid for each block is paid once a frame."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import google_crc32c
 import numpy as np
@@ -22,44 +22,61 @@ from upr_protocol.wire.codec import block_from_message, check_plain_bytes, decod
 from upr_protocol.wire.v1 import types_pb2
 
 Messages = Sequence[types_pb2.Block]
+Tokens = npt.NDArray[np.uint32]
 
 
 JOINED_BYTES_MAX = 16 * 2**10
 """Values of a block that is joined with others: copying larger ones costs more than it spares."""
 
 
-def joined_blocks(messages: Messages) -> list[Block]:
-    """Return the blocks of a frame, checked whole, small neighbours joined where their partitions ascend.
+def joined_blocks(messages: Messages, tokens: Tokens) -> tuple[list[Block], Tokens]:
+    """Return the blocks of a frame, checked whole and small ones joined, and the token of each run.
 
-    The runs are those of the messages, in their order.
+    Stored blocks may come in another order than they were sent in, each with its token; those of one partition
+    stay in theirs.
+
+    Args:
+        tokens: uint32, one a run over all messages.
 
     Raises:
         CorruptBlockError, InvalidArgumentError: as ``block_from_message`` and ``check_plain_bytes``.
     """
-    blocks: list[Block] = []
     check_plain_bytes(messages)
-    for group in _groups(messages):
-        blocks.append(block_from_message(group[0]) if len(group) == 1 else _joined(group))
-    return blocks
+    stored = all(len(message.runs) == RUN.itemsize for message in messages)
+    if not stored or len(messages) == 1 or len(tokens) != len(messages):
+        return [block_from_message(message) for message in messages], tokens
+    order, groups = _groups(messages)
+    blocks = [
+        block_from_message(group[0]) if len(group) == 1 else _joined(group) for group in groups
+    ]
+    return blocks, tokens[order]
 
 
-def _groups(messages: Iterable[types_pb2.Block]) -> Iterator[list[types_pb2.Block]]:
-    """Cut into neighbours that can be one block: one run each, ascending, all with rows, with values or without."""
-    group: list[types_pb2.Block] = []
-    before = (-1, False)
-    for message in messages:
-        small = len(message.runs) == RUN.itemsize and len(message.values) <= JOINED_BYTES_MAX
-        partition = int.from_bytes(message.runs[:4], "little") if small else -1
-        kind = (partition, bool(message.value_offsets))
+def _groups(messages: Messages) -> tuple[list[int], list[list[types_pb2.Block]]]:
+    """Return in which order to take blocks of one run, and which neighbours in it become one block.
+
+    First goes the first block of each partition, then the second ones: in a block partitions ascend.
+    """
+    partitions = [int.from_bytes(message.runs[:4], "little") for message in messages]
+    seen: dict[int, int] = {}
+    levels = []
+    for partition in partitions:
+        levels.append(seen.get(partition, 0))
+        seen[partition] = levels[-1] + 1
+    order = sorted(range(len(messages)), key=lambda i: (levels[i], partitions[i]))
+    groups: list[list[types_pb2.Block]] = []
+    before: tuple[int, bool] | None = None
+    for i in order:
+        message = messages[i]
         # A compressed block has no offsets here, and is not joined.
-        joins = bool(message.key_offsets) and 0 <= before[0] < partition and kind[1] == before[1]
-        if group and not joins:
-            yield group
-            group = []
-        group.append(message)
-        before = kind if message.key_offsets else (-1, False)
-    if group:
-        yield group
+        small = bool(message.key_offsets) and len(message.values) <= JOINED_BYTES_MAX
+        kind = (levels[i], bool(message.value_offsets)) if small else None
+        if kind is not None and kind == before:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+        before = kind
+    return order, groups
 
 
 def _joined(messages: Messages) -> Block:
