@@ -10,15 +10,12 @@ rows before, and goes on behind them afterwards, would keep a key whose tombston
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from upr.engine.bucket import Bucket
 from upr.storage.tombstones import Purge, PurgeLimits
 from upr_protocol.block import U64
-
-NOBODY: Final = np.iinfo(np.uint64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +58,7 @@ def _below_high(bucket: Bucket) -> U64:
     What is not durable does not count: after a crash the durable seqno is the high seqno.
     """
     high = bucket.partitions.durable
-    limit: U64 = np.where(high > 0, high - np.minimum(high, 1), 0).astype(np.uint64)
-    return limit
+    return high - np.minimum(high, np.uint64(1))
 
 
 def _passed_by_all(bucket: Bucket) -> U64:

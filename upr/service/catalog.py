@@ -16,6 +16,7 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
 from upr.service.host import BucketHost, disk_room, new_failover_id
+from upr.storage.compression import COMPRESSIONS
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
@@ -39,7 +40,6 @@ from upr_protocol.limits import BUCKETS_MAX, NAME_BYTES_MAX, PARTITIONS
 log = logging.getLogger(__name__)
 
 DEFAULT_BUCKET = "default"
-COMPRESSIONS = ("", "zstd")
 NEW_BUCKET_BYTES = 2**20
 DAMAGED_HINT = "put a copy of its folder in its place and restart the server, or drop the bucket"
 GONE_HINT = "what was known of the old one is void; begin from 0"

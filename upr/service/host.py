@@ -50,7 +50,6 @@ from upr_protocol.limits import (
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.25
-_FORGET_SECONDS = 3600.0
 _PRODUCER_WAIT_SECONDS = 5.0
 _READERS = 2
 _T = TypeVar("_T")
