@@ -17,6 +17,8 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),
+    # A channel that is opened instead of a dead one must not find that one's connection again.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *COMMON,

@@ -590,19 +590,26 @@ class ConsumerInfo(_message.Message):
     LAST_ACK_TIME_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     LAG_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     connected: _builtins.bool
     """Whether a call under this name is open."""
     generation: _builtins.int
-    """How many calls were opened under this name."""
+    """The generation of its ownership: it rises with every call opened under the name, and with every change of
+    what any of its members owns.
+    """
     last_ack_time: _builtins.int
     """When it acknowledged last, microseconds since the epoch."""
     partitions: _builtins.int
     """Partitions with a position."""
     lag: _builtins.int
     """Mutations between its positions and the high seqnos of those partitions."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberInfo]:
+        """By name; none for a consumer that is no group."""
+
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerPosition]:
         """If asked for, ascending."""
@@ -616,15 +623,58 @@ class ConsumerInfo(_message.Message):
         last_ack_time: _builtins.int = ...,
         partitions: _builtins.int = ...,
         lag: _builtins.int = ...,
+        members: _abc.Iterable[Global___MemberInfo] | None = ...,
         positions: _abc.Iterable[Global___ConsumerPosition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "generation", b"generation", "lag", b"lag", "last_ack_time", b"last_ack_time", "name", b"name", "partitions", b"partitions", "positions", b"positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "generation", b"generation", "lag", b"lag", "last_ack_time", b"last_ack_time", "members", b"members", "name", b"name", "partitions", b"partitions", "positions", b"positions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConsumerInfo: _TypeAlias = ConsumerInfo  # noqa: Y015
+
+@_typing.final
+class MemberInfo(_message.Message):
+    """One member of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    RELEASING_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    LEASE_LEFT_SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    peer: _builtins.str
+    """Where it calls from; empty while it has no call open."""
+    partitions: _builtins.int
+    """Partitions that are its own."""
+    releasing: _builtins.int
+    """Those of them that it was asked to release."""
+    lease_seconds: _builtins.float
+    """The length of its lease in seconds."""
+    lease_left_seconds: _builtins.float
+    """When its lease ends unless it says something, in seconds from now."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        partitions: _builtins.int = ...,
+        releasing: _builtins.int = ...,
+        lease_seconds: _builtins.float = ...,
+        lease_left_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_left_seconds", b"lease_left_seconds", "lease_seconds", b"lease_seconds", "name", b"name", "partitions", b"partitions", "peer", b"peer", "releasing", b"releasing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberInfo: _TypeAlias = MemberInfo  # noqa: Y015
 
 @_typing.final
 class ConsumerPosition(_message.Message):
@@ -635,6 +685,9 @@ class ConsumerPosition(_message.Message):
     PARTITION_FIELD_NUMBER: _builtins.int
     FAILOVER_ID_FIELD_NUMBER: _builtins.int
     SEQNO_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    HIGH_SEQNO_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     """0 to 1023."""
     failover_id: _builtins.int
@@ -643,16 +696,25 @@ class ConsumerPosition(_message.Message):
     """
     seqno: _builtins.int
     """Everything up to here is safe with the consumer."""
+    member: _builtins.str
+    """The member of the group that owns the partition; empty without one."""
+    high_seqno: _builtins.int
+    """The partition's high seqno."""
+    time: _builtins.int
+    """When it was acknowledged, microseconds since the epoch."""
     def __init__(
         self,
         *,
         partition: _builtins.int = ...,
         failover_id: _builtins.int = ...,
         seqno: _builtins.int = ...,
+        member: _builtins.str = ...,
+        high_seqno: _builtins.int = ...,
+        time: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failover_id", b"failover_id", "partition", b"partition", "seqno", b"seqno"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failover_id", b"failover_id", "high_seqno", b"high_seqno", "member", b"member", "partition", b"partition", "seqno", b"seqno", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -705,6 +767,76 @@ class ForgetConsumerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ForgetConsumerResponse: _TypeAlias = ForgetConsumerResponse  # noqa: Y015
+
+@_typing.final
+class ResetConsumerRequest(_message.Message):
+    """Whose positions, and to where."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    TO_BEGINNING_FIELD_NUMBER: _builtins.int
+    TO_NOW_FIELD_NUMBER: _builtins.int
+    TO_TIME_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    name: _builtins.str
+    """The consumer's name. One that is not known is registered by it, unless it is reset to the beginning."""
+    to_beginning: _builtins.bool
+    """At the beginning: its positions are removed."""
+    to_now: _builtins.bool
+    """At the newest complete durable marker of each partition."""
+    to_time: _builtins.int
+    """Right below the first mutation committed at or after this time, microseconds since the epoch."""
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The partitions; none means all."""
+
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        name: _builtins.str = ...,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+        to_beginning: _builtins.bool = ...,
+        to_now: _builtins.bool = ...,
+        to_time: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["to", b"to", "to_beginning", b"to_beginning", "to_now", b"to_now", "to_time", b"to_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "name", b"name", "partitions", b"partitions", "to", b"to", "to_beginning", b"to_beginning", "to_now", b"to_now", "to_time", b"to_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_to: _TypeAlias = _typing.Literal["to_beginning", "to_now", "to_time"]  # noqa: Y015
+    _WhichOneofArgType_to: _TypeAlias = _typing.Literal["to", b"to"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_to) -> _WhichOneofReturnType_to | None: ...
+
+Global___ResetConsumerRequest: _TypeAlias = ResetConsumerRequest  # noqa: Y015
+
+@_typing.final
+class ResetConsumerResponse(_message.Message):
+    """What became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerPosition]:
+        """The positions as they are stored now, by partition."""
+
+    def __init__(
+        self,
+        *,
+        positions: _abc.Iterable[Global___ConsumerPosition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetConsumerResponse: _TypeAlias = ResetConsumerResponse  # noqa: Y015
 
 @_typing.final
 class ListBucketsRequest(_message.Message):

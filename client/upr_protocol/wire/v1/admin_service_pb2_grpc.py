@@ -65,6 +65,11 @@ class AdminServiceStub(object):
                 request_serializer=upr_dot_v1_dot_admin__service__pb2.ForgetConsumerRequest.SerializeToString,
                 response_deserializer=upr_dot_v1_dot_admin__service__pb2.ForgetConsumerResponse.FromString,
                 _registered_method=True)
+        self.ResetConsumer = channel.unary_unary(
+                '/upr.v1.AdminService/ResetConsumer',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.ResetConsumerRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.ResetConsumerResponse.FromString,
+                _registered_method=True)
         self.ListBuckets = channel.unary_unary(
                 '/upr.v1.AdminService/ListBuckets',
                 request_serializer=upr_dot_v1_dot_admin__service__pb2.ListBucketsRequest.SerializeToString,
@@ -128,6 +133,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetConsumer(self, request, context):
+        """Sets a consumer's stored positions to the beginning, to now, or to a time. Its calls end with POSITIONS_RESET,
+        and what its owners save afterwards under an older generation is FENCED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListBuckets(self, request, context):
         """All buckets.
         """
@@ -181,6 +194,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ForgetConsumer,
                     request_deserializer=upr_dot_v1_dot_admin__service__pb2.ForgetConsumerRequest.FromString,
                     response_serializer=upr_dot_v1_dot_admin__service__pb2.ForgetConsumerResponse.SerializeToString,
+            ),
+            'ResetConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetConsumer,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.ResetConsumerRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.ResetConsumerResponse.SerializeToString,
             ),
             'ListBuckets': grpc.unary_unary_rpc_method_handler(
                     servicer.ListBuckets,
@@ -361,6 +379,33 @@ class AdminService(object):
             '/upr.v1.AdminService/ForgetConsumer',
             upr_dot_v1_dot_admin__service__pb2.ForgetConsumerRequest.SerializeToString,
             upr_dot_v1_dot_admin__service__pb2.ForgetConsumerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/ResetConsumer',
+            upr_dot_v1_dot_admin__service__pb2.ResetConsumerRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.ResetConsumerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,10 @@ class AdminServiceStub:
     """The consumers that are registered by their acknowledgements."""
     ForgetConsumer: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ForgetConsumerRequest, _admin_service_pb2.ForgetConsumerResponse]
     """Forgets a consumer's positions, so that they hold nothing up any more."""
+    ResetConsumer: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResetConsumerRequest, _admin_service_pb2.ResetConsumerResponse]
+    """Sets a consumer's stored positions to the beginning, to now, or to a time. Its calls end with POSITIONS_RESET,
+    and what its owners save afterwards under an older generation is FENCED.
+    """
     ListBuckets: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListBucketsRequest, _admin_service_pb2.ListBucketsResponse]
     """All buckets."""
     CreateBucket: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateBucketRequest, _admin_service_pb2.CreateBucketResponse]
@@ -69,6 +73,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """The consumers that are registered by their acknowledgements."""
     ForgetConsumer: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ForgetConsumerRequest, _admin_service_pb2.ForgetConsumerResponse]  # type: ignore[assignment]
     """Forgets a consumer's positions, so that they hold nothing up any more."""
+    ResetConsumer: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResetConsumerRequest, _admin_service_pb2.ResetConsumerResponse]  # type: ignore[assignment]
+    """Sets a consumer's stored positions to the beginning, to now, or to a time. Its calls end with POSITIONS_RESET,
+    and what its owners save afterwards under an older generation is FENCED.
+    """
     ListBuckets: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListBucketsRequest, _admin_service_pb2.ListBucketsResponse]  # type: ignore[assignment]
     """All buckets."""
     CreateBucket: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateBucketRequest, _admin_service_pb2.CreateBucketResponse]  # type: ignore[assignment]
@@ -126,6 +134,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ForgetConsumerResponse, _abc.Awaitable[_admin_service_pb2.ForgetConsumerResponse]]:
         """Forgets a consumer's positions, so that they hold nothing up any more."""
+
+    @_abc_1.abstractmethod
+    def ResetConsumer(
+        self,
+        request: _admin_service_pb2.ResetConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ResetConsumerResponse, _abc.Awaitable[_admin_service_pb2.ResetConsumerResponse]]:
+        """Sets a consumer's stored positions to the beginning, to now, or to a time. Its calls end with POSITIONS_RESET,
+        and what its owners save afterwards under an older generation is FENCED.
+        """
 
     @_abc_1.abstractmethod
     def ListBuckets(

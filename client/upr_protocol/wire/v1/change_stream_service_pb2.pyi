@@ -269,6 +269,8 @@ class FollowRequest(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open:
         """Names the consumer and the options of every stream of this call. Exactly once, first."""
@@ -293,6 +295,14 @@ class FollowRequest(_message.Message):
     def pong(self) -> Global___Pong:
         """Answers a Heartbeat."""
 
+    @_builtins.property
+    def release(self) -> Global___Release:
+        """A member of a group hands partitions over."""
+
+    @_builtins.property
+    def renew(self) -> Global___Renew:
+        """A member of a group has its lease begin anew."""
+
     def __init__(
         self,
         *,
@@ -302,12 +312,14 @@ class FollowRequest(_message.Message):
         credit: Global___Credit | None = ...,
         ack: Global___Ack | None = ...,
         pong: Global___Pong | None = ...,
+        release: Global___Release | None = ...,
+        renew: Global___Renew | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "credit", b"credit", "message", b"message", "open", b"open", "pong", b"pong", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "credit", b"credit", "message", b"message", "open", b"open", "pong", b"pong", "release", b"release", "renew", b"renew", "start", b"start", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "credit", b"credit", "message", b"message", "open", b"open", "pong", b"pong", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "credit", b"credit", "message", b"message", "open", b"open", "pong", b"pong", "release", b"release", "renew", b"renew", "start", b"start", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "start", "stop", "credit", "ack", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "start", "stop", "credit", "ack", "pong", "release", "renew"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -327,12 +339,18 @@ class Open(_message.Message):
     STABILITY_FIELD_NUMBER: _builtins.int
     KEYS_ONLY_FIELD_NUMBER: _builtins.int
     ACCEPT_ZSTD_FIELD_NUMBER: _builtins.int
+    KEY_PREFIX_FIELD_NUMBER: _builtins.int
+    PLAIN_ROWS_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
     bucket_version: _builtins.int
     """The bucket version the client knows; absent when it is new."""
     consumer: _builtins.str
-    """Who follows; may be empty. A second call with the same name ends the first with SUPERSEDED."""
+    """Who follows; may be empty. A second call with the same name ends the first with SUPERSEDED, unless both name
+    a member.
+    """
     credit_bytes: _builtins.int
     """The window: bytes of blocks the server may send ahead of Credit. 0 means the default."""
     heartbeat_seconds: _builtins.float
@@ -343,6 +361,18 @@ class Open(_message.Message):
     """Leave the values out."""
     accept_zstd: _builtins.bool
     """Whether frames may hold compressed blocks."""
+    key_prefix: _builtins.bytes
+    """Leave out the rows whose keys do not begin with this, at most 4096 bytes. Runs and markers stay as they are."""
+    plain_rows: _builtins.bool
+    """Send plain runs, with a message for each row, instead of blocks."""
+    member: _builtins.str
+    """The calls of a consumer that name a member are a group and share the partitions: each may start only those
+    that an Assignment gave to it. A second call of one member ends its first with SUPERSEDED. Needs a consumer.
+    """
+    lease_seconds: _builtins.float
+    """How long a member's partitions stay its own while nothing is heard of it, 1 to 3600 seconds. 0 means the
+    default, 30.
+    """
     def __init__(
         self,
         *,
@@ -354,10 +384,14 @@ class Open(_message.Message):
         stability: _types_pb2.Stability.ValueType = ...,
         keys_only: _builtins.bool = ...,
         accept_zstd: _builtins.bool = ...,
+        key_prefix: _builtins.bytes = ...,
+        plain_rows: _builtins.bool = ...,
+        member: _builtins.str = ...,
+        lease_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "accept_zstd", b"accept_zstd", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "heartbeat_seconds", b"heartbeat_seconds", "keys_only", b"keys_only", "stability", b"stability"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "accept_zstd", b"accept_zstd", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "heartbeat_seconds", b"heartbeat_seconds", "key_prefix", b"key_prefix", "keys_only", b"keys_only", "lease_seconds", b"lease_seconds", "member", b"member", "plain_rows", b"plain_rows", "stability", b"stability"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
     _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
@@ -372,6 +406,15 @@ class Start(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTITIONS_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    UNTIL_NOW_FIELD_NUMBER: _builtins.int
+    table: _builtins.bytes
+    """Further partitions, of which no more is to be said than this; a thousand are started so in a few milliseconds.
+    One record of 28 bytes each: partition uint32, failover_id uint64, seqno uint64, data_id uint64, little-endian;
+    an id of 0 is none.
+    """
+    until_now: _builtins.bool
+    """Whether those of the table end at what is there when the Start is answered."""
     @_builtins.property
     def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartPartition]:
         """The partitions, each at most once."""
@@ -380,10 +423,12 @@ class Start(_message.Message):
         self,
         *,
         partitions: _abc.Iterable[Global___StartPartition] | None = ...,
+        table: _builtins.bytes = ...,
+        until_now: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "table", b"table", "until_now", b"until_now"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,6 +447,8 @@ class StartPartition(_message.Message):
     UNTIL_SEQNO_FIELD_NUMBER: _builtins.int
     UNTIL_NOW_FIELD_NUMBER: _builtins.int
     UNTIL_EXACT_FIELD_NUMBER: _builtins.int
+    FROM_NOW_FIELD_NUMBER: _builtins.int
+    FROM_TIME_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     """0 to 1023."""
     failover_id: _builtins.int
@@ -418,6 +465,12 @@ class StartPartition(_message.Message):
     """This very marker, as a cut named it. The stream ends with FINISHED there, having shown the partition as of
     it; where it is not, or no longer, a marker the stream ends with SNAPSHOT_GONE.
     """
+    from_now: _builtins.bool
+    """At the newest complete marker that is durable when the Start is answered: nothing written later is missed."""
+    from_time: _builtins.int
+    """Right below the first mutation committed at or after this time, microseconds since the epoch; where there is
+    none, as from_now.
+    """
     def __init__(
         self,
         *,
@@ -428,21 +481,27 @@ class StartPartition(_message.Message):
         until_seqno: _builtins.int = ...,
         until_now: _builtins.bool = ...,
         until_exact: _builtins.int = ...,
+        from_now: _builtins.bool = ...,
+        from_time: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "from", b"from", "from_now", b"from_now", "from_time", b"from_time", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "partition", b"partition", "seqno", b"seqno", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "from", b"from", "from_now", b"from_now", "from_time", b"from_time", "partition", b"partition", "seqno", b"seqno", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_id: _TypeAlias = _typing.Literal["data_id"]  # noqa: Y015
     _WhichOneofArgType__data_id: _TypeAlias = _typing.Literal["_data_id", b"_data_id"]  # noqa: Y015
     _WhichOneofReturnType__failover_id: _TypeAlias = _typing.Literal["failover_id"]  # noqa: Y015
     _WhichOneofArgType__failover_id: _TypeAlias = _typing.Literal["_failover_id", b"_failover_id"]  # noqa: Y015
+    _WhichOneofReturnType_from: _TypeAlias = _typing.Literal["from_now", "from_time"]  # noqa: Y015
+    _WhichOneofArgType_from: _TypeAlias = _typing.Literal["from", b"from"]  # noqa: Y015
     _WhichOneofReturnType_until: _TypeAlias = _typing.Literal["until_seqno", "until_now", "until_exact"]  # noqa: Y015
     _WhichOneofArgType_until: _TypeAlias = _typing.Literal["until", b"until"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_id) -> _WhichOneofReturnType__data_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__failover_id) -> _WhichOneofReturnType__failover_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_from) -> _WhichOneofReturnType_from | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_until) -> _WhichOneofReturnType_until | None: ...
 
@@ -539,6 +598,56 @@ class Pong(_message.Message):
 Global___Pong: _TypeAlias = Pong  # noqa: Y015
 
 @_typing.final
+class Release(_message.Message):
+    """Hands partitions over that the newest Assignment asked back, or that the member does not want: their streams
+    end, and what the member had to save of them is saved. What is not the member's is passed over.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """0 to 1023."""
+
+    def __init__(
+        self,
+        *,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Release: _TypeAlias = Release  # noqa: Y015
+
+@_typing.final
+class Renew(_message.Message):
+    """Has a member's lease begin anew, as every other message of its call does; and is answered, so that the member
+    knows: its lease ends no sooner than the lease's length after it sent this.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Comes back in Renewed."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Renew: _TypeAlias = Renew  # noqa: Y015
+
+@_typing.final
 class FollowResponse(_message.Message):
     """Server to client. The first message is Opened."""
 
@@ -549,6 +658,8 @@ class FollowResponse(_message.Message):
     FRAME_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    RENEWED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened:
         """The call is accepted."""
@@ -569,6 +680,14 @@ class FollowResponse(_message.Message):
     def ended(self) -> Global___Ended:
         """Streams that ended, or the call."""
 
+    @_builtins.property
+    def assignment(self) -> Global___Assignment:
+        """Which partitions are this member's."""
+
+    @_builtins.property
+    def renewed(self) -> Global___Renewed:
+        """Answers a Renew."""
+
     def __init__(
         self,
         *,
@@ -577,16 +696,76 @@ class FollowResponse(_message.Message):
         frame: Global___Frame | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         ended: Global___Ended | None = ...,
+        assignment: Global___Assignment | None = ...,
+        renewed: Global___Renewed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frame", b"frame", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "start_answers", b"start_answers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "ended", b"ended", "frame", b"frame", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "renewed", b"renewed", "start_answers", b"start_answers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frame", b"frame", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "start_answers", b"start_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "ended", b"ended", "frame", b"frame", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "renewed", b"renewed", "start_answers", b"start_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "start_answers", "frame", "heartbeat", "ended"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "start_answers", "frame", "heartbeat", "ended", "assignment", "renewed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___FollowResponse: _TypeAlias = FollowResponse  # noqa: Y015
+
+@_typing.final
+class Assignment(_message.Message):
+    """What a member of a group owns from now on. The first comes right after Opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    OWNED_FIELD_NUMBER: _builtins.int
+    TO_RELEASE_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Rises with every change of what any member of the consumer owns."""
+    @_builtins.property
+    def owned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The partitions that are this member's, ascending; those to be released are among them."""
+
+    @_builtins.property
+    def to_release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those that are to go to another member: stop handing out their changes, save their positions, and Release
+        them. When the lease ends they are taken.
+        """
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        owned: _abc.Iterable[_builtins.int] | None = ...,
+        to_release: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "owned", b"owned", "to_release", b"to_release"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
+
+@_typing.final
+class Renewed(_message.Message):
+    """The lease began anew when this was sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of the Renew."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Renewed: _TypeAlias = Renewed  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):
@@ -599,6 +778,8 @@ class Opened(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.int
     """Which server process this is; another one after each start."""
     bucket_version: _builtins.int
@@ -609,6 +790,12 @@ class Opened(_message.Message):
     """The heartbeat interval in force."""
     server_version: _builtins.str
     """The server's version, for people."""
+    generation: _builtins.int
+    """For a consumer with a name and no member: the generation of its ownership, for SavePositions. It rises with
+    every call opened under the name.
+    """
+    lease_seconds: _builtins.float
+    """For a member of a group: the length of its lease in force, in seconds."""
     def __init__(
         self,
         *,
@@ -617,10 +804,12 @@ class Opened(_message.Message):
         credit_bytes: _builtins.int = ...,
         heartbeat_seconds: _builtins.float = ...,
         server_version: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        lease_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "credit_bytes", b"credit_bytes", "heartbeat_seconds", b"heartbeat_seconds", "server_id", b"server_id", "server_version", b"server_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "credit_bytes", b"credit_bytes", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "server_id", b"server_id", "server_version", b"server_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -633,18 +822,25 @@ class StartAnswers(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ANSWERS_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    started: _builtins.bytes
+    """The other streams that the table asked for: they are open. One record of 36 bytes each, little-endian: partition
+    uint32, token uint32, failover_id uint64, high_seqno uint64, purge_seqno uint64, born uint32: 1 when the client,
+    which is to have the failover log, is to take it for this one id at 0. With until_now the end is high_seqno.
+    """
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartAnswer]:
-        """In the order of the Start."""
+        """In the order of the Start; then, for its table, those that no record of "started" can tell."""
 
     def __init__(
         self,
         *,
         answers: _abc.Iterable[Global___StartAnswer] | None = ...,
+        started: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -704,6 +900,7 @@ class Started(_message.Message):
     PURGE_SEQNO_FIELD_NUMBER: _builtins.int
     UNTIL_SEQNO_FIELD_NUMBER: _builtins.int
     FAILOVER_LOG_FIELD_NUMBER: _builtins.int
+    START_SEQNO_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Marks every later message of this stream, unique in the call."""
     failover_id: _builtins.int
@@ -714,6 +911,10 @@ class Started(_message.Message):
     """Tombstones at or below this seqno may be missing."""
     until_seqno: _builtins.int
     """Where the stream will end, if it has an end: the seqno that until_now stood for, or until_seqno."""
+    start_seqno: _builtins.int
+    """Where the stream begins, for a Start with from_now or from_time: the client has, by its own wish, nothing of
+    what lies at or below. It may take it for a snapshot marker of the nothing that it has.
+    """
     @_builtins.property
     def failover_log(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.FailoverRecord]:
         """The whole failover log, oldest record first, when it is not what the client's id showed it to know: always
@@ -729,13 +930,19 @@ class Started(_message.Message):
         purge_seqno: _builtins.int = ...,
         until_seqno: _builtins.int | None = ...,
         failover_log: _abc.Iterable[_types_pb2.FailoverRecord] | None = ...,
+        start_seqno: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_until_seqno", b"_until_seqno", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_seqno", b"_start_seqno", "_until_seqno", b"_until_seqno", "start_seqno", b"start_seqno", "until_seqno", b"until_seqno"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_until_seqno", b"_until_seqno", "failover_id", b"failover_id", "failover_log", b"failover_log", "high_seqno", b"high_seqno", "purge_seqno", b"purge_seqno", "token", b"token", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_seqno", b"_start_seqno", "_until_seqno", b"_until_seqno", "failover_id", b"failover_id", "failover_log", b"failover_log", "high_seqno", b"high_seqno", "purge_seqno", b"purge_seqno", "start_seqno", b"start_seqno", "token", b"token", "until_seqno", b"until_seqno"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__start_seqno: _TypeAlias = _typing.Literal["start_seqno"]  # noqa: Y015
+    _WhichOneofArgType__start_seqno: _TypeAlias = _typing.Literal["_start_seqno", b"_start_seqno"]  # noqa: Y015
     _WhichOneofReturnType__until_seqno: _TypeAlias = _typing.Literal["until_seqno"]  # noqa: Y015
     _WhichOneofArgType__until_seqno: _TypeAlias = _typing.Literal["_until_seqno", b"_until_seqno"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_seqno) -> _WhichOneofReturnType__start_seqno | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__until_seqno) -> _WhichOneofReturnType__until_seqno | None: ...
 
 Global___Started: _TypeAlias = Started  # noqa: Y015
@@ -789,6 +996,7 @@ class Frame(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     PURGE_SEQNOS_FIELD_NUMBER: _builtins.int
+    PLAIN_RUNS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """A uint32 a run, over all blocks in order: the token of the stream the run belongs to."""
     purge_seqnos: _builtins.bytes
@@ -799,20 +1007,115 @@ class Frame(_message.Message):
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Block]:
         """In the order in which they happened, for each partition."""
 
+    @_builtins.property
+    def plain_runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlainRun]:
+        """Instead of blocks and tokens for a call with plain_rows; their encoded size counts against the credit."""
+
     def __init__(
         self,
         *,
         blocks: _abc.Iterable[_types_pb2.Block] | None = ...,
         tokens: _builtins.bytes = ...,
         purge_seqnos: _builtins.bytes = ...,
+        plain_runs: _abc.Iterable[Global___PlainRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "purge_seqnos", b"purge_seqnos", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "plain_runs", b"plain_runs", "purge_seqnos", b"purge_seqnos", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Frame: _TypeAlias = Frame  # noqa: Y015
+
+@_typing.final
+class PlainRun(_message.Message):
+    """What happened in one partition in the range (start_seqno, end_seqno]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    START_SEQNO_FIELD_NUMBER: _builtins.int
+    END_SEQNO_FIELD_NUMBER: _builtins.int
+    HORIZON_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    """0 to 1023."""
+    token: _builtins.int
+    """That of the stream."""
+    start_seqno: _builtins.int
+    """Below the first."""
+    end_seqno: _builtins.int
+    """The last."""
+    horizon: _builtins.int
+    """Every row missing from the run was superseded at or below it; the run ends in a snapshot marker exactly when
+    it equals end_seqno.
+    """
+    time: _builtins.int
+    """When the newest row was committed, microseconds since the epoch."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlainRow]:
+        """The rows, by seqno."""
+
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        token: _builtins.int = ...,
+        start_seqno: _builtins.int = ...,
+        end_seqno: _builtins.int = ...,
+        horizon: _builtins.int = ...,
+        time: _builtins.int = ...,
+        rows: _abc.Iterable[Global___PlainRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_seqno", b"end_seqno", "horizon", b"horizon", "partition", b"partition", "rows", b"rows", "start_seqno", b"start_seqno", "time", b"time", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlainRun: _TypeAlias = PlainRun  # noqa: Y015
+
+@_typing.final
+class PlainRow(_message.Message):
+    """One mutation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQNO_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    DELETED_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    seqno: _builtins.int
+    """Its seqno."""
+    key: _builtins.bytes
+    """The key."""
+    value: _builtins.bytes
+    """The value; absent for a delete, and for everything in a stream of keys only."""
+    deleted: _builtins.bool
+    """Whether the key was deleted."""
+    time: _builtins.int
+    """When it was committed, microseconds since the epoch."""
+    def __init__(
+        self,
+        *,
+        seqno: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        value: _builtins.bytes | None = ...,
+        deleted: _builtins.bool = ...,
+        time: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "deleted", b"deleted", "key", b"key", "seqno", b"seqno", "time", b"time", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___PlainRow: _TypeAlias = PlainRow  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -895,6 +1198,207 @@ class EndedStream(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EndedStream: _TypeAlias = EndedStream  # noqa: Y015
+
+@_typing.final
+class LoadPositionsRequest(_message.Message):
+    """Whose positions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    bucket_version: _builtins.int
+    """The bucket version the client knows; absent when it is new."""
+    consumer: _builtins.str
+    """The consumer's name."""
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The partitions; none means all."""
+
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        bucket_version: _builtins.int | None = ...,
+        consumer: _builtins.str = ...,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "partitions", b"partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
+    _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bucket_version) -> _WhichOneofReturnType__bucket_version | None: ...
+
+Global___LoadPositionsRequest: _TypeAlias = LoadPositionsRequest  # noqa: Y015
+
+@_typing.final
+class LoadPositionsResponse(_message.Message):
+    """The positions that are stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    bucket_version: _builtins.int
+    """The version of the bucket that answered."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
+        """By partition; those without one are left out."""
+
+    def __init__(
+        self,
+        *,
+        bucket_version: _builtins.int = ...,
+        positions: _abc.Iterable[Global___Position] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadPositionsResponse: _TypeAlias = LoadPositionsResponse  # noqa: Y015
+
+@_typing.final
+class SavePositionsRequest(_message.Message):
+    """What to store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    bucket_version: _builtins.int
+    """The bucket version the client knows."""
+    consumer: _builtins.str
+    """The consumer's name."""
+    member: _builtins.str
+    """The member's name; empty for a consumer that is no group."""
+    generation: _builtins.int
+    """The newest that the owner was told: by Opened, or by Assignment for a member."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
+        """At most one a partition."""
+
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        bucket_version: _builtins.int = ...,
+        consumer: _builtins.str = ...,
+        member: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        positions: _abc.Iterable[Global___Position] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "generation", b"generation", "member", b"member", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SavePositionsRequest: _TypeAlias = SavePositionsRequest  # noqa: Y015
+
+@_typing.final
+class SavePositionsResponse(_message.Message):
+    """They are stored, but for those that were refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSED_PARTITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refused_partitions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RefusedPartition]:
+        """Partitions that are not, or no longer, the sender's; of these nothing was stored."""
+
+    def __init__(
+        self,
+        *,
+        refused_partitions: _abc.Iterable[_types_pb2.RefusedPartition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused_partitions", b"refused_partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SavePositionsResponse: _TypeAlias = SavePositionsResponse  # noqa: Y015
+
+@_typing.final
+class Position(_message.Message):
+    """What a consumer remembers of one partition."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    FAILOVER_ID_FIELD_NUMBER: _builtins.int
+    DATA_ID_FIELD_NUMBER: _builtins.int
+    SEQNO_FIELD_NUMBER: _builtins.int
+    HORIZON_FIELD_NUMBER: _builtins.int
+    MARKERS_FIELD_NUMBER: _builtins.int
+    FAILOVER_LOG_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    """0 to 1023."""
+    failover_id: _builtins.int
+    """The newest id that the server named; absent when there is none."""
+    data_id: _builtins.int
+    """The id under which the newest row was received; absent when there is none."""
+    seqno: _builtins.int
+    """Everything up to here was dealt with."""
+    horizon: _builtins.int
+    """The largest horizon received since the last marker, at least the seqno; absent when it is not known."""
+    generation: _builtins.int
+    """Of a stored position: the generation of the ownership under which it was stored. Not looked at in
+    SavePositions.
+    """
+    @_builtins.property
+    def markers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Snapshot markers to which the consumer could go back, ascending; at most 64."""
+
+    @_builtins.property
+    def failover_log(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.FailoverRecord]:
+        """The failover log that the server gave last, oldest record first; none when it gave none."""
+
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        failover_id: _builtins.int | None = ...,
+        data_id: _builtins.int | None = ...,
+        seqno: _builtins.int = ...,
+        horizon: _builtins.int | None = ...,
+        markers: _abc.Iterable[_builtins.int] | None = ...,
+        failover_log: _abc.Iterable[_types_pb2.FailoverRecord] | None = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "_horizon", b"_horizon", "data_id", b"data_id", "failover_id", b"failover_id", "horizon", b"horizon"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "_horizon", b"_horizon", "data_id", b"data_id", "failover_id", b"failover_id", "failover_log", b"failover_log", "generation", b"generation", "horizon", b"horizon", "markers", b"markers", "partition", b"partition", "seqno", b"seqno"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__data_id: _TypeAlias = _typing.Literal["data_id"]  # noqa: Y015
+    _WhichOneofArgType__data_id: _TypeAlias = _typing.Literal["_data_id", b"_data_id"]  # noqa: Y015
+    _WhichOneofReturnType__failover_id: _TypeAlias = _typing.Literal["failover_id"]  # noqa: Y015
+    _WhichOneofArgType__failover_id: _TypeAlias = _typing.Literal["_failover_id", b"_failover_id"]  # noqa: Y015
+    _WhichOneofReturnType__horizon: _TypeAlias = _typing.Literal["horizon"]  # noqa: Y015
+    _WhichOneofArgType__horizon: _TypeAlias = _typing.Literal["_horizon", b"_horizon"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_id) -> _WhichOneofReturnType__data_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__failover_id) -> _WhichOneofReturnType__failover_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__horizon) -> _WhichOneofReturnType__horizon | None: ...
+
+Global___Position: _TypeAlias = Position  # noqa: Y015
 
 @_typing.final
 class CreateCutRequest(_message.Message):

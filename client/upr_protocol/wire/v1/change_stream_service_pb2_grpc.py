@@ -70,6 +70,16 @@ class ChangeStreamServiceStub(object):
                 request_serializer=upr_dot_v1_dot_change__stream__service__pb2.ListCutsRequest.SerializeToString,
                 response_deserializer=upr_dot_v1_dot_change__stream__service__pb2.ListCutsResponse.FromString,
                 _registered_method=True)
+        self.LoadPositions = channel.unary_unary(
+                '/upr.v1.ChangeStreamService/LoadPositions',
+                request_serializer=upr_dot_v1_dot_change__stream__service__pb2.LoadPositionsRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_change__stream__service__pb2.LoadPositionsResponse.FromString,
+                _registered_method=True)
+        self.SavePositions = channel.unary_unary(
+                '/upr.v1.ChangeStreamService/SavePositions',
+                request_serializer=upr_dot_v1_dot_change__stream__service__pb2.SavePositionsRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_change__stream__service__pb2.SavePositionsResponse.FromString,
+                _registered_method=True)
 
 
 class ChangeStreamServiceServicer(object):
@@ -128,6 +138,21 @@ class ChangeStreamServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadPositions(self, request, context):
+        """Returns the positions that a consumer has stored in the server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SavePositions(self, request, context):
+        """Stores positions of a consumer in the server; they are durable when the answer comes. Only the owner of a
+        partition may: what a former owner sends is FENCED, and stores nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ChangeStreamServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -165,6 +190,16 @@ def add_ChangeStreamServiceServicer_to_server(servicer, server):
                     servicer.ListCuts,
                     request_deserializer=upr_dot_v1_dot_change__stream__service__pb2.ListCutsRequest.FromString,
                     response_serializer=upr_dot_v1_dot_change__stream__service__pb2.ListCutsResponse.SerializeToString,
+            ),
+            'LoadPositions': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadPositions,
+                    request_deserializer=upr_dot_v1_dot_change__stream__service__pb2.LoadPositionsRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_change__stream__service__pb2.LoadPositionsResponse.SerializeToString,
+            ),
+            'SavePositions': grpc.unary_unary_rpc_method_handler(
+                    servicer.SavePositions,
+                    request_deserializer=upr_dot_v1_dot_change__stream__service__pb2.SavePositionsRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_change__stream__service__pb2.SavePositionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -357,6 +392,60 @@ class ChangeStreamService(object):
             '/upr.v1.ChangeStreamService/ListCuts',
             upr_dot_v1_dot_change__stream__service__pb2.ListCutsRequest.SerializeToString,
             upr_dot_v1_dot_change__stream__service__pb2.ListCutsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadPositions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.ChangeStreamService/LoadPositions',
+            upr_dot_v1_dot_change__stream__service__pb2.LoadPositionsRequest.SerializeToString,
+            upr_dot_v1_dot_change__stream__service__pb2.LoadPositionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SavePositions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.ChangeStreamService/SavePositions',
+            upr_dot_v1_dot_change__stream__service__pb2.SavePositionsRequest.SerializeToString,
+            upr_dot_v1_dot_change__stream__service__pb2.SavePositionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,12 @@ class ChangeStreamServiceStub:
     """Gives a cut up. One that is not there is not an error."""
     ListCuts: _grpc.UnaryUnaryMultiCallable[_change_stream_service_pb2.ListCutsRequest, _change_stream_service_pb2.ListCutsResponse]
     """Returns the cuts whose lease has not ended, oldest first."""
+    LoadPositions: _grpc.UnaryUnaryMultiCallable[_change_stream_service_pb2.LoadPositionsRequest, _change_stream_service_pb2.LoadPositionsResponse]
+    """Returns the positions that a consumer has stored in the server."""
+    SavePositions: _grpc.UnaryUnaryMultiCallable[_change_stream_service_pb2.SavePositionsRequest, _change_stream_service_pb2.SavePositionsResponse]
+    """Stores positions of a consumer in the server; they are durable when the answer comes. Only the owner of a
+    partition may: what a former owner sends is FENCED, and stores nothing.
+    """
 
 @_typing.type_check_only
 class ChangeStreamServiceAsyncStub(ChangeStreamServiceStub):
@@ -77,6 +83,12 @@ class ChangeStreamServiceAsyncStub(ChangeStreamServiceStub):
     """Gives a cut up. One that is not there is not an error."""
     ListCuts: _aio.UnaryUnaryMultiCallable[_change_stream_service_pb2.ListCutsRequest, _change_stream_service_pb2.ListCutsResponse]  # type: ignore[assignment]
     """Returns the cuts whose lease has not ended, oldest first."""
+    LoadPositions: _aio.UnaryUnaryMultiCallable[_change_stream_service_pb2.LoadPositionsRequest, _change_stream_service_pb2.LoadPositionsResponse]  # type: ignore[assignment]
+    """Returns the positions that a consumer has stored in the server."""
+    SavePositions: _aio.UnaryUnaryMultiCallable[_change_stream_service_pb2.SavePositionsRequest, _change_stream_service_pb2.SavePositionsResponse]  # type: ignore[assignment]
+    """Stores positions of a consumer in the server; they are durable when the answer comes. Only the owner of a
+    partition may: what a former owner sends is FENCED, and stores nothing.
+    """
 
 class ChangeStreamServiceServicer(metaclass=_abc_1.ABCMeta):
     """Hello, Start and everything that a consumer of changes needs."""
@@ -141,5 +153,23 @@ class ChangeStreamServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_change_stream_service_pb2.ListCutsResponse, _abc.Awaitable[_change_stream_service_pb2.ListCutsResponse]]:
         """Returns the cuts whose lease has not ended, oldest first."""
+
+    @_abc_1.abstractmethod
+    def LoadPositions(
+        self,
+        request: _change_stream_service_pb2.LoadPositionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_change_stream_service_pb2.LoadPositionsResponse, _abc.Awaitable[_change_stream_service_pb2.LoadPositionsResponse]]:
+        """Returns the positions that a consumer has stored in the server."""
+
+    @_abc_1.abstractmethod
+    def SavePositions(
+        self,
+        request: _change_stream_service_pb2.SavePositionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_change_stream_service_pb2.SavePositionsResponse, _abc.Awaitable[_change_stream_service_pb2.SavePositionsResponse]]:
+        """Stores positions of a consumer in the server; they are durable when the answer comes. Only the owner of a
+        partition may: what a former owner sends is FENCED, and stores nothing.
+        """
 
 def add_ChangeStreamServiceServicer_to_server(servicer: ChangeStreamServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -206,7 +206,7 @@ class WriteResult(_message.Message):
         """A fixed64 a run: the failover id under which the seqnos were given."""
 
     @_builtins.property
-    def refused_partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedPartition]:
+    def refused_partitions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RefusedPartition]:
         """Partitions of the write that were refused while the others were applied."""
 
     def __init__(
@@ -217,7 +217,7 @@ class WriteResult(_message.Message):
         runs: _builtins.bytes = ...,
         failover_ids: _abc.Iterable[_builtins.int] | None = ...,
         duplicate: _builtins.bool = ...,
-        refused_partitions: _abc.Iterable[Global___RefusedPartition] | None = ...,
+        refused_partitions: _abc.Iterable[_types_pb2.RefusedPartition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -228,29 +228,103 @@ class WriteResult(_message.Message):
 Global___WriteResult: _TypeAlias = WriteResult  # noqa: Y015
 
 @_typing.final
-class RefusedPartition(_message.Message):
-    """One partition that refused its part of a write."""
+class GetRequest(_message.Message):
+    """Which keys."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PARTITION_FIELD_NUMBER: _builtins.int
-    PROBLEM_FIELD_NUMBER: _builtins.int
-    partition: _builtins.int
-    """0 to 1023."""
+    BUCKET_FIELD_NUMBER: _builtins.int
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    bucket_version: _builtins.int
+    """The bucket version the client knows; absent when it is new."""
     @_builtins.property
-    def problem(self) -> _types_pb2.Problem:
-        """Why."""
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """1 to 1000 keys. The partition of each is computed by the server."""
 
     def __init__(
         self,
         *,
-        partition: _builtins.int = ...,
-        problem: _types_pb2.Problem | None = ...,
+        bucket: _builtins.str = ...,
+        bucket_version: _builtins.int | None = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition", b"partition", "problem", b"problem"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket", b"bucket", "bucket_version", b"bucket_version", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
+    _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bucket_version) -> _WhichOneofReturnType__bucket_version | None: ...
+
+Global___GetRequest: _TypeAlias = GetRequest  # noqa: Y015
+
+@_typing.final
+class GetResponse(_message.Message):
+    """What they hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_VERSION_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    bucket_version: _builtins.int
+    """The version of the bucket that answered."""
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___GetAnswer]:
+        """One for each key, in the order of the request. Where the values exceed 16 MiB together, those behind come
+        without an answer and are to be asked for again: there are fewer answers than keys then, at least one.
+        """
+
+    def __init__(
+        self,
+        *,
+        bucket_version: _builtins.int = ...,
+        answers: _abc.Iterable[Global___GetAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "bucket_version", b"bucket_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RefusedPartition: _TypeAlias = RefusedPartition  # noqa: Y015
+Global___GetResponse: _TypeAlias = GetResponse  # noqa: Y015
+
+@_typing.final
+class GetAnswer(_message.Message):
+    """One key's newest mutation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    SEQNO_FIELD_NUMBER: _builtins.int
+    FAILOVER_ID_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    value: _builtins.bytes
+    """Absent when the key was never written, or is deleted."""
+    seqno: _builtins.int
+    """Of the newest mutation, a set or a delete; 0 when there is none, or its tombstone was purged."""
+    failover_id: _builtins.int
+    """The partition's newest failover id."""
+    @_builtins.property
+    def problem(self) -> _types_pb2.Problem:
+        """Set instead of everything else when this key's partition cannot be read."""
+
+    def __init__(
+        self,
+        *,
+        value: _builtins.bytes | None = ...,
+        seqno: _builtins.int = ...,
+        failover_id: _builtins.int = ...,
+        problem: _types_pb2.Problem | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "problem", b"problem", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "failover_id", b"failover_id", "problem", b"problem", "seqno", b"seqno", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___GetAnswer: _TypeAlias = GetAnswer  # noqa: Y015

@@ -40,6 +40,11 @@ class KeyValueServiceStub(object):
                 request_serializer=upr_dot_v1_dot_key__value__service__pb2.WriteRequest.SerializeToString,
                 response_deserializer=upr_dot_v1_dot_key__value__service__pb2.WriteResponse.FromString,
                 _registered_method=True)
+        self.Get = channel.unary_unary(
+                '/upr.v1.KeyValueService/Get',
+                request_serializer=upr_dot_v1_dot_key__value__service__pb2.GetRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_key__value__service__pb2.GetResponse.FromString,
+                _registered_method=True)
 
 
 class KeyValueServiceServicer(object):
@@ -53,6 +58,14 @@ class KeyValueServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Get(self, request, context):
+        """Returns the newest value of each key, durable or not. For convenience: there is no index over keys, so that a
+        key costs about as much as reading its partition down to the newest mutation of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KeyValueServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_KeyValueServiceServicer_to_server(servicer, server):
                     servicer.Write,
                     request_deserializer=upr_dot_v1_dot_key__value__service__pb2.WriteRequest.FromString,
                     response_serializer=upr_dot_v1_dot_key__value__service__pb2.WriteResponse.SerializeToString,
+            ),
+            'Get': grpc.unary_unary_rpc_method_handler(
+                    servicer.Get,
+                    request_deserializer=upr_dot_v1_dot_key__value__service__pb2.GetRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_key__value__service__pb2.GetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class KeyValueService(object):
             '/upr.v1.KeyValueService/Write',
             upr_dot_v1_dot_key__value__service__pb2.WriteRequest.SerializeToString,
             upr_dot_v1_dot_key__value__service__pb2.WriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Get(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.KeyValueService/Get',
+            upr_dot_v1_dot_key__value__service__pb2.GetRequest.SerializeToString,
+            upr_dot_v1_dot_key__value__service__pb2.GetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class KeyValueServiceStub:
     def __new__(cls, channel: _aio.Channel) -> KeyValueServiceAsyncStub: ...
     Write: _grpc.StreamStreamMultiCallable[_key_value_service_pb2.WriteRequest, _key_value_service_pb2.WriteResponse]
     """Blocks of mutations in, seqnos out. Answers come in the order of the requests. The first message is Open."""
+    Get: _grpc.UnaryUnaryMultiCallable[_key_value_service_pb2.GetRequest, _key_value_service_pb2.GetResponse]
+    """Returns the newest value of each key, durable or not. For convenience: there is no index over keys, so that a
+    key costs about as much as reading its partition down to the newest mutation of it.
+    """
 
 @_typing.type_check_only
 class KeyValueServiceAsyncStub(KeyValueServiceStub):
@@ -43,6 +47,10 @@ class KeyValueServiceAsyncStub(KeyValueServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Write: _aio.StreamStreamMultiCallable[_key_value_service_pb2.WriteRequest, _key_value_service_pb2.WriteResponse]  # type: ignore[assignment]
     """Blocks of mutations in, seqnos out. Answers come in the order of the requests. The first message is Open."""
+    Get: _aio.UnaryUnaryMultiCallable[_key_value_service_pb2.GetRequest, _key_value_service_pb2.GetResponse]  # type: ignore[assignment]
+    """Returns the newest value of each key, durable or not. For convenience: there is no index over keys, so that a
+    key costs about as much as reading its partition down to the newest mutation of it.
+    """
 
 class KeyValueServiceServicer(metaclass=_abc_1.ABCMeta):
     """Takes mutations."""
@@ -54,5 +62,15 @@ class KeyValueServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_key_value_service_pb2.WriteResponse], _abc.AsyncIterator[_key_value_service_pb2.WriteResponse]]:
         """Blocks of mutations in, seqnos out. Answers come in the order of the requests. The first message is Open."""
+
+    @_abc_1.abstractmethod
+    def Get(
+        self,
+        request: _key_value_service_pb2.GetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_key_value_service_pb2.GetResponse, _abc.Awaitable[_key_value_service_pb2.GetResponse]]:
+        """Returns the newest value of each key, durable or not. For convenience: there is no index over keys, so that a
+        key costs about as much as reading its partition down to the newest mutation of it.
+        """
 
 def add_KeyValueServiceServicer_to_server(servicer: KeyValueServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -233,3 +233,31 @@ class Problem(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Problem: _TypeAlias = Problem  # noqa: Y015
+
+@_typing.final
+class RefusedPartition(_message.Message):
+    """One partition that refused its part of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    """0 to 1023."""
+    @_builtins.property
+    def problem(self) -> Global___Problem:
+        """Why."""
+
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        problem: Global___Problem | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition", b"partition", "problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedPartition: _TypeAlias = RefusedPartition  # noqa: Y015
