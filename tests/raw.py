@@ -26,13 +26,17 @@ from upr_protocol.wire.v1 import key_value_service_pb2_grpc as kv_grpc
 from upr_protocol.wire.v1 import types_pb2 as types
 
 WAIT_SECONDS = 20.0
+OWN_CONNECTION: list[tuple[str, int]] = [("grpc.use_local_subchannel_pool", 1)]
+"""Channels with the same target and options share a connection otherwise, and its pause after a failure."""
 
 
 class RawClient:
     """Stubs on one channel."""
 
     def __init__(self, target: str) -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(
+            target, options=[*CLIENT_OPTIONS, *OWN_CONNECTION]
+        )
         self.changes: Any = changes_grpc.ChangeStreamServiceStub(self._channel)
         self.kv: Any = kv_grpc.KeyValueServiceStub(self._channel)
         self.admin: Any = admin_grpc.AdminServiceStub(self._channel)
@@ -65,6 +69,11 @@ class RawClient:
         request = changes.GetFailoverLogRequest(bucket="default", partitions=partitions)
         response = await self.changes.GetFailoverLog(request, timeout=WAIT_SECONDS)
         return [[(r.failover_id, r.seqno) for r in log.records] for log in response.logs]
+
+    async def get(self, *keys: bytes, bucket: str = "default") -> list[kv.GetAnswer]:
+        request = kv.GetRequest(bucket=bucket, keys=keys)
+        response = await self.kv.Get(request, timeout=WAIT_SECONDS)
+        return list(response.answers)
 
     async def writer(self, producer: str = "", **options: Any) -> "RawWriter":
         call = self.kv.Write()
@@ -148,7 +157,8 @@ class RawFollow:
         if message is grpc.aio.EOF:
             raise EOFError(f"the Follow call ended: {await self.call.details()}")
         if message.HasField("frame") and self.give_credit:
-            size = sum(len(block.SerializeToString()) for block in message.frame.blocks)
+            parts = (*message.frame.blocks, *message.frame.plain_runs)
+            size = sum(len(part.SerializeToString()) for part in parts)
             await self.send(credit=changes.Credit(bytes=size))
         if message.HasField("heartbeat"):
             await self.send(pong=changes.Pong())
@@ -184,6 +194,23 @@ class RawFollow:
                 ended.append(message.ended)
                 streams -= len(message.ended.streams)
         return blocks, ended
+
+    async def plain_until_ended(
+        self, streams: int
+    ) -> tuple[list[changes.PlainRun], list[changes.Ended]]:
+        """Read frames of plain rows until as many streams have ended."""
+        runs: list[changes.PlainRun] = []
+        ended: list[changes.Ended] = []
+        while streams > 0:
+            message = await self.read()
+            if message.HasField("frame"):
+                assert not message.frame.blocks
+                assert not message.frame.tokens
+                runs += message.frame.plain_runs
+            elif message.HasField("ended"):
+                ended.append(message.ended)
+                streams -= len(message.ended.streams)
+        return runs, ended
 
     async def close(self) -> None:
         await self.call.done_writing()

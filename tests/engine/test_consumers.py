@@ -15,7 +15,7 @@ from upr.engine.consumers import NO_LIMIT, Consumers, read_positions
 from upr.engine.follower import Follower
 from upr.engine.partitions import ACTIVE, Partitions
 from upr.engine.streams import FollowOptions, Started, StartRequest
-from upr.storage.keyspace import ConsumerRow, PartitionRow
+from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow, PartitionRow
 from upr.storage.store import Identity
 from upr_protocol.block import I64, U64, make_runs, sealed
 from upr_protocol.credit import CreditWindow
@@ -205,8 +205,9 @@ def test_of_two_calls_under_a_name_only_the_newer_is_heard() -> None:
     start(new, 5, 8)
     assert ack(old, (5, 10))
     assert b.consumer_positions.limit(IDS)[5] == 8
+    assert ack(new, (5, 8))
     ((_, consumer),) = b.consumer_positions
-    assert consumer.generation == 2
+    assert consumer.generation == new.generation == old.generation + 1
 
 
 def test_a_start_below_the_position_brings_it_down_in_the_same_step() -> None:
@@ -243,7 +244,8 @@ def rows_of(consumers: Consumers, max_rows: int = 1 << 20) -> dict[tuple[bytes, 
 def test_what_is_not_stored_is_handed_out_once_and_loaded_again() -> None:
     consumers = Consumers()
     acknowledge(consumers, "c", (5, 8), (6, 9), now=11)
-    consumers.opened("c")
+    (_, consumer), *_ = consumers
+    consumer.generation = 2
     rows = rows_of(consumers)
     assert rows == {
         (b"c", 5): ConsumerRow(2, 6, 8, 11),
@@ -263,7 +265,7 @@ def test_what_is_not_stored_is_handed_out_once_and_loaded_again() -> None:
     assert (consumer.generation, consumer.last_ack_time) == (3, 12)
 
 
-DAMAGED = ConsumerRow(0, 0, 0, 0)
+DAMAGED = ConsumerRow(0, 0, 0, 0, DAMAGED_POSITION)
 
 
 def test_a_transaction_stays_bounded_and_nothing_is_lost() -> None:
@@ -286,7 +288,7 @@ def test_what_could_not_be_stored_is_handed_out_again() -> None:
     assert changes is not None
     acknowledge(consumers, "c", (5, 9))
     consumers.put_back(changes)
-    assert rows_of(consumers) == {(b"c", 5): ConsumerRow(1, 6, 9, 1)}
+    assert rows_of(consumers) == {(b"c", 5): ConsumerRow(0, 6, 9, 1)}
 
 
 def test_forget_removes_the_rows_and_a_later_ack_registers_anew() -> None:
@@ -301,7 +303,7 @@ def test_forget_removes_the_rows_and_a_later_ack_registers_anew() -> None:
     assert changes.rows() == {(b"c", 5): None, (b"c", 6): None}
     consumers.put_back(changes)
     assert rows_of(consumers) == {(b"c", 5): None, (b"c", 6): None}
-    assert rows_of(consumers) == {(b"c", 6): ConsumerRow(1, 7, 10, 1)}
+    assert rows_of(consumers) == {(b"c", 6): ConsumerRow(0, 7, 10, 1)}
 
 
 def test_an_ack_of_all_partitions_does_not_work_position_by_position() -> None:
@@ -355,6 +357,6 @@ def test_a_row_whose_key_is_damaged_is_left_out(tmp_path: Path, key: bytes) -> N
     with store._env.begin(write=True) as txn:
         txn.put(key, b"some value", db=store._consumers)
         txn.put(b"d\0\0\2", b"a damaged value", db=store._consumers)
-    assert store.consumers() == {b"c": {1: row}, b"d": {2: ConsumerRow(0, 0, 0, 0)}}
+    assert store.consumers() == {b"c": {1: row}, b"d": {2: DAMAGED}}
     Consumers().load(store.consumers())
     store.close()

@@ -20,7 +20,7 @@ from upr_protocol.block import Block, make_runs, sealed
 from upr_protocol.credit import CreditWindow
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, TooManyError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.rows import build_block
+from upr_protocol.rows import block_values, build_block
 from upr_protocol.wire.codec import decode_block, encode_block
 
 MINE, OTHER = 5, 6
@@ -319,3 +319,22 @@ def test_a_damaged_partition_ends_its_own_stream_only() -> None:
     frame = follower.next_frame()
     assert frame is not None
     assert [r[1] for r in all_rows(map(decode_block, frame.blocks))] == list(range(1, 10))
+
+
+def test_a_stream_that_begins_inside_a_run_of_the_tail_gets_what_is_above() -> None:
+    b = bucket()
+    rows = build_block([b"k%d" % i for i in range(6)], [b"%d" % i for i in range(6)])
+    values = block_values(rows)
+    # One write: three rows each of two partitions.
+    b.write(sealed(replace(rows, runs=make_runs([MINE, OTHER], [3, 3]))), b"", None, 0, 1)
+    newest_id = int(b.partitions.newest_id[MINE])
+    follower, wake = following(b, OTHER)
+    (answer,) = follower.start([StartRequest(MINE, newest_id, 2, newest_id)])
+    assert isinstance(answer, Started)
+    blocks = sent_while_awake(follower, wake)
+    assert [(p, seqno, value) for p, seqno, _, value in all_rows(blocks)] == [
+        (MINE, 3, values[2]),
+        *((OTHER, seqno, values[2 + seqno]) for seqno in (1, 2, 3)),
+    ]
+    starts = {int(r["partition"]): int(r["start_seqno"]) for block in blocks for r in block.runs}
+    assert starts == {MINE: 2, OTHER: 0}

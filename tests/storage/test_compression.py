@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ def test_readers_get_what_they_can_take(tmp_path: Path) -> None:
     first, second = block_of(7, 0, 50, b"v" * 100), block_of(7, 50, 50, b"v" * 100)
     store = filled(tmp_path, [(7, 50, compress_block(first)), (7, 100, compress_block(second))])
 
-    def read(above: int, **options: bool) -> list[bytes]:
+    def read(above: int, **options: Any) -> list[bytes]:
         kind = {"keys_only": False, **options}
         (result,) = read_blocks(store, [ReadRequest(7, above)], 1 << 20, **kind)
         assert result.error is None

@@ -29,6 +29,7 @@ def _restore(folder: Path) -> dict[str, Any]:
 
     A run that is cut short leaves a bucket as it was, or done; running again adds another record.
     """
+    from upr import failpoints
     from upr.engine.partitions import ACTIVE
     from upr.engine.recovery import recover
     from upr.service.host import new_failover_id
@@ -53,9 +54,12 @@ def _restore(folder: Path) -> dict[str, Any]:
         table = result.partitions
         active = [p for p in result.rows if table.state[p] == ACTIVE]
         records = {p: table.logs[p].newest for p in active}
+        failpoints.hit("restore.before_forget")
         # First what speaks of the lost future, then the records: cut short in between, the next run does the rest.
         forgotten = forget_future(store, {p: r.seqno for p, r in records.items()})
+        failpoints.hit("restore.before_records")
         store.write_recovery(result.rows, result.blocks)
+        failpoints.hit("restore.after_records")
     finally:
         if journal is not None:
             journal.close()

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from upr.engine.beginnings import DurableMarkers
 from upr.engine.consumers import Consumers
 from upr.engine.cuts import Cut, Cuts
 from upr.engine.flush import FlushPlan
+from upr.engine.owners import Owners
 from upr.engine.partitions import ACTIVE, Partitions
 from upr.engine.producers import Producer
 from upr.engine.tail import Tail, TailEntry
@@ -77,11 +79,13 @@ class Bucket:
         self.identity = identity
         self.partitions = partitions
         self.tail = Tail()
+        self.markers = DurableMarkers(partitions.stored)
         self.proven = proven
         self.failure: StorageFailedError | None = None
         self.followers: set[Follower] = set()
         self.consumers: dict[str, Follower] = {}
         self.consumer_positions = Consumers()
+        self.owners = Owners()
         self.cuts = Cuts()
         self._producers: dict[bytes, Producer] = {}
         self._next_commit = next_commit
@@ -217,9 +221,14 @@ class Bucket:
 
     def commit_done(self, commit: Commit) -> None:
         """Take note that a commit is on disk: its rows are durable."""
-        for entry in self.tail.mark_durable(len(commit.entries)):
-            self.partitions.durable[entry.runs["partition"]] = entry.runs["end_seqno"]
+        self._became_durable(self.tail.mark_durable(len(commit.entries)))
         self._wake(memory=False)
+
+    def _became_durable(self, entries: Sequence[TailEntry]) -> None:
+        for entry in entries:
+            self.partitions.durable[entry.runs["partition"]] = entry.runs["end_seqno"]
+        if entries:
+            self.markers.became_durable([entry.runs for entry in entries])
 
     def fail(self, error: StorageFailedError) -> None:
         """Take no more writes: what the disk holds is not known any more."""
@@ -281,21 +290,40 @@ class Bucket:
 
     # Following
 
-    def add_follower(self, follower: "Follower") -> "Follower | None":
-        """Register a follower; returns the one that had its consumer name and must end."""
+    def add_follower(self, follower: "Follower", now: int = 0) -> "Follower | None":
+        """Register a follower; returns the one that had its consumer name and must end.
+
+        One that names a member takes its seat in the group; an older call of the member ends by itself.
+
+        Args:
+            now: as in ``Group``; counts for members only.
+
+        Raises:
+            InvalidArgumentError, TooManyError: see ``Owners.open_sole`` and ``Owners.join``.
+        """
+        options, old = follower.options, None
+        if options.member:
+            follower.seat = self.owners.join(
+                options.consumer,
+                options.member,
+                options.lease,
+                now,
+                follower,
+                sole_is_open=options.consumer in self.consumers,
+            )
+        elif options.consumer:
+            follower.generation = self.owners.open_sole(options.consumer, self.consumers)
+            old = self.consumers.get(options.consumer)
+            self.consumers[options.consumer] = follower
         self.followers.add(follower)
-        name = follower.options.consumer
-        if not name:
-            return None
-        old = self.consumers.get(name)
-        self.consumers[name] = follower
-        self.consumer_positions.opened(name)
         return old
 
-    def remove_follower(self, follower: "Follower") -> None:
-        """Forget a follower."""
+    def remove_follower(self, follower: "Follower", now: int = 0, *, left: bool = False) -> None:
+        """Forget a follower; ``left``: a member goes by its own wish, and gives up what it has."""
         self.followers.discard(follower)
-        if self.consumers.get(follower.options.consumer) is follower:
+        if follower.seat is not None:
+            self.owners.close(follower.seat, now, left=left)
+        elif self.consumers.get(follower.options.consumer) is follower:
             del self.consumers[follower.options.consumer]
 
     def _wake(self, *, memory: bool) -> None:
@@ -308,12 +336,11 @@ class Bucket:
         for entry in entries:
             number = self.tail.append(entry)
             self.partitions.received(entry.runs)
-            self.partitions.durable[entry.runs["partition"]] = entry.runs["end_seqno"]
             if entry.producer:
                 producer = self._producers.setdefault(entry.producer, Producer())
                 producer.applied(entry, number)
         self.tail.taken = self.tail.end
-        self.tail.mark_durable(self.tail.end - self.tail.durable)
+        self._became_durable(self.tail.mark_durable(self.tail.end - self.tail.durable))
 
 
 def check_number(expected: int | None, number: int) -> int:

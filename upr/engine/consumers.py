@@ -1,26 +1,30 @@
 """The registered consumers of a bucket: what each of them has acknowledged, partition by partition.
 
-A consumer is registered by its first Ack in a call with a consumer name. What it acknowledged holds purging up;
+A consumer is registered by its first Ack in a call with a consumer name, or by the first position that it saves
+here. A saved position counts, for purging and for whoever asks, from when it is stored (``saves``).
+
+What a consumer acknowledged holds purging up;
 what of it is not stored yet is handed out as a value (Changes) and stored by the service. A crash loses the
 acknowledgements of the last second: a stored position that is too low only makes purging more careful. One that
 is too high, because its consumer had just gone back, can let purging overtake the consumer, which is then rolled
 back to 0: right, though costly.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from upr.engine.saves import Save, Saves
 from upr.storage.keyspace import ConsumerRow
 from upr_protocol.block import I64, U64
-from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.errors import InvalidArgumentError, TooManyError
 from upr_protocol.limits import CONSUMERS_MAX, PARTITIONS, SEQNO_MAX
+from upr_protocol.records import POSITION
 
 NO_LIMIT: Final = np.iinfo(np.uint64).max
-_POSITION: Final = np.dtype([("partition", "<u4"), ("seqno", "<u8")])
 _Mask = npt.NDArray[np.bool_]
 
 
@@ -30,11 +34,11 @@ def read_positions(data: bytes) -> tuple[I64, U64]:
     Raises:
         InvalidArgumentError: its size is none that positions add up to, or one of them is out of range.
     """
-    if len(data) % _POSITION.itemsize or len(data) > PARTITIONS * _POSITION.itemsize:
+    if len(data) % POSITION.itemsize or len(data) > PARTITIONS * POSITION.itemsize:
         raise InvalidArgumentError(
-            f"an Ack of {len(data)} bytes, a position takes {_POSITION.itemsize} and there are at most {PARTITIONS}"
+            f"an Ack of {len(data)} bytes, a position takes {POSITION.itemsize} and there are at most {PARTITIONS}"
         )
-    table = np.frombuffer(data, _POSITION)
+    table = np.frombuffer(data, POSITION)
     partitions, seqnos = table["partition"].astype(np.int64), table["seqno"].astype(np.uint64)
     if (partitions >= PARTITIONS).any():
         worst = int(partitions.max())
@@ -60,11 +64,13 @@ class Consumer:
     """One registered consumer.
 
     Attributes, each but the first of shape (1024,):
-        generation: how many calls were opened under the name since it was registered, the registering one included.
-        known: where it has a position.
+        generation: of the ownership under which it acknowledged or saved last.
+        known: where it has acknowledged or saved.
         seqno, failover_id: uint64, everything up to this seqno is safe with it, acknowledged under this id.
         time: uint64, when it was acknowledged, microseconds since the epoch.
-        dirty: where the position is not stored yet.
+        dirty: where that is not stored yet.
+
+    And positions: the saved positions by partition, as ``ConsumerRow.position``; all of them are stored.
     """
 
     generation: int
@@ -73,6 +79,7 @@ class Consumer:
     failover_id: U64 = field(default_factory=_zeros)
     time: U64 = field(default_factory=_zeros)
     dirty: _Mask = field(default_factory=_no_partition)
+    positions: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def last_ack_time(self) -> int:
@@ -94,18 +101,18 @@ class Changes:
     """Copies of what is to be stored: positions by name, and partitions whose rows are to be removed."""
 
     removed: Mapping[str, I64]
-    written: Mapping[str, tuple[int, I64, U64, U64, U64]]
+    written: Mapping[str, tuple[int, I64, U64, U64, U64, list[bytes]]]
 
     def rows(self) -> dict[tuple[bytes, int], ConsumerRow | None]:
         """Return the rows to be written; None for those to be removed."""
         rows: dict[tuple[bytes, int], ConsumerRow | None] = {}
         for name, partitions in self.removed.items():
             rows.update(dict.fromkeys(((name.encode(), p) for p in partitions.tolist()), None))
-        for name, (generation, partitions, ids, seqnos, times) in self.written.items():
+        for name, (generation, partitions, ids, seqnos, times, saved) in self.written.items():
             key = name.encode()
-            columns = (partitions.tolist(), ids.tolist(), seqnos.tolist(), times.tolist())
-            for partition, failover_id, seqno, time in zip(*columns, strict=True):
-                rows[key, partition] = ConsumerRow(generation, failover_id, seqno, time)
+            columns = (partitions.tolist(), ids.tolist(), seqnos.tolist(), times.tolist(), saved)
+            for partition, *rest in zip(*columns, strict=True):
+                rows[key, partition] = ConsumerRow(generation, *rest)
         return rows
 
 
@@ -118,6 +125,7 @@ class Consumers:
     def __init__(self) -> None:
         self._consumers: dict[str, Consumer] = {}
         self._removed: dict[str, _Mask] = {}
+        self.saves = Saves(self)
 
     def __contains__(self, name: str) -> bool:
         return name in self._consumers
@@ -136,14 +144,19 @@ class Consumers:
                 consumer.seqno[partition] = row.seqno
                 consumer.failover_id[partition] = row.failover_id
                 consumer.time[partition] = row.time
+                if row.position:
+                    consumer.positions[partition] = row.position
+
+    def get(self, name: str) -> Consumer | None:
+        """Return a registered consumer."""
+        return self._consumers.get(name)
+
+    @property
+    def newest_generation(self) -> int:
+        """The largest generation of all of them."""
+        return max((consumer.generation for consumer in self._consumers.values()), default=0)
 
     # What consumers do
-
-    def opened(self, name: str) -> None:
-        """Count a call under a name; the number is stored with the next write of the consumer's rows."""
-        consumer = self._consumers.get(name)
-        if consumer is not None:
-            consumer.generation += 1
 
     def started(self, name: str, partition: int, newest_id: int, seqno: int) -> None:
         """Have the position come down to where a stream was opened, if it is above: its consumer went back."""
@@ -155,9 +168,16 @@ class Consumers:
         ):
             consumer.seqno[partition] = seqno
             consumer.dirty[partition] = True
+        self.saves.overtaken(name, np.array([partition]))
 
     def acknowledge(
-        self, name: str, partitions: I64, seqnos: U64, failover_ids: U64, now: int
+        self,
+        name: str,
+        partitions: I64,
+        seqnos: U64,
+        failover_ids: U64,
+        now: int,
+        generation: int = 0,
     ) -> bool:
         """Take the newest word of a consumer; False when it is not kept, because there are CONSUMERS_MAX others.
 
@@ -165,6 +185,7 @@ class Consumers:
             partitions: 0 to 1023; where one is named twice its last seqno counts.
             seqnos, failover_ids: one a partition.
             now: microseconds since the epoch.
+            generation: of the consumer's ownership.
         """
         if not len(partitions):
             return True
@@ -172,7 +193,9 @@ class Consumers:
         if consumer is None:
             if len(self._consumers) >= CONSUMERS_MAX:
                 return False
-            consumer = self._consumers[name] = Consumer(1)
+            consumer = self._consumers[name] = Consumer(generation)
+        consumer.generation = max(consumer.generation, generation)
+        self.saves.overtaken(name, partitions)
         consumer.known[partitions] = True
         consumer.seqno[partitions] = seqnos
         consumer.failover_id[partitions] = failover_ids
@@ -181,13 +204,52 @@ class Consumers:
         return True
 
     def forget(self, name: str) -> bool:
-        """Forget a consumer's positions; False when it is not registered."""
+        """Forget a consumer's positions, and those that it is saving; False when it is not registered."""
         consumer = self._consumers.pop(name, None)
-        if consumer is None:
+        going = self.saves.void(name)
+        if consumer is None and not going.any():
             return False
-        removed = self._removed.get(name)
-        self._removed[name] = consumer.known if removed is None else removed | consumer.known
+        removed = self._removed.setdefault(name, _no_partition())
+        removed |= going if consumer is None else going | consumer.known
         return True
+
+    @property
+    def is_removing(self) -> bool:
+        """Whether rows of consumers that were forgotten are still to be removed."""
+        return bool(self._removed)
+
+    # What is saved
+
+    def check_room(self, names: Set[str]) -> None:
+        """Raise TooManyError where consumers that are not registered cannot all be."""
+        if len(self._consumers) + len(names - self._consumers.keys()) > CONSUMERS_MAX:
+            raise TooManyError(
+                f"{len(self._consumers)} consumers are registered, the limit is {CONSUMERS_MAX}",
+                hint="'upr-admin consumers forget NAME' lets go of one that is not needed",
+                retriable=False,
+            )
+
+    def take_saved(self, save: "Save") -> None:
+        """Take a save in that is stored: what it says counts from now on."""
+        consumer = self._consumers.get(save.name)
+        if consumer is None:
+            consumer = self._consumers[save.name] = Consumer(save.generation)
+        consumer.generation = max(consumer.generation, save.generation)
+        # Where the consumer has said something since, that is the newer word on what it has.
+        counts = save.partitions[save.newest]
+        consumer.dirty[counts] = False
+        if save.positions is None:
+            consumer.known[counts] = False
+            for partition in save.partitions.tolist():
+                consumer.positions.pop(partition, None)
+            if not consumer.known.any():
+                del self._consumers[save.name]
+            return
+        consumer.known[counts] = True
+        consumer.seqno[counts] = save.seqnos[save.newest]
+        consumer.failover_id[counts] = save.failover_ids[save.newest]
+        consumer.time[counts] = save.time
+        consumer.positions.update(zip(save.partitions.tolist(), save.positions, strict=True))
 
     # What purging asks
 
@@ -237,7 +299,7 @@ class Consumers:
         """
         left = max_rows
         removed: dict[str, I64] = {}
-        written: dict[str, tuple[int, I64, U64, U64, U64]] = {}
+        written: dict[str, tuple[int, I64, U64, U64, U64, list[bytes]]] = {}
         while self._removed and left > 0:
             name, mask = self._removed.popitem()
             removed[name] = np.flatnonzero(mask)
@@ -249,7 +311,8 @@ class Consumers:
                 continue
             p = np.flatnonzero(consumer.dirty)
             columns = (consumer.failover_id[p], consumer.seqno[p], consumer.time[p])
-            written[name] = (consumer.generation, p, *columns)
+            saved = [consumer.positions.get(partition, b"") for partition in p.tolist()]
+            written[name] = (consumer.generation, p, *columns, saved)
             consumer.dirty[p] = False
             left -= len(p)
         return Changes(removed, written) if removed or written else None

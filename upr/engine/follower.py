@@ -6,203 +6,36 @@ few vectorised statements; a group that falls behind the tail goes back to the s
 consumer beyond its credit: the service asks for the next frame when it can send one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from upr.engine.bucket import Bucket
-from upr.engine.exact import beyond_end, no_such_end
-from upr.engine.groups import TailGroups
-from upr.engine.partitions import ACTIVE
+from upr.engine.exact import beyond_end
+from upr.engine.opening import NO_END, OpenStreams
 from upr.engine.streams import (
     FINISHED,
-    STOPPED,
-    Answer,
     Ended,
     EndReason,
-    FollowOptions,
     FrameOut,
-    Refused,
-    RolledBack,
-    Started,
-    StartRequest,
     purged,
 )
-from upr.storage.merge import Encoded
 from upr.storage.reading import ReadResult
 from upr.storage.store import ReadRequest
 from upr_protocol.block import I64, U64, Runs
-from upr_protocol.credit import CreditWindow
 from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_protocol.failover import FailoverLog, check_failover_id, check_partition, check_seqno
-from upr_protocol.handshake import answer_start
-from upr_protocol.limits import FRAME_BYTES, PARTITIONS
+from upr_protocol.limits import FRAME_BYTES
+from upr_protocol.records import POSITION
 
-NO_END: Final = np.iinfo(np.uint64).max
 READ_PARTITIONS: Final = 64
 """Partitions asked for in one read of the store."""
 STEPS_AT_ONCE: Final = 4
 """How often a frame is looked for in one step when the tail holds nothing for this follower."""
 
 
-class Follower:
-    """The streams of one Follow call.
-
-    Args:
-        wake: called when there may be something to send again.
-    """
-
-    def __init__(
-        self, bucket: Bucket, options: FollowOptions, credit: CreditWindow, wake: Callable[[], None]
-    ) -> None:
-        self.options = options
-        self.credit = credit
-        self.wake = wake
-        self.on_superseded: Callable[[], None] | None = None
-        self._bucket = bucket
-        self._table = bucket.partitions
-        self._token = np.zeros(PARTITIONS, np.uint32)
-        self._last_token = 0
-        self._seqno: U64 = np.zeros(PARTITIONS, np.uint64)
-        self._horizon: U64 = np.zeros(PARTITIONS, np.uint64)
-        self._id: U64 = np.zeros(PARTITIONS, np.uint64)
-        self._until: U64 = np.full(PARTITIONS, NO_END, np.uint64)
-        self._limit: U64 = np.full(PARTITIONS, NO_END, np.uint64)
-        self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
-        self._groups = TailGroups(bucket.tail, options.memory)
-        self._ready: list[tuple[int, int, Encoded]] = []
-        self._reading = False
-        self._turn = 0
-        self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
-        self._told_purge: U64 = np.zeros(PARTITIONS, np.uint64)
-        self._seen_raises = 0
-        self._stale: set[int] = set()
-        self._ended: list[Ended] = []
-
-    # Starting and ending
-
-    def start(self, requests: Sequence[StartRequest]) -> list[Answer]:
-        """Decide on each request, and open what may be opened, in this one step ("Handshake", step 3)."""
-        return [self._start(request) for request in requests]
-
-    def _start(self, request: StartRequest) -> Answer:
-        table = self._table
-        partition = request.partition
-        try:
-            check_partition(partition)
-            check_seqno(request.seqno)
-            if request.until_seqno is not None:
-                check_seqno(request.until_seqno, "until_seqno")
-            if request.until_exact is not None:
-                check_seqno(request.until_exact, "until_exact")
-            for failover_id in (request.failover_id, request.data_id):
-                if failover_id is not None:
-                    check_failover_id(failover_id)
-        except UprError as error:
-            return Refused(partition, error)
-        if not table.serves(partition):
-            return Refused(partition, table.refusal(partition))
-        if self._token[partition]:
-            self._end([partition], STOPPED)
-        self._id[partition] = 0
-        log, high = table.logs[partition], int(table.high[partition])
-        answer = answer_start(
-            log,
-            failover_id=request.failover_id,
-            seqno=request.seqno,
-            data_id=request.data_id,
-            high_seqno=high,
-            purge_seqno=int(table.purge[partition]),
-            active=bool(table.state[partition] == ACTIVE),
-        )
-        if answer.kind == "rollback":
-            return RolledBack(partition, answer, log)
-        if answer.kind == "behind":
-            behind = UprError(answer.words, reason="BEHIND", retriable=True, hint="try again later")
-            return Refused(partition, behind)
-        if request.until_exact is not None:
-            gone = no_such_end(partition, request.until_exact, request.seqno, high)
-            if gone is not None:
-                return Refused(partition, gone)
-        return self._open(request, log, high)
-
-    def _open(self, request: StartRequest, log: FailoverLog, high: int) -> Started:
-        partition = request.partition
-        until = high if request.until_now else request.until_seqno
-        if (exact := request.until_exact) is not None:
-            until = exact
-        self._last_token += 1
-        self._token[partition] = self._last_token
-        self._seqno[partition] = request.seqno
-        self._id[partition] = log.newest.failover_id
-        if self.options.consumer:
-            positions = self._bucket.consumer_positions
-            name, newest_id = self.options.consumer, log.newest.failover_id
-            positions.started(name, partition, newest_id, request.seqno)
-        self._horizon[partition] = request.seqno
-        self._told_purge[partition] = self._table.purge[partition]
-        self._until[partition] = NO_END if until is None else until
-        self._limit[partition] = NO_END if exact is None else exact
-        self._attach(partition)
-        if until is not None and until <= request.seqno:
-            self._end([partition], FINISHED)
-        return Started(
-            partition,
-            self._last_token,
-            log.newest.failover_id,
-            high,
-            int(self._table.purge[partition]),
-            until,
-            log if request.seqno == 0 or request.failover_id is None else None,
-        )
-
-    def _attach(self, partition: int) -> None:
-        """Have a stream read on where its seqno lies: in the store, or in the tail."""
-        seqno = int(self._seqno[partition])
-        if seqno < int(self._table.stored[partition]):
-            self._from_store[partition] = True
-            return
-        self._from_store[partition] = False
-        self._groups.join(partition, self._bucket.tail.find(partition, seqno))
-
-    def stop(self, partitions: Iterable[int]) -> None:
-        """End streams at the consumer's wish; what is not open is passed over."""
-        self._end([p for p in partitions if 0 <= p < PARTITIONS], STOPPED)
-
-    def end_all(self, why: EndReason) -> None:
-        """End every open stream."""
-        self._end(np.flatnonzero(self._token).tolist(), why)
-        self.wake()
-
-    def _end(self, partitions: Iterable[int], why: EndReason) -> None:
-        streams = self._close(partitions)
-        if streams:
-            self._ended.append(Ended(streams, why))
-
-    def _close(self, partitions: Iterable[int]) -> list[tuple[int, int]]:
-        """Close the open ones among streams, and return them as (partition, token): their ends are to be told."""
-        streams = [(p, int(self._token[p])) for p in dict.fromkeys(partitions) if self._token[p]]
-        if not streams:
-            return []
-        gone = [p for p, _ in streams]
-        self._token[gone] = 0
-        self._limit[gone] = NO_END
-        self._from_store[gone] = False
-        self._groups.leave(gone)
-        self._ready = [item for item in self._ready if self._token[item[0]] == item[1]]
-        return streams
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether ends wait to be told."""
-        return bool(self._ended)
-
-    def take_ended(self) -> list[Ended]:
-        """Return, once, the ends that are to be told, oldest first."""
-        ended, self._ended = self._ended, []
-        return ended
+class Follower(OpenStreams):
+    """The streams of one Follow call, and what it is sent."""
 
     # Acknowledging
 
@@ -230,9 +63,15 @@ class Follower:
                 hint="acknowledge only what was received in this call",
             )
         name = self.options.consumer
-        if not name or self._bucket.consumers.get(name) is not self:
+        if self.seat is not None:
+            mine = self.seat.owns(partitions)
+            partitions, seqnos, ids = partitions[mine], seqnos[mine], ids[mine]
+        elif not name or self._bucket.consumers.get(name) is not self:
             return True
-        return self._bucket.consumer_positions.acknowledge(name, partitions, seqnos, ids, now)
+        generation = self._bucket.owners.generation(name)
+        return self._bucket.consumer_positions.acknowledge(
+            name, partitions, seqnos, ids, now, generation
+        )
 
     # Purging
 
@@ -240,6 +79,11 @@ class Follower:
     def name(self) -> str:
         """How operators know it: its consumer name, or where it calls from."""
         return self.options.consumer or self.options.peer
+
+    @property
+    def peer(self) -> str:
+        """Where it calls from."""
+        return self.options.peer
 
     def passed(self) -> U64:
         """Return up to where each partition's tombstones are passed, shape (1024,).
@@ -296,7 +140,7 @@ class Follower:
         chosen = np.roll(waiting, -first)[:READ_PARTITIONS].tolist()
         self._reading = True
         left = self.credit.window - self.credit.outstanding
-        requests = [ReadRequest(p, int(self._seqno[p])) for p in chosen]
+        requests = [ReadRequest(p, int(self._seqno[p]), int(self._token[p])) for p in chosen]
         return requests, min(FRAME_BYTES, left)
 
     def feed(self, results: Sequence[ReadResult]) -> None:
@@ -316,6 +160,9 @@ class Follower:
             if result.blocks:
                 self._turn = partition + 1
             token = int(self._token[partition])
+            if self.options.plain_rows and token != result.request.token:
+                # What these cost was counted with the token of a stream that is gone; they are read again.
+                continue
             self._ready += [(partition, token, block) for block in result.blocks]
 
     def read_failed(self, error: UprError, requests: Sequence[ReadRequest]) -> None:
@@ -360,9 +207,7 @@ class Follower:
         limit = min(FRAME_BYTES, self.credit.window - self.credit.outstanding)
         while self._ready:
             partition, token, block = self._ready[0]
-            fits = (
-                size + len(block.data) <= limit if blocks else self.credit.may_send(len(block.data))
-            )
+            fits = size + block.size <= limit if blocks else self.credit.may_send(block.size)
             if not fits:
                 break
             self._ready.pop(0)
@@ -375,7 +220,7 @@ class Follower:
                 continue
             blocks.append(block.data)
             tokens.append(token)
-            size += len(block.data)
+            size += block.size
             self._seqno[partition] = run["end_seqno"]
             self._horizon[partition] = max(self._horizon[partition], run["horizon"])
         for partition in touched:
@@ -410,7 +255,7 @@ class Follower:
             self._horizon,
             self._until,
             min(FRAME_BYTES, left),
-            self.options.keys_only,
+            self._token,
             self._limit if exact else None,
         )
         if taken is None:
@@ -440,9 +285,15 @@ class Follower:
         behind = (self._token != 0) & (self._seqno < self._table.stored)
         return int(np.count_nonzero(self._token)), int(np.count_nonzero(behind))
 
-    def moved_high_seqnos(self) -> list[tuple[int, int]]:
-        """Return (partition, high seqno) of the open streams whose high seqno moved since the last call."""
+    def moved_high_seqnos(self) -> npt.NDArray[np.void]:
+        """Return the partitions and high seqnos of the open streams whose high seqno moved since the last call.
+
+        Returns:
+            dtype POSITION, one item a stream.
+        """
         moved = (self._token != 0) & (self._table.high != self._told_high)
         self._told_high[moved] = self._table.high[moved]
         partitions = np.flatnonzero(moved)
-        return list(zip(partitions.tolist(), self._table.high[partitions].tolist(), strict=True))
+        told = np.zeros(len(partitions), POSITION)
+        told["partition"], told["seqno"] = partitions, self._table.high[partitions]
+        return told

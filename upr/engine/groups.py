@@ -1,16 +1,19 @@
 """Streams of one follower that read the tail together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from upr.engine.tail import Tail, TailEntry
-from upr_protocol.block import RUN, U64, Runs, cut_runs, without_values
+from upr.storage.plain_rows import Tokens
+from upr.storage.showing import Showing
+from upr_protocol.block import I64, RUN, U64, Runs, cut_runs, slice_runs
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import encode_block
 
+EVERYTHING = Showing()
 ENTRIES_AT_ONCE = 256
 """Entries looked at in one step, so that a tail of tiny writes does not hold the event loop."""
 
@@ -43,8 +46,9 @@ class TailGroups:
         moves: how often a group moved on.
     """
 
-    def __init__(self, tail: Tail, memory: bool) -> None:
+    def __init__(self, tail: Tail, memory: bool, showing: Showing = EVERYTHING) -> None:
         self._tail = tail
+        self._showing = showing
         self._memory = memory
         self._groups: list[_Group] = []
         self.moves = 0
@@ -54,14 +58,16 @@ class TailGroups:
         """Entries from this number on may not be shown."""
         return self._tail.end if self._memory else self._tail.durable
 
-    def join(self, partition: int, entry: int) -> None:
-        """Have a partition read from an entry on."""
+    def join(self, partitions: Sequence[int] | I64, entry: int) -> None:
+        """Have partitions read from an entry on."""
+        if not len(partitions):
+            return
         for group in self._groups:
             if group.next_entry == entry:
-                group.members[partition] = True
+                group.members[partitions] = True
                 return
         group = _Group(entry)
-        group.members[partition] = True
+        group.members[partitions] = True
         self._groups.append(group)
 
     def leave(self, partitions: Iterable[int]) -> None:
@@ -87,7 +93,7 @@ class TailGroups:
         horizon: U64,
         until: U64,
         max_bytes: int,
-        keys_only: bool,
+        tokens: Tokens,
         limit: U64 | None = None,
     ) -> Taken | None:
         """Return what the group that is furthest behind reads next; None when no group has anything.
@@ -97,6 +103,7 @@ class TailGroups:
         Args:
             seqno, horizon, until: each stream's state, shape (1024,).
             max_bytes: stop before this is exceeded, but not before the first block.
+            tokens: each stream's token, shape (1024,).
             limit: the largest horizon that each stream may be sent, shape (1024,); None: no stream has one.
         """
         self._merge_groups()
@@ -114,7 +121,7 @@ class TailGroups:
                 # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
                 entries = entries[:1]
             state = (seqno, horizon, until, limit)
-            taken = self._select(group, first, entries, state, max_bytes, keys_only)
+            taken = self._select(group, first, entries, state, max_bytes, tokens)
             if taken.beyond is not None:
                 return taken
             if taken.blocks or taken.next_entry == end or len(entries) == 1:
@@ -135,15 +142,16 @@ class TailGroups:
         entries: list[TailEntry],
         state: tuple[U64, U64, U64, U64 | None],
         max_bytes: int,
-        keys_only: bool,
+        tokens: Tokens,
     ) -> Taken:
         seqno, horizon, until, limit = state
         runs = _joined(entries)
         partitions = runs["partition"]
         starts = runs["start_seqno"]
+        above = seqno[partitions]
         keep = (
             group.members[partitions]
-            & (runs["end_seqno"] > seqno[partitions])
+            & (runs["end_seqno"] > above)
             & ((starts < until[partitions]) | (horizon[partitions] > starts))
         )
         beyond = None
@@ -151,17 +159,21 @@ class TailGroups:
             # A later run of such a stream begins at or above its end: only the first one reaches beyond.
             beyond = keep & (runs["horizon"] > limit[partitions])
             keep &= ~beyond
+        # A position may lie inside a run: what it has of it is not sent again.
+        inside = keep & (starts < above)
+        sliced = bool(inside.any())
         blocks: list[bytes] = []
         size = at = done = used = 0
         for entry in entries:
             last = at + len(entry.runs)
             kept = keep[at:last]
             if kept.any():
-                data = _cut(entry, kept, keys_only)
-                if blocks and size + len(data) > max_bytes:
+                slices = above[at:last] if sliced and inside[at:last].any() else None
+                data, cost = _cut(entry, kept, self._showing, tokens, slices)
+                if blocks and size + cost > max_bytes:
                     break
                 blocks.append(data)
-                size += len(data)
+                size += cost
             at = used = last
             done += 1
         taken = Taken(group, first + done, blocks, runs[:used][keep[:used]], size)
@@ -192,9 +204,23 @@ def _joined(entries: list[TailEntry]) -> Runs:
     return np.frombuffer(b"".join([entry.runs.tobytes() for entry in entries]), RUN)
 
 
-def _cut(entry: TailEntry, kept: npt.NDArray[np.bool_], keys_only: bool) -> bytes:
-    """Return an entry's bytes as they are, or a cut-out of some runs, or of the keys."""
-    if kept.all() and not keys_only:
-        return entry.data
+def _cut(
+    entry: TailEntry,
+    kept: npt.NDArray[np.bool_],
+    showing: Showing,
+    tokens: Tokens,
+    above: U64 | None,
+) -> tuple[bytes, int]:
+    """Return an entry's bytes as they are, or a cut-out of what is to be shown; and what it takes from the credit.
+
+    Args:
+        above: for each run the seqno above which it is shown, None for all of them whole.
+    """
+    if above is None and kept.all() and showing.as_they_are:
+        return entry.data, len(entry.data)
     block = cut_runs(entry.block(), kept)
-    return encode_block(without_values(block) if keys_only else block)
+    if above is not None:
+        block = slice_runs(block, above[kept])
+    block = showing.of(block)
+    data = encode_block(block)
+    return data, showing.cost(block, len(data), tokens[block.runs["partition"]])

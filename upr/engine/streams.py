@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Final
 
-from upr_protocol.errors import UprError
+from upr.storage.by_time import StoredBeginning
+from upr.storage.showing import Showing
+from upr_protocol.errors import DataDamagedError, InvalidArgumentError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import StartAnswer
+from upr_protocol.limits import PARTITIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +20,26 @@ class FollowOptions:
     keys_only: bool = False
     peer: str = ""
     accept_zstd: bool = False
+    member: str = ""
+    lease: int = 0
+    """Of the member, in microseconds."""
+    key_prefix: bytes = b""
+    plain_rows: bool = False
+
+    @property
+    def showing(self) -> Showing:
+        """What of a block its streams are shown."""
+        return Showing(self.keys_only, self.key_prefix, self.plain_rows)
 
 
 @dataclass(slots=True)
 class StartRequest:
-    """One partition of a Start; at most one of the ends, of which the last one given here counts."""
+    """One partition of a Start; at most one of the ends, of which the last one given here counts.
+
+    Attributes:
+        from_now, from_time: where a client that has nothing begins, if not at the beginning; microseconds since the epoch.
+        stored: for ``from_time``, what the search of the store came to; None while it ``needs_search``.
+    """
 
     partition: int
     failover_id: int | None
@@ -30,11 +48,48 @@ class StartRequest:
     until_seqno: int | None = None
     until_now: bool = False
     until_exact: int | None = None
+    from_now: bool = False
+    from_time: int | None = None
+    stored: StoredBeginning | DataDamagedError | None = None
+
+    @property
+    def chooses_beginning(self) -> bool:
+        """Whether the seqno at which it begins is found when it is answered."""
+        return self.from_now or self.from_time is not None
+
+    @property
+    def needs_search(self) -> bool:
+        """Whether the store must be searched before it can be answered."""
+        return (
+            self.from_time is not None
+            and self.stored is None
+            and 0 <= self.partition < PARTITIONS
+            and not self._has_something
+        )
+
+    @property
+    def _has_something(self) -> bool:
+        return bool(self.seqno) or self.failover_id is not None or self.data_id is not None
+
+    def check_beginning(self) -> None:
+        """Raise unless the beginning that it chooses can be given to it.
+
+        Raises:
+            InvalidArgumentError: the client has something already.
+            DataDamagedError: the search of the store came upon damage.
+        """
+        if isinstance(self.stored, DataDamagedError):
+            raise self.stored
+        if self.chooses_beginning and self._has_something:
+            raise InvalidArgumentError(
+                f"partition {self.partition}: a Start from now or from a time with a seqno, {self.seqno}, or an id",
+                hint="who has a position goes on from it; who has none names neither seqno nor id",
+            )
 
 
 @dataclass(slots=True)
 class Started:
-    """An open stream."""
+    """An open stream; ``start_seqno`` is where it begins, for one that left this to the server."""
 
     partition: int
     token: int
@@ -43,6 +98,7 @@ class Started:
     purge_seqno: int
     until_seqno: int | None
     log: FailoverLog | None
+    start_seqno: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +138,18 @@ SUPERSEDED: Final = EndReason(
 )
 
 
+LEASE_ENDED: Final = EndReason(
+    "LEASE_ENDED",
+    True,
+    "nothing was heard of this member for the length of its lease, or it did not release the partition in time",
+    "wait for the next Assignment",
+)
+POSITIONS_RESET: Final = EndReason(
+    "POSITIONS_RESET",
+    True,
+    "the positions of this consumer were reset",
+    "connect again and load the positions",
+)
 BUCKET_GONE: Final = EndReason(
     "BUCKET_GONE",
     False,
@@ -111,7 +179,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class FrameOut:
-    """Encoded blocks, the token of each run in them, and the bytes that count against the credit."""
+    """Encoded blocks, the token of each run in them, and the bytes that count against the credit.
+
+    For a call with plain rows the bytes are those of the PlainRun messages that the blocks become.
+    """
 
     blocks: list[bytes]
     tokens: bytes

@@ -136,6 +136,27 @@ class Tail:
         mark = bisect_left(self._marks, True, key=lambda m: bool(m[1][partition] > seqno))
         return max(self._marks[mark - 1][0], self.first) if mark else self.first
 
+    def find_time(self, time: int) -> int:
+        """Return the number of the first entry that was numbered at or after a time, ``end`` if there is none.
+
+        Args:
+            time: microseconds since the epoch.
+        """
+        return self.first + bisect_left(self._entries, time, key=lambda entry: entry.time)
+
+    def high_at(self, number: int) -> U64:
+        """Return each partition's newest seqno in the entries below a number, shape (1024,).
+
+        0 where there is none in them; a partition's entries that were dropped may count or not.
+        """
+        mark = bisect_right(self._marks, number, key=lambda m: m[0])
+        first, high = self.first, np.zeros(PARTITIONS, np.uint64)
+        if mark and self._marks[mark - 1][0] >= self.first:
+            first, high = self._marks[mark - 1][0], self._marks[mark - 1][1].copy()
+        for entry in self.range(first, number):
+            high[entry.runs["partition"]] = entry.runs["end_seqno"]
+        return high
+
     def drop_before(self, number: int) -> None:
         """Forget the entries below a number: they are in the store."""
         gone = number - self.first

@@ -73,14 +73,20 @@ class Flusher:
         tail = self._bucket.tail
         if tail.first == tail.durable:
             return self._flush_seconds
-        age = (self._now() - tail[tail.first].time) / 1e6
-        return min(max(self._flush_seconds - age, 0.01), self._flush_seconds)
+        return min(max(self._flush_seconds - self._age(), 0.01), self._flush_seconds)
 
     def _tail_is_old(self) -> bool:
         tail = self._bucket.tail
         if tail.first == tail.durable:
             return False
-        return self._now() - tail[tail.first].time >= self._flush_seconds * 1e6
+        return self._age() >= self._flush_seconds
+
+    def _age(self) -> float:
+        """Return the age of the tail's oldest entry in seconds."""
+        tail = self._bucket.tail
+        age = (self._now() - tail[tail.first].time) / 1e6
+        # From the future: the clock was set back, and hours may pass until it is there again.
+        return age if age >= 0 else self._flush_seconds
 
     async def _flush_or_retry(self) -> None:
         try:

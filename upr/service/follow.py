@@ -7,34 +7,21 @@ meets the end of the call loses messages it had received.
 
 import asyncio
 import logging
-import struct
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import grpc
 
 from upr import __version__
 from upr.engine.bucket import Bucket
-from upr.engine.consumers import read_positions
-from upr.engine.follower import Follower
-from upr.engine.streams import (
-    BUCKET_GONE,
-    SHUTTING_DOWN,
-    SUPERSEDED,
-    Answer,
-    Ended,
-    EndReason,
-    FollowOptions,
-    FrameOut,
-    RolledBack,
-    Started,
-    StartRequest,
-)
+from upr.engine.streams import BUCKET_GONE, SHUTTING_DOWN, FollowOptions, FrameOut
+from upr.service.beginnings import search_stored
 from upr.service.catalog import Catalog, check_name
-from upr.service.cuts import CutMethods
+from upr.service.conversation import Conversation, Saying
 from upr.service.handshake import Context, abort, read_open
 from upr.service.host import BucketHost, now_micros
+from upr.service.membership import read_member
+from upr.service.positions import PositionMethods
 from upr.storage.store import ReadRequest
 from upr_protocol.credit import CreditWindow
 from upr_protocol.errors import (
@@ -45,14 +32,12 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.limits import (
-    CONSUMERS_MAX,
     CREDIT_BYTES,
     CREDIT_BYTES_MAX,
     FOLLOW_CALLS_MAX,
-    PARTITIONS,
+    KEY_BYTES_MAX,
 )
 from upr_protocol.liveness import Liveness
-from upr_protocol.wire.codec import encode_frame, log_to_messages, problem_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -64,12 +49,13 @@ COALESCE_BYTES = 64 * 2**10
 """With this many followers, frames smaller than this are held back for up to COALESCE_SECONDS: on two cores
 eight followers of single writes cannot be woken for each of them."""
 HALF_CLOSE_SECONDS = 5.0
+PLAIN_AT_ONCE_BYTES = 32 * 2**10
+"""Frames of plain rows from this size on are made in a thread."""
 UNSENT_ANSWERS_MAX = 4
-SILENT = EndReason("SILENT", True, "the consumer said nothing for three heartbeat intervals")
-_POSITION = struct.Struct("<IQ")
+LOST_SECONDS = 0.05
 
 
-class ChangeStreamMethods(CutMethods):
+class ChangeStreamMethods(PositionMethods):
     """All of ChangeStreamService.
 
     Args:
@@ -107,12 +93,17 @@ class ChangeStreamMethods(CutMethods):
         window = opening.credit_bytes or CREDIT_BYTES
         if window > CREDIT_BYTES_MAX:
             raise InvalidArgumentError(f"credit of {window} bytes, the limit is {CREDIT_BYTES_MAX}")
+        member, lease = read_member(opening)
         options = FollowOptions(
             check_name(opening.consumer, "consumer") if opening.consumer else "",
             opening.stability == types.STABILITY_MEMORY,
             opening.keys_only,
             peer=context.peer(),
-            accept_zstd=opening.accept_zstd,
+            accept_zstd=opening.accept_zstd and not opening.plain_rows,
+            key_prefix=_checked_prefix(opening.key_prefix),
+            plain_rows=opening.plain_rows,
+            member=member,
+            lease=lease,
         )
         interval = opening.heartbeat_seconds or self._heartbeat_seconds
         liveness = Liveness(interval, asyncio.get_running_loop().time())
@@ -123,6 +114,8 @@ class ChangeStreamMethods(CutMethods):
             credit_bytes=window,
             heartbeat_seconds=interval,
             server_version=__version__,
+            generation=call.follower.generation,
+            lease_seconds=lease / 1e6,
         )
         call.say(wire.FollowResponse(opened=opened))
         return call
@@ -137,6 +130,14 @@ class ChangeStreamMethods(CutMethods):
         self._stopping = True
         for call in list(self._calls):
             call.end(SHUTTING_DOWN)
+
+
+def _checked_prefix(prefix: bytes) -> bytes:
+    if len(prefix) > KEY_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"a key prefix of {len(prefix)} bytes, a key has at most {KEY_BYTES_MAX}"
+        )
+    return prefix
 
 
 class _FollowCall:
@@ -156,17 +157,14 @@ class _FollowCall:
         self._liveness = liveness
         self._wake = asyncio.Event()
         self._sent = asyncio.Event()
-        self._out: deque[wire.FollowResponse] = deque()
         self._half_closed = False
-        self._ending: EndReason | None = None
-        self._beat_now = False
-        self._told_unkept = False
+        self._left = False
         self._reads: set[asyncio.Task[None]] = set()
-        self.follower = Follower(host.bucket, options, credit, self._wake.set)
-        old = self._bucket.add_follower(self.follower)
-        if old is not None and old.on_superseded is not None:
-            old.on_superseded()
-        self.follower.on_superseded = lambda: self.end(SUPERSEDED)
+        now = asyncio.get_running_loop().time()
+        self._talk = Conversation(host.bucket, options, credit, liveness, self._wake.set, now)
+        self.follower = self._talk.follower
+        self.say = self._talk.say
+        self.end = self._talk.end
         host.users.add(self.bucket_gone)
 
     def bucket_gone(self, _: BucketGoneError) -> None:
@@ -176,18 +174,7 @@ class _FollowCall:
     def close(self) -> None:
         """Forget the follower."""
         self._host.users.discard(self.bucket_gone)
-        self._bucket.remove_follower(self.follower)
-
-    def say(self, message: wire.FollowResponse) -> None:
-        """Send a message before everything that is not decided yet."""
-        self._out.append(message)
-        self._wake.set()
-
-    def end(self, why: EndReason) -> None:
-        """End all streams and the call."""
-        if self._ending is None:
-            self._ending = why
-            self.follower.end_all(why)
+        self._talk.close(asyncio.get_running_loop().time(), left=self._left)
 
     async def run(self) -> None:
         """Serve until the client half-closes, goes silent, or the call is ended."""
@@ -205,12 +192,13 @@ class _FollowCall:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            ending = self._talk.ending
             log.info(
                 "follow ended",
                 extra={
                     "peer": self._context.peer(),
                     "consumer": self.follower.options.consumer,
-                    "reason": self._ending.reason if self._ending else "CLIENT_LEFT",
+                    "reason": ending.reason if ending else "CLIENT_LEFT",
                 },
             )
 
@@ -224,134 +212,64 @@ class _FollowCall:
         while not sender.done():
             left = max(self._liveness.next_deadline() - loop.time(), 0.01)
             await asyncio.wait({sender}, timeout=left)
-            if not sender.done() and self._liveness.peer_is_gone(loop.time()):
-                self.end(SILENT)
+            if not sender.done() and self._talk.check_heard(loop.time()):
                 async with asyncio.timeout(HALF_CLOSE_SECONDS):
                     await sender
         sender.result()
 
-    # What the client says
-
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
         while (request := await self._context.read()) is not grpc.aio.EOF:
-            self._liveness.heard(loop.time())
-            if self._ending is not None or not isinstance(request, wire.FollowRequest):
-                continue
-            try:
-                self._take(request)
-            except UprError as error:
-                self.end(EndReason(error.reason, error.retriable, error.message, error.hint))
-            self._wake.set()
-            while len(self._out) >= UNSENT_ANSWERS_MAX:
+            self._talk.take(request, loop.time(), now_micros())
+            while self._talk.waiting >= UNSENT_ANSWERS_MAX:
                 # Who asks without reading the answers is not listened to until it reads.
                 self._sent.clear()
                 await self._sent.wait()
+        if self.follower.seat is not None:
+            # The loss of a connection reads like a half-close, and cancels this task a moment later.
+            await asyncio.sleep(LOST_SECONDS)
+        self._left = True
         self._half_closed = True
         self._wake.set()
-
-    def _take(self, request: wire.FollowRequest) -> None:
-        kind = request.WhichOneof("message")
-        if kind == "start":
-            self._start(request.start.partitions)
-        elif kind == "stop":
-            self._check_count("Stop", len(request.stop.partitions))
-            self.follower.stop(request.stop.partitions)
-        elif kind == "credit":
-            self.follower.credit.give_back(request.credit.bytes)
-        elif kind == "ack":
-            self._acknowledge(request.ack.positions)
-        elif kind != "pong":
-            raise InvalidArgumentError(f"a message of a Follow call of kind {kind}")
-
-    def _start(self, asked: Sequence[wire.StartPartition]) -> None:
-        self._check_count("Start", len(asked))
-        requests = [
-            StartRequest(
-                one.partition,
-                one.failover_id if one.HasField("failover_id") else None,
-                one.seqno,
-                one.data_id if one.HasField("data_id") else None,
-                one.until_seqno if one.HasField("until_seqno") else None,
-                one.until_now,
-                one.until_exact if one.HasField("until_exact") else None,
-            )
-            for one in asked
-        ]
-        decided = self.follower.start(requests)
-        for answer in decided:
-            if isinstance(answer, RolledBack) and answer.answer.alarm:
-                # Somebody has what this server never gave: an old copy of the data may have been restored.
-                log.error(
-                    "a consumer is ahead of this server",
-                    extra={"partition": answer.partition, "words": answer.answer.words},
-                )
-        response = wire.FollowResponse(start_answers=wire.StartAnswers())
-        for answer in decided:
-            _fill_answer(response.start_answers.answers.add(partition=answer.partition), answer)
-        self.say(response)
-        self._beat_now = True
-
-    @staticmethod
-    def _check_count(kind: str, count: int) -> None:
-        if count > PARTITIONS:
-            raise InvalidArgumentError(f"a {kind} of {count} streams, the limit is {PARTITIONS}")
-
-    def _acknowledge(self, positions: bytes) -> None:
-        kept = self.follower.acknowledge(*read_positions(positions), now_micros())
-        if not kept and not self._told_unkept:
-            self._told_unkept = True
-            log.warning(
-                "the Acks of a consumer are not kept: too many are registered",
-                extra={"consumer": self.follower.options.consumer, "limit": CONSUMERS_MAX},
-            )
-
-    # What the server says
 
     async def _send(self) -> None:
         loop = asyncio.get_running_loop()
         while not self._half_closed:
             self._wake.clear()
-            await self._send_control()
-            if self._out or self.follower.has_ended:
-                # Said while the control messages were being sent: a stream's answer goes before its frames, and
-                # its end before the end of the call.
-                continue
-            if self._ending is not None:
-                ended = wire.Ended(problem=_problem(self._ending))
-                await self._context.write(wire.FollowResponse(ended=ended))
-                return
-            frame = self.follower.next_frame()
-            if frame is not None:
-                await self._send_frame(frame)
+            saying = self._talk.next_message(loop.time())
+            if saying is not None:
+                if isinstance(saying.message, Iterator):
+                    await self._send_plain(saying)
+                else:
+                    await self._context.write(saying.message)
+                self._sent.set()
+                if saying.frame is not None:
+                    await self._frame_sent(saying.frame)
+                if self._talk.over:
+                    return
                 continue
             self._begin_read()
-            if self._out or self._wake.is_set():
+            self._begin_search()
+            if self._wake.is_set():
                 await asyncio.sleep(0)
                 continue
             await self._idle(loop.time())
 
-    async def _send_control(self) -> None:
-        """Send answers, then ends, then a heartbeat if one is due."""
-        while self._out:
-            await self._context.write(self._out.popleft())
-            self._sent.set()
-        for ended in self.follower.take_ended():
-            await self._context.write(wire.FollowResponse(ended=_ended_message(ended)))
-        now = asyncio.get_running_loop().time()
-        # By the clock of the last heartbeat, not of the last frame: a consumer that is sent frames for long may
-        # have no reason to say anything, and its answer to a heartbeat is what shows that it is there.
-        if self._beat_now or self._liveness.heartbeat_due(now):
-            self._beat_now = False
-            self._liveness.sent(now)
-            moved = self.follower.moved_high_seqnos()
-            beat = wire.Heartbeat(high_seqnos=b"".join(_POSITION.pack(*one) for one in moved))
-            await self._context.write(wire.FollowResponse(heartbeat=beat))
+    async def _send_plain(self, saying: Saying) -> None:
+        """Send a frame of plain rows, made one by one: many of them apart from the loop."""
+        assert saying.frame is not None
+        small = saying.frame.size < PLAIN_AT_ONCE_BYTES
+        while True:
+            made = (
+                next(saying.message, None)
+                if small
+                else await asyncio.to_thread(next, saying.message, None)
+            )
+            if made is None:
+                return
+            await self._context.write(made)
 
-    async def _send_frame(self, frame: FrameOut) -> None:
-        raised = b"".join(_POSITION.pack(*one) for one in self.follower.take_purge_seqnos())
-        message: Any = encode_frame(frame.blocks, frame.tokens, raised)
-        await self._context.write(message)
+    async def _frame_sent(self, frame: FrameOut) -> None:
         if frame.size >= COALESCE_BYTES:
             # A slow link may keep an answer to a heartbeat behind much data, but it takes the data. Small messages
             # prove nothing: buffers take them even if nobody reads.
@@ -371,9 +289,25 @@ class _FollowCall:
     def _begin_read(self) -> None:
         wanted = self.follower.next_read()
         if wanted is not None:
-            task = asyncio.create_task(self._read_store(*wanted))
-            self._reads.add(task)
-            task.add_done_callback(self._reads.discard)
+            self._begin(self._read_store(*wanted))
+
+    def _begin_search(self) -> None:
+        wanted = self._talk.next_search()
+        if wanted is not None:
+            self._begin(self._search_store(wanted))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._reads.add(task)
+        task.add_done_callback(self._reads.discard)
+
+    async def _search_store(self, wanted: list[tuple[int, int]]) -> None:
+        """Find where the streams of a Start begin that want what comes from a time on."""
+        try:
+            self._talk.found(await search_stored(self._host, wanted))
+        except BucketGoneError:
+            return
+        self._wake.set()
 
     async def _read_store(self, requests: list[ReadRequest], max_bytes: int) -> None:
         try:
@@ -381,7 +315,7 @@ class _FollowCall:
             results = await self._host.read(
                 requests,
                 max_bytes,
-                keys_only=options.keys_only,
+                showing=options.showing,
                 accept_zstd=options.accept_zstd,
             )
             self.follower.feed(results)
@@ -392,37 +326,3 @@ class _FollowCall:
             damaged = DataDamagedError(f"the store cannot be read: {error}", retriable=True)
             self.follower.read_failed(damaged, requests)
         self._wake.set()
-
-
-def _problem(why: EndReason) -> types.Problem:
-    return types.Problem(
-        reason=why.reason, retriable=why.retriable, message=why.words, hint=why.hint
-    )
-
-
-def _ended_message(ended: Ended) -> wire.Ended:
-    streams = [wire.EndedStream(partition=p, token=token) for p, token in ended.streams]
-    return wire.Ended(streams=streams, problem=_problem(ended.why))
-
-
-def _fill_answer(message: wire.StartAnswer, answer: Answer) -> None:
-    """Write an answer into the message where it lies: building it apart would copy it twice."""
-    if isinstance(answer, Started):
-        started = message.started
-        started.token = answer.token
-        started.failover_id = answer.failover_id
-        started.high_seqno = answer.high_seqno
-        started.purge_seqno = answer.purge_seqno
-        if answer.until_seqno is not None:
-            started.until_seqno = answer.until_seqno
-        for record in answer.log or ():
-            started.failover_log.add(failover_id=record.failover_id, seqno=record.seqno)
-    elif isinstance(answer, RolledBack):
-        decision = answer.answer
-        message.rollback.rollback_seqno = decision.rollback_seqno or 0
-        message.rollback.failover_id = decision.newest_id
-        message.rollback.rule = decision.rule
-        message.rollback.words = decision.words
-        message.rollback.failover_log.extend(log_to_messages(answer.log))
-    else:
-        message.refused.CopyFrom(problem_of(answer.error))

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +24,7 @@ from upr.engine.recovery import recover
 from upr.service.consumer_saver import ConsumerSaver
 from upr.service.cut_keeper import CutKeeper
 from upr.service.flusher import Flusher
+from upr.service.leases import LeaseKeeper
 from upr.service.merger import Merger
 from upr.service.purger import sweep
 from upr.service.room import check_map, merge_room
@@ -31,6 +32,7 @@ from upr.storage.compression import compressor
 from upr.storage.counters import Counters
 from upr.storage.journal import Commit, Journal, record_bytes
 from upr.storage.reading import ReadResult, read_blocks
+from upr.storage.showing import Showing
 from upr.storage.store import Identity, ReadRequest, Store
 from upr_protocol.block import Block
 from upr_protocol.errors import (
@@ -107,7 +109,10 @@ class BucketHost:
         self.journal = Journal(folder / "journal", identity.version)
         self.counters = Counters()
         self.bucket = self._recover(identity)
-        self.bucket.consumer_positions.load(self.store.consumers())
+        positions = self.bucket.consumer_positions
+        positions.load(self.store.consumers())
+        # The clock, too, because not every generation that was given was stored.
+        self.bucket.owners.begin_above(max(now_micros(), positions.newest_generation))
         self.bucket.cuts.load(self.store.cuts(), self.bucket.tail)
         self._journal_thread = ThreadPoolExecutor(1, "journal")
         self._store_thread = ThreadPoolExecutor(1, "store")
@@ -117,6 +122,7 @@ class BucketHost:
             lambda rows: self._in(self._store_thread, lambda: self.store.put_consumers(rows())),
         )
         self.cuts = CutKeeper(self, now_micros)
+        self.leases = LeaseKeeper(self.bucket.owners)
         self.flusher = Flusher(self, config, now_micros)
         self.merger = Merger(self, config, now_micros, self._merge_room)
         self._work = asyncio.Event()
@@ -155,6 +161,7 @@ class BucketHost:
             asyncio.create_task(sweep(self), name="purger"),
             asyncio.create_task(self.acknowledged.run(), name="saver of consumers"),
             asyncio.create_task(self.cuts.run(), name="keeper of cuts"),
+            asyncio.create_task(self.leases.run(), name="keeper of leases"),
         ]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -345,21 +352,30 @@ class BucketHost:
         requests: Sequence[ReadRequest],
         max_bytes: int,
         *,
-        keys_only: bool,
+        showing: Showing,
         accept_zstd: bool = False,
     ) -> list[ReadResult]:
         """Read stored blocks in a reader thread; partitions that are found damaged are told by the status."""
         results = await self._in(
             self._readers,
             lambda: read_blocks(
-                self.store, requests, max_bytes, keys_only=keys_only, accept_zstd=accept_zstd
+                self.store,
+                requests,
+                max_bytes,
+                keys_only=showing.keys_only,
+                key_prefix=showing.key_prefix,
+                plain_rows=showing.plain_rows,
+                accept_zstd=accept_zstd,
             ),
         )
+        self.found_damaged({r.request.partition: r.error for r in results if r.error is not None})
+        return results
+
+    def found_damaged(self, failed: Mapping[int, UprError]) -> None:
+        """Take note of partitions whose stored blocks could not be read, for the status and the log."""
         known = self.bucket.partitions.problems
-        failed = {r.request.partition: r.error for r in results if r.error is not None}
         # Its streams are started again and again: once is enough for the log.
         self.merger.damaged({p: error for p, error in failed.items() if p not in known})
-        return results
 
     async def in_store_thread(self, call: Callable[[], _T]) -> _T:
         """Run something in the thread that makes the store's transactions."""
@@ -428,10 +444,12 @@ class BucketHost:
         self.acknowledged.stop()
         self.merger.stop()
         self.cuts.stop()
+        self.leases.stop()
         self.changed()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.merger.finish()
         await self.cuts.finish()
+        await self.acknowledged.finish()
         clean = False
         try:
             clean = await self._finish()

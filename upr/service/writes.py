@@ -9,6 +9,7 @@ import grpc
 from upr.engine.bucket import Written, check_number
 from upr.engine.producers import Producer
 from upr.service.catalog import Catalog, check_name
+from upr.service.gets import GetMethods
 from upr.service.handshake import Context, abort, read_open
 from upr.service.host import BucketHost
 from upr_protocol.errors import (
@@ -44,11 +45,11 @@ class _Pending:
     error: UprError | None = None
 
 
-class KeyValueMethods:
+class KeyValueMethods(GetMethods):
     """All of KeyValueService."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+        super().__init__(catalog)
         self._calls: set[_WriteCall] = set()
 
     async def Write(self, request_iterator: object, context: Context) -> None:
@@ -245,7 +246,7 @@ def _result(pending: _Pending) -> wire.WriteResult:
         failover_ids=written.failover_ids.tolist(),
         duplicate=written.duplicate,
         refused_partitions=[
-            wire.RefusedPartition(partition=p, problem=problem_of(e))
+            types.RefusedPartition(partition=p, problem=problem_of(e))
             for p, e in written.refused.items()
         ],
     )

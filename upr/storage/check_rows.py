@@ -5,12 +5,16 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from upr.storage import keyspace
 from upr.storage.check_findings import Finding, Report
 from upr.storage.keyspace import CutRow, PartitionRow
 from upr.storage.store import FORMAT, Identity
-from upr_protocol.errors import DataDamagedError, DataDirectoryError
+from upr_protocol.errors import DataDamagedError, DataDirectoryError, InvalidArgumentError
 from upr_protocol.limits import NAME_BYTES_MAX, PARTITIONS, SEQNO_MAX
+from upr_protocol.wire.positions import position_from_message
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 ACTIVE = 1
 _STATES = range(1, 5)
@@ -133,11 +137,24 @@ def check_consumers(
 def _told(what: str, key: bytes, value: bytes) -> tuple[int, int]:
     if what == "consumer":
         consumer = keyspace.unpack_consumer(key, value)
+        _check_saved(key, consumer.position)
         return consumer.failover_id, consumer.seqno
     producer = keyspace.unpack_producer(key, value)
     if producer.end_seqno < producer.start_seqno:
         raise DataDamagedError("its seqnos run backwards")
     return producer.failover_id, producer.end_seqno
+
+
+def _check_saved(key: bytes, stored: bytes) -> None:
+    if not stored:
+        return
+    try:
+        position = wire.Position.FromString(stored)
+        position_from_message(position, 0)
+    except (DecodeError, InvalidArgumentError) as error:
+        raise DataDamagedError(f"its saved position is damaged: {error}") from error
+    if position.partition != keyspace.unpack_consumer_key(key)[1]:
+        raise DataDamagedError(f"its saved position is one of partition {position.partition}")
 
 
 def _name(name: bytes) -> str:

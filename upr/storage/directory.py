@@ -8,6 +8,7 @@ A folder <version>.new is being filled, <version>.dropped is being deleted; what
 next start, and neither is ever served.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -51,6 +52,8 @@ class DataDirectory:
             self._check_mark()
             self._lock = self._take_lock()
             (path / "buckets").mkdir(exist_ok=True)
+            # Each time: the process that made it may have been killed before its name was durable.
+            sync_folder(path)
         except OSError as error:
             raise DataDirectoryError(
                 f"the data directory {path} cannot be used: {error.strerror or error}",
@@ -73,6 +76,10 @@ class DataDirectory:
                 os.fsync(file.fileno())
             os.replace(temporary, mark)
             sync_folder(self.path)
+            for parent in self.path.resolve().parents:
+                # Those that this process could not read it has not made.
+                with contextlib.suppress(PermissionError):
+                    sync_folder(parent)
             return
         try:
             text = json.loads(mark.read_text())

@@ -190,16 +190,18 @@ class Journal:
 
     def replay(self) -> Iterator[Commit]:
         """Yield every commit in order, and cut a torn record off the end. Call once, before append."""
+        self._remove_empty()
         last_number = 0
         for position, segment in enumerate(self._segments):
             newest = position == len(self._segments) - 1
             data = segment.path.read_bytes()
-            at = self._check_header(segment, data, newest)
+            at = last = self._check_header(segment, data, newest)
             while at < len(data):
                 found = _record_at(data, at)
                 if found is None:
                     self._check_torn(segment, data, at, newest)
                     break
+                last = at
                 commit, at = found
                 if last_number and commit.number != last_number + 1:
                     raise DataDamagedError(
@@ -208,12 +210,27 @@ class Journal:
                 last_number = segment.last_commit = commit.number
                 yield commit
             if newest:
-                self._truncate(segment, at, len(data))
+                self._truncate(segment, data, last, at)
+
+    def _newest(self) -> _Segment:
+        """Return the newest segment that holds more than a header, or the first."""
+        filled = (s for s in reversed(self._segments) if s.path.stat().st_size > _HEADER.size)
+        return next(filled, self._segments[0])
+
+    def _remove_empty(self) -> None:
+        """Remove the segments that were begun and not used: the record before them may be the last, and torn."""
+        while self._segments and self._segments[-1] is not self._newest():
+            segment = self._segments[-1]
+            self._check_header(segment, segment.path.read_bytes(), newest=True)
+            os.unlink(segment.path)
+            sync_folder(self._folder)
+            del self._segments[-1]
 
     def inspect(self) -> Iterator["Inspected"]:
         """Yield everything in the segments, also what lies behind damage. Changes nothing."""
+        newest_number = self._newest().number if self._segments else 0
         for segment in self._segments:
-            newest = segment is self._segments[-1]
+            newest = segment.number >= newest_number
             data = segment.path.read_bytes()
             try:
                 at = self._check_header(segment, data, newest)
@@ -268,17 +285,25 @@ class Journal:
                 hint="restore the data directory from a replica or a backup",
             )
 
-    def _truncate(self, segment: _Segment, end: int, size: int) -> None:
+    def _truncate(self, segment: _Segment, data: bytes, last: int, end: int) -> None:
+        """Cut off what is torn, and make durable what is left: it counts as durable from here on.
+
+        Args:
+            last, end: where the last whole record begins and ends.
+        """
         failpoints.hit("recovery.before_truncate")
         fd = os.open(segment.path, os.O_RDWR)
         try:
-            if end < size:
-                self.torn_bytes = size - end
+            if end < len(data):
+                self.torn_bytes = len(data) - end
                 os.ftruncate(fd, end)
-            if end == 0:
-                os.write(fd, self._header(segment.number))
-            # What a killed process wrote may still be in the page cache only; it counts as durable from here on.
+            # An fsync that failed in an earlier process leaves pages that can be read, are not on disk, and that no
+            # later fsync writes. That can be the last record only: nothing is appended behind one.
+            os.lseek(fd, last, os.SEEK_SET)
+            _write_whole(fd, data[last:end] if end else self._header(segment.number))
             os.fsync(fd)
+            # It may have been killed between making or removing a segment and making that durable.
+            sync_folder(self._folder)
             self._size = os.lseek(fd, 0, os.SEEK_END)
         except BaseException:
             os.close(fd)
@@ -295,12 +320,14 @@ class Journal:
         path = self._folder / f"{number:016d}.journal"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            os.write(fd, self._header(number))
+            _write_whole(fd, self._header(number))
             os.fsync(fd)
             sync_folder(self._folder)
         except BaseException:
             os.close(fd)
-            path.unlink(missing_ok=True)
+            # If it stays, it is empty: the next attempt or start removes it.
+            with contextlib.suppress(OSError):
+                os.unlink(path)
             raise
         if self._fd is not None:
             os.close(self._fd)
@@ -333,10 +360,6 @@ class Journal:
             os.fdatasync(self._fd)
         except OSError as error:
             self._fail(f"fsync of the journal failed: {error}")
-            # The pages may count as clean now though they are not on disk: a restart must not take the record for
-            # durable because it can still be read.
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)
             raise StorageFailedError(self._failed) from error
         failpoints.hit("journal.after_sync")
         self._size += written
@@ -359,6 +382,8 @@ class Journal:
     def _take_back(self, fd: int) -> None:
         try:
             os.ftruncate(fd, self._size)
+            # Else it could come back behind a segment that was begun since.
+            os.fsync(fd)
         except OSError as error:
             self._fail(f"a half-written journal record could not be taken back: {error}")
             raise StorageFailedError(self._failed) from error
@@ -380,19 +405,32 @@ class Journal:
         """Remove the segments that hold no commit above the number; the newest is kept for appending."""
         failpoints.hit("journal.before_drop")
         while len(self._segments) > 1 and self._segments[0].last_commit <= commit_number:
-            self._segments.pop(0).path.unlink(missing_ok=True)
+            self._drop_oldest()
         newest = self._segments[-1] if self._segments else None
         stored = newest is not None and newest.last_commit <= commit_number
-        if stored and self._fd is not None and self._size > _HEADER.size:
+        if stored and self._size > _HEADER.size:
             self._begin_segment()
-            self._segments.pop(0).path.unlink(missing_ok=True)
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Remove one segment, durably: were two removed at once, the first could come back without the second."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._segments[0].path)
         sync_folder(self._folder)
+        del self._segments[0]
 
     def close(self) -> None:
         """Close the newest segment."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _write_whole(fd: int, data: bytes) -> None:
+    """Write all of it: a call may take less than it was given, and a disk that is full does."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def sync_folder(folder: Path) -> None:

@@ -65,21 +65,28 @@ class ProducerRow:
     time: int
 
 
+DAMAGED_POSITION = b"\0"
+"""No message of the wire: whoever asks for the position must be told that it was lost, not that there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConsumerRow:
-    """What a consumer acknowledged in one partition.
+    """What a consumer acknowledged, or saved, in one partition.
 
     Attributes:
-        generation: how many calls had been opened under the consumer's name, this one included.
-        failover_id: the id under which it acknowledged.
+        generation: of the consumer's ownership then.
+        failover_id: the id under which it acknowledged; 0 for none.
         seqno: everything up to here is safe with the consumer.
         time: when, microseconds since the epoch.
+        position: the position that it saved, as a Position of the wire; empty when it has saved none, and
+            DAMAGED_POSITION when what was stored cannot be read.
     """
 
     generation: int
     failover_id: int
     seqno: int
     time: int
+    position: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +214,18 @@ def is_consumer_key(key: bytes) -> bool:
 
 
 def pack_consumer(key: bytes, row: ConsumerRow) -> bytes:
-    return seal(_CONSUMER.pack(row.generation, row.failover_id, row.seqno, row.time), key)
+    head = _CONSUMER.pack(row.generation, row.failover_id, row.seqno, row.time)
+    return seal(head + row.position, key)
 
 
 def unpack_consumer(key: bytes, value: bytes) -> ConsumerRow:
     """Return the row, or raise DataDamagedError."""
-    return ConsumerRow(*_fields(_CONSUMER, value, key, f"consumer {key[:-3]!r}"))
+    what = f"consumer {key[:-3]!r}"
+    body = unseal(value, key, what)
+    if len(body) < _CONSUMER.size:
+        raise DataDamagedError(f"{what}: the stored row has {len(body)} bytes")
+    generation, failover_id, seqno, time = _CONSUMER.unpack_from(body)
+    return ConsumerRow(generation, failover_id, seqno, time, body[_CONSUMER.size :])
 
 
 def pack_cut(name: bytes, row: CutRow) -> bytes:

@@ -45,11 +45,18 @@ class Encoded:
 
     Attributes:
         columns: where its columns lie, if somebody has looked already.
+        cost: what it takes from a stream's credit, where that is not its bytes.
     """
 
     runs: Runs
     data: bytes
     columns: Columns | None = None
+    cost: int | None = None
+
+    @property
+    def size(self) -> int:
+        """What it takes from a stream's credit."""
+        return len(self.data) if self.cost is None else self.cost
 
     def opened(self) -> Columns:
         """Return where its columns lie."""
@@ -139,10 +146,10 @@ def _cells(opened: Sequence[Columns], field: int, data_field: int, rows: Sequenc
     return _binary(offsets, b"".join([_field(columns, data_field) for columns in opened]))
 
 
-def keys_of(block: Encoded) -> Any:
-    """Return a block's keys as an Arrow binary array."""
-    rows = int(block.runs["count"].sum())
-    return _cells([block.opened()], _KEY_OFFSETS, _KEYS, [rows])
+def keys_of(*blocks: Encoded) -> Any:
+    """Return the keys of blocks, end to end, as an Arrow binary array; of several blocks each must have rows."""
+    rows = [int(block.runs["count"].sum()) for block in blocks]
+    return _cells([block.opened() for block in blocks], _KEY_OFFSETS, _KEYS, rows)
 
 
 def key_classes(block: Encoded, count: int) -> I64:

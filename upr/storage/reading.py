@@ -6,10 +6,13 @@ Runs in a reader thread. A partition whose bytes fail their checks gets an error
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from upr.storage.heads import own_head
 from upr.storage.merge import Encoded
+from upr.storage.showing import Showing
 from upr.storage.store import ReadRequest, Store
-from upr_protocol.block import slice_above, without_values
+from upr_protocol.block import slice_above
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError
 from upr_protocol.limits import FRAME_PLAIN_BYTES
 from upr_protocol.wire.codec import (
@@ -37,7 +40,7 @@ class ReadResult:
 class _Reading:
     """What one read may still take: bytes to be sent, and bytes that come out of compressed blocks."""
 
-    keys_only: bool
+    showing: Showing
     accept_zstd: bool
     send_bytes: int
     plain_bytes: int
@@ -60,7 +63,9 @@ def read_blocks(
     requests: Sequence[ReadRequest],
     max_bytes: int,
     *,
-    keys_only: bool,
+    keys_only: bool = False,
+    key_prefix: bytes = b"",
+    plain_rows: bool = False,
     accept_zstd: bool = False,
 ) -> list[ReadResult]:
     """Read, check and cut blocks for several partitions in one short transaction.
@@ -70,9 +75,12 @@ def read_blocks(
 
     Args:
         keys_only: leave the values out.
+        key_prefix: leave out the rows whose keys do not begin with it.
+        plain_rows: blocks cost as much credit as the plain rows that they are to become.
         accept_zstd: return a compressed block as it is stored if all of it is wanted; else none is compressed.
     """
-    reading = _Reading(keys_only, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
+    showing = Showing(keys_only, key_prefix, plain_rows)
+    reading = _Reading(showing, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
     results = []
     for request, found in zip(requests, store.read(requests, max_bytes), strict=True):
         result = ReadResult(request)
@@ -105,16 +113,17 @@ def _continue_from(
             )
         if compressed and not reading.takes_compressed(plain_bytes(data, len(data))):
             return
-        if head.start == at and not reading.keys_only:
+        if head.start == at and reading.showing.as_they_are:
             if compressed and not reading.accept_zstd:
                 data = decompress_block(data)
             block = Encoded(runs, data)
         else:
-            cut = slice_above(decode_block(data), at)
-            if reading.keys_only:
-                cut = without_values(cut)
-            block = Encoded(cut.runs, encode_block(cut))
-        reading.send_bytes -= len(block.data)
+            cut = reading.showing.of(slice_above(decode_block(data), at))
+            data = encode_block(cut)
+            tokens = np.array([request.token], np.uint32)
+            cost = reading.showing.cost(cut, len(data), tokens)
+            block = Encoded(cut.runs, data, cost=cost)
+        reading.send_bytes -= block.size
         yield block
         if reading.is_full:
             return

@@ -21,7 +21,7 @@ class Forgotten:
 
 
 def forget_future(store: Store, ends: Mapping[int, int]) -> Forgotten:
-    """Remove all cuts, and acknowledgements above what is kept; durable when it returns.
+    """Remove all cuts, and what was only acknowledged above what is kept; durable when it returns.
 
     Args:
         ends: by partition, the last complete marker that is kept; of others nothing is removed.
@@ -31,7 +31,8 @@ def forget_future(store: Store, ends: Mapping[int, int]) -> Forgotten:
     told: list[tuple[str, int, int]] = []
     for name, rows in store.consumers().items():
         for partition, row in rows.items():
-            if partition in ends and row.seqno > ends[partition]:
+            # A saved position must stay, however high: its consumer has the data, and is to be rolled back.
+            if partition in ends and row.seqno > ends[partition] and not row.position:
                 gone[name, partition] = None
                 told.append((name.decode(errors="replace"), partition, row.seqno))
     if cuts:

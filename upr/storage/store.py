@@ -9,7 +9,8 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import lmdb
 
 from upr.storage import keyspace
+from upr.storage.block_cursor import BlockCursor
 from upr.storage.check_pages import check_length
 from upr.storage.heads import PEEK_BYTES, Head, Replacement, head_of
 from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, ProducerRow
@@ -61,10 +63,15 @@ def _seen(key: bytes, value: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One partition's backfill: blocks that tell of what is above a seqno."""
+    """One partition's backfill: blocks that tell of what is above a seqno.
+
+    Attributes:
+        token: of the stream that they are for: plain rows carry it, and cost as much credit as they have bytes.
+    """
 
     partition: int
     above: int
+    token: int = 0
 
 
 def map_bytes(folder: Path) -> int:
@@ -256,6 +263,12 @@ class Store:
                     break
         return results
 
+    @contextmanager
+    def look(self) -> Iterator[BlockCursor]:
+        """Look into the blocks as they are now, in one read transaction, which must be short."""
+        with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
+            yield BlockCursor(cursor)
+
     def heads(self, partition: int) -> list[Head]:
         """Return what a partition's blocks say at their beginning, oldest first.
 
@@ -411,7 +424,7 @@ class Store:
         """Return the consumers' rows by name and partition.
 
         A damaged row counts as a position at 0, under no id: it holds purging up until its consumer
-        acknowledges anew or is forgotten. One whose key is damaged is left out: nobody could forget it.
+        acknowledges anew or is forgotten, and is no position to begin from. One whose key is damaged is left out: nobody could forget it.
         """
         rows: dict[bytes, dict[int, ConsumerRow]] = {}
         with self._env.begin() as txn, txn.cursor(db=self._consumers) as cursor:
@@ -426,7 +439,7 @@ class Store:
                     row = keyspace.unpack_consumer(bytes(key), bytes(value))
                 except DataDamagedError as error:
                     log.error("a position is lost", extra={"error": error.message})
-                    row = ConsumerRow(0, 0, 0, 0)
+                    row = ConsumerRow(0, 0, 0, 0, keyspace.DAMAGED_POSITION)
                 rows.setdefault(name, {})[partition] = row
         return rows
 

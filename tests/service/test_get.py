@@ -1,0 +1,259 @@
+"""Get over real gRPC: the newest values out of tail and store, while others write, flush and merge."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.conftest import StartServer
+from tests.raw import RawClient
+from tests.service.bucket_state import until
+from tests.service.keys import some_keys
+from tests.service.test_beginnings import serving
+from tests.service.test_compression import damage, zstd_server
+from tests.service.test_merging import Writer
+from tests.storage.stored_blocks import block_of
+from upr.service import gets as gets_module
+from upr.service.gets import find_newest
+from upr.storage.heads import Replacement
+from upr.storage.lookup import Lookup, StoreSearch
+from upr_protocol.errors import DataDamagedError
+from upr_protocol.limits import GET_CALLS_MAX, GET_KEYS_MAX
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv
+
+P = 7
+
+
+async def refused(client: RawClient, *keys: bytes) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.get(*keys)
+    return caught.value
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("compressed", [False, True])
+async def test_it_is_what_was_written_last(server_process: StartServer, compressed: bool) -> None:
+    options = ("--tail-bytes", "65536")
+    server = zstd_server(server_process) if compressed else server_process(*options)
+    writer = Writer(5)
+    for part in range(3):
+        async with RawClient(server.target) as client:
+            writing = await client.writer("")
+            for _ in range(25):
+                await writer.write(writing)
+            ids = {i.partition: i.failover_id for i in await client.partitions()}
+            for first in (0, 1000):
+                keys = [*writer.keys[first : first + 990], *(b"never %d" % i for i in range(10))]
+                answers = await client.get(*keys)
+                assert len(answers) == len(keys)
+                newest = {
+                    row.key: (row.seqno, row.value, ids[p])
+                    for p, model in writer.model.items()
+                    for row in model.rows
+                }
+                for key, answer in zip(keys, answers, strict=True):
+                    seqno, value, _ = newest.get(key, (0, None, 0))
+                    got = answer.value if answer.HasField("value") else None
+                    assert (answer.seqno, got) == (seqno, value), key
+                    assert key not in newest or answer.failover_id == newest[key][2]
+            await writing.close()
+        if part < 2:
+            assert server.terminate() == 0
+            server.start()
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_durable_yet_is_there(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_sync=hold:{hold}"})
+    (key,) = some_keys(P, 1)
+    async with RawClient(server.target) as client:
+        writer = await client.writer("")
+        await writer.write([(key, b"v")], durability=1)
+        # The same key may be asked for twice.
+        first, second, other = await client.get(key, key, b"other")
+        assert (first.value, first.seqno) == (second.value, second.seqno) == (b"v", 1)
+        assert (other.HasField("value"), other.seqno) == (False, 0)
+        hold.unlink()
+
+
+@pytest.mark.asyncio
+async def test_bad_requests_are_refused(server_process: StartServer) -> None:
+    server = server_process()
+    async with RawClient(server.target) as client:
+        for keys in ((), (b"",), (b"k" * 4097,), (b"k",) * (GET_KEYS_MAX + 1)):
+            error = await refused(client, *keys)
+            assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert len(await client.get(*((b"k" * 4096,) * GET_KEYS_MAX))) == GET_KEYS_MAX
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.get(b"k", bucket="none")
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.asyncio
+async def test_values_that_do_not_fit_are_asked_for_again(server_process: StartServer) -> None:
+    server = server_process()
+    keys = [b"key %d" % i for i in range(6)]
+    sizes = [20 * 2**20, 7 * 2**20, 7 * 2**20, 2**20, 4 * 2**20, 10]
+    async with RawClient(server.target) as client:
+        writer = await client.writer("")
+        for key, size in zip(keys, sizes, strict=True):
+            await writer.write([(key, b"v" * size)])
+        for _ in range(2):
+            left, got = list(keys), []
+            rounds = 0
+            while left:
+                answers = await client.get(*left)
+                assert answers
+                got += [len(answer.value) for answer in answers]
+                left = left[len(answers) :]
+                rounds += 1
+            assert got == sizes
+            assert rounds == 3
+            assert server.terminate() == 0
+            server.start()
+
+
+@pytest.mark.asyncio
+async def test_damage_is_the_answer_of_its_keys_only(server_process: StartServer) -> None:
+    server = zstd_server(server_process)
+    mine, other = some_keys(P, 20), some_keys(P + 1, 1)
+    async with RawClient(server.target) as client:
+        writer = await client.writer("")
+        await writer.write([(key, b"v" * 500) for key in (*mine, *other)])
+    assert server.terminate() == 0
+    (folder,) = server.data.glob("buckets/*")
+    damage(folder / "store", P)
+    server.start()
+    async with RawClient(server.target) as client:
+        for _ in range(2):
+            bad, good = await client.get(mine[3], *other)
+            assert bad.problem.reason == "DATA_DAMAGED"
+            assert not bad.HasField("value")
+            assert good.value == b"v" * 500
+        # What is in the tail is found before the damage is met.
+        writer = await client.writer("")
+        assert not (await writer.write([(mine[3], b"new")])).HasField("refused")
+        (again,) = await client.get(mine[3])
+        assert again.value == b"new"
+
+
+@pytest.mark.asyncio
+async def test_a_key_that_is_written_stored_and_merged_behind_the_search_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = some_keys(P, 4)
+    async with serving(tmp_path) as (server, client):
+        host = server._catalog.find("default")
+        writer = await client.writer("")
+        await host.merger.turn.acquire()
+        await writer.write([(keys[0], b"old")])
+        await host.flush()
+        for i in range(40):
+            await writer.write([(keys[1], b"%d" % i)])
+            await host.flush()
+        bites = 0
+        bite = StoreSearch.bite
+        reached, go = threading.Event(), threading.Event()
+
+        def held(search: StoreSearch) -> bool:
+            nonlocal bites
+            bites += 1
+            if bites == 2:
+                reached.set()
+                assert go.wait(20)
+            return bite(search)
+
+        monkeypatch.setattr("upr.storage.lookup.BITE_BYTES", 1)
+        monkeypatch.setattr(StoreSearch, "bite", held)
+        asking = asyncio.create_task(client.get(keys[0], keys[2]))
+        await until(reached.is_set)
+        # The newest blocks were looked through; the key moves up there, and goes from below.
+        await writer.write([(keys[0], b"new")])
+        await host.flush()
+        # As a large merge does, which writes only the blocks anew that lose rows.
+        left = block_of(P, 0, [], end=1, horizon=42, time=0)
+        await host.in_store_thread(lambda: host.store.replace([Replacement(P, [1], [left[1:]])]))
+        host.merger.turn.release()
+        go.set()
+        found, missing = await asking
+        assert (found.value, found.seqno) == (b"new", 42)
+        assert missing.seqno == 0
+
+
+@pytest.mark.asyncio
+async def test_a_flush_between_tail_and_store_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = some_keys(P, 3)
+    async with serving(tmp_path) as (server, client):
+        host = server._catalog.find("default")
+        writer = await client.writer("")
+        await writer.write([(keys[0], b"stored")])
+        await host.flush()
+        await writer.write([(keys[1], b"in the tail")])
+        step = asyncio.Event()
+        in_reader = host.in_reader
+
+        async def slowly(call: Callable[[], bool]) -> bool:
+            result = await in_reader(call)
+            if not step.is_set():
+                step.set()
+                await host.flush()
+            return result
+
+        monkeypatch.setattr(host, "in_reader", slowly)
+        lookup = Lookup(keys, 1000)
+        await find_newest(host, lookup)
+        assert {i: one.value for i, one in lookup.found.items()} == {
+            0: b"stored",
+            1: b"in the tail",
+        }
+        assert host.bucket.tail.first == host.bucket.tail.end
+
+
+@pytest.mark.asyncio
+async def test_a_few_are_searched_for_at_a_time_and_too_many_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = most = 0
+    go = asyncio.Event()
+
+    async def slowly(*_: object) -> kv.GetResponse:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await go.wait()
+        running -= 1
+        return kv.GetResponse()
+
+    async with serving(tmp_path) as (server, client):
+        monkeypatch.setattr(gets_module, "_get", slowly)
+        asked = [asyncio.create_task(client.get(b"k")) for _ in range(GET_CALLS_MAX)]
+        await until(lambda: server._writes._open_gets == GET_CALLS_MAX)
+        error = await refused(client, b"k")
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        go.set()
+        await asyncio.gather(*asked)
+        assert most == gets_module.GETS_AT_ONCE
+        assert await client.get(b"k") == []
+
+
+@pytest.mark.asyncio
+async def test_a_partition_that_is_dead_says_so(tmp_path: Path) -> None:
+    dead, alive = some_keys(P, 1)[0], some_keys(9, 1)[0]
+    async with serving(tmp_path) as (server, client):
+        writer = await client.writer("")
+        await writer.write([(dead, b"v"), (alive, b"v")])
+        host = server._catalog.find("default")
+        host.bucket.partitions.kill(P, DataDamagedError("its row is gone"))
+        gone, there = await client.get(dead, alive)
+        assert gone.problem.message == "its row is gone"
+        assert not gone.HasField("value")
+        assert there.value == b"v"
