@@ -44,7 +44,7 @@ def identity(history: History) -> None:
             continue
         p = event["partition"]
         for seqno, key, value in event["rows"]:
-            known = seen.get((p, branches.id_at(p, seqno), seqno))
+            known = seen.get((p, branches.when_sent(event).id_at(p, seqno), seqno))
             if known is None:
                 refuse(f"nobody wrote what is at partition {p}, seqno {seqno}", event)
             if known[:2] != (key, value):
@@ -94,9 +94,13 @@ def marker_truth(history: History) -> None:
         if event["event"] == "run":
             held = readers.of(event)
             if held.marker is not None:
-                truth = branches.state_at(event["partition"], held.marker)
+                truth = branches.when_sent(event).state_at(event["partition"], held.marker)
                 if held.state != truth:
                     refuse(f"at {held.marker} is {truth}, the reader has {held.state}", event)
+        elif event["event"] == "marker" and "state" in event:
+            truth = branches.when_sent(event).state_at(event["partition"], event["seqno"])
+            if event["state"] != truth:
+                refuse(f"at {event['seqno']} is {truth}, the reader stores {event['state']}", event)
 
 
 def no_hole(history: History) -> None:
@@ -111,12 +115,12 @@ def no_hole(history: History) -> None:
             if at != held.seqno:
                 refuse(f"it stands at {held.seqno}, not at {at}", before.get(place), event)
             if event["event"] == "run":
-                _excused(branches, event)
+                _excused(branches.when_sent(event), branches.purge, event)
             before[place] = event
         readers.take(event)
 
 
-def _excused(branches: Branches, event: Event) -> None:
+def _excused(branches: Branches, purge: dict[int, int], event: Event) -> None:
     p, start, end, horizon = (event[f] for f in ("partition", "start", "end", "horizon"))
     seqnos = {seqno for seqno, _, _ in event["rows"]}
     if not start < end <= horizon or (seqnos and not start < min(seqnos) <= max(seqnos) <= end):
@@ -124,7 +128,7 @@ def _excused(branches: Branches, event: Event) -> None:
     for seqno in range(start + 1, end + 1):
         if seqno not in seqnos and not branches.newer(p, seqno, horizon):
             row = branches.row(p, seqno)
-            purged = seqno <= branches.purge.get(p, 0)
+            purged = seqno <= max(purge.get(p, 0), branches.purge.get(p, 0))
             if row is not None and not (purged and row[1] is None):
                 refuse(f"seqno {seqno}, {row}, is missing and nothing newer is at {horizon}", event)
 
@@ -240,7 +244,8 @@ def liveness(history: History) -> None:
         elif kind == "left":
             streams = {place: s for place, s in streams.items() if place[0] != event["reader"]}
         elif kind == "restart":
-            streams = {}
+            # Who hears of it over a network leaves when it does.
+            streams = {place: s for place, s in streams.items() if s.get("remote")}
         elif kind in ("run", "ended"):
             opened = streams.get((event["reader"], event["partition"]))
             if opened is None or opened["token"] != event["token"]:
@@ -260,9 +265,12 @@ def liveness(history: History) -> None:
 
 
 def positions(history: History) -> None:
-    """What is stored is a place with everything below it, never a new id with old data, and comes back whole."""
+    """What is stored is a place with everything below it, never a new id with old data, and comes back whole; after a
+    rollback it is stored before a Start (by readers that are remote: these store).
+    """
     branches, readers = Branches(history), Readers(states=False)
     stored: dict[Place, Event] = {}
+    unsaved: dict[Place, Event] = {}
     fields = ("id", "data_id", "seqno", "horizon", "markers")
     for event in history:
         branches.take(event)
@@ -270,15 +278,24 @@ def positions(history: History) -> None:
             held = readers.of(event)
             if not held.stood_at(event["seqno"]) or event["horizon"] < event["seqno"]:
                 refuse(f"stored at {event['seqno']}, it never stood there", event)
-            if event["seqno"] == held.seqno and event["horizon"] < held.horizon:
-                refuse(f"the horizon is {held.horizon}", event)
+            if event["horizon"] < held.horizon_at(event["seqno"]):
+                refuse(f"the horizon is {held.horizon_at(event['seqno'])}", event)
             markers = event["markers"]
             if not set(markers) <= set(held.markers) or max(markers, default=0) > event["seqno"]:
                 refuse(f"the markers are {sorted(held.markers)}", event)
             if event["seqno"] and (event["id"] != held.id or event["data_id"] is None):
                 refuse(f"the data was received under {held.id}", event)
             stored[event["reader"], event["partition"]] = event
+            unsaved.pop((event["reader"], event["partition"]), None)
+        elif event["event"] == "rollback":
+            unsaved[event["reader"], event["partition"]] = event
+        elif event["event"] == "start" and "remote" in event:
+            if (event["reader"], event["partition"]) in unsaved:
+                refuse("started, not stored", unsaved[event["reader"], event["partition"]], event)
+        elif event["event"] == "anew":
+            unsaved.pop((event["reader"], event["partition"]), None)
         elif event["event"] == "loaded":
+            unsaved.pop((event["reader"], event["partition"]), None)
             old = stored.get((event["reader"], event["partition"]))
             if old is None or any(event[f] != old[f] for f in fields):
                 refuse("loaded something else than was stored", old, event)
@@ -290,8 +307,9 @@ def tombstones(history: History) -> None:
     has not passed, unless it is very old; such a stream gets nothing more.
     """
     branches, readers = Branches(history), Readers()
-    streams: dict[Place, int | None] = {}
+    streams: dict[Place, Event] = {}
     overtaken: dict[Place, Event] = {}
+    sent: dict[Place, int] = {}
     for event in history:
         branches.take(event)
         readers.take(event)
@@ -299,26 +317,37 @@ def tombstones(history: History) -> None:
         place = event.get("reader", ""), event.get("partition", -1)
         if kind == "marker":
             p, at = event["partition"], event["seqno"]
-            risen = set(readers.of(event).state) - set(branches.state_at(p, at))
+            true = branches.when_sent(event).state_at(p, at)
+            risen = set(readers.of(event).state) - set(true)
             if risen:
                 refuse(f"{sorted(risen)} were deleted at or below {at}", event)
         elif kind == "start" and event["answer"] == "started":
-            streams[place] = event["until"]
+            streams[place] = event
             overtaken.pop(place, None)
-        elif kind == "run" and place in overtaken:
+            sent.pop(place, None)
+        elif kind == "run" and place in overtaken and "remote" not in streams[place]:
             refuse("a run of a stream that purging has overtaken", overtaken[place], event)
+        elif kind == "frame":
+            for p, end in event.get("reached", {}).items():
+                if (event["reader"], p) in overtaken:
+                    refuse("a run of a stream that purging has overtaken", event)
+                sent[event["reader"], p] = end
         elif kind in ("ended", "stopped"):
             streams.pop(place, None)
-        elif kind == "left":
+            overtaken.pop(place, None)
+        elif kind in ("left", "call_ended"):
             streams = {one: t for one, t in streams.items() if one[0] != event["reader"]}
+            overtaken = {one: t for one, t in overtaken.items() if one[0] != event["reader"]}
         elif kind == "restart":
             streams, overtaken = {}, {}
         elif kind == "purge":
             row = branches.row(event["partition"], event["seqno"])
             if event["age"] < event["young"] or row is None or row[1] is not None:
                 refuse(f"{row} must not be purged", event)
-            for (reader, p), until in streams.items():
-                at = readers.at(reader, p).seqno
+            for (reader, p), opened in streams.items():
+                until, at = opened["until"], readers.at(reader, p).seqno
+                # What is on its way to a remote reader is passed for the server.
+                at = max(at, sent.get((reader, p), 0)) if "remote" in opened else at
                 finished = until is not None and until <= at
                 if p != event["partition"] or (reader, p) in overtaken or finished:
                     continue

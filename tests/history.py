@@ -14,16 +14,20 @@ restart       clean, partitions {p: {before, after, high, durable, high_after, p
               what was last told of the process that ended, None where it was not asked
 hello         reader, partition, id, answer ("ok" or "rollback"), seqno, newest
 start         reader, partition, id, seqno, data_id, answer ("started", "rollback" or "refused"), newest, high, purge;
-              token and until of one that started, told of a rollback, reason of a refusal
+              token and until of one that started, told of a rollback, reason of a refusal; remote: its reader hears of
+              the answer, and of a restart, over a network
+unheard       reader, partition: the answer to its last Start never reached it
 rollback      reader, partition, told, newest, to: what the reader did
 anew          reader, partition: it forgot all it knew
-run           reader, partition, token, start, end, horizon, rows [(seqno, key, value or None)]
-marker        reader, partition, seqno: one that the reader took
+run           reader, partition, token, start, end, horizon, rows [(seqno, key, value or None)]; restarts, how many came
+              before it was sent, if that is not all before the event
+marker        reader, partition, seqno: one that the reader took; restarts, as of a run; state, what its data is then
 stopped       reader, partition: it asked for the end of the stream
 ended         reader, partition, token, reason
 left          reader: it closed its call
 stored, loaded  reader, partition, id, data_id, seqno, horizon, markers
-frame         reader, window, outstanding (before it), bytes
+call_ended    reader: the server has ended its call, which the reader may not know
+frame         reader, window, outstanding (before it), bytes; reached {p: end of the newest run}, if the reader is remote
 tail          bytes, limit, largest (one write)
 purge         partition, seqno, age, young, held (microseconds)
 cut_made, cut_released  name; pins {p: seqno}
@@ -103,6 +107,7 @@ class Branches:
         self._last: dict[int, dict[bytes, int]] = {}
         self._later: dict[int, dict[int, int]] = {}
         self._states: dict[int, tuple[list[int], list[State]]] = {}
+        self._past: list[Branches] = []
         writes = Writes()
         for event in history:
             for partition, failover_id, seqno, key, value in writes.take(event):
@@ -117,11 +122,23 @@ class Branches:
             p = event["partition"]
             self.purge[p] = max(self.purge.get(p, 0), event["seqno"])
         elif event["event"] == "restart":
+            self._past.append(self._as_it_is())
             for p, told in event["partitions"].items():
                 self.purge[p] = told["purge"]
                 self.logs[p] = told["after"]
                 if told["after"][-1] != self.records[p][-1]:
                     self._branch(p, *told["after"][-1])
+
+    def _as_it_is(self) -> "Branches":
+        other = Branches([])
+        for name, value in self.__dict__.items():
+            other.__dict__[name] = dict(value) if isinstance(value, dict) else value
+        return other
+
+    def when_sent(self, event: Event) -> "Branches":
+        """What was true when a run or marker was sent: restarts may have come since."""
+        restarts = event.get("restarts", len(self._past))
+        return self if restarts == len(self._past) else self._past[restarts]
 
     def _branch(self, p: int, new_id: int, at: int) -> None:
         for failover_id, _ in self.records[p]:
@@ -231,6 +248,12 @@ class Held:
             if run["start"] < seqno <= run["end"]:
                 return seqno == run["end"] or any(row[0] == seqno for row in run["rows"])
         return False
+
+    def horizon_at(self, seqno: int) -> int:
+        """The horizon that a position at a seqno where it stood must have."""
+        marker = max(m for m in (0, *self.markers) if m <= seqno)
+        since = (r["horizon"] for r in self.runs if r["start"] < seqno and r["end"] > marker)
+        return max(since, default=0) if seqno > marker else marker
 
     def copy(self) -> "Held":
         """Return what is stored when this is stored."""

@@ -25,7 +25,7 @@ def _answer(branches: Branches, event: Event) -> tuple[str, int | None]:
 def rollback_honesty(history: History) -> None:
     """A rollback is told exactly when id, seqno and data id demand it; what stays is true in the new branch."""
     branches, readers = Branches(history), Readers(states=False)
-    owed: dict[Place, Event] = {}
+    owed: dict[Place, tuple[Event, int | None]] = {}
     for event in history:
         branches.take(event)
         kind = event["event"]
@@ -33,18 +33,17 @@ def rollback_honesty(history: History) -> None:
             _check_hello(branches, event)
         elif kind == "start":
             if (event["reader"], event["partition"]) in owed:
-                refuse("it was to roll back", owed[event["reader"], event["partition"]], event)
+                refuse("it was to roll back", owed[event["reader"], event["partition"]][0], event)
             _check_start(branches, readers, event)
             if event["answer"] == "rollback":
-                owed[event["reader"], event["partition"]] = event
+                place = event["reader"], event["partition"]
+                owed[place] = event, _true_up_to(branches, readers, event)
         elif kind == "rollback":
-            _check_rollback(
-                branches, readers, owed.pop((event["reader"], event["partition"]), None), event
-            )
-        elif kind in ("anew", "loaded"):
+            _check_rollback(readers, owed.pop((event["reader"], event["partition"]), None), event)
+        elif kind in ("anew", "loaded", "unheard"):
             owed.pop((event["reader"], event["partition"]), None)
         readers.take(event)
-    for event in owed.values():
+    for event, _ in owed.values():
         refuse("it was to roll back, and did not", event)
 
 
@@ -72,8 +71,15 @@ def _check_start(branches: Branches, readers: Readers, event: Event) -> None:
             refuse(f"it goes on at {held.seqno}, its branch was left at {limit}", event)
 
 
-def _check_rollback(branches: Branches, readers: Readers, told: Event | None, event: Event) -> None:
+def _true_up_to(branches: Branches, readers: Readers, event: Event) -> int | None:
+    """Up to where what the reader has is true now; None: all of it."""
+    held = readers.of(event)
+    return 0 if held.id is None else branches.true_up_to(event["partition"], held.id)
+
+
+def _check_rollback(readers: Readers, owed: tuple[Event, int | None] | None, event: Event) -> None:
     held, to = readers.of(event), event["to"]
+    told, true_up_to = owed or (None, None)
     if told is None or (told["told"], told["newest"]) != (event["told"], event["newest"]):
         refuse("it was not told so", told, event)
     limit = event["told"]
@@ -84,6 +90,5 @@ def _check_rollback(branches: Branches, readers: Readers, told: Event | None, ev
         right = right or (to == limit and to in held.markers)
     if not right:
         refuse(f"at {held.seqno}, horizon {held.horizon}, markers {sorted(held.markers)}", event)
-    true_up_to = 0 if held.id is None else branches.true_up_to(event["partition"], held.id)
     if true_up_to is not None and to > true_up_to:
         refuse(f"what it keeps up to {to} is true only up to {true_up_to}", event)

@@ -1,13 +1,15 @@
 """Soak test of the engine in its simulated world: ever new seeds in two processes, until the time is up.
 
-A seed decides everything: which world (odd seeds make cuts), its block sizes, and each of its steps. On a violation the
-seed and a command that shows it again are printed, with as few steps as some tries find, and the status is 1. At the end
-it is said which statements of engine and protocol core no world has reached.
+A seed decides everything: which world (see ``tests/simulation/worlds.py``), its block sizes, and each of its steps. On a
+violation the seed, a command that shows it again, with as few steps as some tries find, and the lines to be kept in
+``tests/simulation/corpus`` are printed, and the status is 1. At the end it is said which statements of engine and protocol
+core no world has reached.
 """
 
 import argparse
 import ast
 import functools
+import json
 import os
 import random
 import sys
@@ -24,10 +26,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import lmdb
-import pytest
 
-from tests.simulation import test_cutting, test_engine
-from tests.simulation.cutting import CutWorld
+from tests.simulation import worlds
 from tests.simulation.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +38,23 @@ TRACE_EVERY = 8
 TRACED_CALLS = 40
 """So many calls of a function are traced, and then one in as many."""
 LOOKED_AT = ("upr/engine", "client/upr_protocol")
-TOLD = ("crashes", "clean restarts", "rollbacks", "purges", "forced purges", "cuts")
+TOLD = (
+    "crashes",
+    "power losses",
+    "disk errors",
+    "clock jumps",
+    "clean restarts",
+    "rollbacks",
+    "purges",
+    "forced purges",
+    "cuts",
+    "connections",
+    "cuts of connections",
+    "black holes to the server",
+    "black holes to the client",
+    "ghosts",
+    "clients died",
+)
 Lines = set[tuple[str, int]]
 """(file, line number) of what was reached."""
 
@@ -48,7 +64,7 @@ class Outcome:
     """What became of one seed.
 
     Attributes:
-        now: the world's clock at its end, microseconds.
+        elapsed: how long the world lived by its own time, microseconds.
         violation: the traceback, empty when all was right.
         reached: what was reached, if it was traced.
     """
@@ -56,41 +72,34 @@ class Outcome:
     seed: int
     steps: int
     counts: dict[str, int]
-    now: int
+    elapsed: int
     violation: str = ""
     reached: Lines = field(default_factory=set)
 
 
-def steps_of(seed: int) -> int:
-    """Return how many steps the default tests give to such a world."""
-    return test_cutting.STEPS if seed % 2 else test_engine.STEPS
-
-
 def trust_the_system() -> None:
-    """A simulated crash loses the process and never the disk, so that nothing needs to be synced."""
+    """No crash of a world loses what the system has, other than by its own account: nothing needs to be synced."""
     setattr(lmdb, "open", functools.partial(lmdb.open, sync=False))  # noqa: B010
     os.fsync = os.fdatasync = lambda _: None  # type: ignore[assignment]
 
 
-def run_seed(seed: int, steps: int, traced: bool = False) -> Outcome:
-    """Run the world of a seed for so many steps, and to its end."""
+def run_seed(name: str, seed: int, steps: int, traced: bool = False) -> Outcome:
+    """Run the world of that name and seed for so many steps, and to its end."""
     reached: Lines = set()
-    sizes = pytest.MonkeyPatch()
     world: World | None = None
-    with tempfile.TemporaryDirectory(prefix="upr-world-") as folder, sizes.context() as patch:
-        test_engine.use_sizes(patch, seed)
+    with tempfile.TemporaryDirectory(prefix="upr-world-") as folder, worlds.prepared(seed):
         if traced:
             sys.settrace(tracer(reached))
         try:
-            world = (CutWorld if seed % 2 else World)(Path(folder) / "world", seed)
+            world = worlds.KINDS[name].world(Path(folder) / "world", seed)
             world.run(steps)
             violation = ""
         except Exception:
             violation = traceback.format_exc()
         finally:
             sys.settrace(None)
-    counts, now = ({}, 0) if world is None else (world.counts, world.now)
-    return Outcome(seed, steps, counts, now, violation, reached)
+    counts, elapsed = ({}, 0) if world is None else (world.counts, world.elapsed)
+    return Outcome(seed, steps, counts, elapsed, violation, reached)
 
 
 def tracer(reached: Lines) -> Callable[[FrameType, str, Any], Any]:
@@ -118,7 +127,7 @@ def tracer(reached: Lines) -> Callable[[FrameType, str, Any], Any]:
     return trace_calls
 
 
-def fewer_steps(seed: int, steps: int, run: Callable[[int, int], Outcome] = run_seed) -> Outcome:
+def fewer_steps(seed: int, steps: int, run: Callable[[int, int], Outcome]) -> Outcome:
     """Return a failing run of a seed with no more steps than it is known to fail with.
 
     By bisection: a world of fewer steps is the beginning of the longer one, and then its end, so a shorter one
@@ -192,11 +201,12 @@ def joined(ranges: list[tuple[int, int]], each: list[tuple[int, int]]) -> list[t
 class Soak:
     """One run over seeds that follow each other."""
 
-    def __init__(self, first_seed: int, steps: int | None) -> None:
+    def __init__(self, first_seed: int, steps: int | None, world: str | None) -> None:
         self._first = self._next = first_seed
         self._steps = steps
+        self._world = world
         self._began = time.monotonic()
-        self.seeds = self.traced = self.now = 0
+        self.seeds = self.traced = self.elapsed = 0
         self.counts: Counter[str] = Counter()
         self.reached: Lines = set()
 
@@ -228,11 +238,16 @@ class Soak:
     def _submit(self, pool: ProcessPoolExecutor) -> Future[Outcome]:
         seed, self._next = self._next, self._next + 1
         traced = (seed - self._first) // 2 % TRACE_EVERY == 0
-        return pool.submit(run_seed, seed, self._steps or steps_of(seed), traced)
+        name = self.world_of(seed)
+        return pool.submit(run_seed, name, seed, self._steps or worlds.KINDS[name].steps, traced)
+
+    def world_of(self, seed: int) -> str:
+        """Return the name of the world that a seed runs in."""
+        return self._world or worlds.kind_of(seed)
 
     def _note(self, outcome: Outcome) -> None:
         self.seeds += 1
-        self.now += outcome.now
+        self.elapsed += outcome.elapsed
         self.counts.update(outcome.counts)
         if outcome.reached:
             self.traced += 1
@@ -243,7 +258,7 @@ class Soak:
         told = ", ".join(f"{self.counts[what]} {what}" for what in TOLD)
         say(
             f"{time.monotonic() - self._began:.0f} s: {self.seeds} seeds, "
-            f"{self.now / 1e6:.1f} s of simulated time, {told}"
+            f"{self.elapsed / 3600e6:.1f} simulated hours, {told}"
         )
 
     def report_whole(self) -> None:
@@ -261,18 +276,22 @@ def say(words: str) -> None:
     print(words, flush=True)
 
 
-def show(outcome: Outcome) -> None:
+def show(outcome: Outcome, name: str) -> None:
     """Print a violation, with as few steps as can be found cheaply, and how to see it again."""
-    command = f"python3 tools/dev.py soak --simulation --minutes 0 --seed {outcome.seed}"
+    command = f"python3 tools/dev.py soak --simulation --minutes 0 --world {name}"
     print(f"VIOLATION with seed {outcome.seed}; looking for fewer steps", file=sys.stderr)
     trust_the_system()
-    found = fewer_steps(outcome.seed, outcome.steps)
+    found = fewer_steps(outcome.seed, outcome.steps, functools.partial(run_seed, name))
     if not found.violation:
         found = outcome
         print("not a second time: something is not decided by the seed", file=sys.stderr)
     print(found.violation, file=sys.stderr)
     print(f"VIOLATION with seed {found.seed} in {found.steps} steps; again with:", file=sys.stderr)
-    print(f"  {command} --steps {found.steps}", file=sys.stderr)
+    print(f"  {command} --seed {found.seed} --steps {found.steps}", file=sys.stderr)
+    words = found.violation.strip().splitlines()[-1][:100] if found.violation else ""
+    print("to be kept in tests/simulation/corpus:", file=sys.stderr)
+    print(f'[[run]]\nworld = "{name}"\nseed = {found.seed}', file=sys.stderr)
+    print(f"steps = {found.steps}\nshowed = {json.dumps(words)}", file=sys.stderr)
 
 
 def main() -> int:
@@ -281,16 +300,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="0: one seed")
     parser.add_argument("--seed", type=int, default=None, help="the first one")
     parser.add_argument("--steps", type=int, default=None, help="of each world")
+    parser.add_argument("--world", choices=list(worlds.KINDS), default=None, help="this kind only")
     options = parser.parse_args()
     seed = random.randrange(10**6, 10**9) if options.seed is None else options.seed
     say(f"simulation soak of {options.minutes} minutes, first seed {seed}")
-    soak = Soak(seed, options.steps)
+    soak = Soak(seed, options.steps, options.world)
     try:
         violation = soak.run(options.minutes * 60)
     except KeyboardInterrupt:
         return 130
     if violation is not None:
-        show(violation)
+        show(violation, soak.world_of(violation.seed))
         return 1
     soak.report_whole()
     say("no violation")

@@ -16,6 +16,7 @@ from upr_protocol.block import (
     make_runs,
     sealed,
     slice_above,
+    slice_runs,
     without_values,
 )
 from upr_protocol.errors import CorruptBlockError, InvalidArgumentError
@@ -158,6 +159,34 @@ def test_slicing_a_dense_run() -> None:
     assert [row[1] for row in table(slice_above(block, 103))] == [104, 105]
     with pytest.raises(InvalidArgumentError):
         slice_above(block, 105)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.none() | st.binary(max_size=9)),
+        min_size=1,
+        max_size=30,
+    ),
+    st.booleans(),
+    st.data(),
+)
+def test_slicing_several_runs_gives_what_is_above_in_each(
+    rows: Rows, with_gaps: bool, data: Any
+) -> None:
+    block = numbered(rows, 10)
+    if with_gaps:
+        runs = block.runs.copy()
+        runs["end_seqno"] = runs["horizon"] = 10 + 2 * runs["count"].astype(np.uint64)
+        offsets = np.concatenate([2 * np.arange(1, count + 1) for count in runs["count"]])
+        block = sealed(replace(block, runs=runs, seqnos=offsets.astype("<u4").tobytes()))
+    ends = block.runs["end_seqno"].tolist()
+    above = np.array([data.draw(st.integers(8, end - 1)) for end in ends], np.uint64)
+    cut = slice_runs(block, above)
+    check_block(cut)
+    limits = dict(zip(block.runs["partition"].tolist(), above.tolist(), strict=True))
+    assert table(cut) == [row for row in table(block) if row[1] > limits[row[0]]]
+    assert cut.runs["start_seqno"].tolist() == np.maximum(above, 10).tolist()
+    assert cut.runs["end_seqno"].tolist() == ends
 
 
 def test_without_values_keeps_keys_and_ops() -> None:

@@ -72,13 +72,14 @@ def test_a_long_history_stays_small_and_reaches_back_evenly(step: int) -> None:
             assert kept[-MARKERS_NEWEST:] == tuple(
                 range((count - MARKERS_NEWEST + 1) * step, count * step + 1, step)
             )
-            # However far a rollback goes, the stored marker before it is at most four times as far. Were the
+            # However far a rollback goes, the stored marker before it is at most eight times as far: a power of two
+            # for the scale, one for the next one, and one for what thinning at any time drops in between. Were the
             # newest of each scale kept instead of the oldest, the far scales would run dry.
             for back in range(MARKERS_NEWEST, count, 13):
                 target = (count - back) * step
                 marker = MarkerHistory(kept).newest_before(target, inclusive=True)
                 assert marker is not None
-                assert count * step - marker <= 4 * back * step
+                assert count * step - marker <= 8 * back * step
 
 
 @given(MARKERS)
@@ -126,3 +127,20 @@ def test_newest_before() -> None:
     history = MarkerHistory([5, 9])
     assert [history.newest_before(at) for at in (0, 5, 6, 9, 10)] == [None, None, 5, 5, 9]
     assert [history.newest_before(at, inclusive=True) for at in (4, 5, 8, 9)] == [None, 5, 5, 9]
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=300))
+def test_a_marker_that_was_not_stored_once_is_not_stored_later(
+    steps: list[tuple[int, bool]],
+) -> None:
+    history, at = MarkerHistory(), 0
+    offered: set[int] = set()
+    gone: set[int] = set()
+    for distance, stored in steps:
+        at += distance
+        history.add(at)
+        offered.add(at)
+        if stored:
+            kept = set(history.as_tuple())
+            assert not kept & gone
+            gone |= offered - kept

@@ -135,8 +135,16 @@ class CutWorld(World):
         self.bucket.cuts.load(self.store.cuts(), self.bucket.tail)
         for reader in self.exact:
             reader.leave()
-        known = {cut.name: cut.row() for cut in self.bucket.cuts.live(0)}
+        self.check_cuts({cut.name: cut.row() for cut in self.bucket.cuts.live(0)})
+
+    def check_cuts(self, known: dict[str, CutRow]) -> None:
+        """Compare those that a start found with those that are held."""
         assert known == self.held
+
+    @property
+    def cut_clock(self) -> int:
+        """The time by which leases end: it stands still, they do not end here."""
+        return 0
 
     def step_merge(self) -> bool:
         """Also does what concerns cuts, so that nothing of the world must know of them."""
@@ -159,20 +167,22 @@ class CutWorld(World):
         return True
 
     def make_cut(self) -> None:
-        if len(self.held) >= 4:
+        if len(self.held) >= 4 or self.bucket.failure is not None:
             return
         self.number += 1
         name = f"cut {self.number}"
-        cut = self.bucket.create_cut(name, USED, LEASE, 0)
+        cut = self.bucket.create_cut(name, USED, LEASE, self.cut_clock)
         assert {p: pin.seqno for p, pin in cut.pins.items()} == {
             p: self.model[p].high for p in USED
         }
         if self.rng.random() < 0.1:
             self.crash()
             return
-        while self.bucket.tail.durable < cut.end_entry:
+        while self.bucket.tail.durable < cut.end_entry and self.bucket.failure is None:
             self.step_commit(whole=True)
-        self.store.put_cuts({name.encode(): cut.row()})
+        if self.bucket.failure is not None or not self.store_cuts({name: cut.row()}):
+            self.bucket.cuts.forget(cut)
+            return
         cut.durable = True
         self.held[name] = cut.row()
         pins = {p: pin.seqno for p, pin in cut.pins.items()}
@@ -183,10 +193,21 @@ class CutWorld(World):
     def release(self, name: str) -> None:
         cut = self.bucket.cuts.remove(name)
         assert cut is not None
-        self.store.put_cuts({name.encode(): None})
+        if not self.store_cuts({name: None}):
+            self.bucket.cuts.put_back(cut)
+            return
         self.bucket.cuts.forget(cut)
+        self.give_up(name)
+
+    def give_up(self, name: str) -> None:
+        """Take note that a cut is not held any more."""
         del self.held[name]
         self.recorder.add("cut_released", name=name)
+
+    def store_cuts(self, changes: dict[str, CutRow | None]) -> bool:
+        """Store a change; False when that failed."""
+        self.store.put_cuts({name.encode(): row for name, row in changes.items()})
+        return True
 
     def drain(self) -> None:
         """Those that are held are read whole, whatever has happened since."""

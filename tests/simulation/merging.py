@@ -58,6 +58,12 @@ class SimulatedMerger:
             return True
         return self._choose(now)
 
+    def give_up(self) -> None:
+        """The store failed: what is left of the merge is not done; it is chosen anew."""
+        end_purge(self._bucket, self._raised)
+        self._raised, self._todo = {}, []
+        self._settled = {p: [] for p in self._model}
+
     def _choose(self, now: int) -> bool:
         ranges = []
         whole = self._rng.random() < 0.3

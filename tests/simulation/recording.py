@@ -7,8 +7,11 @@ from tests.history import History
 from tests.model import Row, State, partition_of
 from upr.engine.bucket import Bucket, Written
 from upr.engine.streams import Answer, Refused, RolledBack, Started, StartRequest
+from upr_protocol.position import Position
 
 PRODUCER = "writer"
+UNKNOWN = 2**48
+"""A horizon that is not known counts as above every seqno."""
 Batch = Sequence[tuple[bytes, bytes | None]]
 Saved = tuple[int | None, int, int, State, dict[int, State]]
 
@@ -100,8 +103,16 @@ class Recorder:
 
     # Readers
 
-    def start(self, reader: str, request: StartRequest, answer: Answer, bucket: Bucket) -> None:
-        """A Start and its answer."""
+    def start(
+        self,
+        reader: str,
+        request: StartRequest,
+        answer: Answer,
+        bucket: Bucket,
+        *,
+        remote: bool = False,
+    ) -> None:
+        """A Start and its answer; ``remote``: the reader hears of it over the network."""
         p = request.partition
         fields: dict[str, Any] = {
             "reader": reader,
@@ -121,6 +132,8 @@ class Recorder:
         else:
             assert isinstance(answer, Refused)
             fields |= {"answer": "refused", "newest": None, "reason": answer.error.reason}
+        if remote:
+            fields["remote"] = True
         self.add("start", **fields)
 
     def run(
@@ -151,4 +164,17 @@ class Recorder:
             seqno=seqno,
             horizon=horizon,
             markers=sorted(m for m in marked if m),
+        )
+
+    def whole_position(self, kind: str, reader: str, partition: int, position: Position) -> None:
+        """A position of the SDK is stored or loaded."""
+        self.add(
+            kind,
+            reader=reader,
+            partition=partition,
+            id=position.failover_id,
+            data_id=position.data_id,
+            seqno=position.seqno,
+            horizon=UNKNOWN if position.horizon is None else position.horizon,
+            markers=list(position.markers),
         )

@@ -4,23 +4,16 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from tests.simulation.cutting import CutWorld
+from tests.simulation import worlds
 
 SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "60")) // 5
 FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
-STEPS = 600
 
 
 def test_every_cut_is_served_as_of_it_or_not_at_all(tmp_path: Path) -> None:
     counts: Counter[str] = Counter()
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
-        world = CutWorld(tmp_path / str(seed), seed)
-        try:
-            world.run(STEPS)
-        except BaseException:
-            print(f"failing seed: {seed}")
-            raise
-        counts.update(world.counts)
+        counts.update(worlds.run("cuts", tmp_path / str(seed), seed).counts)
     for what in ("crashes", "cuts", "flushes", "direct merges", "purges"):
         assert counts[what] > 0, (what, counts)
     assert counts["exact FINISHED"] > 1000

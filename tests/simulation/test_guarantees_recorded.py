@@ -10,6 +10,7 @@ from tests import guarantees
 from tests.guarantees import VALIDATORS
 from tests.history import Event, History
 from tests.simulation.cutting import CutWorld
+from tests.simulation.networked import NetworkedWorld
 from tests.simulation.world import World
 
 SEED = 8
@@ -36,6 +37,15 @@ def with_cuts(tmp_path: Path) -> History:
         world.run(600)
         _recorded["cuts"] = world.recorder.history
     return list(_recorded["cuts"])
+
+
+@pytest.fixture
+def over_a_network(tmp_path: Path) -> History:
+    if "network" not in _recorded:
+        world = NetworkedWorld(tmp_path, SEED)
+        world.run(400)
+        _recorded["network"] = world.recorder.history
+    return list(_recorded["network"])
 
 
 def of(history: History, kind: str) -> Iterator[tuple[int, Event]]:
@@ -226,6 +236,39 @@ def lose_a_cut_that_is_held(history: History) -> Changed:
             yield i, [{**event, "outcome": "SNAPSHOT_GONE"}]
 
 
+def start_before_it_is_stored(history: History) -> Changed:
+    """The position after a rollback is stored, and a Start was sent before."""
+    went_back: set[tuple[str, int]] = set()
+    for i, event in enumerate(history):
+        place = event.get("reader", ""), event.get("partition", -1)
+        if event["event"] == "rollback":
+            went_back.add(place)
+        elif event["event"] in ("anew", "loaded"):
+            went_back.discard(place)
+        elif event["event"] == "stored" and place in went_back:
+            went_back.discard(place)
+            kinds = ("start", "stored", "anew", "loaded")
+            then = (
+                e["event"]
+                for e in history[i + 1 :]
+                if e["event"] in kinds and (e["reader"], e["partition"]) == place
+            )
+            if next(then, "") == "start":
+                yield i, []
+
+
+def forget_the_horizon_of_a_part(history: History) -> Changed:
+    for i, stored in of(history, "stored"):
+        if stored["horizon"] > stored["seqno"]:
+            yield i, [{**stored, "horizon": stored["seqno"]}]
+
+
+def keep_another_state(history: History) -> Changed:
+    for i, marker in of(history, "marker"):
+        if "state" in marker:
+            yield i, [{**marker, "state": {**marker["state"], b"more": b"1"}}]
+
+
 CHANGES: list[tuple[str, Change]] = [
     ("no_hole", drop_a_row),
     ("identity", change_a_value),
@@ -250,6 +293,13 @@ CHANGES: list[tuple[str, Change]] = [
     ("tombstones", drop_a_delete),
     ("applied_once", call_a_first_write_a_repetition),
     ("applied_once", apply_a_repetition),
+]
+OVER_A_NETWORK: list[tuple[str, Change]] = [
+    ("positions", start_before_it_is_stored),
+    ("positions", forget_the_horizon_of_a_part),
+    ("marker_truth", keep_another_state),
+    ("no_hole", drop_a_row),
+    ("liveness", send_for_another_token),
 ]
 OF_CUTS: list[tuple[str, Change]] = [
     ("cuts", serve_another_cut),
@@ -278,6 +328,15 @@ def test_a_changed_history_of_cuts_is_refused(
     with_cuts: History, name: str, change: Change
 ) -> None:
     check_refused(with_cuts, name, change)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), OVER_A_NETWORK, ids=lambda one: getattr(one, "__name__", one)
+)
+def test_a_changed_history_of_a_network_is_refused(
+    over_a_network: History, name: str, change: Change
+) -> None:
+    check_refused(over_a_network, name, change)
 
 
 def test_a_row_of_which_no_writer_was_told_is_refused(history: History) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.test_engine import STEPS, use_sizes
-from tests.simulation.world import World
+from tests.simulation import worlds
 from upr.storage import large_merge, merge
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -44,8 +43,7 @@ def test_a_marker_kept_after_a_dropped_row_is_seen(
 
     def run() -> None:
         for seed in SEEDS:
-            use_sizes(monkeypatch, seed)
-            World(tmp_path / str(seed), seed).run(STEPS)
+            worlds.run("plain", tmp_path / str(seed), seed)
 
     with pytest.raises(AssertionError, match="is wrong at marker"):
         run()

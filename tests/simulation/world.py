@@ -6,6 +6,7 @@ each reader compares its state with it at every marker that it may believe.
 """
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +73,11 @@ class World:
         self.next_id += 1
         return self.next_id << 32 | 7
 
+    def open_store(self) -> Store:
+        return Store(self.bucket_folder / "store")
+
     def open(self) -> None:
-        self.store = Store(self.bucket_folder / "store")
+        self.store = self.open_store()
         identity = self.store.identity()
         assert identity is not None
         self.journal = Journal(self.bucket_folder / "journal", identity.version)
@@ -106,15 +110,15 @@ class World:
 
     def crash(self) -> None:
         """Forget everything but the files; the model forgets what was not durable."""
-        wrote = not self.bucket.proven
         before = {p: self.bucket.partitions.logs[p].to_pairs() for p in USED}
         self.recorder.ending(self.bucket)
         self.close()
         self.open()
-        self.recorder.restarted(self.bucket, clean=False)
+        self.recorder.restarted(self.bucket, clean=self.proven)
+        self.settle_doubt()
         for p in USED:
             log = self.bucket.partitions.logs[p].to_pairs()
-            if wrote:
+            if not self.proven:
                 assert len(log) == min(len(before[p]) + 1, 25)
                 self.model[p].restart_unclean(self.durable_model[p], log[-1][0])
                 del self.times[p][self.model[p].high :]
@@ -128,6 +132,9 @@ class World:
         for reader in self.readers:
             reader.drop_call()
             self.lose(reader, 0.2)
+
+    def settle_doubt(self) -> None:
+        """Take note of what turned out to be on disk: here that was known."""
 
     def lose(self, reader: Reader, chance: float) -> None:
         """Now and then have a reader's process end, so that it goes on with what it stored."""
@@ -221,7 +228,8 @@ class World:
                 return False
             if not whole and self.rng.random() < 0.5:
                 return True
-        self.journal.append(self.commit)
+        if not self.append(self.commit):
+            return self.bucket.failure is None
         for entry in self.commit.entries:
             for run in decode_block(entry.block).runs:
                 self.durable_model[int(run["partition"])] = int(run["end_seqno"])
@@ -232,6 +240,11 @@ class World:
         else:
             # On disk, and the process dies before it learns so.
             self.crash()
+        return True
+
+    def append(self, commit: Commit) -> bool:
+        """Journal a commit; False when that failed."""
+        self.journal.append(commit)
         return True
 
     def step_flush(self) -> bool:
@@ -249,8 +262,9 @@ class World:
             )
             self.bucket.slice_stored(merged)
             return True
-        self.journal.drop_through(self.bucket.end_flush(complete=True))
+        through = self.bucket.end_flush(complete=True)
         self.plan = None
+        self.journal.drop_through(through)
         self.count("flushes")
         return True
 
@@ -301,9 +315,12 @@ class World:
         assert follower.acknowledge(np.array(open_ones, np.int64), seqnos, self.now)
         self.count("acknowledged")
         if self.rng.random() < 0.5:
-            changes = self.bucket.consumer_positions.take_changes(10_000)
-            if changes is not None:
-                self.store.put_consumers(changes.rows())
+            self.save_consumers()
+
+    def save_consumers(self) -> None:
+        changes = self.bucket.consumer_positions.take_changes(10_000)
+        if changes is not None:
+            self.store.put_consumers(changes.rows())
 
     def begin_anew(self, reader: Reader, follower: Follower) -> bool:
         """Have a consumer that lost everything it knew of some partitions."""
@@ -412,6 +429,22 @@ class World:
     def count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
 
+    @property
+    def elapsed(self) -> int:
+        """Microseconds that have passed since the world began."""
+        return self.now - 1
+
+    def step(self, population: Sequence[Callable[[], bool]]) -> None:
+        chance = self.rng.random()
+        if chance < 0.01:
+            self.crash()
+            self.count("crashes")
+        elif chance < 0.013:
+            self.restart_clean()
+            self.count("clean restarts")
+        else:
+            self.rng.choice(population)()
+
     def run(self, steps: int) -> None:
         choices = (
             (self.step_write, 30),
@@ -422,15 +455,7 @@ class World:
         )
         population = [step for step, weight in choices for _ in range(weight)]
         for _ in range(steps):
-            chance = self.rng.random()
-            if chance < 0.01:
-                self.crash()
-                self.count("crashes")
-            elif chance < 0.013:
-                self.restart_clean()
-                self.count("clean restarts")
-            else:
-                self.rng.choice(population)()
+            self.step(population)
         self.drain()
         self.recorder.add(
             "settled",

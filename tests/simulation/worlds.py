@@ -1,0 +1,70 @@
+"""The simulated worlds by name, and what each needs to be run anywhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.cutting import CutWorld
+from tests.simulation.faulty import FaultyWorld
+from tests.simulation.networked import NetworkedWorld
+from tests.simulation.world import World
+from upr.storage import journal, large_merge, merge
+from upr_protocol.limits import BLOCK_COLUMN_BYTES
+
+SIZES = ((BLOCK_COLUMN_BYTES, large_merge.GROUP_BYTES), (120, 500), (1, 1))
+"""Bytes of blocks and of groups, one pair a seed: usual, some rows each, one row each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of world, and how many steps the default tests give it."""
+
+    world: type[World]
+    steps: int
+
+
+KINDS = {
+    "plain": Kind(World, 400),
+    "cuts": Kind(CutWorld, 600),
+    "faulty": Kind(FaultyWorld, 400),
+    "network": Kind(NetworkedWorld, 500),
+}
+
+
+def kind_of(seed: int) -> str:
+    """Return the name of the world that a soak makes of a seed."""
+    return list(KINDS)[seed // len(SIZES) % len(KINDS)]
+
+
+def use_sizes(patch: pytest.MonkeyPatch, seed: int) -> None:
+    """Have blocks and groups of the sizes of a seed."""
+    block, group = SIZES[seed % len(SIZES)]
+    patch.setattr(merge, "BLOCK_COLUMN_BYTES", block)
+    patch.setattr(large_merge, "GROUP_BYTES", group)
+    patch.setattr(large_merge, "SMALL_BYTES", block // 4)
+
+
+@contextmanager
+def prepared(seed: int) -> Iterator[None]:
+    """Have the sizes of a seed, and take back what a world changes of the journal."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_sizes(patch, seed)
+        patch.setattr(journal, "os", journal.os)  # type: ignore[attr-defined]
+        patch.setattr(journal, "SEGMENT_BYTES", journal.SEGMENT_BYTES)
+        yield
+
+
+def run(name: str, folder: Path, seed: int, steps: int | None = None) -> World:
+    """Run a world to its end, and return it; by default with as many steps as its kind has."""
+    steps = KINDS[name].steps if steps is None else steps
+    with prepared(seed):
+        world = KINDS[name].world(folder, seed)
+        try:
+            world.run(steps)
+        except BaseException:
+            print(f"failing: world {name}, seed {seed}, {steps} steps")
+            raise
+    return world
