@@ -14,7 +14,7 @@ from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 
 PARTITIONS = 1024
-RECORDED = frozenset(range(0, PARTITIONS, 4))
+RECORDED = frozenset(range(0, PARTITIONS, 8))
 """The partitions that the history tells of: it takes seconds to validate one of all of them."""
 ENTRY_BYTES = 1000
 RUN_BYTES = 80

@@ -1,0 +1,266 @@
+"""A TCP proxy that does to connections what networks do. It runs in a thread of its own, on 127.0.0.1."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+Direction = Literal["to server", "to client"]
+DIRECTIONS: tuple[Direction, Direction] = ("to server", "to client")
+PIECE_BYTES = 16 * 2**10
+STOP_SECONDS = 10.0
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER with no time: closing says RST, and drops what was not sent."""
+T = TypeVar("T")
+
+
+class _Lane:
+    """What is done to the bytes of one direction."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.bytes_per_second = 0.0
+        self.cut_after: int | None = None
+        self.open = asyncio.Event()
+        self.open.set()
+
+
+class _Connection:
+    def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
+        self.writers: dict[Direction, asyncio.StreamWriter] = {
+            "to server": server,
+            "to client": client,
+        }
+        self.tasks: list[asyncio.Task[None]] = []
+        self.cut_after: dict[Direction, int | None] = {}
+
+    def reset(self) -> None:
+        for writer in self.writers.values():
+            if writer.is_closing():
+                continue
+            sock = writer.get_extra_info("socket")
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            writer.transport.abort()
+        for task in self.tasks:
+            task.cancel()
+
+
+class Proxy:
+    """Passes bytes on between clients and one server; used with ``with``. Faults last until ``heal``.
+
+    The methods may be called from any thread, and have happened when they return.
+
+    Args:
+        server: "host:port" of the server.
+
+    Attributes:
+        target: "host:port" for clients.
+        accepted: connections so far.
+        cuts: connections that ``cut_after`` ended.
+        passed: bytes passed on by direction, of all connections.
+        on_change: called, in the proxy's thread, when a connection is accepted or cut.
+    """
+
+    def __init__(self, server: str) -> None:
+        host, _, port = server.rpartition(":")
+        self._server = host, int(port)
+        self.target = ""
+        self.accepted = self.cuts = 0
+        self.passed: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)
+        self.on_change: Callable[[], None] = lambda: None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self._connections: set[_Connection] = set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._do(self._listen)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._do(self._close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_SECONDS)
+        self._loop.close()
+
+    def _do(self, work: Callable[[], Any]) -> None:
+        async def done() -> None:
+            result = work()
+            if asyncio.iscoroutine(result):
+                await result
+
+        asyncio.run_coroutine_threadsafe(done(), self._loop).result(STOP_SECONDS)
+
+    async def _listen(self) -> None:
+        self._lanes = {direction: _Lane() for direction in DIRECTIONS}
+        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        port = self._listener.sockets[0].getsockname()[1]
+        self.target = f"127.0.0.1:{port}"
+
+    async def _close(self) -> None:
+        self._listener.close()
+        tasks = [task for connection in self._connections for task in connection.tasks]
+        for connection in list(self._connections):
+            connection.reset()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)
+
+    # Faults
+
+    def delay(self, seconds: float) -> None:
+        """Hold each piece of up to 16 KiB back for so long, in both directions."""
+
+        def delay() -> None:
+            for lane in self._lanes.values():
+                lane.seconds = seconds
+
+        self._do(delay)
+
+    def limit(self, bytes_per_second: float) -> None:
+        """Pass no more than so much on in each direction of each connection."""
+
+        def limit() -> None:
+            for lane in self._lanes.values():
+                lane.bytes_per_second = bytes_per_second
+
+        self._do(limit)
+
+    def cut_after(self, direction: Direction, count: int) -> None:
+        """Reset the connection that first passes so many bytes on, of those that are there and those to come.
+
+        Bytes are counted from now on, or from the beginning of a new connection. It happens once.
+        """
+
+        def arm() -> None:
+            self._lanes[direction].cut_after = count
+            for connection in self._connections:
+                connection.cut_after[direction] = count
+
+        self._do(arm)
+
+    def black_hole(self, *directions: Direction) -> None:
+        """Pass nothing on and take nothing, as when packets are lost; new connections fare the same."""
+
+        def close() -> None:
+            for direction in directions:
+                self._lanes[direction].open.clear()
+
+        self._do(close)
+
+    def half_close(self, direction: Direction) -> None:
+        """Say the end of the stream in one direction of the connections that are there."""
+
+        def close() -> None:
+            for connection in self._connections:
+                with contextlib.suppress(OSError, RuntimeError):
+                    connection.writers[direction].write_eof()
+
+        self._do(close)
+
+    def reset(self) -> None:
+        """Reset all connections."""
+
+        def reset() -> None:
+            for connection in list(self._connections):
+                connection.reset()
+
+        self._do(reset)
+
+    def heal(self) -> None:
+        """End all faults; what a black hole held back goes on."""
+
+        def heal() -> None:
+            for lane in self._lanes.values():
+                lane.seconds = lane.bytes_per_second = 0.0
+                lane.open.set()
+            self._disarm()
+
+        self._do(heal)
+
+    def _disarm(self) -> None:
+        for lane in self._lanes.values():
+            lane.cut_after = None
+        for connection in self._connections:
+            connection.cut_after.clear()
+
+    # Passing on
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        self.on_change()
+        try:
+            from_server, to_server = await asyncio.open_connection(*self._server)
+        except OSError:
+            # As a server that is not there would.
+            writer.transport.abort()
+            return
+        connection = _Connection(writer, to_server)
+        connection.cut_after = {d: lane.cut_after for d, lane in self._lanes.items()}
+        self._connections.add(connection)
+        connection.tasks = [
+            asyncio.create_task(self._pass(connection, reader, "to server")),
+            asyncio.create_task(self._pass(connection, from_server, "to client")),
+        ]
+        await asyncio.gather(*connection.tasks, return_exceptions=True)
+        self._connections.discard(connection)
+        for one in connection.writers.values():
+            one.close()
+
+    async def _pass(
+        self, connection: _Connection, reader: asyncio.StreamReader, direction: Direction
+    ) -> None:
+        lane, writer = self._lanes[direction], connection.writers[direction]
+        try:
+            while True:
+                if self._must_cut(connection, direction, b"") == 0:
+                    self._cut(connection, direction)
+                    return
+                await lane.open.wait()
+                piece = await reader.read(PIECE_BYTES)
+                # Read before the hole opened, or while it was there: it is lost in it all the same.
+                await lane.open.wait()
+                if not piece:
+                    writer.write_eof()
+                    return
+                seconds = lane.seconds
+                if lane.bytes_per_second:
+                    seconds += len(piece) / lane.bytes_per_second
+                if seconds:
+                    await asyncio.sleep(seconds)
+                left = self._must_cut(connection, direction, piece)
+                writer.write(piece if left is None else piece[:left])
+                self.passed[direction] += len(piece)
+                await writer.drain()
+                if left is not None:
+                    self._cut(connection, direction)
+                    return
+        except (OSError, RuntimeError):
+            connection.reset()
+
+    def _must_cut(self, connection: _Connection, direction: Direction, piece: bytes) -> int | None:
+        """How many bytes of a piece still pass before the connection is cut; None: it is not."""
+        left = connection.cut_after.get(direction)
+        if left is None:
+            return None
+        if left <= len(piece):
+            return left
+        connection.cut_after[direction] = left - len(piece)
+        return None
+
+    def _cut(self, connection: _Connection, direction: Direction) -> None:
+        self.cuts += 1
+        self.on_change()
+        self._disarm()
+        # A reset would take with it what the receiver has not read yet, and with it the piece of a message.
+        connection.writers[direction].close()
+        connection.reset()
