@@ -86,7 +86,7 @@ class Environment:
         step(words, [str(self.python), *arguments])
 
 
-MAIN = Environment(".venv", ["-e", ".[server]", "--group", "dev"])
+MAIN = Environment(".venv", ["-e", ".[server,metrics]", "--group", "dev"])
 CODEGEN = Environment(".venv-codegen", ["--group", "codegen"])
 
 
@@ -149,6 +149,9 @@ def test(arguments: list[str]) -> None:
         setup()
     else:
         lint()
+        # Half of them wait for something most of the time. Whatever the machine has, two are what the tests are
+        # tried with.
+        arguments = ["-n", "2", "--dist", "worksteal"]
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
 
@@ -210,9 +213,17 @@ def main() -> int:
         const="simulation",
         help="engine and files in a simulated world, seed after seed",
     )
+    kinds.add_argument(
+        "--faults",
+        dest="kind",
+        action="store_const",
+        const="faults",
+        help="a live server and SDK clients: broken networks, SIGKILL, SIGSTOP",
+    )
     soaking.add_argument("--minutes", default="10", help="how long (default: 10)")
     soaking.add_argument("--seed", help="to have the same choices again")
     soaking.add_argument("--steps", help="of each simulated world")
+    soaking.add_argument("--world", help="only this kind of simulated world")
     mutations = commands.add_parser(
         "mutants", help="deliberate faults, each must turn a test red; --only NAME, --list [--json]"
     )
@@ -228,9 +239,8 @@ def main() -> int:
         elif options.command == "demo":
             demo(options.repo.resolve())
         elif options.command == "soak":
-            seed = ["--seed", options.seed] if options.seed else []
-            steps = ["--steps", options.steps] if options.steps else []
-            soak(options.kind, ["--minutes", options.minutes, *seed, *steps])
+            given = {name: getattr(options, name) for name in ("minutes", "seed", "steps", "world")}
+            soak(options.kind, [f"--{name}={value}" for name, value in given.items() if value])
         elif options.command == "mutants":
             mutants(sys.argv[2:])
         else:

@@ -26,7 +26,10 @@ RULES = [
     (r"\bawait ", ""),
     (r"\b__a(iter|next|enter|exit)__\b", r"__\1__"),
     (r"\bStopAsyncIteration\b", "StopIteration"),
-    (r"\bAsync(Client|Bucket|Changes|Batches|Writer|Cut|HeldCut)\b", r"\1"),
+    (
+        r"\bAsync(Client|Bucket|Changes|Batches|Writer|BufferedWriter|Cut|HeldCut|View|Asking)\b",
+        r"\1",
+    ),
     (r"\b_async\b", "_sync"),
 ]
 

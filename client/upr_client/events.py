@@ -3,9 +3,13 @@
 import gc
 from collections.abc import Callable, Iterable
 from itertools import repeat
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from upr_protocol.block import Block
+from upr_protocol.consumer_types import Delivery
 from upr_protocol.rows import block_keys, block_partitions, block_seqnos, block_values
 
 Op = Literal["set", "delete"]
@@ -49,6 +53,8 @@ class Rollback(NamedTuple):
         new_id: the server's newest failover id.
         rule: the rule that decided, as a token.
         words: the same for people.
+        keys: the keys that were received above ``seqno``, each once, as far as they are remembered.
+        keys_complete: whether those are all. Above ``seqno`` the new history says what they hold, if anything.
     """
 
     partition: int
@@ -58,6 +64,8 @@ class Rollback(NamedTuple):
     new_id: int
     rule: str
     words: str
+    keys: tuple[bytes, ...] = ()
+    keys_complete: bool = False
 
 
 def block_changes(block: Block) -> list[Change]:
@@ -96,17 +104,20 @@ class ChangeBatch:
             arrive as one block of several runs.
         markers: as the property, or a function that makes them.
         rollbacks: with ``on_rollback="event"``: what is to be undone; such a batch has no changes.
+        delivery: what the state machine made of the frame; None for rollbacks.
     """
 
-    __slots__ = ("_changes", "_markers", "blocks", "rollbacks")
+    __slots__ = ("_changes", "_markers", "blocks", "delivery", "rollbacks")
 
     def __init__(
         self,
         blocks: list[Block],
         markers: list[Marker] | Callable[[], list[Marker]],
         rollbacks: list[Rollback] | None = None,
+        delivery: Delivery | None = None,
     ) -> None:
         self.blocks = blocks
+        self.delivery = delivery
         self._markers = markers
         self.rollbacks: list[Rollback] = rollbacks or []
         self._changes: list[Change] | None = None
@@ -127,10 +138,41 @@ class ChangeBatch:
                 self._changes += block_changes(block)
         return self._changes
 
+    def events(self) -> list["Change | Marker | Rollback"]:
+        """The changes with each marker behind what it completes; or the rollbacks."""
+        if self.delivery is None:
+            return list(self.rollbacks)
+        bounds = self.bounds()
+        changes = self.changes
+        events: list[Change | Marker | Rollback] = []
+        first = 0
+        # Only markers are put in one by one; the changes between two of them go in at once.
+        for at, marker in zip(bounds[self.delivery.is_marker].tolist(), self.markers, strict=True):
+            events += changes[first:at]
+            events.append(marker)
+            first = at
+        events += changes[first:]
+        return events
+
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """Behind how many changes each run ends, one a run."""
+        counts = np.concatenate([block.runs["count"] for block in self.blocks])
+        return np.cumsum(counts, dtype=np.int64)
+
     @property
     def rows(self) -> int:
         """How many changes there are, without decoding them."""
         return sum(block.rows for block in self.blocks)
+
+    def to_arrow(self) -> Any:
+        """Return the changes as one ``pyarrow.RecordBatch``; see ``upr_client.arrow.schema`` for its columns.
+
+        Raises:
+            MissingPackageError: pyarrow is not installed; it comes with ``upr-stream[arrow]``.
+        """
+        from upr_client.arrow import record_batch
+
+        return record_batch(self)
 
     def __repr__(self) -> str:
         return (

@@ -1,6 +1,6 @@
 """Requests out of and answers into the values of the core; the same in both flavours."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.consumer import StartRequest
+from upr_protocol.consumer import ConsumerSession
 from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError
 from upr_protocol.limits import NAME_BYTES_MAX
 from upr_protocol.wire.status import PROBLEM_KEY, error_from_call, error_of
@@ -22,6 +22,9 @@ HIGH: Final = np.dtype([("partition", "<u4"), ("seqno", "<u8")])
 
 STABILITIES: Final = {"disk": types_pb2.STABILITY_DISK, "memory": types_pb2.STABILITY_MEMORY}
 DURABILITIES: Final = {"disk": types_pb2.DURABILITY_DISK, "memory": types_pb2.DURABILITY_MEMORY}
+
+PLAIN_STARTS: Final = 8
+"""From so many partitions on a Start is a table: a few are easier to read one by one."""
 
 _LOST_CODES: Final = (
     grpc.StatusCode.UNKNOWN,
@@ -103,10 +106,17 @@ def choice(table: Mapping[str, T], name: str, what: str) -> T:
     return table[name]
 
 
-def start_message(requests: Iterable[StartRequest]) -> stream_pb2.FollowRequest:
-    """Return a Start of these partitions."""
+def start_message(
+    session: ConsumerSession, partitions: Sequence[int], until_now: bool
+) -> stream_pb2.FollowRequest:
+    """Return a Start of these partitions, all of them ready; many go as a table where that says all."""
+    if len(partitions) >= PLAIN_STARTS:
+        records = session.plain_starts(partitions)
+        if records is not None:
+            plain = stream_pb2.Start(table=records.tobytes(), until_now=until_now)
+            return stream_pb2.FollowRequest(start=plain)
     start = stream_pb2.Start()
-    for request in requests:
+    for request in session.starts(partitions):
         message = start.partitions.add(
             partition=request.partition,
             failover_id=request.failover_id,
@@ -119,6 +129,10 @@ def start_message(requests: Iterable[StartRequest]) -> stream_pb2.FollowRequest:
             message.until_seqno = request.until_seqno
         elif request.until_now:
             message.until_now = True
+        if request.beginning == "now":
+            message.from_now = True
+        elif request.beginning is not None:
+            message.from_time = request.beginning
     return stream_pb2.FollowRequest(start=start)
 
 
@@ -126,6 +140,11 @@ def ack_message(positions: Iterable[tuple[int, int]]) -> stream_pb2.FollowReques
     """Return an Ack of (partition, seqno) pairs."""
     table = np.array(list(positions), HIGH)
     return stream_pb2.FollowRequest(ack=stream_pb2.Ack(positions=table.tobytes()))
+
+
+def is_of_group(message: stream_pb2.FollowResponse) -> bool:
+    """Whether a message is about a member's share and lease, and not about any stream."""
+    return message.WhichOneof("message") in ("assignment", "renewed")
 
 
 def high_seqnos(

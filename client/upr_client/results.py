@@ -61,7 +61,7 @@ def result_runs(result: kv_pb2.WriteResult) -> list[tuple[int, int, int, int]]:
     )
 
 
-def partly_refused(partitions: Iterable[kv_pb2.RefusedPartition]) -> UprError | None:
+def partly_refused(partitions: Iterable[types_pb2.RefusedPartition]) -> UprError | None:
     """Return the error of a write that some partitions refused while the others applied it; None for none."""
     refused = list(partitions)
     if not refused:

@@ -1,9 +1,13 @@
 """What a server tells operators about itself; the same in both flavours."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
 
-from upr_protocol.errors import UprError
+from upr_client.messages import check_name
+from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.failover import check_partition
 from upr_protocol.wire.status import error_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
@@ -115,29 +119,63 @@ class StorageInfo:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerPosition:
-    """What a consumer acknowledged in one partition.
+    """What a consumer acknowledged, or saved in the server, in one partition.
 
     Args:
-        failover_id: the id under which it did.
+        failover_id: the id under which it did; 0 for none.
         seqno: everything up to here is safe with it.
+        member: who owns the partition, of a group; empty without one.
+        high_seqno: the partition's high seqno.
+        time: when it acknowledged or saved, microseconds since the epoch; 0 when it has not yet.
     """
 
     failover_id: int
     seqno: int
+    member: str = ""
+    high_seqno: int = 0
+    time: int = 0
+
+    @property
+    def lag(self) -> int:
+        """Mutations up to the high seqno."""
+        return max(self.high_seqno - self.seqno, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberInfo:
+    """One member of a group.
+
+    Args:
+        name: its name.
+        peer: where it calls from; empty while it has no call open.
+        partitions: how many are its own.
+        releasing: how many of them it was asked to release.
+        lease_seconds: the length of its lease.
+        lease_left_seconds: when that ends unless it says something; 0 when it has ended.
+    """
+
+    name: str
+    peer: str
+    partitions: int
+    releasing: int
+    lease_seconds: float
+    lease_left_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerInfo:
-    """One registered consumer.
+    """One registered consumer, or a group that is not registered yet.
 
     Args:
         name: its name.
         connected: whether a call under this name is open.
-        generation: how many calls were opened under this name.
-        last_ack_time: when it acknowledged last, microseconds since the epoch.
+        generation: of its ownership: it rises with every call, and with every change of what a member owns.
+        last_ack_time: when it acknowledged or saved last, microseconds since the epoch; 0 for not yet.
         partitions: how many have a position.
         lag: mutations between its positions and the high seqnos of those partitions.
-        positions: by partition, ascending; empty when not asked for.
+        positions: by partition, ascending; empty when not asked for. With them, at seqno 0 and time 0, come partitions
+            that a member owns and has said nothing of.
+        members: by name; none when it is no group.
     """
 
     name: str
@@ -147,6 +185,7 @@ class ConsumerInfo:
     partitions: int
     lag: int
     positions: Mapping[int, ConsumerPosition]
+    members: tuple[MemberInfo, ...] = ()
 
 
 def server_status(message: admin.GetStatusResponse) -> ServerStatus:
@@ -194,5 +233,54 @@ def consumer_info(message: admin.ConsumerInfo) -> ConsumerInfo:
         message.last_ack_time,
         message.partitions,
         message.lag,
-        {at.partition: ConsumerPosition(at.failover_id, at.seqno) for at in message.positions},
+        consumer_positions(message.positions),
+        tuple(
+            MemberInfo(
+                one.name,
+                one.peer,
+                one.partitions,
+                one.releasing,
+                one.lease_seconds,
+                one.lease_left_seconds,
+            )
+            for one in message.members
+        ),
     )
+
+
+def consumer_positions(
+    messages: Iterable[admin.ConsumerPosition],
+) -> dict[int, ConsumerPosition]:
+    """Return positions by partition out of their messages."""
+    return {
+        at.partition: ConsumerPosition(at.failover_id, at.seqno, at.member, at.high_seqno, at.time)
+        for at in messages
+    }
+
+
+def reset_request(
+    bucket: str, name: str, to: Literal["beginning", "now"] | datetime, partitions: Iterable[int]
+) -> admin.ResetConsumerRequest:
+    """Return the request of ``reset_consumer``.
+
+    Raises:
+        InvalidArgumentError: a value is out of its range.
+    """
+    request = admin.ResetConsumerRequest(bucket=bucket, name=check_name(name, "consumer"))
+    request.partitions.extend(check_partition(partition) for partition in partitions)
+    if isinstance(to, datetime):
+        if to.tzinfo is None or to.timestamp() < 0:
+            raise InvalidArgumentError(
+                f"the time {to} has no time zone or lies before 1970",
+                hint="for example datetime.now(timezone.utc) - timedelta(hours=2)",
+            )
+        request.to_time = round(to.timestamp() * 1e6)
+    elif to == "beginning":
+        request.to_beginning = True
+    elif to == "now":
+        request.to_now = True
+    else:
+        raise InvalidArgumentError(
+            f"to is {to!r}, it must be 'beginning', 'now' or a datetime with a time zone"
+        )
+    return request

@@ -382,22 +382,37 @@ def slice_above(block: Block, seqno: int) -> Block:
     """
     if len(block.runs) != 1 or seqno >= int(block.runs["end_seqno"][0]):
         raise InvalidArgumentError(f"{block!r} cannot be sliced above seqno {seqno}")
-    start = int(block.runs["start_seqno"][0])
-    if seqno <= start:
+    return slice_runs(block, np.array([seqno], np.uint64))
+
+
+def slice_runs(block: Block, above: U64) -> Block:
+    """Return what a block tells above a seqno of each run's own: ``(seqno, end_seqno]`` and those of its rows.
+
+    Args:
+        above: one a run, below its end; a run at or above its seqno stays whole.
+    """
+    starts = block.runs["start_seqno"]
+    inside = np.flatnonzero(above > starts).tolist()
+    if not inside:
         return block
+    bounds = row_bounds(block.runs)
+    spans = np.stack([bounds[:-1], bounds[1:]], axis=1)
     runs = block.runs.copy()
-    offset = seqno - start
-    seqnos = b""
-    if block.seqnos:
-        offsets = np.frombuffer(block.seqnos, "<u4")
-        first = int(np.searchsorted(offsets, offset, side="right"))
-        seqnos = (offsets[first:] - np.uint32(offset)).tobytes()
-    else:
-        # Dense, or without any row at all.
-        first = min(offset, block.rows)
-    runs["start_seqno"] = seqno
-    runs["count"] = block.rows - first
-    return _take_rows(block, runs, np.array([[first, block.rows]], np.int64), seqnos)
+    offsets = np.frombuffer(block.seqnos, "<u4").copy()
+    for index in inside:
+        first, last = spans[index].tolist()
+        offset = int(above[index]) - int(starts[index])
+        if block.seqnos:
+            first += int(np.searchsorted(offsets[first:last], offset, side="right"))
+            offsets[first:last] -= np.uint32(offset)
+        else:
+            # Dense, or without any row at all.
+            first = min(first + offset, last)
+        spans[index, 0] = first
+        runs["start_seqno"][index] = above[index]
+        runs["count"][index] = last - first
+    seqnos = b"".join([offsets[a:b].tobytes() for a, b in spans.tolist()]) if block.seqnos else b""
+    return _take_rows(block, runs, spans, seqnos)
 
 
 def without_values(block: Block) -> Block:

@@ -9,15 +9,18 @@ Source: specification, "Handshakes" and "Snapshot Markers and Deduplication"; th
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from upr_protocol.block import U64, Block
-from upr_protocol.consumer_frames import chain_runs, cut_blocks
+from upr_protocol.consumer_frames import delivery_of
+from upr_protocol.consumer_positions import UNKNOWN_HORIZON, PositionTable
+from upr_protocol.consumer_rollback import BUCKET_GONE_RULE, Told, decide_rollback
+from upr_protocol.consumer_starts import check_started, start_records, start_requests
 from upr_protocol.consumer_types import (
+    Beginning,
     Delivery,
     Fate,
     Indexes,
@@ -30,14 +33,13 @@ from upr_protocol.consumer_types import (
 )
 from upr_protocol.errors import InvalidArgumentError, SnapshotGoneError
 from upr_protocol.exact import check_complete, check_pin
-from upr_protocol.failover import FailoverLog, check_partition, format_failover_id
-from upr_protocol.handshake import answer_hello, boundary, older_ids_to_try, resume_after_rollback
-from upr_protocol.histories import MarkerHistories
+from upr_protocol.failover import FailoverLog, check_partition
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
 
 __all__ = [
     "BUCKET_GONE_RULE",
+    "Beginning",
     "ConsumerSession",
     "Delivery",
     "Fate",
@@ -55,10 +57,6 @@ _STARTING: Final = int(State.STARTING)
 _LIVE: Final = int(State.LIVE)
 _DONE: Final = int(State.DONE)
 
-BUCKET_GONE_RULE: Final = "bucket_gone"
-"""The rule of a rollback whose reason is that the bucket was dropped and created anew."""
-
-_UNKNOWN_HORIZON: Final = 2**64 - 1
 _NO_TOKEN: Final = -1
 _STATE_AFTER: Final = {
     Fate.DONE: _DONE,
@@ -67,7 +65,7 @@ _STATE_AFTER: Final = {
 }
 
 
-class ConsumerSession:
+class ConsumerSession(PositionTable):
     """Follows any number of partitions over one call and its successors.
 
     A bucket that was dropped and created anew has another version. A position of the old one keeps its version until
@@ -81,6 +79,10 @@ class ConsumerSession:
         until_now: whether each partition ends at what is there when it is started first.
         inclusive: whether a rollback to R may resume at a marker at R itself.
         exact: where partitions end exactly, each at its pin and as of it, or else with SnapshotGoneError.
+        beginning: where a partition begins of which nothing is held. What lies before is then never asked for, and
+            the seqno where it begins counts as a marker, also for a rollback to there.
+        restart: whether a rollback undoes everything and begins anew, instead of going back to a marker.
+        lasting: whether partitions may be followed later on, so that having none is not the end.
 
     Raises:
         InvalidArgumentError: a partition is out of range.
@@ -94,55 +96,41 @@ class ConsumerSession:
         until_now: bool = False,
         inclusive: bool = False,
         exact: Mapping[int, Pin] | None = None,
+        beginning: Beginning = None,
+        restart: bool = False,
+        lasting: bool = False,
     ) -> None:
+        super().__init__()
         self.partitions = sorted({check_partition(partition) for partition in partitions})
         self.bucket_version = 0
-        self._until_now = until_now
-        self._inclusive = inclusive
+        self._until_now, self._lasting = until_now, lasting
+        self._inclusive = inclusive or beginning is not None
+        self._beginning, self._restart = beginning, restart
         self._exact = dict(exact or {})
         self._followed = np.array(self.partitions, np.int64)
         self._state = np.zeros(PARTITIONS, np.uint8)
-        self._seqno = np.zeros(PARTITIONS, np.uint64)
-        self._horizon = np.zeros(PARTITIONS, np.uint64)
         self._high = np.zeros(PARTITIONS, np.uint64)
         self._token = np.full(PARTITIONS, _NO_TOKEN, np.int64)
-        self._failover = np.zeros(PARTITIONS, np.uint64)
-        self._data = np.zeros(PARTITIONS, np.uint64)
         self._stream = np.zeros(PARTITIONS, np.uint64)
         self._target = np.zeros(PARTITIONS, np.uint64)
-        self._changed = np.zeros(PARTITIONS, np.bool_)
-        self._version = np.zeros(PARTITIONS, np.uint64)
-        self._logs: dict[int, FailoverLog | None] = {}
-        self._markers = MarkerHistories()
+        self._stale = np.zeros(PARTITIONS, np.int64)
         self._undoing: dict[int, PendingRollback] = {}
         self._open: Delivery | None = None
         self._state[self._followed] = _READY
-        for partition in self.partitions if positions else ():
-            position = (positions or {}).get(partition)
-            if position is not None:
-                self._set_position(partition, position)
+        given = positions or {}
+        for partition in given.keys() & set(self.partitions):
+            self._set_position(partition, given[partition])
         versions = np.unique(self._version[self._version != 0])
         if len(versions) == 1:
             # Of two versions nothing is known but that one of them at least is void.
             self.bucket_version = int(versions[0])
-
-    def _set_position(self, partition: int, position: Position) -> None:
-        self._version[partition] = position.bucket_version
-        self._seqno[partition] = position.seqno
-        self._horizon[partition] = (
-            _UNKNOWN_HORIZON if position.horizon is None else position.horizon
-        )
-        self._failover[partition] = position.failover_id or 0
-        self._data[partition] = position.data_id or 0
-        self._markers.replace(partition, position.markers)
-        self._logs[partition] = position.log
 
     # What to do.
 
     @property
     def finished(self) -> bool:
         """Whether every partition ended for good."""
-        return bool(self._state[self._followed].min(initial=_DONE) >= _DONE)
+        return not self._lasting and bool(self._state[self._followed].min(initial=_DONE) >= _DONE)
 
     def state(self, partition: int) -> State:
         """Where a partition stands."""
@@ -162,26 +150,69 @@ class ConsumerSession:
         self._state[wanted] = _STARTING
         known = self._version[wanted] == self.bucket_version
         ids = (column[wanted] * known for column in (self._failover, self._data))
-        columns = (next(ids), self._seqno[wanted], next(ids), self._target[wanted])
-        rows = zip(wanted.tolist(), *(column.tolist() for column in columns), strict=True)
-        ends = self._exact
-        return [
-            StartRequest(
-                partition,
-                failover_id or None,
-                seqno,
-                data_id or None,
-                target or None,
-                self._until_now and not target,
-                ends[partition].seqno if partition in ends else None,
-            )
-            for partition, failover_id, seqno, data_id, target in rows
-        ]
+        columns = (wanted, next(ids), self._seqno[wanted], next(ids), self._target[wanted])
+        return start_requests(columns, self._until_now, self._exact, self._beginning)
+
+    def plain_starts(self, partitions: Iterable[int]) -> npt.NDArray[np.void] | None:
+        """As ``starts``, as records of dtype START, all with ``until_now`` or none; None when that does not say all."""
+        wanted = np.fromiter(partitions, np.int64)
+        if self._exact or self._beginning is not None or self._target[wanted].any():
+            return None
+        if (self._state[wanted] != _READY).any():
+            return None
+        self._state[wanted] = _STARTING
+        known = self._version[wanted] == self.bucket_version
+        columns = (self._failover[wanted] * known, self._seqno[wanted], self._data[wanted] * known)
+        return start_records(wanted, *columns)
+
+    def follow(self, positions: Mapping[int, Position | None]) -> None:
+        """Follow more partitions, each from a position or, with None, as new.
+
+        Raises:
+            InvalidArgumentError: one is followed already, or out of range.
+        """
+        for partition, position in positions.items():
+            if self.state(check_partition(partition)) is not State.IDLE:
+                raise InvalidArgumentError(f"partition {partition} is followed already")
+            self._set_position(partition, position or Position.fresh(self.bucket_version))
+            self._high[partition] = self._target[partition] = 0
+            self._state[partition] = _READY
+        self._list_followed()
+
+    def unfollow(self, partitions: Iterable[int]) -> None:
+        """Follow these partitions no more; a rollback that was pending is dropped."""
+        self._changed[self._leave(partitions, State.IDLE)] = False
+        self._list_followed()
+
+    def finish(self, partitions: Iterable[int]) -> None:
+        """Take nothing more of these partitions; their positions stay."""
+        self._leave(partitions, State.DONE)
+
+    def resume(self, partitions: Iterable[int]) -> None:
+        """Go on with partitions of which nothing more was to be taken."""
+        self._state[list(partitions)] = _READY
+
+    def _leave(self, partitions: Iterable[int], state: State) -> list[int]:
+        gone = list(partitions)
+        self._stale[gone] += self._state[gone] == _STARTING
+        self._state[gone], self._token[gone] = state, _NO_TOKEN
+        self._undoing = {p: pending for p, pending in self._undoing.items() if p not in gone}
+        return gone
+
+    def _list_followed(self) -> None:
+        self._followed = np.flatnonzero(self._state != State.IDLE)
+        self.partitions = self._followed.tolist()
+
+    def abandon(self) -> None:
+        """Have the open delivery not be acknowledged any further."""
+        self._open = None
 
     # What the server said.
 
     def opened(self, bucket_version: int) -> None:
         """The call was accepted. Positions of another version of the bucket wait for their rollback to 0."""
+        # Who was cancelled when the call before was lost may not have said so.
+        self.disconnected()
         if bucket_version != self.bucket_version:
             self._high[:] = 0
         self.bucket_version = bucket_version
@@ -202,6 +233,14 @@ class ConsumerSession:
         again = (self._state == _STARTING) | (self._state == _LIVE)
         self._state[again] = _READY
         self._token[:] = _NO_TOKEN
+        self._stale[:] = 0
+
+    def is_stale(self, partition: int) -> bool:
+        """Whether the answer that came answers a Start of before the partition was followed no more; ask once."""
+        stale = partition < PARTITIONS and bool(self._stale[partition])
+        if stale:
+            self._stale[partition] -= 1
+        return stale
 
     def _expect_starting(self, partition: int) -> None:
         if partition >= PARTITIONS or self._state[partition] != _STARTING:
@@ -217,8 +256,9 @@ class ConsumerSession:
         high_seqno: int,
         until_seqno: int | None,
         log: FailoverLog | None,
+        start_seqno: int | None = None,
     ) -> None:
-        """A stream is open.
+        """A stream is open; ``start_seqno`` says where, for a Start with a beginning.
 
         Raises:
             ProtocolError: no Start was sent for the partition, or the answer contradicts itself.
@@ -226,7 +266,7 @@ class ConsumerSession:
         """
         self._expect_starting(partition)
         if (pin := self._exact.get(partition)) is not None:
-            known = self._logs.get(partition) if log is None else log
+            known = self._log(partition) if log is None else log
             try:
                 check_pin(partition, pin, failover_id, until_seqno, known)
             except SnapshotGoneError:
@@ -248,9 +288,43 @@ class ConsumerSession:
             self._failover[partition] = failover_id
             self._changed[partition] = True
         if log is not None:
-            self._logs[partition] = log
+            self._set_log(partition, log)
+        if start_seqno and self._beginning is not None:
+            self._begin_at(partition, start_seqno, failover_id)
         if self._until_now and until_seqno:
             self._target[partition] = until_seqno
+
+    def started_plain(self, records: npt.NDArray[np.void]) -> None:
+        """Streams are open, as these records of dtype STARTED say; all of them, or none with an error.
+
+        Raises:
+            ProtocolError: no Start was sent for a partition, or an answer contradicts itself.
+        """
+        records = records[[not self.is_stale(p) for p in records["partition"].tolist()]]
+        p = check_started(records, self._state, _STARTING)
+        ids, born = records["failover_id"].astype(np.uint64), records["born"] != 0
+        if (self._version[p] != self.bucket_version).any():
+            raise ProtocolError(
+                "streams were started whose data is of another version of the bucket"
+            )
+        self._state[p], self._token[p], self._stream[p] = _LIVE, records["token"], ids
+        self._high[p] = np.maximum(self._high[p], records["high_seqno"])
+        self._changed[p[(self._failover[p] != ids) | born]] = True
+        self._failover[p] = ids
+        self._take_born(p[born], ids[born])
+        if self._until_now:
+            self._target[p] = records["high_seqno"]
+
+    def _begin_at(self, partition: int, seqno: int, failover_id: int) -> None:
+        """Stand at a seqno with nothing, as if everything up to there were known: nothing of it is wanted."""
+        if self._seqno[partition]:
+            raise ProtocolError(
+                f"partition {partition} was started at {self._seqno[partition]}, the answer says {seqno}"
+            )
+        self._seqno[partition] = self._horizon[partition] = seqno
+        self._data[partition] = failover_id
+        self._markers.replace(partition, (seqno,))
+        self._changed[partition] = True
 
     def rollback(
         self,
@@ -270,35 +344,22 @@ class ConsumerSession:
             ProtocolError: no Start was sent for the partition, or the answer contradicts itself.
         """
         self._expect_starting(partition)
-        position = self.position(partition)
+        told = Told(rollback_seqno, newest_id, rule, words, log)
         try:
-            if self._is_of_another(partition):
-                rollback_seqno, rule = 0, BUCKET_GONE_RULE
-                words = (
-                    f"the bucket was dropped and created anew: the data is of version {position.bucket_version:016x}, "
-                    f"the bucket of version {self.bucket_version:016x}"
-                )
-                position = replace(position, log=None)
-            target, tried = self._older(position, rollback_seqno, log)
-            resume = resume_after_rollback(position, target, inclusive=self._inclusive)
-            after = position.rolled_back(resume.seqno, newest_id, log)
-            after = replace(after, bucket_version=self.bucket_version)
+            pending, undo = decide_rollback(
+                partition,
+                self.position(partition),
+                self.bucket_version,
+                told,
+                inclusive=self._inclusive,
+                restart=self._restart,
+            )
         except InvalidArgumentError as error:
             raise ProtocolError(f"Rollback of partition {partition}: {error.message}") from error
         # After another history the old end may never be reached.
         self._target[partition] = 0
         self._high[partition] = 0
-        pending = PendingRollback(
-            partition,
-            position.seqno,
-            resume.seqno,
-            position.failover_id,
-            newest_id,
-            rule,
-            f"{words}{tried}; {resume.words}",
-            after,
-        )
-        if not resume.undo:
+        if not undo:
             self._apply(pending)
             return None
         self._state[partition] = State.UNDOING
@@ -308,23 +369,6 @@ class ConsumerSession:
     def _is_of_another(self, partition: int) -> bool:
         """Whether a partition's position belongs to another version of the bucket."""
         return bool(self._version[partition] != self.bucket_version)
-
-    @staticmethod
-    def _older(position: Position, rollback_seqno: int, log: FailoverLog | None) -> tuple[int, str]:
-        """Where to roll back to when the newest id is not known to the server but an older one may be.
-
-        The answer carries the whole log that decided, so what Hello would say to an older id is known here.
-        """
-        if rollback_seqno or log is None or position.failover_id in log:
-            return rollback_seqno, ""
-        for older_id, own_next in older_ids_to_try(position):
-            if older_id in log:
-                target = boundary(answer_hello(log, older_id).rollback_seqno, own_next)
-                return (
-                    target,
-                    f"; the older id {format_failover_id(older_id)} is known: back to {target}",
-                )
-        return rollback_seqno, ""
 
     def _apply(self, pending: PendingRollback) -> None:
         self._set_position(pending.partition, pending.after)
@@ -382,10 +426,10 @@ class ConsumerSession:
             horizon = int(self._horizon[partition])
             if reason == "FINISHED" and partition in self._exact:
                 self._state[partition] = State.FAILED
-                told = None if horizon == _UNKNOWN_HORIZON else horizon
+                told = None if horizon == UNKNOWN_HORIZON else horizon
                 check_complete(partition, int(self._seqno[partition]), told)
                 self._state[partition] = _DONE
-            elif reason == "FINISHED" and self._seqno[partition] < horizon < _UNKNOWN_HORIZON:
+            elif reason == "FINISHED" and self._seqno[partition] < horizon < UNKNOWN_HORIZON:
                 self._target[partition] = horizon
                 self._state[partition] = _READY
         return concerned
@@ -402,34 +446,7 @@ class ConsumerSession:
         """
         if self._open is not None:
             raise InvalidArgumentError("the delivery before this one was not acknowledged")
-        runs = blocks[0].runs if len(blocks) == 1 else np.concatenate([b.runs for b in blocks])
-        if len(tokens) != len(runs):
-            raise ProtocolError(f"a frame of {len(runs)} runs carries {len(tokens)} tokens")
-        partitions = runs["partition"].astype(np.int64)
-        live = self._token[partitions] == tokens
-        kept = list(blocks)
-        if not live.all():
-            kept = cut_blocks(blocks, live)
-            if not kept:
-                return None
-            runs, partitions = runs[live], partitions[live]
-        ends = runs["end_seqno"].astype(np.uint64)
-        before, reached = (
-            self._seqno[partitions],
-            np.maximum(self._horizon[partitions], runs["horizon"]),
-        )
-        if len(kept) > 1:
-            chain_runs(partitions.tolist(), ends, before, reached)
-        wrong = runs["start_seqno"] != before
-        if wrong.any():
-            at = int(np.flatnonzero(wrong)[0])
-            raise ProtocolError(
-                f"partition {partitions[at]} is at seqno {before[at]}, but the frame goes on at "
-                f"{runs['start_seqno'][at]}"
-            )
-        # The largest horizon since the last marker is at least the run's own, which is at least its end: equal to
-        # the end means that both are, so that no row can be missing.
-        self._open = Delivery(kept, partitions, ends, reached, reached == ends)
+        self._open = delivery_of(blocks, tokens, self._token, self._seqno, self._horizon)
         return self._open
 
     # What the application has consumed.
@@ -444,53 +461,26 @@ class ConsumerSession:
         if delivery is not self._open:
             return
         part = slice(delivery.folded, max(runs, delivery.folded))
-        partitions, ends = delivery.partitions[part], delivery.ends[part]
         delivery.folded = part.stop
-        if len(partitions):
-            # Where a partition is there twice, the last one counts.
-            self._seqno[partitions] = ends
-            self._horizon[partitions] = delivery.horizons[part]
-            self._data[partitions] = self._stream[partitions]
-            self._changed[partitions] = True
-            self._high[partitions] = np.maximum(self._high[partitions], ends)
-            marked = delivery.is_marker[part]
-            self._markers.add(partitions[marked], ends[marked])
+        if part.stop > part.start:
+            marked = self._move(delivery, part, delivery.ends[part])
+            self._markers.add(delivery.partitions[part][marked], delivery.ends[part][marked])
         if seqno is not None and runs < len(delivery.partitions):
-            partition = int(delivery.partitions[runs])
-            self._seqno[partition] = seqno
-            self._horizon[partition] = delivery.horizons[runs]
-            self._data[partition] = self._stream[partition]
-            self._changed[partition] = True
+            self._move(delivery, slice(runs, runs + 1), np.array([seqno], np.uint64))
+
+    def _move(self, delivery: Delivery, part: slice, seqnos: U64) -> npt.NDArray[np.bool_]:
+        """Move the positions of runs; return which of these end in a marker. Partitions that went meanwhile stay."""
+        followed = self._state[delivery.partitions[part]] != State.IDLE
+        partitions, seqnos = delivery.partitions[part][followed], seqnos[followed]
+        # Where a partition is there twice, the last one counts.
+        self._seqno[partitions] = seqnos
+        self._horizon[partitions] = delivery.horizons[part][followed]
+        self._data[partitions] = self._stream[partitions]
+        self._changed[partitions] = True
+        self._high[partitions] = np.maximum(self._high[partitions], seqnos)
+        return np.asarray(delivery.is_marker[part] & followed)
 
     # What is known.
-
-    def position(self, partition: int) -> Position:
-        """The acknowledged position of a partition that is followed."""
-        horizon = int(self._horizon[partition])
-        return Position(
-            int(self._version[partition]),
-            int(self._failover[partition]) or None,
-            int(self._data[partition]) or None,
-            int(self._seqno[partition]),
-            None if horizon == _UNKNOWN_HORIZON else horizon,
-            self._markers.of(partition),
-            self._logs.get(partition),
-        )
-
-    def take_changed(self) -> list[int]:
-        """The partitions whose position changed since this was asked last."""
-        changed: list[int] = np.flatnonzero(self._changed).tolist()
-        self._changed[:] = False
-        return changed
-
-    def mark_changed(self, partitions: Iterable[int]) -> None:
-        """Undo ``take_changed`` for partitions whose position could not be stored."""
-        self._changed[list(partitions)] = True
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether a position changed since ``take_changed``."""
-        return bool(self._changed.any())
 
     def lag(self) -> dict[int, int]:
         """For each partition, how many seqnos the server was ahead of the position when it told last."""

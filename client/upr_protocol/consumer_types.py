@@ -2,7 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,11 @@ def fate_of(reason: str) -> Fate:
     return Fate.FAILED if reason in _FATAL else Fate.AGAIN
 
 
+Beginning = Literal["now"] | int | None
+"""Where a consumer that has nothing begins: None at the very beginning; "now"; or at a time, microseconds since the
+epoch."""
+
+
 class Pin(NamedTuple):
     """Where a partition is to end exactly.
 
@@ -83,7 +88,7 @@ class StartRequest(NamedTuple):
     """From where to start one partition.
 
     ``failover_id`` and ``data_id`` are None when they are not known; ``until_seqno`` and ``until_exact`` are None
-    for no such end.
+    for no such end. ``beginning`` is None for the very beginning, "now", or microseconds since the epoch.
     """
 
     partition: int
@@ -93,6 +98,7 @@ class StartRequest(NamedTuple):
     until_seqno: int | None
     until_now: bool
     until_exact: int | None = None
+    beginning: Beginning = None
 
 
 @dataclass(frozen=True, slots=True)

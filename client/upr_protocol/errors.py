@@ -5,6 +5,7 @@ without anybody changing anything, ``hint`` says what to do. A rollback is not a
 error ever makes a consumer discard data.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -144,6 +145,37 @@ class UnknownOutcomeError(UprError):
     default_retriable = True
 
 
+class WriteFailedError(UprError):
+    """Rows that a buffered writer had taken were not written, or may not have been.
+
+    The error of the first batch that failed is its ``__cause__``; with UNKNOWN_OUTCOME there, rows may have been
+    written.
+
+    Args:
+        rows: how many.
+        keys: the first 100 of their keys.
+        partitions: those that the rows belong to, ascending.
+    """
+
+    default_reason = "WRITE_FAILED"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str = "",
+        reason: str | None = None,
+        retriable: bool | None = None,
+        rows: int = 0,
+        keys: Sequence[bytes] = (),
+        partitions: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message, hint=hint, reason=reason, retriable=retriable)
+        self.rows = rows
+        self.keys = list(keys)
+        self.partitions = list(partitions)
+
+
 class ShuttingDownError(UprError):
     """The server is stopping."""
 
@@ -175,6 +207,31 @@ class PositionDamagedError(UprError):
     """A stored position cannot be read or contradicts itself."""
 
     default_reason = "POSITION_DAMAGED"
+
+
+class FencedError(UprError):
+    """Another one owns the consumer, or the partition, by now; nothing was stored."""
+
+    default_reason = "FENCED"
+
+
+class NotOwnerError(UprError):
+    """A member of a group asked for a partition that is not its own, or that it was asked to release."""
+
+    default_reason = "NOT_OWNER"
+    default_retriable = True
+
+
+class MissingPackageError(UprError):
+    """Something needs a package that is not installed."""
+
+    default_reason = "MISSING_PACKAGE"
+
+
+class HandlerError(UprError):
+    """A function of the application failed for a change, as often as it was tried; nothing later was acknowledged."""
+
+    default_reason = "HANDLER_FAILED"
 
 
 class ClosedError(UprError):

@@ -70,6 +70,13 @@ PRODUCER_SECONDS: Final = 24 * 3600
 PRODUCERS_MAX: Final = 10_000
 """Producers are remembered for a day after their last write, the newest 10,000 of them."""
 
+GET_KEYS_MAX: Final = 1000
+"""Keys of one Get."""
+GET_ANSWER_BYTES_MAX: Final = 16 * 2**20
+"""Values of one Get's answer; what does not fit is asked for again. A single value may be larger."""
+GET_CALLS_MAX: Final = 100
+"""Open Gets at one server, of which a few are searched for at a time."""
+
 TOMBSTONE_SECONDS: Final = 3 * 24 * 3600.0
 """Tombstones of this age may be purged, when everybody has passed them."""
 PURGE_HOLD_SECONDS: Final = 7 * 24 * 3600.0
@@ -81,6 +88,14 @@ CUTS_MAX: Final = 64
 """Cuts of one bucket: each keeps merging from joining what lies on its two sides."""
 CONSUMERS_MAX: Final = 1000
 """Registered consumers of one bucket."""
+LEASE_SECONDS: Final = 30.0
+"""Default lease of a member of a group: so long its partitions stay its own while nothing is heard of it."""
+LEASE_SECONDS_MIN: Final = 1.0
+LEASE_SECONDS_MAX: Final = 3600.0
+MEMBERS_MAX: Final = 256
+"""Members of one group."""
+OWNERS_REMEMBERED: Final = 2000
+"""Consumers whose last call without a member may still save, open or not; FOLLOW_CALLS_MAX of them can be open."""
 BUCKETS_MAX: Final = 32
 """Buckets of one server: each has a journal, a store and threads of its own."""
 

@@ -153,5 +153,9 @@ class MarkerHistory:
         return self._seqnos[index - 1] if index else None
 
     def as_tuple(self) -> tuple[int, ...]:
-        """The markers to store, ascending and thinned."""
-        return _thin(self._seqnos, MARKERS_NEWEST)
+        """The markers to store, ascending and thinned.
+
+        What is left out is forgotten: whoever keeps data for each stored marker must not be asked for another one later.
+        """
+        self._seqnos[:] = thinned = _thin(self._seqnos, MARKERS_NEWEST)
+        return thinned

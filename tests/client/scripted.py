@@ -93,6 +93,7 @@ class _Unscripted(ChangeStreamServiceServicer, KeyValueServiceServicer, AdminSer
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not scripted")
 
     CreateCut = RenewCut = ReleaseCut = ListCuts = _refuse
+    LoadPositions = SavePositions = Get = ResetConsumer = _refuse
     GetStatus = GetStorage = Purge = ListConsumers = ForgetConsumer = _refuse
     ListBuckets = CreateBucket = DropBucket = _refuse
 

@@ -94,3 +94,12 @@ def test_usage(arguments: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "usage: tools/dev.py" in done.stderr
+
+
+def test_a_soak_is_given_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(dev, "soak", lambda kind, arguments: given.extend([kind, arguments]))
+    words = ["soak", "--simulation", "--minutes", "0", "--world", "network", "--seed", "7"]
+    monkeypatch.setattr(sys, "argv", ["tools/dev.py", *words])
+    assert dev.main() == 0
+    assert given == ["simulation", ["--minutes=0", "--seed=7", "--world=network"]]

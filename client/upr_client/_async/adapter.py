@@ -19,12 +19,23 @@ Channel = grpc.aio.Channel
 Cancelled = asyncio.CancelledError
 """What a reader sees, besides grpc.RpcError, when its own side cancels the call."""
 
+
+def cancelled_from_outside() -> bool:
+    """Whether somebody cancelled the running task, and not only a call that it waits for."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 now: Callable[[], float] = time.monotonic
 
 
-def open_channel(target: str, options: list[tuple[str, int]]) -> Channel:
-    """Return a channel without TLS; nothing is connected yet."""
-    return grpc.aio.insecure_channel(target, options=options)
+def open_channel(
+    target: str, options: list[tuple[str, int]], credentials: grpc.ChannelCredentials | None
+) -> Channel:
+    """Return a channel, without TLS when there are no credentials; nothing is connected yet."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)
 
 
 def mutex() -> AbstractContextManager[Any]:
@@ -136,8 +147,14 @@ class Background:
 
 
 async def run_blocking(work: Callable[..., T], *arguments: Any) -> T:
-    """Run what blocks (files) where it does not hold up anything else."""
-    return await asyncio.to_thread(work, *arguments)
+    """Run what blocks (files) where it does not hold up anything else; also when cancelled it is done at the end."""
+    task = asyncio.create_task(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        # The thread cannot be stopped: what comes next must not run beside it.
+        await asyncio.wait({task})
+        raise
 
 
 async def give_way() -> None:

@@ -1,7 +1,8 @@
 """What an operator asks of a server; ``AsyncClient`` and ``AsyncBucket`` call these."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from typing import Any, Literal
 
 import grpc
 
@@ -10,9 +11,12 @@ from upr_client.messages import call_error, check_name
 from upr_client.purge_info import PartitionPurge, partition_purge
 from upr_client.server_info import (
     ConsumerInfo,
+    ConsumerPosition,
     ServerStatus,
     StorageInfo,
     consumer_info,
+    consumer_positions,
+    reset_request,
     server_status,
     storage_info,
 )
@@ -54,6 +58,20 @@ async def forget_consumer(stub: Any, bucket: str, name: str, seconds: float) -> 
     )
     answer = await _ask(stub.ForgetConsumer, request, seconds)
     return bool(answer.forgotten)
+
+
+async def reset_consumer(
+    stub: Any,
+    bucket: str,
+    name: str,
+    to: Literal["beginning", "now"] | datetime,
+    partitions: Iterable[int],
+    seconds: float,
+) -> dict[int, ConsumerPosition]:
+    """Set a consumer's stored positions, and return them by partition; raises UprError after ``seconds``."""
+    request = reset_request(bucket, name, to, partitions)
+    answer = await _ask(stub.ResetConsumer, request, seconds)
+    return consumer_positions(answer.positions)
 
 
 async def purge(

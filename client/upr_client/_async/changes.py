@@ -2,47 +2,53 @@
 
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
-
-from upr_client import backoff
-from upr_client._async.adapter import Event, now, run_blocking, settle
+from upr_client._async.adapter import (
+    Event,
+    give_way,
+    mutex,
+    now,
+    run_blocking,
+    settle,
+)
 from upr_client._async.follow import Follow
-from upr_client.delivered import ChangesOptions, Taken, batch_of, decode_frame, rollback_of
+from upr_client._async.handling import Handling
+from upr_client._async.routing import Stubs
+from upr_client._async.storing import Storing
+from upr_client.call_state import SILENT_REASON
+from upr_client.changes_options import ChangesOptions
 from upr_client.events import Change, ChangeBatch, Marker, Rollback
-from upr_client.messages import ack_message, start_message
-from upr_protocol.consumer import Fate, PendingRollback, ProtocolError, fate_of
+from upr_client.following import Following
+from upr_client.handling import CONCURRENCY, RETRIES, HandlingOptions
+from upr_client.incoming import Clock
+from upr_client.ledger import Ledger
+from upr_client.progress import ChangesStatus
+from upr_client.steps import Step
 from upr_protocol.errors import (
-    BucketGoneError,
     ClosedError,
+    FencedError,
     InvalidArgumentError,
-    RollbackError,
+    UnavailableError,
     UprError,
 )
 from upr_protocol.position import Position
-from upr_protocol.wire.codec import log_from_messages
-from upr_protocol.wire.status import error_of
-from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 if TYPE_CHECKING:
     from upr_client._async.bucket import AsyncBucket
 
 _logger = logging.getLogger("upr_client")
 
-_VIOLATIONS_MAX = 5
-"""So often in a row, with no frame in between, the protocol may be broken before that is an error."""
-_ROLLBACKS_MAX = 3
-"""So often in a row a partition may be told to roll back before its next Start waits."""
-
 
 class AsyncChanges:
     """The changes of a bucket; made by ``AsyncBucket.changes``, used with ``async with`` and then iterated.
 
-    A position moves past what was yielded when the next item is asked for.
+    A position moves past what was yielded when the next item is asked for; with ``acknowledge="manual"`` past what
+    was acknowledged.
     """
 
     def __init__(
@@ -50,23 +56,26 @@ class AsyncChanges:
     ) -> None:
         self._bucket = bucket
         self._options = options
-        self._session = options.session(partitions, {})
+        self._following = Following(
+            options, partitions, say=self._say, clock=Clock(now, time.time, random.random)
+        )
         self._follow: Follow | None = None
-        self._retries = backoff.Retries()
-        self._taken: Taken | None = None
-        self._offered: list[int] = []
-        self._rollbacks_in_row: dict[int, int] = {}
+        self._stubs: Stubs | None = None
+        # Acknowledgements may come from other threads, in the flavour that has threads.
+        self._mutex = mutex()
+        self._storing = Storing(
+            bucket, options, self._following, self._mutex, self._say, self._send
+        )
+        self._unreported: deque[str] = deque(maxlen=1024)
         self._entered = False
         self._closing = Event()
         self._closed = False
-        self._attempt = 0
-        self._violations = 0
-        self._progress_at = now()
-        self._saved_at = now()
-        self._must_save = False
-        self._any_version = False
-        self.handshakes: deque[tuple[int, str, str]] = deque(maxlen=4096)
+        self._before_undo: Callable[[], Any] | None = None
+
+    @property
+    def handshakes(self) -> deque[tuple[int, str, str]]:
         """The newest rollback answers: partition, rule, words."""
+        return self._following.handshakes
 
     # Beginning and end.
 
@@ -74,14 +83,10 @@ class AsyncChanges:
         self._bucket._check_usable()
         if self._closed:
             raise ClosedError("the changes were closed", hint="ask the bucket for new ones")
-        store = self._options.positions
-        if store is not None:
-            partitions = self._session.partitions
-            self._session = self._options.session(
-                partitions, await run_blocking(store.load, partitions)
-            )
+        store = self._options.store
+        partitions = self._following.session.partitions
+        self._following.load({} if store is None else await run_blocking(store.load, partitions))
         self._entered = True
-        self._progress_at = self._saved_at = now()
         self._bucket._client._opened(self)
         return self
 
@@ -94,18 +99,34 @@ class AsyncChanges:
         await self.close()
 
     async def close(self) -> None:
-        """End the call and store the positions of what was consumed. Doing it twice is harmless."""
+        """Store the positions of what was consumed and end the call. Doing it twice is harmless.
+
+        A member of a group hands its partitions over at once. In a process that was forked off it does nothing.
+        """
         if self._closed:
             return
         self._closed = True
+        if self._bucket._client._is_foreign:
+            return
         self._closing.set()
         self._bucket._client._gone(self)
+        in_server = self._following.ownership is not None
         try:
-            await self._drop_call()
+            if in_server and self._entered:
+                # Before the call ends: its end hands over.
+                await self._last_save()
+            await self._drop_call(self._bucket._client.connect_timeout if in_server else 0.0)
         finally:
-            if self._entered:
+            if self._entered and not in_server:
                 await self.save()
-            self._taken = None
+            self._following.taken = None
+
+    async def _last_save(self) -> None:
+        try:
+            await self.save()
+        except FencedError as error:
+            # The other owner goes on from what was stored before.
+            self._say(str(error))
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -118,37 +139,91 @@ class AsyncChanges:
 
     def position(self, partition: int) -> Position:
         """The position of what was consumed of a partition; it may be newer than the one stored."""
-        self._acknowledge_part()
-        return self._session.position(partition)
+        with self._mutex:
+            self._following.acknowledge_part()
+            return self._following.position(partition)
 
     def positions(self) -> dict[int, Position]:
         """The positions of all partitions that are followed."""
-        self._acknowledge_part()
-        return {
-            partition: self._session.position(partition) for partition in self._session.partitions
-        }
+        with self._mutex:
+            self._following.acknowledge_part()
+            following = self._following
+            return {p: following.position(p) for p in following.session.partitions}
 
     def lag(self) -> dict[int, int]:
         """For each partition, by how many seqnos the server is ahead, as far as it told."""
-        self._acknowledge_part()
-        return self._session.lag()
+        with self._mutex:
+            self._following.acknowledge_part()
+            return self._following.session.lag()
+
+    def status(self) -> ChangesStatus:
+        """Return how far following is, how fast it goes, and which partitions cannot go on."""
+        with self._mutex:
+            self._following.acknowledge_part()
+            return self._following.status(self._follow is not None)
+
+    @property
+    def generation(self) -> int:
+        """The newest generation of the consumer's ownership; 0 where positions are not kept in the server."""
+        ownership = self._following.ownership
+        return 0 if ownership is None else ownership.generation
+
+    # Storing.
 
     async def save(self) -> None:
-        """Store the positions that changed, in one atomic write; nothing without a position store."""
-        self._acknowledge_part()
-        self._saved_at = now()
-        changed = self._session.take_changed()
-        store = self._options.positions
-        if store is None or not changed:
-            return
-        positions = {partition: self._session.position(partition) for partition in changed}
+        """Store the positions that changed, in one atomic write; nothing without a position store.
+
+        Raises:
+            FencedError: another owner follows under the consumer's name by now, and stores its positions.
+        """
         try:
-            await run_blocking(store.save, positions)
-        except BaseException:
-            self._session.mark_changed(changed)
-            raise
-        if self._follow is not None:
-            self._follow.send(ack_message((p, at.seqno) for p, at in positions.items()))
+            await self._storing.save()
+        finally:
+            self._report()
+
+    # Acknowledging.
+
+    def ack(self, change: Change) -> bool:
+        """Take a change as dealt with, in any order and from any task; with ``acknowledge="manual"`` only.
+
+        The position moves to the last change before the first one that is not acknowledged.
+
+        Returns:
+            False for a change that does not wait any more: it was acknowledged before, a rollback undid it, or its
+            partition went to another member of the group.
+
+        Raises:
+            InvalidArgumentError: the change was never handed out, or acknowledging is automatic.
+        """
+        with self._mutex:
+            waited = self._ledger().acknowledge(change)
+        self._acknowledged()
+        return waited
+
+    def ack_batch(self, batch: ChangeBatch) -> None:
+        """Take all changes of a batch as dealt with, as ``ack``.
+
+        Raises:
+            InvalidArgumentError: acknowledging is automatic.
+        """
+        with self._mutex:
+            ledger = self._ledger()
+            ledger.acknowledge_batch(batch)
+        self._acknowledged()
+
+    def _ledger(self) -> Ledger:
+        ledger = self._following.ledger
+        if ledger is None:
+            raise InvalidArgumentError(
+                "acknowledging is automatic here: asking for the next item acknowledges",
+                hint='pass acknowledge="manual" to changes()',
+            )
+        return ledger
+
+    def _acknowledged(self) -> None:
+        follow = self._follow
+        if follow is not None and self._following.waits_for_acknowledgements:
+            follow.wake()
 
     # Iterating.
 
@@ -156,43 +231,75 @@ class AsyncChanges:
         return self
 
     async def __anext__(self) -> Change | Marker | Rollback:
+        following = self._following
         while True:
-            taken = self._taken
-            if taken is not None and (event := taken.next_event()) is not None:
+            taken = following.taken
+            event = None if taken is None else taken.next_event()
+            if event is None:
+                if await self._next_batch() is None:
+                    raise StopAsyncIteration
+                self._hand_out()
+                continue
+            if following.ownership is None:
                 return event
-            if await self._next_batch() is None:
-                raise StopAsyncIteration
+            await self._keep_share()
+            with self._mutex:
+                if following.may_hand_out(event.partition):
+                    return event
+
+    def _hand_out(self) -> None:
+        with self._mutex:
+            self._following.hand_out()
+
+    async def _keep_share(self) -> None:
+        """Renew a member's lease, and learn what is its own, while the application has not asked for more."""
+        follow, following = self._follow, self._following
+        if follow is None:
+            return
+        while (message := follow.told()) is not None:
+            with self._mutex:
+                outcome = following.take(message, follow.highs())
+            if outcome.lost is not None:
+                await self._lost(outcome.lost)
+                return
+        with self._mutex:
+            messages, awaiting = following.renewals()
+        for request in messages:
+            follow.send(request)
+        if awaiting:
+            await give_way()
 
     def batches(self) -> "AsyncBatches":
         """Iterate over whole frames, which is many times as fast as change by change."""
         return AsyncBatches(self)
 
-    def _acknowledge_part(self) -> None:
-        if self._taken is not None and self._taken.delivery is not None:
-            self._session.acknowledge_part(self._taken.delivery, *self._taken.consumed())
-
-    def _acknowledge(self) -> None:
-        taken, self._taken = self._taken, None
-        if taken is not None and taken.delivery is not None:
-            self._session.acknowledge(taken.delivery)
-        offered, self._offered = self._offered, []
-        for partition in offered:
-            self._session.rolled_back(partition)
-            self._must_save = True
-
     async def _next_batch(self) -> ChangeBatch | None:
         self._check_usable()
-        self._acknowledge()
-        while not self._session.finished:
-            if self._session.undoing:
-                batch = await self._undo(self._session.undoing)
-                if batch is not None:
-                    return batch
-            if self._follow is None and not await self._connect():
-                continue
-            wait = await self._start_due()
-            message = await self._receive(wait)
-            batch = await self._take(message) if message is not None else None
+        with self._mutex:
+            self._following.acknowledge()
+        while True:
+            self._report()
+            if self._closing.is_set():
+                raise ClosedError("the changes were closed")
+            with self._mutex:
+                step = self._following.next_step(self._follow is not None)
+            if step is Step.FINISH:
+                break
+            batch = None
+            if step is Step.RECEIVE:
+                batch = await self._receive()
+            elif step is Step.UNDO:
+                batch = await self._undo()
+            elif step is Step.CONNECT:
+                await self._connect()
+            elif step is Step.LOAD:
+                await self._load()
+            elif step is Step.SAVE:
+                await self._save()
+            else:
+                with self._mutex:
+                    message = self._following.release()
+                self._send(message)
             if batch is not None:
                 return batch
         # First, so that the last acknowledgement still goes over this call.
@@ -200,33 +307,129 @@ class AsyncChanges:
         await self._drop_call(self._bucket._client.connect_timeout)
         return None
 
+    async def _load(self) -> None:
+        try:
+            await self._storing.load()
+        except InvalidArgumentError:
+            raise
+        except UprError as error:
+            await self._lost(error)
+
+    async def _save(self) -> None:
+        try:
+            await self.save()
+        except FencedError as error:
+            with self._mutex:
+                self._following.fenced(error)
+
+    async def run(
+        self,
+        handler: Callable[[Change], Any],
+        *,
+        concurrency: int = CONCURRENCY,
+        order: Literal["partition", "key"] = "partition",
+        retries: int = RETRIES,
+        dead_letter: Callable[[Change, Exception], Any] | None = None,
+        on_rollback_event: Callable[[Rollback], Any] | None = None,
+    ) -> None:
+        """Hand each change to a function and acknowledge it when that returned; needs ``acknowledge="manual"``.
+
+        A rollback is told when everything that was handed out before it is handled. What waits behind a change that
+        fails is handled meanwhile, but the position stays before it.
+
+        Args:
+            handler: takes a change; what it returns is waited for, if that can be.
+            concurrency: how many are handled at a time, 1 to 1024.
+            order: "partition": those of a partition one after the other. "key": those of a key.
+            retries: how often a change is tried again, after growing pauses, when the handler raises.
+            dead_letter: takes a change that failed as often, and its error; it then counts as handled.
+            on_rollback_event: with ``on_rollback="event"`` or "restart": takes each rollback.
+
+        Raises:
+            HandlerError: a change failed and there is no ``dead_letter``, or that failed too; the changes are closed.
+            InvalidArgumentError: a value is out of its range.
+            UprError: as iterating raises.
+        """
+        self._ledger()
+        options = HandlingOptions(
+            concurrency=concurrency,
+            order=order,
+            retries=retries,
+            dead_letter=dead_letter,
+            on_rollback_event=on_rollback_event,
+        )
+        handling = Handling(self, handler, options)
+        self._before_undo = handling.drain
+        try:
+            await handling.run()
+        finally:
+            self._before_undo = None
+
+    def _may_handle(self, change: Change) -> bool:
+        with self._mutex:
+            ended = self._closing.is_set() or self._following.has_lapsed
+            return not ended and self._ledger().waits(change)
+
+    def _stop(self) -> None:
+        """Have the iteration end with ClosedError; from any task."""
+        self._closing.set()
+        follow = self._follow
+        if follow is not None:
+            follow.wake()
+
+    async def _undo(self) -> ChangeBatch | None:
+        if self._before_undo is not None:
+            await self._before_undo()
+        policy = self._options.on_rollback
+        with self._mutex:
+            rollbacks = self._following.rollbacks()
+            if not callable(policy):
+                return self._following.offer(rollbacks)
+        for rollback in rollbacks:
+            await settle(policy(rollback))
+            with self._mutex:
+                self._following.rolled_back(rollback)
+        return None
+
     # The call.
 
     def _say(self, words: str) -> None:
         _logger.info("%s: %s", self._bucket.name, words)
-        if self._options.on_status is not None:
-            self._options.on_status(words)
+        self._unreported.append(words)
 
-    async def _connect(self) -> bool:
-        version = None if self._any_version else self._session.bucket_version or None
-        request = self._options.open_message(self._bucket.name, version)
+    def _report(self) -> None:
+        """Tell the application what was said: between two steps, because it may raise, wait, or ask something."""
+        while self._unreported:
+            words = self._unreported.popleft()
+            if self._options.on_status is not None:
+                self._options.on_status(words)
+
+    def _send(self, message: Any) -> None:
+        follow = self._follow
+        if follow is not None:
+            follow.send(message)
+
+    async def _connect(self) -> None:
+        request = self._following.open_message(self._bucket.name)
         try:
-            self._follow = Follow(self._bucket._client._stubs().streams.Follow, request)
-            opened = await self._follow.opened(self._bucket._client.connect_timeout)
+            self._stubs = self._bucket._client._stubs()
+            self._follow = follow = Follow(self._stubs.streams.Follow, request)
+            if self._closing.is_set():
+                raise ClosedError("the changes were closed")
+            opened = await follow.opened(self._bucket._client.connect_timeout)
+            with self._mutex:
+                self._following.opened(opened)
         except UprError as error:
-            if error.reason == BucketGoneError.default_reason and version is not None:
-                # Whatever has the name now: its version tells that everything of the old one is to be undone.
+            if self._following.not_opened(error):
                 await self._drop_call()
-                self._any_version = True
-                self._say(f"{error}; going on with the new one")
             else:
-                self._any_version = False
                 await self._lost(error)
-            return False
-        self._any_version = False
-        self._session.opened(opened.bucket_version)
+            return
+        except BaseException:
+            # Cancelled: nobody knows that this call was accepted.
+            await self._drop_call()
+            raise
         self._bucket.version = opened.bucket_version
-        return True
 
     async def _drop_call(self, finish_seconds: float = 0.0) -> None:
         follow, self._follow = self._follow, None
@@ -240,183 +443,43 @@ class AsyncChanges:
     async def _lost(self, error: UprError, finish_seconds: float = 0.0) -> None:
         """The call is lost: wait before the next one, or raise what trying again does not mend."""
         await self._drop_call(finish_seconds)
-        self._session.disconnected()
+        client, stubs = self._bucket._client, self._stubs
+        if stubs is not None:
+            self._stubs = None
+            client._failed(error, stubs)
+            if error.reason == SILENT_REASON and isinstance(error, UnavailableError):
+                await client._give_up(stubs)
         if self._closed:
             raise ClosedError("the changes were closed")
-        if not error.retriable:
-            raise error
-        if isinstance(error, ProtocolError):
-            self._violations += 1
-            if self._violations >= _VIOLATIONS_MAX:
-                raise error
-        limit = self._options.retry_seconds
-        if limit is not None and now() - self._progress_at >= limit:
-            raise error
-        seconds = backoff.delay(self._attempt, random.random())
-        self._attempt += 1
-        self._say(
-            f"the call ended with {error.reason} ({error}); connecting again in {seconds:.2f} s"
-        )
+        with self._mutex:
+            seconds = self._following.lost(error)
+        self._report()
         if await self._closing.wait(seconds):
             raise ClosedError("the changes were closed")
 
-    async def _start_due(self) -> float | None:
-        """Start what may be started. Return after how many seconds there is more to do, None for not by itself."""
-        if self._must_save or (
-            self._session.has_changed and now() - self._saved_at >= self._options.save_seconds
-        ):
-            # Before the Start with a new id: a crash in between must not find the old position.
-            await self.save()
-            self._must_save = False
-        due, next_due = self._retries.split(self._session.ready(), now())
-        if due and self._follow is not None:
-            self._follow.send(start_message(self._session.starts(due)))
-        waits = []
-        if next_due is not None:
-            waits.append(next_due - now())
-        if self._options.positions is not None and self._session.has_changed:
-            waits.append(self._saved_at + self._options.save_seconds - now())
-        return max(min(waits), 0.0) if waits else None
-
-    async def _receive(self, seconds: float | None) -> stream_pb2.FollowResponse | None:
-        assert self._follow is not None
-        try:
-            message = await self._follow.next(seconds)
-        except UprError as error:
-            await self._lost(error)
+    async def _receive(self) -> ChangeBatch | None:
+        follow, following = self._follow, self._following
+        if follow is None:
+            # Closed by another thread.
             return None
-        if message is not None:
-            self._progress_at = now()
-        return message
-
-    # What a message means.
-
-    async def _take(self, message: stream_pb2.FollowResponse) -> ChangeBatch | None:
-        kind = message.WhichOneof("message")
-        fatal: UprError | None = None
-        try:
-            if kind == "frame":
-                return self._take_frame(message.frame)
-            if kind == "start_answers":
-                fatal = self._take_answers(message.start_answers.answers)
-            elif kind == "heartbeat" and self._follow is not None:
-                self._session.highs(np.arange(1024), self._follow.highs())
-            elif kind == "ended" and message.ended.streams:
-                fatal = self._take_ended(message.ended)
-            elif kind == "opened":
-                raise ProtocolError("the server said opened twice")
-        except InvalidArgumentError as error:
-            # What the server sent is out of range, or damaged on the way: nothing of it was used.
-            await self._lost(ProtocolError(error.message))
-            return None
-        except ProtocolError as error:
-            await self._lost(error)
-            return None
-        if fatal is not None:
-            raise fatal
-        if kind == "ended" and not message.ended.streams:
-            await self._call_ended(error_of(message.ended.problem))
-        return None
-
-    def _take_frame(self, frame: stream_pb2.Frame) -> ChangeBatch | None:
-        delivery = self._session.frame(*decode_frame(frame))
-        if delivery is None:
-            return None
-        self._attempt = self._violations = 0
-        self._retries.succeeded(delivery.partitions)
-        batch = batch_of(delivery)
-        self._taken = Taken(batch, delivery)
-        return batch
-
-    def _take_answers(self, answers: Iterable[stream_pb2.StartAnswer]) -> UprError | None:
-        self._attempt = 0
-        refused: dict[str, list[int]] = {}
-        fatal: UprError | None = None
-        for answer in answers:
-            partition = answer.partition
-            kind = answer.WhichOneof("answer")
-            if kind == "started":
-                started = answer.started
-                until = started.until_seqno if started.HasField("until_seqno") else None
-                log = log_from_messages(started.failover_log)
-                self._session.started(
-                    partition, started.token, started.failover_id, started.high_seqno, until, log
-                )
-                self._rollbacks_in_row.pop(partition, None)
-            elif kind == "rollback":
-                self._take_rollback(partition, answer.rollback)
-            elif kind == "refused":
-                problem = answer.refused
-                self._session.refused(partition, problem.retriable)
-                if problem.retriable:
-                    refused.setdefault(f"{problem.reason} ({problem.message})", []).append(
-                        partition
-                    )
-                    self._retries.failed(partition, now(), random.random())
-                else:
-                    fatal = fatal or error_of(problem)
-            else:
-                raise ProtocolError(f"the answer for partition {partition} is empty")
-        for words, partitions in refused.items():
-            self._say(f"{_named(partitions)} refused: {words}; asking again after a pause")
-        return fatal
-
-    def _take_rollback(self, partition: int, message: stream_pb2.Rollback) -> None:
-        log = log_from_messages(message.failover_log)
-        self.handshakes.append((partition, message.rule, message.words))
-        pending = self._session.rollback(
-            partition, message.rollback_seqno, message.failover_id, message.rule, message.words, log
-        )
-        if pending is None:
-            self._must_save = True
-        count = self._rollbacks_in_row.get(partition, 0) + 1
-        self._rollbacks_in_row[partition] = count
-        if count > _ROLLBACKS_MAX:
-            self._retries.failed(partition, now(), random.random())
-            self._say(f"partition {partition} was told to roll back {count} times in a row")
-
-    def _take_ended(self, ended: stream_pb2.Ended) -> UprError | None:
-        streams = [(stream.partition, stream.token) for stream in ended.streams]
-        partitions = self._session.ended(streams, ended.problem.reason)
-        fate = fate_of(ended.problem.reason)
-        if fate is Fate.FAILED and partitions:
-            return error_of(ended.problem)
-        if fate is Fate.AGAIN and partitions:
-            for partition in partitions:
-                self._retries.failed(partition, now(), random.random())
-            self._say(
-                f"{_named(partitions)} ended: {ended.problem.reason} ({ended.problem.message}); starting again"
-            )
-        return None
-
-    async def _call_ended(self, error: UprError) -> None:
-        self._session.disconnected()
-        if self._session.finished:
-            return
-        error.retriable = fate_of(error.reason) is not Fate.FAILED
-        # The half-close was sent when the message arrived; the server ends the call then.
-        await self._lost(error, finish_seconds=1.0)
-
-    async def _undo(self, pending: list[PendingRollback]) -> ChangeBatch | None:
-        rollbacks = [rollback_of(item) for item in pending]
-        policy: Callable[[Rollback], Any] | str | None = self._options.on_rollback
-        if policy is None:
-            first = rollbacks[0]
-            raise RollbackError(
-                f"{len(rollbacks)} partitions must roll back, the first is {first.partition}, from seqno "
-                f"{first.from_seqno} to {first.seqno}: {first.words}",
-                hint='undo the data above and go on: pass on_rollback=a function or "event"',
-            )
-        if not callable(policy):
-            self._offered = [rollback.partition for rollback in rollbacks]
-            batch = ChangeBatch([], [], rollbacks)
-            self._taken = Taken(batch, None)
-            return batch
-        for rollback in rollbacks:
-            await settle(policy(rollback))
-            self._session.rolled_back(rollback.partition)
-            self._must_save = True
-        return None
+        with self._mutex:
+            outcome = following.take_held(follow.highs())
+            messages, seconds = following.due() if outcome is None else ([], None)
+        for message in messages:
+            follow.send(message)
+        if outcome is None:
+            try:
+                received = await follow.next(seconds)
+            except UprError as error:
+                await self._lost(error)
+                return None
+            if received is None:
+                return None
+            with self._mutex:
+                outcome = following.take(received, follow.highs())
+        if outcome.lost is not None:
+            await self._lost(outcome.lost, outcome.finish_seconds)
+        return outcome.batch
 
 
 class AsyncBatches:
@@ -432,10 +495,5 @@ class AsyncBatches:
         batch = await self._changes._next_batch()
         if batch is None:
             raise StopAsyncIteration
+        self._changes._hand_out()
         return batch
-
-
-def _named(partitions: list[int]) -> str:
-    if len(partitions) == 1:
-        return f"partition {partitions[0]}"
-    return f"{len(partitions)} partitions ({', '.join(map(str, partitions[:5]))}, ...)"

@@ -14,7 +14,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 if TYPE_CHECKING:
-    from upr_client._async.bucket import AsyncBucket
+    from upr_client._async.asking import AsyncAsking
 
 
 class AsyncCut:
@@ -29,7 +29,7 @@ class AsyncCut:
         pins: the pinned marker of each partition, ascending.
     """
 
-    def __init__(self, bucket: "AsyncBucket", info: CutInfo) -> None:
+    def __init__(self, bucket: "AsyncAsking", info: CutInfo) -> None:
         self._bucket = bucket
         self.name = info.name
         self.created_time = info.created_time
@@ -72,7 +72,7 @@ class AsyncHeldCut:
 
     def __init__(
         self,
-        bucket: "AsyncBucket",
+        bucket: "AsyncAsking",
         name: str,
         partitions: Iterable[int] | None,
         lease: float | None,
@@ -102,7 +102,7 @@ class AsyncHeldCut:
                 raise
 
 
-async def _ask(bucket: "AsyncBucket", method: Callable[..., Any], request: Any) -> Any:
+async def _ask(bucket: "AsyncAsking", method: Callable[..., Any], request: Any) -> Any:
     try:
         return await unary(method, request, bucket._client.request_timeout)
     except grpc.RpcError as error:
@@ -110,7 +110,7 @@ async def _ask(bucket: "AsyncBucket", method: Callable[..., Any], request: Any) 
 
 
 async def create(
-    bucket: "AsyncBucket", name: str, partitions: Iterable[int] | None, lease: float | None
+    bucket: "AsyncAsking", name: str, partitions: Iterable[int] | None, lease: float | None
 ) -> AsyncCut:
     """Make a cut; see ``AsyncBucket.create_cut``."""
     request = stream_pb2.CreateCutRequest(
@@ -125,7 +125,7 @@ async def create(
     return AsyncCut(bucket, cut_info(answer.cut))
 
 
-async def renew(bucket: "AsyncBucket", name: str, lease: float | None) -> CutInfo:
+async def renew(bucket: "AsyncAsking", name: str, lease: float | None) -> CutInfo:
     """Have a cut's lease begin anew; see ``AsyncBucket.renew_cut``."""
     request = stream_pb2.RenewCutRequest(
         bucket=bucket.name,
@@ -137,7 +137,7 @@ async def renew(bucket: "AsyncBucket", name: str, lease: float | None) -> CutInf
     return cut_info(answer.cut)
 
 
-async def release(bucket: "AsyncBucket", name: str) -> bool:
+async def release(bucket: "AsyncAsking", name: str) -> bool:
     """Give a cut up; see ``AsyncBucket.release_cut``."""
     request = stream_pb2.ReleaseCutRequest(
         bucket=bucket.name, bucket_version=bucket.version or None, name=check_name(name, "cut")
@@ -146,7 +146,7 @@ async def release(bucket: "AsyncBucket", name: str) -> bool:
     return bool(answer.released)
 
 
-async def list_cuts(bucket: "AsyncBucket", with_pins: bool) -> list[CutInfo]:
+async def list_cuts(bucket: "AsyncAsking", with_pins: bool) -> list[CutInfo]:
     """Return the cuts of a bucket; see ``AsyncBucket.cuts``."""
     request = stream_pb2.ListCutsRequest(bucket=bucket.name, with_partitions=with_pins)
     answer = await _ask(bucket, bucket._client._stubs().streams.ListCuts, request)

@@ -20,12 +20,21 @@ class Cancelled(BaseException):
     """Never raised here: a reader whose own side cancels the call sees grpc.RpcError."""
 
 
+def cancelled_from_outside() -> bool:
+    """Whether somebody cancelled the running task; threads are not cancelled."""
+    return False
+
+
 now: Callable[[], float] = time.monotonic
 
 
-def open_channel(target: str, options: list[tuple[str, int]]) -> Channel:
-    """Return a channel without TLS; nothing is connected yet."""
-    return grpc.insecure_channel(target, options=options)
+def open_channel(
+    target: str, options: list[tuple[str, int]], credentials: grpc.ChannelCredentials | None
+) -> Channel:
+    """Return a channel, without TLS when there are no credentials; nothing is connected yet."""
+    if credentials is None:
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, credentials, options=options)
 
 
 def mutex() -> AbstractContextManager[Any]:

@@ -2,43 +2,48 @@
 """One bucket: the handshake's questions, writing, and following."""
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import grpc
-
-from upr_client._sync import admin, cuts
-from upr_client._sync.adapter import give_way, mutex, unary
+from upr_client._sync import reads
+from upr_client._sync.adapter import give_way, mutex
+from upr_client._sync.asking import Asking
+from upr_client._sync.buffered import BufferedWriter
 from upr_client._sync.changes import Changes
-from upr_client._sync.cuts import Cut, HeldCut
+from upr_client._sync.view import View
 from upr_client._sync.writer import Write, Writer
-from upr_client.cut_info import CutInfo, Pinned, exact_ends, followed
-from upr_client.delivered import ChangesOptions
-from upr_client.events import Rollback
+from upr_client.batching import (
+    BATCH_ROWS,
+    LINGER_SECONDS,
+    OUTSTANDING_BYTES,
+    OnResults,
+    WriterOptions,
+)
+from upr_client.changes_options import ChangesOptions, Policy, Start
+from upr_client.cut_info import Pinned, exact_ends, followed
+from upr_client.ledger import UNACKNOWLEDGED
 from upr_client.messages import (
     DURABILITIES,
-    PartitionInfo,
-    call_error,
     check_name,
     choice,
-    partition_info,
 )
 from upr_client.positions import PositionStore
-from upr_client.purge_info import PartitionPurge
+from upr_client.recent_keys import RECENT_KEY_BYTES
 from upr_client.results import WriteResult, WriteResults
-from upr_client.server_info import ConsumerInfo, StorageInfo
-from upr_protocol.failover import FailoverLog
-from upr_protocol.limits import CREDIT_BYTES, HEARTBEAT_SECONDS
+from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.limits import (
+    BLOCK_COLUMN_BYTES,
+    CREDIT_BYTES,
+    HEARTBEAT_SECONDS,
+    LEASE_SECONDS,
+)
 from upr_protocol.rows import build_block, build_blocks, check_row
-from upr_protocol.wire.codec import log_from_messages
-from upr_protocol.wire.v1 import admin_service_pb2
-from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 if TYPE_CHECKING:
     from upr_client._sync.client import Client
 
 
-class Bucket:
+class Bucket(Asking):
     """A bucket of a server; made by ``Client.bucket``.
 
     Attributes:
@@ -47,191 +52,13 @@ class Bucket:
     """
 
     def __init__(self, client: "Client", name: str, producer: str | None) -> None:
-        self._client = client
-        self.name = check_name(name, "bucket")
-        self.version = 0
+        super().__init__(client, name)
         self._producer = check_name(
             secrets.token_hex(16) if producer is None else producer, "producer"
         )
         self._mutex = mutex()
         self._made_writer: Writer | None = None
-
-    def _check_usable(self) -> None:
-        self._client._check_usable()
-
-    # Asking.
-
-    def _ask(self, method: Callable[..., Any], request: Any) -> Any:
-        try:
-            answer = unary(method, request, self._client.request_timeout)
-        except grpc.RpcError as error:
-            raise call_error(error) from error
-        self.version = answer.bucket_version
-        return answer
-
-    def hello(
-        self, partitions: Mapping[int, int | None], *, with_log: bool = False
-    ) -> list[stream_pb2.HelloAnswer]:
-        """Ask for any number of partitions at once whether a history may be continued.
-
-        Args:
-            partitions: for each partition the failover id that was newest when last connected; None for new.
-            with_log: whether each answer carries the whole failover log.
-
-        Raises:
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        self._check_usable()
-        asked = [
-            stream_pb2.HelloPartition(partition=partition, failover_id=failover_id)
-            for partition, failover_id in partitions.items()
-        ]
-        request = stream_pb2.HelloRequest(
-            bucket=self.name,
-            bucket_version=self.version or None,
-            partitions=asked,
-            with_log=with_log,
-        )
-        answer = self._ask(self._client._stubs().streams.Hello, request)
-        return list(answer.answers)
-
-    def failover_logs(self, partitions: Iterable[int] | None = None) -> dict[int, FailoverLog]:
-        """Return the failover logs of these partitions; None means all.
-
-        Raises:
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        self._check_usable()
-        request = stream_pb2.GetFailoverLogRequest(bucket=self.name, partitions=partitions or ())
-        answer = self._ask(self._client._stubs().streams.GetFailoverLog, request)
-        logs = ((item.partition, log_from_messages(item.records)) for item in answer.logs)
-        return {partition: log for partition, log in logs if log is not None}
-
-    def partitions(self, partitions: Iterable[int] | None = None) -> list[PartitionInfo]:
-        """Return the state of these partitions; None means all.
-
-        Raises:
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        self._check_usable()
-        request = admin_service_pb2.GetPartitionsRequest(
-            bucket=self.name, partitions=partitions or ()
-        )
-        answer = self._ask(self._client._stubs().admin.GetPartitions, request)
-        return [partition_info(item) for item in answer.partitions]
-
-    def storage(self) -> StorageInfo:
-        """Return what the bucket takes on disk, and what was written since the server was started.
-
-        Raises:
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        client = self._client
-        return admin.get_storage(client._stubs().admin, self.name, client.request_timeout)
-
-    def consumers(self, *, with_positions: bool = False) -> list[ConsumerInfo]:
-        """Return the consumers that are registered by their acknowledgements, by name.
-
-        Args:
-            with_positions: whether each comes with its position in every partition.
-
-        Raises:
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        stub, seconds = self._client._stubs().admin, self._client.request_timeout
-        return admin.list_consumers(stub, self.name, with_positions, seconds)
-
-    def forget_consumer(self, name: str) -> bool:
-        """Forget a consumer's positions, so that they hold no purging up; False when it was not known.
-
-        One that is connected is registered again by its next acknowledgement.
-
-        Raises:
-            InvalidArgumentError: the name is out of its range.
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        stub, seconds = self._client._stubs().admin, self._client.request_timeout
-        return admin.forget_consumer(stub, self.name, name, seconds)
-
-    # Cuts.
-
-    def cut(
-        self, name: str, *, partitions: Iterable[int] | None = None, lease: float | None = None
-    ) -> HeldCut:
-        """Hold a cut for as long as a ``with`` block: made when it is entered, released at its end.
-
-        Give it to ``changes(until=...)``. The arguments and errors are those of ``create_cut``.
-        """
-        self._check_usable()
-        return HeldCut(self, name, partitions, lease)
-
-    def create_cut(
-        self, name: str, *, partitions: Iterable[int] | None = None, lease: float | None = None
-    ) -> Cut:
-        """Pin the last complete marker of partitions at one instant, until it is released or its lease ends.
-
-        Everything up to the pins is durable when it returns, and ``changes(until=cut)`` shows exactly that.
-
-        Args:
-            name: 1 to 200 bytes of UTF-8, unique in the bucket while the lease lasts.
-            partitions: which, 0 to 1023; None means all.
-            lease: seconds; None means an hour.
-
-        Raises:
-            AlreadyExistsError: a cut of that name is there.
-            TooManyError: the bucket has as many cuts as it may have.
-            PartitionNotActiveError: a partition is dead or pending; name the others.
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        self._check_usable()
-        return cuts.create(self, name, partitions, lease)
-
-    def renew_cut(self, name: str, lease: float | None = None) -> CutInfo:
-        """Have a cut's lease begin anew; None for the length that it has.
-
-        Raises:
-            CutNotFoundError: there is none of that name, or its lease has ended.
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        self._check_usable()
-        return cuts.renew(self, name, lease)
-
-    def release_cut(self, name: str) -> bool:
-        """Give a cut up; False when there is none of that name.
-
-        Raises:
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        self._check_usable()
-        return cuts.release(self, name)
-
-    def cuts(self, *, with_pins: bool = False) -> list[CutInfo]:
-        """Return the cuts whose lease has not ended, oldest first.
-
-        Raises:
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        self._check_usable()
-        return cuts.list_cuts(self, with_pins)
-
-    def purge(
-        self, partitions: Sequence[int] = (), *, dry_run: bool = False, seconds: float = 600.0
-    ) -> list[PartitionPurge]:
-        """Drop tombstones that are old and passed by everybody, now instead of at some later merge.
-
-        Args:
-            partitions: 0 to 1023; none means all.
-            dry_run: change nothing, only say what would go and who holds the others up.
-            seconds: how long to wait at most; every block of the partitions is read.
-
-        Returns:
-            The partitions that have a stored tombstone, and those that could not be looked at.
-
-        Raises:
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        stub = self._client._stubs().admin
-        return admin.purge(stub, self.name, partitions, dry_run, seconds)
+        self._buffered: list[BufferedWriter] = []
 
     # Writing.
 
@@ -240,7 +67,8 @@ class Bucket:
         with self._mutex:
             if self._made_writer is None:
                 self._made_writer = Writer(
-                    lambda: self._client._stubs().keys.Write,
+                    self._client._stubs,
+                    self._client._failed,
                     self.name,
                     self._producer,
                     self._client.connect_timeout,
@@ -316,6 +144,75 @@ class Bucket:
             raise failure
         return WriteResults(len(pairs), runs)
 
+    def writer(
+        self,
+        *,
+        durability: str = "disk",
+        batch_rows: int = BATCH_ROWS,
+        batch_bytes: int = BLOCK_COLUMN_BYTES,
+        linger_seconds: float = LINGER_SECONDS,
+        max_outstanding_bytes: int = OUTSTANDING_BYTES,
+        on_results: OnResults | None = None,
+    ) -> BufferedWriter:
+        """Return a writer that gathers rows and does not wait for each answer; use it with ``with``.
+
+        It shares the order of this bucket object's own writes, but what it still gathers is not yet among them:
+        ``flush`` it before ``set`` of a key that it has taken.
+
+        Args:
+            durability: as in ``set``, for rows that say nothing else.
+            batch_rows: rows that go out together at most, 1 to 2^18.
+            batch_bytes: bytes that go out together at most, 1 to 2^20, unless a single row has more.
+            linger_seconds: how long a row may wait for others, 0 or more.
+            max_outstanding_bytes: what may be gathered and on its way; a row above it is taken and then waits.
+            on_results: called for each batch that was applied whole, in order, with its (key, value) pairs and
+                their ``WriteResults``. It must not wait for this writer. What it raises is raised by the next call.
+
+        Raises:
+            InvalidArgumentError: a value is out of its range.
+            ClosedError: the client was closed.
+        """
+        self._check_usable()
+        options = WriterOptions(
+            durability, batch_rows, batch_bytes, linger_seconds, max_outstanding_bytes, on_results
+        )
+        return BufferedWriter(self, options)
+
+    # Reading keys.
+
+    def get(self, key: bytes, *, seconds: float | None = None) -> bytes | None:
+        """Return a key's newest value, durable or not; None when it was never written, or is deleted.
+
+        For convenience: the server has no index over keys. A key that was written lately comes from memory; for any
+        other its partition is read backwards down to the key's newest mutation, or to the beginning when there is
+        none. To look up many keys again and again, follow the changes and keep them.
+
+        Args:
+            seconds: how long it may take; None for the client's ``request_timeout``.
+
+        Raises:
+            InvalidArgumentError: the key is not 1 to 4096 bytes.
+            UprError: the call failed or was refused, or the key's partition cannot be read.
+        """
+        return (reads.get_many(self, [key], seconds)).get(key)
+
+    def get_many(
+        self, keys: Iterable[bytes], *, seconds: float | None = None
+    ) -> dict[bytes, bytes]:
+        """Return the newest values of those of the keys that have one; as ``get``, of which it shares the cost.
+
+        Keys go in requests of at most 1,000, one after the other: the values are not those of one instant. All of
+        them are in memory when it returns.
+
+        Args:
+            seconds: how long each request may take; None for the client's ``request_timeout``.
+
+        Raises:
+            UprError: as ``get``; what was read before is lost.
+        """
+        self._check_usable()
+        return reads.get_many(self, keys, seconds)
+
     # Following.
 
     def changes(
@@ -323,13 +220,21 @@ class Bucket:
         partitions: Iterable[int] | None = None,
         *,
         consumer: str = "",
-        positions: PositionStore | None = None,
+        positions: PositionStore | Literal["server"] | None = None,
+        group: str = "",
+        member: str = "",
+        lease_seconds: float = LEASE_SECONDS,
+        start: Start = "beginning",
         until_now: bool = False,
         until: Pinned | Mapping[int, int] | None = None,
         stability: str = "disk",
         keys_only: bool = False,
-        on_rollback: Callable[[Rollback], Any] | Literal["event"] | None = None,
+        key_prefix: bytes = b"",
+        acknowledge: Literal["auto", "manual"] = "auto",
+        unacknowledged_max: int = UNACKNOWLEDGED,
+        on_rollback: Policy = None,
         markers_at_record: bool = False,
+        recent_key_bytes: int = RECENT_KEY_BYTES,
         credit_bytes: int = CREDIT_BYTES,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
         save_seconds: float = 1.0,
@@ -339,19 +244,35 @@ class Bucket:
         """Follow changes; nothing is sent before the first item is asked for.
 
         Args:
-            partitions: which, 0 to 1023; None means all.
+            partitions: which, 0 to 1023; None means all. Not with a group, which shares all of them.
             consumer: who follows; another consumer with the same name ends this one with an error. May be empty.
-            positions: where positions are loaded from and stored; None starts from zero and stores nothing.
+            positions: where positions are loaded from and stored: a store; "server", under the consumer's name, where
+                a former owner can store nothing any more; None starts at ``start`` and stores nothing.
+            group: the name of a group of consumers that share the partitions, with positions kept in the server. Each
+                partition is one member's at a time; what it has not acknowledged comes again with the next one.
+            member: this one's name in the group, unique there; random unless given. One that comes back under its
+                name within its lease keeps its partitions.
+            lease_seconds: 1 to 3600; how long a member's partitions stay its own while it is not heard of. When it
+                has ended, nothing more is handed out here until the server gives partitions anew.
+            start: where a partition without a position begins: "beginning"; "now", after which nothing is missed that
+                is written later; or a time (a datetime with a time zone, or seconds since the epoch): right below
+                the first mutation committed at or after it. After a rollback to 0 that holds again.
             until_now: end when everything has arrived that was there at the start, at a snapshot marker of each
                 partition.
             until: a cut, or a seqno for each partition: each one is followed exactly to there and shown as of it,
                 or SnapshotGoneError is raised. Without ``partitions`` those that it names are followed.
             stability: "disk": only what is durable at the server; "memory": sooner, a crash there may undo it.
             keys_only: leave the values out.
-            on_rollback: None: RollbackError is raised, and nothing is changed. A function: called with each
+            key_prefix: only the changes whose keys begin with it, at most 4096 bytes.
+            acknowledge: "auto": asking for the next item says that the ones before were dealt with. "manual": ``ack``
+                says it, in any order.
+            unacknowledged_max: about how many changes may wait for their ``ack`` before no further one is yielded.
+            on_rollback: None or "fail": RollbackError is raised, and nothing is changed. A function: called with each
                 Rollback, and it returns when the data above is undone. "event": the Rollback is yielded, and
-                asking for the next item means that it was undone. After a crash the same may come again.
+                asking for the next item means that it was undone. "restart": as "event", and always to 0, after which
+                everything of the partition comes again. After a crash the same may come again.
             markers_at_record: whether a rollback may resume at a marker exactly at the seqno that the server named.
+            recent_key_bytes: how much of the newest keys is remembered, to name them in a Rollback.
             credit_bytes: how much the server may send ahead, 1 byte to 256 MiB.
             heartbeat_seconds: 0.05 to 3600; silence for three of them is a lost connection.
             save_seconds: how often positions are stored at most, besides after a rollback and at the end.
@@ -359,28 +280,67 @@ class Bucket:
             on_status: called with a line of text for every lost connection and refusal; must not block.
 
         Raises:
-            InvalidArgumentError: a value is out of its range.
+            InvalidArgumentError: a value is out of its range, or two contradict each other.
             ClosedError: the client was closed.
         """
         self._check_usable()
         ends = exact_ends(until)
         options = ChangesOptions(
-            consumer,
-            positions,
-            until_now,
-            stability,
-            keys_only,
-            on_rollback,
-            markers_at_record,
-            credit_bytes,
-            heartbeat_seconds,
-            save_seconds,
-            retry_seconds,
-            on_status,
-            ends,
+            consumer=consumer,
+            positions=positions,
+            group=group,
+            member=member or (secrets.token_hex(8) if group else ""),
+            lease_seconds=lease_seconds,
+            start=start,
+            until_now=until_now,
+            until=ends,
+            stability=stability,
+            keys_only=keys_only,
+            key_prefix=key_prefix,
+            acknowledge=acknowledge,
+            unacknowledged_max=unacknowledged_max,
+            on_rollback=on_rollback,
+            markers_at_record=markers_at_record,
+            recent_key_bytes=recent_key_bytes,
+            credit_bytes=credit_bytes,
+            heartbeat_seconds=heartbeat_seconds,
+            save_seconds=save_seconds,
+            retry_seconds=retry_seconds,
+            on_status=on_status,
         )
+        if group and partitions is not None:
+            raise InvalidArgumentError(
+                "partitions were given with a group, which shares all of them",
+                hint="leave partitions out",
+            )
         return Changes(self, followed(partitions, ends), options)
 
+    def materialize(
+        self,
+        partitions: Iterable[int] | None = None,
+        *,
+        key_prefix: bytes = b"",
+        at_markers: bool = False,
+        stability: str = "disk",
+        on_status: Callable[[str], Any] | None = None,
+    ) -> View:
+        """Return a view of the bucket: a dictionary in memory that is kept up to date, also through rollbacks.
+
+        Args:
+            partitions: which, 0 to 1023; None means all.
+            key_prefix: only keys that begin with it.
+            at_markers: show changes only when a snapshot marker completes them, so that each partition is always in
+                a state that it had at the server.
+            stability, on_status: as in ``changes``.
+
+        Raises:
+            InvalidArgumentError: a value is out of its range.
+        """
+        options = {"key_prefix": key_prefix, "stability": stability, "on_status": on_status}
+        return View(self, partitions, at_markers, options)
+
     def _close(self, seconds: float) -> None:
+        for buffered in list(self._buffered):
+            buffered._end(seconds)
         if self._made_writer is not None:
             self._made_writer.close(seconds)

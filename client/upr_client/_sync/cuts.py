@@ -15,7 +15,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 if TYPE_CHECKING:
-    from upr_client._sync.bucket import Bucket
+    from upr_client._sync.asking import Asking
 
 
 class Cut:
@@ -30,7 +30,7 @@ class Cut:
         pins: the pinned marker of each partition, ascending.
     """
 
-    def __init__(self, bucket: "Bucket", info: CutInfo) -> None:
+    def __init__(self, bucket: "Asking", info: CutInfo) -> None:
         self._bucket = bucket
         self.name = info.name
         self.created_time = info.created_time
@@ -73,7 +73,7 @@ class HeldCut:
 
     def __init__(
         self,
-        bucket: "Bucket",
+        bucket: "Asking",
         name: str,
         partitions: Iterable[int] | None,
         lease: float | None,
@@ -103,7 +103,7 @@ class HeldCut:
                 raise
 
 
-def _ask(bucket: "Bucket", method: Callable[..., Any], request: Any) -> Any:
+def _ask(bucket: "Asking", method: Callable[..., Any], request: Any) -> Any:
     try:
         return unary(method, request, bucket._client.request_timeout)
     except grpc.RpcError as error:
@@ -111,7 +111,7 @@ def _ask(bucket: "Bucket", method: Callable[..., Any], request: Any) -> Any:
 
 
 def create(
-    bucket: "Bucket", name: str, partitions: Iterable[int] | None, lease: float | None
+    bucket: "Asking", name: str, partitions: Iterable[int] | None, lease: float | None
 ) -> Cut:
     """Make a cut; see ``Bucket.create_cut``."""
     request = stream_pb2.CreateCutRequest(
@@ -126,7 +126,7 @@ def create(
     return Cut(bucket, cut_info(answer.cut))
 
 
-def renew(bucket: "Bucket", name: str, lease: float | None) -> CutInfo:
+def renew(bucket: "Asking", name: str, lease: float | None) -> CutInfo:
     """Have a cut's lease begin anew; see ``Bucket.renew_cut``."""
     request = stream_pb2.RenewCutRequest(
         bucket=bucket.name,
@@ -138,7 +138,7 @@ def renew(bucket: "Bucket", name: str, lease: float | None) -> CutInfo:
     return cut_info(answer.cut)
 
 
-def release(bucket: "Bucket", name: str) -> bool:
+def release(bucket: "Asking", name: str) -> bool:
     """Give a cut up; see ``Bucket.release_cut``."""
     request = stream_pb2.ReleaseCutRequest(
         bucket=bucket.name, bucket_version=bucket.version or None, name=check_name(name, "cut")
@@ -147,7 +147,7 @@ def release(bucket: "Bucket", name: str) -> bool:
     return bool(answer.released)
 
 
-def list_cuts(bucket: "Bucket", with_pins: bool) -> list[CutInfo]:
+def list_cuts(bucket: "Asking", with_pins: bool) -> list[CutInfo]:
     """Return the cuts of a bucket; see ``Bucket.cuts``."""
     request = stream_pb2.ListCutsRequest(bucket=bucket.name, with_partitions=with_pins)
     answer = _ask(bucket, bucket._client._stubs().streams.ListCuts, request)

@@ -5,11 +5,11 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from upr_client import backoff
 from upr_client._sync.adapter import Background, Event, Places, mutex, now
 from upr_client._sync.connection import Call
+from upr_client._sync.routing import Stubs
 from upr_client.results import partly_refused, result_runs, window_of, write_request
 from upr_protocol.block import Block
 from upr_protocol.errors import (
@@ -32,10 +32,13 @@ Run = tuple[int, int, int, int]
 class Write:
     """One write under way."""
 
-    __slots__ = ("done", "error", "number", "refused", "request", "runs", "sent")
+    __slots__ = ("done", "error", "number", "on_done", "refused", "request", "runs", "sent")
 
-    def __init__(self, request: kv_pb2.WriteRequest) -> None:
+    def __init__(
+        self, request: kv_pb2.WriteRequest, on_done: Callable[[], object] | None = None
+    ) -> None:
         self.request = request
+        self.on_done = on_done
         self.number = 0
         self.sent = False
         """Whether it may have been applied."""
@@ -57,7 +60,8 @@ class Writer:
     """Writes of one producer into one bucket, in order.
 
     Args:
-        method: returns the stub's Write.
+        stubs: returns the services of the endpoint to use now.
+        failed: is told why a call was lost, and what it was opened with.
         bucket: the bucket's name.
         producer: who writes, for the server to recognise what is sent again.
         connect_seconds: how long the server may take to accept a call.
@@ -67,14 +71,16 @@ class Writer:
 
     def __init__(
         self,
-        method: Callable[[], Callable[..., Any]],
+        stubs: Callable[[], Stubs],
+        failed: Callable[[UprError, Stubs], None],
         bucket: str,
         producer: str,
         connect_seconds: float,
         retry_seconds: float | None,
         on_version: Callable[[int], None],
     ) -> None:
-        self._method = method
+        self._stubs = stubs
+        self._failed = failed
         self._bucket = bucket
         self._producer = producer
         self._connect_seconds = connect_seconds
@@ -100,13 +106,21 @@ class Writer:
         self._unsent: deque[tuple[int, Write]] = deque()
         self._expected: deque[tuple[int, Write]] = deque()
 
-    def submit(self, block: Block, durability: types_pb2.Durability.ValueType) -> Write:
+    def submit(
+        self,
+        block: Block,
+        durability: types_pb2.Durability.ValueType,
+        on_done: Callable[[], object] | None = None,
+    ) -> Write:
         """Queue a write behind those before it; waits while as many are outstanding as may be.
+
+        Args:
+            on_done: called when the outcome is known, in the background; must not block.
 
         Raises:
             ClosedError: the writer was closed.
         """
-        write = Write(write_request(block, durability))
+        write = Write(write_request(block, durability), on_done)
         self._room.take()
         with self._mutex:
             if self._closing.is_set():
@@ -163,7 +177,12 @@ class Writer:
                 break
             answered_at = self._progress_at
             try:
-                error = self._one_call()
+                stubs = self._stubs()
+                error = self._one_call(stubs)
+                if not self._closing.is_set():
+                    self._failed(error, stubs)
+            except UprError as failure:
+                error = failure
             except Exception as failure:
                 # A channel closed by its owner, say: whoever waits for a write must learn of it.
                 error = UprError(f"writing failed: {failure!r}")
@@ -197,12 +216,12 @@ class Writer:
         with self._mutex:
             self._fail_all(ClosedError("the client was closed while the write was under way"))
 
-    def _one_call(self) -> UprError:
+    def _one_call(self, stubs: Stubs) -> UprError:
         """Open a call, send what is pending, and stay until it ends. Return why it ended."""
         self._opened.clear()
         self._ended.clear()
         self._end = None
-        call = Call(self._method(), "upr-write", self._on_message, self._on_end)
+        call = Call(stubs.keys.Write, "upr-write", self._on_message, self._on_end)
         with self._mutex:
             self._call = call
             closing = self._closing.is_set()
@@ -305,6 +324,8 @@ class Writer:
         write.error = error
         self._progress_at = now()
         write.done.set()
+        if write.on_done is not None:
+            write.on_done()
         self._room.give_back()
 
     def _fail_all(self, error: UprError) -> None:

@@ -2,8 +2,12 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
+from tests.client.key_values import KeyValueServer
 from tests.client.scripted import ScriptedServer, Step
+
+S = TypeVar("S", ScriptedServer, KeyValueServer)
 
 
 @asynccontextmanager
@@ -11,7 +15,13 @@ async def serve(
     follow: Sequence[Sequence[Step]] = (), write: Sequence[Sequence[Step]] = ()
 ) -> AsyncIterator[ScriptedServer]:
     """Run a scripted server on the test's event loop."""
-    server = ScriptedServer(follow, write)
+    async with running(ScriptedServer(follow, write)) as server:
+        yield server
+
+
+@asynccontextmanager
+async def running(server: S) -> AsyncIterator[S]:
+    """Run a server on the test's event loop."""
     await server.start()
     try:
         yield server

@@ -4,8 +4,12 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
+from tests.client.key_values import KeyValueServer
 from tests.client.scripted import ScriptedServer, Step
+
+S = TypeVar("S", ScriptedServer, KeyValueServer)
 
 
 @contextmanager
@@ -13,7 +17,13 @@ def serve(
     follow: Sequence[Sequence[Step]] = (), write: Sequence[Sequence[Step]] = ()
 ) -> Iterator[ScriptedServer]:
     """Run a scripted server on an event loop in a thread of its own."""
-    server = ScriptedServer(follow, write)
+    with running(ScriptedServer(follow, write)) as server:
+        yield server
+
+
+@contextmanager
+def running(server: S) -> Iterator[S]:
+    """Run a server on an event loop in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="scripted-server")
     thread.start()

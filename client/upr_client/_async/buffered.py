@@ -1,0 +1,343 @@
+"""Writing without waiting for each answer: rows are gathered into batches, and batches go out in order."""
+
+import logging
+import os
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from upr_client._async.adapter import Background, Event, give_way, mutex, now, settle
+from upr_client._async.writer import Write
+from upr_client.batching import ROW_BYTES, Batch, Failures, WriterOptions
+from upr_client.messages import DURABILITIES, choice
+from upr_client.results import WriteResults
+from upr_protocol.errors import ClosedError, UprError
+from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_protocol.rows import build_block, check_row
+
+if TYPE_CHECKING:
+    from upr_client._async.bucket import AsyncBucket
+
+_logger = logging.getLogger("upr_client")
+
+
+class AsyncBufferedWriter:
+    """A writer that gathers rows; made by ``AsyncBucket.writer``, used with ``async with``.
+
+    ``set`` and ``delete`` return when the row is taken, and wait while too much is outstanding. Rows are applied in
+    the order in which they were taken, also over lost connections. What went wrong with a batch is raised by the
+    next call, which then takes nothing itself, by ``flush``, or on leaving the ``with`` block; each failure once.
+    Several tasks (or threads, in the other flavour) may use one writer.
+    """
+
+    def __init__(self, bucket: "AsyncBucket", options: WriterOptions) -> None:
+        self._bucket = bucket
+        self._options = options
+        self._level = DURABILITIES[options.durability]
+        self._batch_rows = options.batch_rows
+        self._batch_bytes = options.batch_bytes
+        self._outstanding_max = options.max_outstanding_bytes
+        self._process = os.getpid()
+        self._mutex = mutex()
+        self._open: Batch | None = None
+        self._sealed: deque[Batch] = deque()
+        self._under_way: deque[tuple[Batch, Write | None, UprError | None]] = deque()
+        self._outstanding = 0
+        self._begun = 0
+        self._finished = 0
+        self._failures = Failures()
+        self._entered = False
+        self._stopped = False
+        self._abandoned = False
+        self._refusing = True
+        """Whether the next row is refused: not open, closed, or a failure is to be told."""
+        self._waiting: list[Event] = []
+        self._wake = Event()
+        self._sender: Background | None = None
+
+    # Beginning and end.
+
+    async def __aenter__(self) -> Self:
+        self._bucket._check_usable()
+        if self._stopped or self._entered:
+            raise ClosedError("the writer was used before", hint="ask the bucket for a new one")
+        self._entered = True
+        self._refusing = False
+        self._bucket._buffered.append(self)
+        self._sender = Background(self._run, "upr-batches")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            await self.close()
+            return
+        await self._end(self._bucket._client.request_timeout)
+        with self._mutex:
+            failure = self._failures.take()
+        if failure is not None:
+            # The error that ends the block tells more.
+            _logger.warning("%s: %s", self._bucket.name, failure)
+
+    async def close(self) -> None:
+        """Write everything that was taken, and end. Doing it twice is harmless.
+
+        Raises:
+            WriteFailedError: as ``flush``.
+        """
+        await self._end(None)
+        if self._process == os.getpid():
+            self._tell_failure()
+
+    async def _end(self, seconds: float | None) -> None:
+        """Take nothing more, and wait at most so long for what was taken; what is left then counts as failed."""
+        if self._process != os.getpid():
+            # What was taken before the fork is the other process's to write.
+            return
+        with self._mutex:
+            self._stopped = self._refusing = True
+            self._seal()
+        if self._sender is None or self._abandoned:
+            return
+        if await self._until_finished(self._begun, seconds):
+            self._wake.set()
+            await self._sender.join()
+        else:
+            self._abandon(
+                ClosedError(f"no answer came in the {seconds:g} s after the writer was closed")
+            )
+        if self in self._bucket._buffered:
+            self._bucket._buffered.remove(self)
+
+    def _abandon(self, error: UprError) -> None:
+        with self._mutex:
+            self._abandoned = True
+            for batch in [*(item[0] for item in self._under_way), *self._sealed]:
+                self._failures.add(batch, error)
+            self._sealed.clear()
+            self._under_way.clear()
+            self._refusing = True
+            self._finished = self._begun
+            self._outstanding = 0
+            self._notify()
+        self._wake.set()
+
+    # Taking rows.
+
+    async def set(self, key: bytes, value: bytes, durability: str | None = None) -> None:
+        """Have one key written; returns when it was taken, which is before it is applied.
+
+        Once taken it is written also if this call is cancelled while it waits for room.
+
+        Args:
+            key: 1 to 4096 bytes.
+            value: 0 to 20 MiB.
+            durability: as in ``AsyncBucket.set``; None for the writer's. A batch waits for the strongest of its rows.
+
+        Raises:
+            InvalidArgumentError: a value is out of its range; the row was not taken.
+            WriteFailedError: rows that were taken before failed; this one was not taken.
+            ClosedError: the writer or client was closed, or belongs to another process.
+        """
+        if self._put(key, value, durability):
+            await self._make_room()
+
+    async def delete(self, key: bytes, durability: str | None = None) -> None:
+        """Have one key deleted, whether it exists or not; as ``set``."""
+        if self._put(key, None, durability):
+            await self._make_room()
+
+    def _put(self, key: bytes, value: bytes | None, durability: str | None) -> bool:
+        """Take a row. Return whether the others should have a turn, or room must be waited for."""
+        if self._process != os.getpid():
+            self._bucket._check_usable()
+        if (
+            type(key) is not bytes
+            or not 0 < len(key) <= KEY_BYTES_MAX
+            or (value is not None and (type(value) is not bytes or len(value) > VALUE_BYTES_MAX))
+        ):
+            check_row(key, value)
+        level = self._level
+        if durability is not None:
+            level = choice(DURABILITIES, durability, "durability")
+        size = len(key) + ROW_BYTES if value is None else len(key) + len(value) + ROW_BYTES
+        with self._mutex:
+            if self._refusing:
+                self._refuse()
+            batch = self._open
+            if batch is None or batch.bytes + size > self._batch_bytes:
+                batch = self._begin()
+            batch.keys.append(key)
+            batch.values.append(value)
+            batch.bytes += size
+            if level > batch.level:
+                batch.level = level
+            self._outstanding += size
+            if len(batch.keys) >= self._batch_rows:
+                self._seal()
+                return True
+            return self._outstanding > self._outstanding_max
+
+    def _refuse(self) -> None:
+        failure = self._failures.take()
+        self._refusing = self._stopped or bool(self._failures)
+        if failure is not None:
+            raise failure
+        self._bucket._check_usable()
+        if not self._entered:
+            raise ClosedError("the writer is not open", hint="use it in a with statement")
+        if self._stopped:
+            raise ClosedError("the writer was closed", hint="ask the bucket for a new one")
+
+    def _begin(self) -> Batch:
+        self._seal()
+        self._begun += 1
+        self._open = Batch(self._begun, now() + self._options.linger_seconds)
+        self._wake.set()
+        return self._open
+
+    def _seal(self) -> None:
+        if self._open is not None:
+            self._sealed.append(self._open)
+            self._open = None
+            self._wake.set()
+
+    # Waiting.
+
+    async def _make_room(self) -> None:
+        await give_way()
+        while True:
+            with self._mutex:
+                if self._outstanding <= self._outstanding_max or self._refusing:
+                    return
+                self._seal()
+                changed = self._changed()
+            await changed.wait()
+
+    def _changed(self) -> Event:
+        """Return a flag that is set when the next batch is finished, to be asked for under the mutex."""
+        event = Event()
+        self._waiting.append(event)
+        return event
+
+    def _notify(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            event.set()
+
+    async def _until_finished(self, number: int, seconds: float | None) -> bool:
+        deadline = None if seconds is None else now() + seconds
+        while True:
+            with self._mutex:
+                if self._finished >= number:
+                    return True
+                changed = self._changed()
+            left = None if deadline is None else deadline - now()
+            if left is not None and left <= 0:
+                return False
+            await changed.wait(left)
+
+    async def flush(self) -> None:
+        """Send what was taken so far without lingering, and wait until it was applied.
+
+        Raises:
+            WriteFailedError: rows failed; it tells how many, the first 100 keys, and the partitions.
+            ClosedError: the writer was closed before.
+        """
+        if self._process != os.getpid():
+            self._bucket._check_usable()
+        with self._mutex:
+            if self._stopped or not self._entered:
+                self._refuse()
+            self._seal()
+            number = self._begun
+        await self._until_finished(number, None)
+        self._tell_failure()
+
+    def _tell_failure(self) -> None:
+        with self._mutex:
+            failure = self._failures.take()
+            self._refusing = self._stopped or bool(self._failures)
+        if failure is not None:
+            raise failure
+
+    # In the background.
+
+    async def _run(self) -> None:
+        try:
+            while not self._abandoned:
+                # First: what happens from here on wakes it again.
+                self._wake.clear()
+                moved = await self._collect()
+                batch = self._take_due()
+                if batch is not None:
+                    await self._send(batch)
+                elif not moved:
+                    with self._mutex:
+                        if self._stopped and self._finished == self._begun:
+                            return
+                        due = None if self._open is None else self._open.due
+                    await self._wake.wait(None if due is None else max(due - now(), 0.0))
+        except Exception as failure:
+            # Whoever waits must learn of it.
+            self._stopped = True
+            self._abandon(UprError(f"writing failed: {failure!r}"))
+
+    def _take_due(self) -> Batch | None:
+        with self._mutex:
+            if not self._sealed and self._open is not None and now() >= self._open.due:
+                self._seal()
+            # It stays there until it is under way, so that it is never out of sight.
+            return self._sealed[0] if self._sealed else None
+
+    async def _send(self, batch: Batch) -> None:
+        write, error = None, None
+        try:
+            block = build_block(batch.keys, batch.values)
+            if self._options.on_results is None:
+                batch.values = []
+            write = await self._bucket._writer().submit(block, batch.level, self._wake.set)
+        except UprError as failure:
+            error = failure
+        with self._mutex:
+            if not self._abandoned:
+                self._under_way.append((self._sealed.popleft(), write, error))
+        if error is not None:
+            self._wake.set()
+
+    async def _collect(self) -> bool:
+        """Take in the outcome of the batches at the head that have one; False when there is none."""
+        moved = False
+        while True:
+            with self._mutex:
+                if not self._under_way:
+                    return moved
+                batch, write, error = self._under_way[0]
+                if write is not None:
+                    if not write.done.is_set():
+                        return moved
+                    error = write.error
+                runs = [] if write is None else write.runs
+            moved = True
+            if error is None and self._options.on_results is not None:
+                try:
+                    await settle(
+                        self._options.on_results(batch.rows(), WriteResults(len(batch.keys), runs))
+                    )
+                except Exception as failure:
+                    with self._mutex:
+                        self._failures.raised(failure)
+            with self._mutex:
+                if self._abandoned:
+                    return moved
+                self._under_way.popleft()
+                if error is not None:
+                    self._failures.add(batch, error, (run[0] for run in runs))
+                self._refusing = self._stopped or bool(self._failures)
+                self._outstanding -= batch.bytes
+                self._finished = batch.number
+                self._notify()

@@ -1,0 +1,195 @@
+"""A bucket as a dictionary that is kept up to date."""
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from upr_client._async.adapter import Background, Cancelled, Event, mutex, now
+from upr_client._async.changes import AsyncChanges
+from upr_client.materialized import Materialized
+from upr_client.positions import MemoryPositions
+from upr_client.results import WriteResult
+from upr_protocol.errors import ClosedError
+from upr_protocol.failover import check_partition
+
+if TYPE_CHECKING:
+    from upr_client._async.bucket import AsyncBucket
+
+
+class AsyncView:
+    """Keys and values of a bucket, in memory and kept up to date; made by ``AsyncBucket.materialize``.
+
+    Used with ``async with``, and read like a dictionary. It has everything that was in the bucket when it was entered
+    once ``ready`` returned. After a rollback a partition is read anew and shows nothing before, because what it showed
+    may never have happened. When following ended with an error, reading raises that error: it never shows silently
+    what is not kept up any more.
+    """
+
+    def __init__(
+        self,
+        bucket: "AsyncBucket",
+        partitions: Iterable[int] | None,
+        at_markers: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self._bucket = bucket
+        self._partitions = None if partitions is None else list(partitions)
+        self._options = options
+        self._state = Materialized(at_markers)
+        self._positions = MemoryPositions()
+        self._changes: AsyncChanges | None = None
+        self._reader: Background | None = None
+        self._mutex = mutex()
+        self._ready = Event()
+        self._waiting: set[Event] = set()
+        self._leaving = False
+        self._failure: Exception | None = None
+
+    async def __aenter__(self) -> Self:
+        self._bucket._check_usable()
+        if self._reader is not None:
+            raise ClosedError("the view was entered before", hint="ask the bucket for a new one")
+        self._reader = Background(self._read, "upr-view")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End following. Doing it twice is harmless, and in a process that was forked off it does nothing."""
+        if self._bucket._client._is_foreign:
+            return
+        self._leaving = True
+        if self._changes is not None:
+            self._changes._stop()
+        if self._reader is not None:
+            await self._reader.join()
+
+    async def _read(self) -> None:
+        try:
+            await self._follow(until_now=True)
+            self._ready.set()
+            if not self._leaving:
+                await self._follow(until_now=False)
+        except Cancelled:
+            self._failure = ClosedError("the view was cancelled")
+            raise
+        except Exception as error:
+            self._failure = error
+        finally:
+            if self._failure is None:
+                self._failure = ClosedError("the view was closed")
+            self._ready.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._mutex:
+            for moved in self._waiting:
+                moved.set()
+
+    async def _follow(self, until_now: bool) -> None:
+        changes = self._bucket.changes(
+            self._partitions,
+            positions=self._positions,
+            until_now=until_now,
+            on_rollback="restart",
+            **self._options,
+        )
+        async with changes:
+            self._changes = changes
+            if self._leaving:
+                return
+            async for batch in changes.batches():
+                with self._mutex:
+                    self._state.take(batch)
+                self._wake()
+
+    # Reading.
+
+    async def ready(self, seconds: float | None = None) -> bool:
+        """Wait until everything is there that was there at first; False when ``seconds`` passed before.
+
+        Raises:
+            UprError: following ended with it.
+        """
+        if not await self._ready.wait(seconds):
+            return False
+        self._check()
+        return True
+
+    async def wait_for(self, result: WriteResult, seconds: float | None = None) -> bool:
+        """Wait until a write is shown, or what came after it; False when ``seconds`` passed before.
+
+        Raises:
+            UprError: following ended with it.
+        """
+        until = None if seconds is None else now() + seconds
+        moved = Event()
+        with self._mutex:
+            self._waiting.add(moved)
+        try:
+            while True:
+                moved.clear()
+                self._check()
+                if self._state.seqnos[result.partition] >= result.seqno:
+                    return True
+                left = None if until is None else max(until - now(), 0.0)
+                if not await moved.wait(left):
+                    return False
+        finally:
+            with self._mutex:
+                self._waiting.discard(moved)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def seqno(self, partition: int) -> int:
+        """Up to which seqno a partition is shown.
+
+        Raises:
+            InvalidArgumentError: there is no such partition.
+        """
+        return self._state.seqnos[check_partition(partition)]
+
+    def get(self, key: bytes, default: bytes | None = None) -> bytes | None:
+        """Return a key's value, or the default.
+
+        Raises:
+            UprError: following ended with it.
+        """
+        self._check()
+        with self._mutex:
+            return self._state.get(key) if key in self._state else default
+
+    def __getitem__(self, key: bytes) -> bytes | None:
+        self._check()
+        with self._mutex:
+            if key not in self._state:
+                raise KeyError(key)
+            return self._state.get(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._check()
+        return isinstance(key, bytes) and key in self._state
+
+    def __len__(self) -> int:
+        self._check()
+        return len(self._state)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (key for key, _ in self.items())
+
+    def items(self) -> Iterator[tuple[bytes, bytes | None]]:
+        """The keys with their values, partition by partition.
+
+        Raises:
+            UprError: following ended with it.
+        """
+        self._check()
+        return self._state.items()

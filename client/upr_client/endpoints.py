@@ -1,0 +1,132 @@
+"""Which servers a client may use, and what it shows them; the same in both flavours."""
+
+from collections.abc import Callable, Sequence
+from ipaddress import ip_address
+from typing import Final
+
+import grpc
+
+from upr_client.call_state import SILENT_REASON
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    ShuttingDownError,
+    UnavailableError,
+    UprError,
+)
+
+Token = str | Callable[[], str]
+
+_MOVES: Final = frozenset(
+    {UnavailableError.default_reason, ShuttingDownError.default_reason, SILENT_REASON}
+)
+_PORT_MAX: Final = 65535
+_NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed")
+"""How gRPC begins the details of a call for which there was no connection. Other words only mean that a call is not
+made again elsewhere."""
+
+
+def endpoints_of(target: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the endpoints that a target names, in its order and each once.
+
+    Args:
+        target: "host:port", several of them with commas in between, or a sequence of them.
+
+    Raises:
+        InvalidArgumentError: there is none, or one is not of this form.
+    """
+    parts = target.split(",") if isinstance(target, str) else list(target)
+    endpoints = []
+    for part in parts:
+        endpoint = part.strip() if isinstance(part, str) else ""
+        host, colon, port = endpoint.rpartition(":")
+        named = endpoint.startswith(("unix:", "unix-abstract:"))
+        numbered = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= _PORT_MAX
+        if not named and not (host and colon and numbered):
+            raise InvalidArgumentError(
+                f"endpoint {part!r}, an endpoint is HOST:PORT with a port of 1 to {_PORT_MAX}",
+                hint="give several with commas in between, or as a list",
+            )
+        endpoints.append(endpoint)
+    if not endpoints:
+        raise InvalidArgumentError("no endpoint was given", hint='give "host:port"')
+    return tuple(dict.fromkeys(endpoints))
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether what is sent to an endpoint stays on this machine: a loopback address or a Unix socket."""
+    if endpoint.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = endpoint.rpartition(":")[0].rpartition("/")[2]
+    for scheme in ("dns:", "ipv4:", "ipv6:"):
+        host = host.removeprefix(scheme)
+    host = host.strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def credentials_of(tls: bool | grpc.ChannelCredentials | None) -> grpc.ChannelCredentials | None:
+    """Return what channels are opened with: None for plain ones; ``True`` trusts gRPC's root certificates.
+
+    Raises:
+        InvalidArgumentError: it is none of these.
+    """
+    if tls is None or tls is False:
+        return None
+    if tls is True:
+        return grpc.ssl_channel_credentials()
+    if not isinstance(tls, grpc.ChannelCredentials):
+        raise InvalidArgumentError(
+            f"tls is a {type(tls).__name__}, it must be None, True or grpc.ChannelCredentials",
+            hint="grpc.ssl_channel_credentials(root_certificates=...) makes them from PEM bytes",
+        )
+    return tls
+
+
+def check_token(token: Token | None, endpoints: Sequence[str], encrypted: bool) -> None:
+    """Raise InvalidArgumentError when a token would go over a network for everybody to read."""
+    if token is None:
+        return
+    if isinstance(token, str):
+        authorization(token)
+    elif not callable(token):
+        raise InvalidArgumentError(
+            f"token is a {type(token).__name__}, it must be None, a str or a function that returns one"
+        )
+    open_to_all = [endpoint for endpoint in endpoints if not is_local(endpoint)]
+    if open_to_all and not encrypted:
+        raise InvalidArgumentError(
+            f"a token would be sent to {open_to_all[0]} without encryption",
+            hint="pass tls=True, or credentials; without TLS a token goes to loopback addresses only",
+        )
+
+
+def authorization(token: Token) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that carries a token; a function is asked for the token of now.
+
+    Raises:
+        InvalidArgumentError: the token is empty or has other characters than visible ASCII ones.
+    """
+    value = token if isinstance(token, str) else token()
+    if not isinstance(value, str) or not value or not all("!" <= c <= "~" for c in value):
+        # Nothing of the value: it ends up in logs.
+        raise InvalidArgumentError(
+            "the token must be a str of one or more visible ASCII characters"
+        )
+    return (("authorization", f"Bearer {value}"),)
+
+
+def moves_on(error: UprError) -> bool:
+    """Whether another endpoint may do better: this one cannot be reached, or is stopping."""
+    return error.reason in _MOVES
+
+
+def was_never_sent(error: grpc.RpcError) -> bool:
+    """Whether a failed call cannot have reached a server, so that it may be made elsewhere without doing it twice."""
+    code, details = getattr(error, "code", None), getattr(error, "details", None)
+    if code is None or details is None or code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    return str(details() or "").startswith(_NEVER_SENT)

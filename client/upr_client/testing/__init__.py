@@ -1,0 +1,20 @@
+"""For the tests of those who use the SDK; nothing here is needed by a program that runs.
+
+``ServerProcess`` is a real server in a child process, ``ScriptedServer`` one in memory that does on demand what is
+hard to force on a real one, and ``check_position_store`` says whether a position store of your own is one. The
+fixtures for pytest are in ``upr_client.testing.pytest_plugin``.
+"""
+
+from upr_client.testing.positions import check_position_store
+from upr_client.testing.process import ServerProcess, ServerProcessError
+from upr_client.testing.scripted import ScriptedServer, keys_in
+from upr_client.testing.state import Call
+
+__all__ = [
+    "Call",
+    "ScriptedServer",
+    "ServerProcess",
+    "ServerProcessError",
+    "check_position_store",
+    "keys_in",
+]

@@ -1,0 +1,424 @@
+"""A small server held in memory, for tests: it does on demand what is hard to force on a real one."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from types import TracebackType
+from typing import Final, Self
+
+import grpc
+
+from upr_client.results import WriteResult
+from upr_client.testing.follow_calls import FollowCall
+from upr_client.testing.memory import Memory, Partition
+from upr_client.testing.methods import Methods
+from upr_client.testing.state import Call, State, micros
+from upr_protocol.errors import (
+    BucketGoneError,
+    ClosedError,
+    InvalidArgumentError,
+    PartitionNotActiveError,
+    UnavailableError,
+    UprError,
+)
+from upr_protocol.failover import FailoverLog, check_partition
+from upr_protocol.partitioning import partition_of
+from upr_protocol.rows import check_row
+from upr_protocol.wire.channel import SERVER_OPTIONS
+from upr_protocol.wire.v1 import types_pb2
+
+_THREADS: Final = 256
+_STOP_SECONDS: Final = 5.0
+
+
+def keys_in(partition: int, number: int = 1, prefix: bytes = b"key-") -> list[bytes]:
+    """Return ``number`` different keys that belong to a partition, 0 to 1023; always the same ones.
+
+    Raises:
+        InvalidArgumentError: the partition is out of range.
+    """
+    check_partition(partition)
+    keys: list[bytes] = []
+    for i in count():
+        if len(keys) >= number:
+            break
+        key = prefix + b"%d" % i
+        if partition_of(key) == partition:
+            keys.append(key)
+    return keys
+
+
+class ScriptedServer:
+    """A server of one bucket in this process, on a free port of 127.0.0.1; used with ``with``.
+
+    It keeps the protocol: followers get what is written, numbered and with snapshot markers, and the handshake is
+    decided as a real server decides it. What it does besides is what a test asks of it. All methods may be called
+    from any thread, beside asyncio too: only ``start``, ``stop`` and ``wait_for`` block. It has no groups and no
+    cuts; for these there is ``ServerProcess``.
+
+    Args:
+        bucket: the name of its bucket.
+    """
+
+    def __init__(self, bucket: str = "default") -> None:
+        self._state = State(bucket)
+        self._grpc: grpc.Server | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._target = ""
+
+    # Beginning and end.
+
+    @property
+    def target(self) -> str:
+        """Where it listens, "host:port"; empty before the start."""
+        return self._target
+
+    @property
+    def calls(self) -> list[Call]:
+        """Every call that was made, oldest first."""
+        with self._state.changed:
+            return list(self._state.calls)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> Self:
+        """Listen and serve; nothing when it does.
+
+        Raises:
+            ClosedError: it was stopped.
+        """
+        if self._grpc is not None:
+            return self
+        if self._target:
+            raise ClosedError("the scripted server was stopped", hint="make a new one")
+        # Threads and not asyncio: with two event loops in one process, one of them the user's, grpc.aio logs errors.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="upr-scripted")
+        self._grpc = grpc.server(self._threads, options=SERVER_OPTIONS)
+        self._grpc.add_generic_rpc_handlers(tuple(Methods(self._state).handlers()))
+        self._target = f"127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
+        self._grpc.start()
+        return self
+
+    def stop(self) -> None:
+        """Cut all calls and end; doing it twice is harmless."""
+        server, self._grpc = self._grpc, None
+        if server is None or self._threads is None:
+            return
+        with self._state.changed:
+            self._state.stalled = False
+        self._cut("the scripted server was stopped")
+        server.stop(None).wait(_STOP_SECONDS)
+        self._threads.shutdown()
+
+    # Writing.
+
+    def write(self, key: bytes, value: bytes | None) -> WriteResult:
+        """Set a key, or with None delete it, and send that to the followers.
+
+        Raises:
+            InvalidArgumentError: key or value is out of its range.
+            UprError: the key's partition is refused.
+        """
+        return self.write_many([(key, value)])[0]
+
+    def delete(self, key: bytes) -> WriteResult:
+        """Delete a key, whether it is there or not; as ``write``."""
+        return self.write(key, None)
+
+    def write_many(self, rows: Iterable[tuple[bytes, bytes | None]]) -> list[WriteResult]:
+        """Write many keys at once: in each partition they end in one snapshot marker.
+
+        Returns:
+            One result a row, in their order.
+
+        Raises:
+            InvalidArgumentError: a key or value is out of its range; nothing was written.
+            UprError: a partition is refused; the others were written.
+        """
+        told = list(rows)
+        for key, value in told:
+            check_row(key, value)
+        numbers = [partition_of(key) for key, _ in told]
+        with self._state.changed:
+            applied, refused = self._state.write(
+                (number, key, value) for number, (key, value) in zip(numbers, told, strict=True)
+            )
+            if refused:
+                raise next(iter(refused.values()))
+            following = {number: start for number, (start, _) in applied.items()}
+            results = []
+            for number in numbers:
+                following[number] += 1
+                newest = self._state.memory[number].log.newest
+                results.append(WriteResult(number, following[number], newest.failover_id))
+            return results
+
+    @contextmanager
+    def no_markers(self) -> Iterator[None]:
+        """Hold snapshot markers back: what is written inside, by whomever, does not end in one.
+
+        At the end each partition that lacks one gets its marker, as by ``marker``.
+        """
+        with self._state.changed:
+            self._state.markers_held += 1
+        try:
+            yield
+        finally:
+            with self._state.changed:
+                self._state.markers_held -= 1
+                if not self._state.markers_held:
+                    for partition in self._state.memory:
+                        if not partition.ends_in_marker:
+                            partition.add_marker(micros())
+                self._state.changed.notify_all()
+
+    def marker(self, partition: int) -> int:
+        """Send a snapshot marker, and return its seqno.
+
+        It takes a seqno of its own, of which no change is shown: that of a row which was superseded at once.
+        """
+        with self._partition(partition) as one:
+            return one.add_marker(micros())
+
+    # Failing over.
+
+    def roll_back(self, partition: int, seqno: int) -> int:
+        """Let a node take over that has a partition only up to ``seqno``: what is above is gone.
+
+        There is a new failover record, whose id is returned, and open streams end with HISTORY_CHANGED. What was
+        merged or purged is whole again, as on a node that has not merged.
+
+        Raises:
+            InvalidArgumentError: there is no snapshot marker at that seqno.
+        """
+        with self._partition(partition) as one:
+            failover_id = one.roll_back(seqno)
+            self._history_changed(partition)
+            return failover_id
+
+    def lose(self, *partitions: int) -> None:
+        """Restart with the failover logs of these partitions lost, none for all: their ids are not known any more.
+
+        The mutations stay. Every follower that had received some is told to roll back to 0.
+        """
+        with self._state.changed:
+            for one in self._state.chosen(partitions):
+                one.lose_log()
+            self._restarted()
+
+    def restart(self, clean: bool = True) -> None:
+        """Restart: all calls are cut. Unclean, each partition gets a failover record at its last marker.
+
+        What is above that marker is gone then. As with a real server there is no record, because there can be no
+        loss, when nothing was written since the restart before.
+        """
+        with self._state.changed:
+            if not clean and self._state.numbered:
+                for one in self._state.memory:
+                    one.roll_back(one.last_marker)
+            self._restarted()
+
+    def renew_bucket(self) -> None:
+        """Drop the bucket and make it anew, empty and with another version: calls end with BUCKET_GONE."""
+        state = self._state
+        with state.changed:
+            state.memory = Memory()
+            state.answers.clear()
+            state.acknowledged.clear()
+            state.saved.clear()
+            gone = BucketGoneError("the bucket was dropped")
+            for call in list(state.streaming):
+                if isinstance(call, FollowCall):
+                    call.end_call(_problem(gone))
+                else:
+                    call.fail(gone)
+            state.changed.notify_all()
+
+    # Merging and purging.
+
+    def deduplicate(self, partition: int, runs: int = 2) -> None:
+        """Merge a partition up to its newest marker: superseded rows vanish, and so do the markers between.
+
+        What is left comes in at most so many runs (1 or more), of which only the last ends in a marker: the horizon
+        of all of them is its seqno.
+
+        Raises:
+            InvalidArgumentError: ``runs`` is below 1.
+        """
+        if runs < 1:
+            raise InvalidArgumentError(f"runs is {runs}, it must be 1 or more")
+        with self._partition(partition) as one:
+            one.merge(runs)
+
+    def purge(self, partition: int, seqno: int | None = None) -> int:
+        """Merge a partition and drop its tombstones up to ``seqno``, None for all; return the purge seqno.
+
+        The newest row stays in any case. Streams that stand between 0 and the purge seqno end with PURGED, and are
+        then told to roll back to 0.
+        """
+        with self._partition(partition) as one:
+            purged = one.purge_to(one.high if seqno is None else seqno)
+            for call in self._follow_calls():
+                call.purged(one)
+            return purged
+
+    # Disturbing.
+
+    def stall(self) -> None:
+        """Say nothing and hear nothing, not even in new calls, until ``resume``."""
+        with self._state.changed:
+            self._state.stalled = True
+
+    def resume(self) -> None:
+        """End what ``stall`` began."""
+        with self._state.changed:
+            self._state.stalled = False
+            self._state.changed.notify_all()
+
+    def disconnect(self) -> None:
+        """Cut all Follow and Write calls; new ones are taken."""
+        self._cut("the connection was cut")
+
+    def lose_answers(self, count: int = 1) -> None:
+        """Apply the next writes of a client, as many, and each time cut its call instead of answering."""
+        with self._state.changed:
+            self._state.answers_to_lose += count
+
+    @contextmanager
+    def unreachable(self) -> Iterator[None]:
+        """Cut all calls, and refuse new ones as UNAVAILABLE until the block ends."""
+        with self._state.changed:
+            self._state.unreachable = True
+            self._state.changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._state.changed:
+                self._state.unreachable = False
+
+    def refuse(self, partition: int, error: UprError | None = None) -> None:
+        """Answer every Start, Hello and write of a partition with this error, until ``accept``.
+
+        Open streams go on. ``error.retriable`` decides whether a follower asks again.
+
+        Args:
+            error: None for PARTITION_NOT_ACTIVE, retriable.
+        """
+        with self._partition(partition) as one:
+            one.refusal = error or PartitionNotActiveError(
+                f"partition {partition} is refused", hint="until it is accepted", retriable=True
+            )
+
+    def accept(self, partition: int) -> None:
+        """End what ``refuse`` began."""
+        with self._partition(partition) as one:
+            one.refusal = None
+
+    def end(self, partition: int, reason: str, message: str = "", retriable: bool = True) -> None:
+        """End the open streams of a partition with a reason: "STATE_CHANGED", "STORAGE_ERROR" and so on."""
+        with self._partition(partition):
+            problem = _problem(UprError(message or reason, reason=reason, retriable=retriable))
+            for call in self._follow_calls():
+                call.end_stream(partition, problem)
+
+    def end_calls(self, reason: str, message: str = "", retriable: bool = True) -> None:
+        """End the open Follow calls as a whole with a reason: "SHUTTING_DOWN", "SUPERSEDED" and so on."""
+        with self._state.changed:
+            problem = _problem(UprError(message or reason, reason=reason, retriable=retriable))
+            for call in self._follow_calls():
+                call.end_call(problem)
+
+    def hold(self, partition: int, seqno: int) -> None:
+        """Send no run that ends above a seqno, until ``release``; so a follower can be stopped at any place."""
+        with self._partition(partition) as one:
+            one.held = seqno
+
+    def release(self, partition: int) -> None:
+        """End what ``hold`` began."""
+        with self._partition(partition) as one:
+            one.held = None
+
+    # Looking.
+
+    def calls_of(self, method: str) -> list[Call]:
+        """The calls of one method, "Follow" or "Write" or "Hello" and so on, oldest first."""
+        return [call for call in self.calls if call.method == method]
+
+    def positions(self, consumer: str = "") -> dict[int, int]:
+        """Return partition -> seqno as a consumer acknowledged it last; "" for followers without a name."""
+        with self._state.changed:
+            return dict(self._state.acknowledged.get(consumer, {}))
+
+    def state(self) -> dict[bytes, bytes]:
+        """Return the keys and values of the bucket as they are now."""
+        with self._state.changed:
+            return {k: v for one in self._state.memory for k, v in one.state().items()}
+
+    def high_seqno(self, partition: int) -> int:
+        """Return the newest seqno of a partition."""
+        with self._partition(partition) as one:
+            return one.high
+
+    def failover_log(self, partition: int) -> FailoverLog:
+        """Return the failover log of a partition."""
+        with self._partition(partition) as one:
+            return one.log
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 10.0) -> None:
+        """Wait until ``condition()`` is true; it is asked whenever anything happened.
+
+        Blocks: beside asyncio call it through ``asyncio.to_thread``.
+
+        Raises:
+            TimeoutError: it was not within ``seconds``.
+        """
+        with self._state.changed:
+            if not self._state.changed.wait_for(condition, seconds):
+                raise TimeoutError(f"what was waited for did not happen within {seconds:g} s")
+
+    # How.
+
+    @contextmanager
+    def _partition(self, number: int) -> Iterator[Partition]:
+        with self._state.changed:
+            yield self._state.memory[check_partition(number)]
+            self._state.changed.notify_all()
+
+    def _follow_calls(self) -> Sequence[FollowCall]:
+        return [call for call in self._state.streaming if isinstance(call, FollowCall)]
+
+    def _history_changed(self, partition: int) -> None:
+        changed = UprError(
+            "the history of the partition is another one now",
+            reason="HISTORY_CHANGED",
+            retriable=True,
+        )
+        for call in self._follow_calls():
+            call.end_stream(partition, _problem(changed))
+
+    def _restarted(self) -> None:
+        self._state.server_id += 1
+        self._state.numbered = False
+        self._cut("the server was restarted")
+
+    def _cut(self, words: str) -> None:
+        with self._state.changed:
+            for call in self._state.streaming:
+                call.fail(UnavailableError(words))
+            self._state.changed.notify_all()
+
+
+def _problem(error: UprError) -> types_pb2.Problem:
+    return types_pb2.Problem(
+        reason=error.reason, retriable=error.retriable, message=error.message, hint=error.hint
+    )

@@ -1,0 +1,253 @@
+# ruff: noqa: SIM117
+"""Acknowledging in any order, positions in the server, where a consumer begins: against a real server."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.harness import RunningServer
+from tests.service.keys import some_keys
+from upr_client import (
+    AsyncChanges,
+    AsyncClient,
+    Change,
+    ChangeBatch,
+    FencedError,
+    InvalidArgumentError,
+    Marker,
+    MemoryPositions,
+    UprError,
+)
+
+StartServer = Callable[..., RunningServer]
+P = 9
+KEYS = some_keys(P, 10)
+
+
+async def changes_of(changes: AsyncChanges) -> list[Change]:
+    """Iterate to the end."""
+    return [event async for event in changes if isinstance(event, Change)]
+
+
+async def first_change(changes: AsyncChanges) -> Change:
+    async for event in changes:
+        if isinstance(event, Change):
+            return event
+    raise AssertionError("there was none")
+
+
+@pytest.mark.asyncio
+async def test_ten_acknowledged_before_nine_and_nine_comes_again(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    positions = MemoryPositions()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((key, b"value") for key in KEYS)
+        async with bucket.changes(
+            [P], positions=positions, acknowledge="manual", until_now=True
+        ) as changes:
+            events = await changes_of(changes)
+            assert [change.seqno for change in events] == list(range(1, 11))
+            for change in (*events[:8], events[9]):
+                assert changes.ack(change)
+            assert not changes.ack(events[9])
+            assert changes.position(P).seqno == 8
+            assert changes.status().unacknowledged == 1
+        async with bucket.changes(
+            [P], positions=positions, acknowledge="manual", until_now=True
+        ) as changes:
+            again = await changes_of(changes)
+            assert [change.seqno for change in again] == [9, 10]
+            for change in reversed(again):
+                changes.ack(change)
+        assert positions.load([P])[P].seqno == 10
+        assert positions.load([P])[P].markers == (10,)
+
+
+@pytest.mark.asyncio
+async def test_whole_batches_are_acknowledged_in_any_order(server_process: StartServer) -> None:
+    server = server_process()
+    positions = MemoryPositions()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        for key in KEYS[:3]:
+            await bucket.set(key, b"value")
+        changes = bucket.changes(
+            # Each block alone in its frame.
+            [P],
+            positions=positions,
+            acknowledge="manual",
+            until_now=True,
+            credit_bytes=1,
+        )
+        async with changes:
+            batches: list[ChangeBatch] = [batch async for batch in changes.batches()]
+            assert [batch.rows for batch in batches] == [1, 1, 1]
+            changes.ack_batch(batches[2])
+            assert changes.position(P).seqno == 0
+            changes.ack_batch(batches[0])
+            assert changes.position(P).seqno == 1
+            changes.ack_batch(batches[1])
+            assert changes.position(P).seqno == 3
+
+
+@pytest.mark.asyncio
+async def test_acknowledging_by_hand_has_to_be_asked_for(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        async with client.bucket().changes([P], until_now=True) as changes:
+            with pytest.raises(InvalidArgumentError, match="automatic"):
+                changes.ack(Change(P, 1, "set", b"k", b"v"))
+
+
+@pytest.mark.asyncio
+async def test_positions_are_kept_in_the_server(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((key, b"1") for key in KEYS)
+        async with bucket.changes(
+            [P], consumer="indexer", positions="server", until_now=True
+        ) as changes:
+            assert len(await changes_of(changes)) == 10
+        await bucket.set(KEYS[0], b"2")
+    server.kill()
+    server.start()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        async with bucket.changes(
+            [P],
+            consumer="indexer",
+            positions="server",
+            until_now=True,
+            on_rollback="event",
+        ) as changes:
+            assert [change.seqno for change in await changes_of(changes)] == [11]
+        await bucket.reset_consumer("indexer", "beginning")
+        async with bucket.changes(
+            [P], consumer="indexer", positions="server", until_now=True
+        ) as changes:
+            assert {change.key for change in await changes_of(changes)} == set(KEYS)
+            assert changes.position(P).seqno == 11
+
+
+@pytest.mark.asyncio
+async def test_a_former_owner_stores_nothing(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((key, b"1") for key in KEYS)
+        former = bucket.changes([P], consumer="indexer", positions="server", acknowledge="manual")
+        async with former:
+            events = [await first_change(former)]
+            async with bucket.changes(
+                [P], consumer="indexer", positions="server", until_now=True
+            ) as changes:
+                assert len(await changes_of(changes)) == 10
+            former.ack(events[0])
+            with pytest.raises(FencedError, match="another owner"):
+                await former.save()
+            with pytest.raises(UprError) as ended:
+                await changes_of(former)
+            assert ended.value.reason == "SUPERSEDED"
+        (consumer,) = await bucket.consumers(with_positions=True)
+        assert consumer.positions[P].seqno == 10
+
+
+@pytest.mark.asyncio
+async def test_from_now_shows_what_is_written_later(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((key, b"old") for key in KEYS)
+        positions = MemoryPositions()
+        async with bucket.changes([P], start="now", until_now=True, positions=positions) as changes:
+            assert await changes_of(changes) == []
+        assert positions.load([P])[P].seqno == 10
+        await bucket.set(KEYS[3], b"new")
+        async with bucket.changes([P], start="now", until_now=True, positions=positions) as changes:
+            assert await changes_of(changes) == [Change(P, 11, "set", KEYS[3], b"new")]
+
+
+@pytest.mark.asyncio
+async def test_from_a_time(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((key, b"old") for key in KEYS)
+        between = time.time()
+        while time.time() < between + 0.002:
+            pass
+        await bucket.set(KEYS[3], b"new")
+        async with bucket.changes([P], start=between, until_now=True) as changes:
+            assert await changes_of(changes) == [Change(P, 11, "set", KEYS[3], b"new")]
+        async with bucket.changes([P], start=1.0, until_now=True) as changes:
+            assert len(await changes_of(changes)) == 11
+        with pytest.raises(InvalidArgumentError, match="start"):
+            bucket.changes(start=-1.0)
+
+
+@pytest.mark.asyncio
+async def test_only_keys_of_a_prefix(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many(
+            (b"%s:%d" % (kind, i), b"v%d" % i) for i in range(500) for kind in (b"user", b"order")
+        )
+        markers = 0
+        state = {}
+        async with bucket.changes(key_prefix=b"user:", until_now=True) as changes:
+            async for event in changes:
+                if isinstance(event, Change):
+                    state[event.key] = event.value
+                markers += isinstance(event, Marker)
+        assert state == {b"user:%d" % i: b"v%d" % i for i in range(500)}
+        assert markers >= sum(info.high_seqno > 0 for info in await bucket.partitions())
+
+
+@pytest.mark.asyncio
+async def test_what_contradicts_itself_is_refused(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        for options, word in (
+            ({"group": "g", "consumer": "c"}, "consumer"),
+            ({"group": "g", "until_now": True}, "end"),
+            ({"group": "g", "partitions": [1]}, "partitions"),
+            ({"member": "m"}, "group"),
+            ({"positions": "server"}, "consumer name"),
+            ({"acknowledge": "never"}, "acknowledge"),
+            ({"group": "g", "lease_seconds": 0.1}, "lease_seconds"),
+            ({"key_prefix": b"k" * 5000}, "key_prefix"),
+            ({"start": "now", "until": {1: 1}}, "start"),
+            ({"on_rollback": "whatever"}, "on_rollback"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=word):
+                bucket.changes(**options)
+
+
+@pytest.mark.asyncio
+async def test_the_status_tells_where_it_stands(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((key, b"1") for key in KEYS)
+        async with bucket.changes([P, P + 1]) as changes:
+            before = changes.status()
+            assert (before.connected, before.partitions, before.changes) == (False, 2, 0)
+            assert before.last_progress is None
+            await first_change(changes)
+            status = changes.status()
+            assert (status.connected, status.live, status.changes) == (True, 2, 10)
+            assert status.lag == 10, "nothing of the batch was dealt with yet"
+            assert status.lag_seconds > 0
+            assert status.last_progress is not None
+            assert status.changes_per_second == 1.0
+            for _ in KEYS[1:]:
+                await first_change(changes)
+            assert not status.problems
+            assert not status.rollbacks

@@ -1,0 +1,138 @@
+# ruff: noqa: SIM117
+"""Several endpoints, TLS and tokens, against servers in memory."""
+
+import pytest
+
+from tests.client._async.adapter import running, serve
+from tests.client.certificates import Certificate
+from tests.client.key_values import Faults, KeyValueServer
+from upr_client import (
+    AsyncClient,
+    NoRoomError,
+    ShuttingDownError,
+    UnavailableError,
+    UprError,
+)
+
+
+@pytest.mark.asyncio
+async def test_a_unary_call_that_was_never_sent_is_made_elsewhere() -> None:
+    async with serve() as gone:
+        pass
+    first, second = KeyValueServer(), KeyValueServer()
+    first.values[b"k"] = second.values[b"k"] = b"v"
+    async with running(first), running(second):
+        targets = [gone.target, first.target, second.target]
+        async with AsyncClient(targets) as client:
+            assert client.target == gone.target
+            assert await client.bucket().get(b"k") == b"v"
+            assert client.target == first.target
+            await client.bucket().get(b"k")
+    assert (len(first.gets), len(second.gets)) == (2, 0)
+
+
+@pytest.mark.asyncio
+async def test_when_nobody_is_there_each_is_tried_once() -> None:
+    async with serve() as one, serve() as two:
+        pass
+    async with AsyncClient(f"{one.target},{two.target}") as client:
+        bucket = client.bucket()
+        with pytest.raises(UnavailableError, match="failed to connect"):
+            await bucket.get(b"k")
+        assert client.target == one.target
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_may_have_arrived_is_not_made_again() -> None:
+    stopping, other = KeyValueServer(), KeyValueServer()
+    stopping.faults.stopping = ShuttingDownError("the server is stopping")
+    async with running(stopping), running(other):
+        async with AsyncClient([stopping.target, other.target]) as client:
+            bucket = client.bucket()
+            with pytest.raises(ShuttingDownError):
+                await bucket.get(b"k")
+            # But the next one goes elsewhere.
+            assert client.target == other.target
+            assert await bucket.get(b"k") is None
+    assert (len(stopping.gets), len(other.gets)) == (1, 1)
+
+
+@pytest.mark.asyncio
+async def test_an_error_that_is_not_of_the_server_moves_nothing() -> None:
+    full, other = KeyValueServer(), KeyValueServer()
+    full.faults.stopping = NoRoomError("full")
+    async with running(full), running(other):
+        async with AsyncClient([full.target, other.target]) as client:
+            bucket = client.bucket()
+            with pytest.raises(NoRoomError):
+                await bucket.get(b"k")
+            assert client.target == full.target
+
+
+@pytest.mark.asyncio
+async def test_a_write_goes_on_at_the_next_endpoint_and_comes_round() -> None:
+    first, second = KeyValueServer(Faults(lost=[1, 1, 1])), KeyValueServer(Faults(lost=[1, 1, 1]))
+    async with running(first), running(second):
+        async with AsyncClient([first.target, second.target], retry_seconds=30) as client:
+            bucket = client.bucket()
+            for number in range(5):
+                await bucket.set(b"%d" % number, b"v")
+    assert first.calls >= 2
+    assert second.calls >= 2
+    assert {**first.values, **second.values} == {b"%d" % number: b"v" for number in range(5)}
+
+
+@pytest.mark.asyncio
+async def test_many_streams_lost_at_once_move_the_client_once() -> None:
+    client = AsyncClient("a:1,b:1,c:1")
+    stubs = client._stubs()
+    for _ in range(5):
+        client._failed(UnavailableError("gone"), stubs)
+    assert client.target == "b:1"
+    client._failed(UprError("a bug"))
+    client._failed(NoRoomError("full"))
+    assert client.target == "b:1"
+    client._failed(ShuttingDownError("stopping"))
+    # One that is lost late.
+    client._failed(UnavailableError("gone"), stubs)
+    assert client.target == "c:1"
+    client._failed(UnavailableError("gone"))
+    assert client.target == "a:1"
+    await client.close()
+
+
+@pytest.mark.asyncio
+async def test_a_token_goes_with_every_call() -> None:
+    server = KeyValueServer()
+    tokens = iter(["first", "second", "third"])
+    async with running(server):
+        async with AsyncClient(server.target, token=lambda: next(tokens)) as client:
+            bucket = client.bucket()
+            await bucket.get(b"k")
+            await bucket.set(b"k", b"v")
+            await bucket.get(b"k")
+        async with AsyncClient(server.target, token="fixed") as client:
+            await client.bucket().get(b"k")
+        async with AsyncClient(server.target) as client:
+            await client.bucket().get(b"k")
+    expected = ["Bearer first", "Bearer second", "Bearer third", "Bearer fixed", None]
+    assert server.tokens == expected
+
+
+@pytest.mark.asyncio
+async def test_tls(certificate: Certificate) -> None:
+    server = KeyValueServer(tls=(certificate.key, certificate.chain))
+    async with running(server):
+        trusting = certificate.credentials()
+        async with AsyncClient(server.target, tls=trusting, token="secret") as client:
+            bucket = client.bucket()
+            await bucket.set(b"k", b"v")
+            assert await bucket.get(b"k") == b"v"
+        assert server.tokens == ["Bearer secret", "Bearer secret"]
+        for tls in (None, True):
+            # Not encrypted at all, or by a server that nothing vouches for.
+            async with AsyncClient(server.target, tls=tls, request_timeout=5) as client:
+                bucket = client.bucket()
+                with pytest.raises(UnavailableError):
+                    await bucket.get(b"k")
+    assert len(server.tokens) == 2

@@ -1,0 +1,59 @@
+"""A bucket as a dictionary, against a real server."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness import RunningServer
+from upr_client import AsyncClient, ClosedError
+
+StartServer = Callable[..., RunningServer]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("at_markers", [False, True])
+async def test_a_view_shows_what_is_written(server_process: StartServer, at_markers: bool) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((b"user:%d" % i, b"%d" % i) for i in range(500))
+        await bucket.set(b"order:1", b"1")
+        async with bucket.materialize(key_prefix=b"user:", at_markers=at_markers) as view:
+            assert await view.ready(30)
+            assert dict(view.items()) == {b"user:%d" % i: b"%d" % i for i in range(500)}
+            assert len(view) == 500
+            assert b"order:1" not in view
+            assert await view.wait_for(await bucket.set(b"user:7", b"new"), 30)
+            assert view[b"user:7"] == b"new"
+            assert await view.wait_for(await bucket.delete(b"user:8"), 30)
+            assert view.get(b"user:8", b"none") == b"none"
+            with pytest.raises(KeyError):
+                view[b"user:8"]
+        with pytest.raises(ClosedError):
+            view.get(b"user:7")
+
+
+@pytest.mark.asyncio
+async def test_a_view_is_right_after_a_rollback(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    # Nothing reaches the disk: what was written goes with the process.
+    held = tmp_path / "held"
+    held.touch()
+    server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{held}"})
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        async with bucket.materialize(stability="memory") as view:
+            assert await view.ready(30)
+            lost = await bucket.set(b"key", b"lost", "memory")
+            assert await view.wait_for(lost, 30)
+            assert view[b"key"] == b"lost"
+            server.kill()
+            server.environment = {}
+            server.start()
+            kept = await bucket.set(b"other", b"1")
+            assert await view.wait_for(kept, 60)
+            while b"key" in view:
+                assert await view.wait_for(await bucket.set(b"other", b"1"), 60)
+            assert dict(view.items()) == {b"other": b"1"}

@@ -1,0 +1,98 @@
+"""The buffered writer and reading keys, against a real server."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.harness import RunningServer
+from upr_client import AsyncClient, Change
+
+StartServer = Callable[..., RunningServer]
+
+
+@pytest.mark.asyncio
+async def test_what_was_buffered_is_there_in_order(server_process: StartServer) -> None:
+    server = server_process()
+    rows = [(b"%d" % (i % 501), None if i % 7 == 6 else b"v%d" % i) for i in range(20_000)]
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        async with bucket.writer(batch_rows=700, max_outstanding_bytes=200_000) as writer:
+            for key, value in rows:
+                if value is None:
+                    await writer.delete(key)
+                else:
+                    await writer.set(key, value)
+        expected = {key: value for key, value in dict(rows).items() if value is not None}
+        assert await bucket.get_many(key for key, _ in rows) == expected
+        seqnos: dict[int, int] = {}
+        state = {}
+        async with bucket.changes(until_now=True) as changes:
+            async for event in changes:
+                if isinstance(event, Change):
+                    assert event.seqno > seqnos.get(event.partition, 0)
+                    seqnos[event.partition] = event.seqno
+                    state[event.key] = event.value
+        assert state == dict(rows)
+
+
+@pytest.mark.asyncio
+async def test_get_reads_memory_and_store(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.set(b"old", b"1")
+        await bucket.set(b"gone", b"1")
+        await bucket.set(b"replaced", b"1")
+    # A clean shutdown flushes all of it into the store.
+    server.terminate()
+    server.start()
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.set(b"replaced", b"2")
+        await bucket.delete(b"gone", "memory")
+        await bucket.set(b"new", b"2", "memory")
+        assert await bucket.get(b"old") == b"1"
+        assert await bucket.get(b"gone") is None
+        assert await bucket.get(b"never") is None
+        keys = [b"old", b"gone", b"replaced", b"new", b"never"]
+        found = await bucket.get_many(keys)
+    assert found == {b"old": b"1", b"replaced": b"2", b"new": b"2"}
+
+
+@pytest.mark.crash
+@pytest.mark.asyncio
+async def test_a_buffered_writer_outlives_kills_of_the_server(server_process: StartServer) -> None:
+    server = server_process()
+    rows = [(b"%d" % (i % 97), b"%d" % i) for i in range(6000)]
+    async with AsyncClient(server.target, retry_seconds=None) as client:
+        async with client.bucket().writer(batch_rows=50) as writer:
+            for number, (key, value) in enumerate(rows):
+                if number in (1500, 3000, 4500):
+                    server.kill()
+                    server.start()
+                await writer.set(key, value)
+        history: dict[bytes, list[bytes | None]] = {}
+        async with client.bucket().changes(until_now=True) as changes:
+            async for event in changes:
+                if isinstance(event, Change):
+                    history.setdefault(event.key, []).append(event.value)
+    # Nothing twice, nothing out of turn; what a flush merged away is a prefix that newer values superseded.
+    for key, values in history.items():
+        written = [value for k, value in rows if k == key]
+        assert values == written[-len(values) :]
+    assert len(history) == 97
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_was_stopped_is_left_for_the_next(server_process: StartServer) -> None:
+    first, second = server_process(), server_process()
+    async with AsyncClient(f"{first.target},{second.target}") as client:
+        assert client.target == first.target
+        await client.bucket().set(b"k", b"first")
+        first.terminate()
+        # Another bucket object: the data of these two servers has nothing in common.
+        bucket = client.bucket()
+        await bucket.set(b"k", b"second")
+        assert client.target == second.target
+        assert await bucket.get(b"k") == b"second"
+        assert (await client.status()).server_id

@@ -1,0 +1,42 @@
+"""A certificate of a server at 127.0.0.1, made by the command openssl."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A private key and the certificate that vouches for itself, in PEM."""
+
+    key: bytes
+    chain: bytes
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """What a client trusts this server by."""
+        return grpc.ssl_channel_credentials(root_certificates=self.chain)
+
+
+def make_certificate(folder: Path) -> Certificate:
+    """Make a certificate; skips the test where there is no openssl."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("the command openssl, which makes the certificate, is not installed")
+    key, chain = folder / "key.pem", folder / "chain.pem"
+    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += [
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=upr",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    ]
+    command += ["-keyout", str(key), "-out", str(chain)]
+    subprocess.run(command, check=True, capture_output=True)
+    return Certificate(key.read_bytes(), chain.read_bytes())

@@ -1,0 +1,173 @@
+"""A server of keys and values in memory, with faults that a test orders. For the tests of both flavours."""
+
+import asyncio
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tests.client.scripted import ID_A, VERSION
+from upr_protocol.block import make_runs
+from upr_protocol.errors import UprError
+from upr_protocol.rows import block_keys, block_partitions, block_values
+from upr_protocol.wire.channel import SERVER_OPTIONS
+from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
+from upr_protocol.wire.status import code_of, metadata_of
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
+from upr_protocol.wire.v1.key_value_service_pb2_grpc import (
+    KeyValueServiceServicer,
+    add_KeyValueServiceServicer_to_server,
+)
+
+
+@dataclass
+class Faults:
+    """What goes wrong, and when.
+
+    Attributes:
+        lost: the n-th Write call ends so many writes after its first, the last one applied and not answered.
+        refused: write numbers that are refused, once each.
+        refused_partitions: partitions that refuse their part of every write, with this error.
+        unanswered: from this write number on nothing is applied or answered.
+        silent: Get answers nothing.
+        stopping: every call is refused with this error.
+    """
+
+    lost: list[int] = field(default_factory=list)
+    refused: dict[int, UprError] = field(default_factory=dict)
+    refused_partitions: dict[int, UprError] = field(default_factory=dict)
+    unanswered: int = 2**62
+    silent: bool = False
+    stopping: UprError | None = None
+
+
+class KeyValueServer(KeyValueServiceServicer):
+    """Applies what is written, and answers Get.
+
+    Args:
+        faults: none unless given.
+        answers_max: so many answers one GetResponse carries.
+        tls: private key and certificate chain, in PEM.
+    """
+
+    def __init__(
+        self,
+        faults: Faults | None = None,
+        *,
+        answers_max: int = 1000,
+        tls: tuple[bytes, bytes] | None = None,
+    ) -> None:
+        self.faults = faults or Faults()
+        self.values: dict[bytes, bytes] = {}
+        self.applied: list[tuple[bytes, bytes | None]] = []
+        self.writes: list[kv_pb2.WriteBlock] = []
+        self.gets: list[kv_pb2.GetRequest] = []
+        self.tokens: list[object] = []
+        self.calls = 0
+        self.asked = threading.Event()
+        self.target = ""
+        self._answers_max = answers_max
+        self._tls = tls
+        self._highs = Counter[int]()
+        self._done: dict[tuple[str, int], kv_pb2.WriteResult] = {}
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, target: str = "127.0.0.1:0") -> None:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_KeyValueServiceServicer_to_server(self, self._server)
+        if self._tls is None:
+            port = self._server.add_insecure_port(target)
+        else:
+            credentials = grpc.ssl_server_credentials([self._tls])
+            port = self._server.add_secure_port(target, credentials)
+        self.target = f"127.0.0.1:{port}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        await self._server.stop(0)
+
+    async def _begin(self, context: Any) -> None:
+        self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
+        if self.faults.stopping is not None:
+            await _abort(context, self.faults.stopping)
+
+    async def Get(self, request: Any, context: Any) -> Any:
+        self.gets.append(request)
+        await self._begin(context)
+        if self.faults.silent:
+            self.asked.set()
+            await asyncio.Event().wait()
+        answers = []
+        for key in request.keys[: self._answers_max]:
+            problem = self.faults.refused_partitions.get(len(key))
+            if problem is not None:
+                answers.append(kv_pb2.GetAnswer(problem=problem_of(problem)))
+            else:
+                answers.append(kv_pb2.GetAnswer(value=self.values.get(key)))
+        return kv_pb2.GetResponse(bucket_version=VERSION, answers=answers)
+
+    async def Write(self, request_iterator: Any, context: Any) -> Any:
+        await self._begin(context)
+        number = self.calls
+        self.calls += 1
+        left = self.faults.lost[number] if number < len(self.faults.lost) else None
+        opening = (await anext(request_iterator)).open
+        last = max((n for name, n in self._done if name == opening.producer), default=0)
+        opened = kv_pb2.WriteOpened(bucket_version=VERSION, last_number=last, writes_in_flight=64)
+        yield kv_pb2.WriteResponse(opened=opened)
+        expected: int | None = None
+        async for request in request_iterator:
+            write = request.write
+            self.writes.append(write)
+            if write.number >= self.faults.unanswered:
+                await asyncio.Event().wait()
+            assert expected in (None, write.number), "the numbers of a call have no gap"
+            result = self._take(opening.producer, write)
+            if left == 0:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+            left = None if left is None else left - 1
+            expected = write.number + (not result.refused.retriable)
+            yield kv_pb2.WriteResponse(result=result)
+
+    def _take(self, producer: str, write: kv_pb2.WriteBlock) -> kv_pb2.WriteResult:
+        known = self._done.get((producer, write.number))
+        if known is not None:
+            return known
+        error = self.faults.refused.pop(write.number, None)
+        if error is not None:
+            return kv_pb2.WriteResult(number=write.number, refused=problem_of(error))
+        block = block_from_message(write.block, numbered=False)
+        refused = self.faults.refused_partitions
+        keys, values = block_keys(block), block_values(block)
+        for partition, key, value in zip(block_partitions(block), keys, values, strict=True):
+            if partition not in refused:
+                self._apply(key, value)
+        rows = [run for run in block.runs.tolist() if run[0] not in refused]
+        starts = [self._highs[run[0]] for run in rows]
+        ends = [start + run[1] for start, run in zip(starts, rows, strict=True)]
+        self._highs.update({run[0]: run[1] for run in rows})
+        runs = make_runs([run[0] for run in rows], [run[1] for run in rows], starts, ends)
+        result = kv_pb2.WriteResult(
+            number=write.number, runs=encode_runs(runs), failover_ids=[ID_A] * len(rows)
+        )
+        for run in block.runs.tolist():
+            if run[0] in refused:
+                problem = problem_of(refused[run[0]])
+                result.refused_partitions.add(partition=run[0], problem=problem)
+        self._done[producer, write.number] = result
+        return result
+
+    def _apply(self, key: bytes, value: bytes | None) -> None:
+        self.applied.append((key, value))
+        if value is None:
+            self.values.pop(key, None)
+        else:
+            self.values[key] = value
+
+
+async def _abort(context: Any, error: UprError) -> None:
+    await context.abort(code_of(error), error.message, metadata_of(error))

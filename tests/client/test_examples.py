@@ -1,0 +1,247 @@
+"""The examples run as the guide says, against a real server, and end cleanly; the one with SQLite has its own test too."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.harness import RunningServer
+from upr_client import Client, WriteResult
+from upr_client.testing import ScriptedServer, keys_in
+
+CLIENT = Path(__file__).resolve().parents[2] / "client"
+EXAMPLES = sorted(path.name for path in (CLIENT / "examples").glob("*.py"))
+COMMANDS = re.findall(
+    r"^python (client/examples/(\w+\.py).*)$", (CLIENT / "README.md").read_text(), re.M
+)
+WAIT_SECONDS = 60.0
+
+
+def command_of(name: str, target: str) -> list[str]:
+    """The guide's first command line for an example, with another target."""
+    line = next(line for line, file in COMMANDS if file == name)
+    words = shlex.split(line.partition(" #")[0])
+    script = str(CLIENT.parent / words[0])
+    return [sys.executable, "-W", "error", script, *words[1:], "--target", target]
+
+
+class Example:
+    """An example as a process; what it prints goes to files."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        self._out, self._err = folder / "out", folder / "err"
+        with self._out.open("ab") as out, self._err.open("ab") as err:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=err)
+
+    @property
+    def lines(self) -> list[str]:
+        """What it printed, whole lines."""
+        return self._out.read_text().split("\n")[:-1]
+
+    @property
+    def words(self) -> str:
+        """What it said."""
+        return self._err.read_text()
+
+    def wait_until(self, holds: Callable[[], object]) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not holds():
+            assert self.process.poll() is None, self.words
+            assert time.monotonic() < deadline, (self.lines[-5:], self.words)
+            time.sleep(0.005)
+
+    def end(self, number: int | None = None) -> int:
+        """Wait for its end, and return the status; no traceback was printed."""
+        if number is not None:
+            self.process.send_signal(number)
+        status = self.process.wait(WAIT_SECONDS)
+        assert "Traceback" not in self.words, self.words
+        return status
+
+
+@contextmanager
+def running(folder: Path, command: list[str], *options: str) -> Iterator[Example]:
+    folder.mkdir(exist_ok=True)
+    example = Example(folder, [*command, *options])
+    try:
+        yield example
+    finally:
+        example.process.kill()
+        example.process.wait()
+
+
+def write(server: RunningServer, *rows: tuple[bytes, bytes | None]) -> None:
+    with Client(server.target) as client:
+        client.bucket().write_many(rows)
+
+
+def test_the_guide_tells_how_to_run_each_of_them() -> None:
+    assert sorted({file for _, file in COMMANDS}) == EXAMPLES
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_without_a_server_there_is_a_line_and_no_traceback(name: str, tmp_path: Path) -> None:
+    if name == "sqlite_mirror.py":
+        # It waits for a server that is away, from the beginning on.
+        with running(tmp_path, command_of(name, "127.0.0.1:1")) as example:
+            example.wait_until(lambda: "UNAVAILABLE" in example.words)
+            assert example.end(signal.SIGINT) == 0
+        return
+    with running(tmp_path, command_of(name, "127.0.0.1:1")) as example:
+        assert example.end() == 1
+        assert example.words.startswith(f"{name.removesuffix('.py')}: ")
+        assert len(example.words.splitlines()) == 1
+
+
+def test_follow_goes_on_where_it_stood(server_process: StartServer, tmp_path: Path) -> None:
+    server = server_process()
+    command = command_of("follow.py", server.target)
+    write(server, (b"a", b"1"), (b"b", b"2"))
+    with running(tmp_path, command) as example:
+        example.wait_until(lambda: len(example.lines) == 2)
+        write(server, (b"b", None))
+        example.wait_until(lambda: len(example.lines) == 3)
+        assert example.end(signal.SIGINT) == 0
+        assert example.words.endswith("stopped\n")
+        assert {line.split(maxsplit=2)[2] for line in example.lines} == {
+            "set b'a' b'1'",
+            "set b'b' b'2'",
+            "delete b'b' -",
+        }
+    server.kill()
+    server.start()
+    write(server, (b"c", b"3"))
+    with running(tmp_path, command, "--until-now") as example:
+        assert example.end() == 0
+        # What the interrupt came between may be there twice.
+        assert example.lines[-1].endswith(" set b'c' b'3'")
+        assert len(example.lines) <= 5
+
+
+def test_follow_from_now_and_by_prefix(server_process: StartServer, tmp_path: Path) -> None:
+    server = server_process()
+    write(server, (b"user:1", b"old"), (b"other", b"old"))
+    command = command_of("follow.py", server.target)
+    options = ["--start", "now", "--prefix", "user:", "--positions", "others"]
+    with running(tmp_path, command, *options) as example:
+        # From when on "now" is, is not printed: write until something is seen.
+        number = 0
+        while not example.lines:
+            number += 1
+            write(server, (b"user:1", b"%d" % number), (b"other", b"%d" % number))
+            assert example.process.poll() is None, example.words
+        example.wait_until(lambda: any(line.endswith(f"b'{number}'") for line in example.lines))
+        assert example.end(signal.SIGINT) == 0
+        assert all("b'user:1'" in line and "old" not in line for line in example.lines)
+
+
+def test_the_search_index_is_in_step(tmp_path: Path) -> None:
+    with ScriptedServer() as server:
+        command = command_of("search_index.py", server.target)
+        first, second, third = keys_in(7, 3)
+        server.write(first, b"A red apple")
+        server.write(second, b"a green apple")
+        server.write(third, b"\xff red apple")
+        with running(tmp_path / "once", command) as example:
+            assert example.end() == 0
+            assert example.lines == [first.decode()]
+            assert repr(third) in example.words
+        endless = [word for word in command if word != "--until-now"]
+        with running(tmp_path / "endless", endless) as example:
+            example.wait_until(lambda: example.lines == [f"+ {first.decode()}"])
+            server.write(second, b"apple, RED")
+            example.wait_until(lambda: example.lines[1:] == [f"+ {second.decode()}"])
+            server.write(first, b"yellow apple")
+            example.wait_until(lambda: example.lines[2:] == [f"- {first.decode()}"])
+            server.delete(second)
+            example.wait_until(lambda: example.lines[3:] == [f"- {second.decode()}"])
+            # The history goes back to when both were as they were.
+            server.roll_back(7, 3)
+            example.wait_until(lambda: example.lines[4:] == [f"+ {first.decode()}"])
+            assert example.end(signal.SIGINT) == 0
+
+
+def test_members_of_the_group_share_and_take_over(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    rows = [(b"key %d" % number, b"1") for number in range(2000)]
+    write(server, *rows)
+    command = command_of("group.py", server.target)
+    with running(tmp_path / "a", command, "--member", "a") as a:
+        a.wait_until(lambda: len(a.lines) >= len(rows))
+        with running(tmp_path / "b", command, "--member", "b") as b:
+            b.wait_until(lambda: ": 512 partitions" in b.words)
+            write(server, *rows)
+            a.wait_until(lambda: len(places(a) | places(b)) == 2 * len(rows))
+            assert a.end(signal.SIGINT) == 0
+            b.wait_until(lambda: ": 1024 partitions" in b.words)
+            write(server, *rows)
+            b.wait_until(lambda: len(places(a) | places(b)) == 3 * len(rows))
+            # What the interrupt came between may have been printed by both.
+            assert 0 < len(places(a)) < 2 * len(rows)
+            assert len(places(b)) < 3 * len(rows)
+            assert b.end(signal.SIGTERM) == 0
+    with Client(server.target) as client:
+        (info,) = client.bucket().consumers()
+        assert (info.name, info.lag, info.members) == ("indexer", 0, ())
+
+
+def places(example: Example) -> set[tuple[str, ...]]:
+    """Which partitions and seqnos it printed."""
+    return {tuple(line.split()[1:3]) for line in example.lines}
+
+
+def test_write_fast_writes_all(server_process: StartServer, tmp_path: Path) -> None:
+    server = server_process()
+    command = command_of("write_fast.py", server.target)
+    with running(tmp_path, command, "--rows", "50000", "--keys", "20000") as example:
+        assert example.end() == 0
+        (line,) = example.lines
+        assert line.startswith("50000 rows in ")
+    with Client(server.target) as client:
+        bucket = client.bucket()
+        assert sum(info.high_seqno for info in bucket.partitions()) == 50_000
+        assert bucket.get(b"row:19999") == b"x" * 100
+        assert bucket.get(b"row:20000") is None
+
+
+def test_write_fast_writes_what_it_took_when_interrupted(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    command = command_of("write_fast.py", server.target)
+    with running(tmp_path, command, "--rows", "1000000000") as example, Client(server.target) as c:
+        example.wait_until(
+            lambda: any(info.high_seqno for info in c.bucket().partitions(range(64)))
+        )
+        assert example.end(signal.SIGINT) == 0
+        written = int(example.lines[0].split()[0])
+        assert sum(info.high_seqno for info in c.bucket().partitions()) == written
+
+
+def test_write_fast_says_what_failed(tmp_path: Path) -> None:
+    with ScriptedServer() as server:
+        partition = WriteResult(*server.write(b"row:5", b"")).partition
+        server.refuse(partition)
+        command = command_of("write_fast.py", server.target)
+        with running(tmp_path, command, "--rows", "10", "--retry-seconds", "0.2") as example:
+            assert example.end() == 1
+            assert example.words.startswith("write_fast: ")
+            assert f"[{partition}" in example.words or f" {partition}" in example.words
+
+
+def test_the_mirror_has_what_the_bucket_has(server_process: StartServer, tmp_path: Path) -> None:
+    server = server_process()
+    write(server, (b"a", b"1"), (b"b", b"2"), (b"a", None))
+    with running(tmp_path, command_of("sqlite_mirror.py", server.target), "--until-now") as example:
+        assert example.end() == 0
+        assert (tmp_path / "mirror.db").exists()

@@ -1,0 +1,401 @@
+"""What is to be done next, and what a message comes to, decided without I/O: cases that a real server rarely makes."""
+
+import numpy as np
+import pytest
+
+from tests.client.scripted import (
+    ID_A,
+    ID_B,
+    VERSION,
+    answers,
+    ended,
+    frame,
+    heartbeat,
+    refused,
+    rollback,
+    run_block,
+    started,
+)
+from upr_client import MemoryPositions, NoRoomError, Position, Rollback
+from upr_client.changes_options import ChangesOptions
+from upr_client.events import Change
+from upr_client.following import Following
+from upr_client.incoming import Clock
+from upr_client.steps import Step
+from upr_protocol.errors import FencedError, InvalidArgumentError, RollbackError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.records import START
+from upr_protocol.wire.positions import position_to_message
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+NO_HIGHS = np.zeros(1024, np.uint64)
+LEASE = 30.0
+LOG = FailoverLog.from_pairs([(ID_A, 0)])
+
+
+class World:
+    """Something that follows, and its clock."""
+
+    def __init__(self, options: ChangesOptions, partitions: list[int] | None = None) -> None:
+        self.now = 100.0
+        self.said: list[str] = []
+        clock = Clock(lambda: self.now, lambda: self.now, lambda: 1.0)
+        self.following = Following(options, partitions, say=self.said.append, clock=clock)
+        self.following.load({})
+
+    def open(self, server_id: int = 1, version: int = VERSION, generation: int = 0) -> None:
+        self.following.open_message("default")
+        opened = wire.Opened(
+            server_id=server_id,
+            bucket_version=version,
+            generation=generation,
+            lease_seconds=LEASE if self.following.ownership is not None else 0.0,
+        )
+        self.following.opened(opened)
+
+    def take(self, *sends: object) -> None:
+        for send in sends:
+            outcome = self.following.take(send.message, NO_HIGHS)  # type: ignore[attr-defined]
+            assert outcome.lost is None, outcome
+
+    def assign(self, generation: int, *owned: int, release: tuple[int, ...] = ()) -> None:
+        message = wire.Assignment(generation=generation, owned=owned, to_release=release)
+        outcome = self.following.take(wire.FollowResponse(assignment=message), NO_HIGHS)
+        assert outcome.lost is None, outcome
+
+    def found(self, *stored: tuple[int, Position, int], version: int = VERSION) -> None:
+        response = wire.LoadPositionsResponse(bucket_version=version)
+        for partition, position, generation in stored:
+            message = position_to_message(partition, position)
+            message.generation = generation
+            response.positions.append(message)
+        self.following.loaded(response)
+
+    def starts(self) -> list[tuple[int, int]]:
+        """The (partition, seqno) pairs of the Starts that are due."""
+        messages, _ = self.following.due()
+        starts = [m.start for m in messages if m.WhichOneof("message") == "start"]
+        found = [(p.partition, p.seqno) for start in starts for p in start.partitions]
+        for start in starts:
+            records = np.frombuffer(start.table, START)
+            found += zip(records["partition"].tolist(), records["seqno"].tolist(), strict=True)
+        return found
+
+    def save(self) -> dict[int, int]:
+        """Store, with the server's consent; the seqnos."""
+        positions = self.following.begin_save()
+        ownership = self.following.ownership
+        if ownership is not None:
+            ownership.save_request("default", VERSION, positions)
+        self.following.saved(positions)
+        return {partition: position.seqno for partition, position in positions.items()}
+
+    def iterate(self, count: int) -> list[tuple[int, int]]:
+        """Take as many events one by one, as an application; the (partition, seqno) pairs of the changes."""
+        events = []
+        for _ in range(count):
+            assert self.following.taken is not None
+            event = self.following.taken.next_event()
+            assert event is not None
+            if isinstance(event, Change):
+                events.append((event.partition, event.seqno))
+        return events
+
+
+def member(**options: object) -> World:
+    """A member that owns partitions 1 and 2 and follows both."""
+    made = World(ChangesOptions(group="g", member="m", on_rollback="event", **options))  # type: ignore[arg-type]
+    made.open()
+    made.assign(5, 1, 2)
+    assert made.following.next_step(True) is Step.LOAD
+    made.found()
+    assert made.starts() == [(1, 0), (2, 0)]
+    made.take(answers(started(1, 11), started(2, 12)))
+    assert made.save() == {1: 0, 2: 0}
+    return made
+
+
+def owner(**options: object) -> World:
+    """A sole owner whose positions are in the server, of partitions 1 and 2."""
+    made = World(
+        ChangesOptions(consumer="c", positions="server", on_rollback="event", **options),  # type: ignore[arg-type]
+        [1, 2],
+    )
+    made.open(generation=5)
+    made.found()
+    assert made.starts() == [(1, 0), (2, 0)]
+    made.take(answers(started(1, 11), started(2, 12)))
+    made.save()
+    return made
+
+
+# Shares of a group.
+
+
+def test_a_partition_that_is_not_to_be_handed_over_after_all_goes_on() -> None:
+    made = member(acknowledge="manual")
+    made.take(frame((11, run_block(1, 0, 2))))
+    made.following.hand_out()
+    made.following.acknowledge()
+    made.assign(6, 1, 2, release=(1,))
+    assert made.following.next_step(True) is not Step.RELEASE, "it waits for acknowledgements"
+    made.assign(7, 1, 2)
+    assert made.starts() == [(1, 2)]
+    assert made.following.ledger is not None
+    assert made.following.ledger.outstanding == 2
+
+
+def test_what_was_consumed_before_the_lease_ended_is_stored_if_the_server_agrees() -> None:
+    made = member()
+    made.take(frame((11, run_block(1, 0, 4))))
+    assert made.iterate(3) == [(1, 1), (1, 2), (1, 3)]
+    made.now += LEASE
+    assert not made.following.may_hand_out(1)
+    assert made.following.next_step(True) is Step.SAVE
+    assert made.save() == {1: 2}
+    made.following.next_step(True)
+    assert made.following.session.partitions == []
+    assert any("the lease has ended" in words for words in made.said)
+
+
+def test_a_whole_batch_that_took_longer_than_the_lease_is_not_repeated() -> None:
+    made = member()
+    made.take(frame((11, run_block(1, 0, 4))))
+    made.now += LEASE
+    made.following.acknowledge()
+    assert made.following.next_step(True) is Step.SAVE
+    assert made.save() == {1: 4}
+
+
+def test_a_lease_that_ended_ends_although_nothing_can_be_stored() -> None:
+    made = member()
+    made.take(frame((11, run_block(1, 0, 4))))
+    made.following.acknowledge()
+    made.now += LEASE
+    assert made.following.next_step(True) is Step.SAVE
+    made.following.not_saved(made.following.begin_save(), wait=True)
+    made.following.next_step(True)
+    assert made.following.session.partitions == []
+
+
+def test_rollbacks_that_were_not_all_told_when_the_lease_ended_are_not_undone() -> None:
+    made = World(ChangesOptions(group="g", member="m", on_rollback="event"))
+    made.open()
+    made.assign(5, 1, 2)
+    stored = Position(VERSION, ID_A, ID_A, 8, 8, (8,), LOG)
+    made.found((1, stored, 1), (2, stored, 1))
+    made.starts()
+    undo = [rollback(p, 3, ID_B, (ID_A, 0), (ID_B, 3)) for p in (1, 2)]
+    made.take(answers(*undo))
+    made.following.offer(made.following.rollbacks())
+    made.iterate(1)
+    made.now += LEASE
+    assert not made.following.may_hand_out(1)
+    made.following.acknowledge()
+    assert made.following.session.position(2).failover_id == ID_A
+    assert made.following.session.position(1).failover_id == ID_A
+
+
+def test_nothing_is_handed_out_of_a_partition_that_was_lost_meanwhile() -> None:
+    made = member()
+    made.take(frame((11, run_block(1, 0, 2)), (12, run_block(2, 0, 2))))
+    assert made.iterate(1) == [(1, 1)]
+    made.assign(6, 2)
+    assert not made.following.may_hand_out(1)
+    assert made.following.may_hand_out(2)
+    made.iterate(5)
+    made.following.acknowledge()
+    assert made.save() == {2: 2}, "what was lost has no position any more"
+
+
+def test_a_lease_is_renewed_in_the_middle_of_a_batch() -> None:
+    made = member()
+    made.take(frame((11, run_block(1, 0, 4))))
+    for _ in range(4):
+        made.iterate(1)
+        made.now += LEASE / 2
+        (renew,), awaiting = made.following.renewals()
+        assert awaiting
+        renewed = wire.Renewed(number=renew.renew.number)
+        made.following.take(wire.FollowResponse(renewed=renewed), NO_HIGHS)
+        assert made.following.may_hand_out(1)
+
+
+def test_a_member_stores_nothing_before_a_new_call_said_under_which_generation() -> None:
+    made = member(save_seconds=0)
+    made.take(frame((11, run_block(1, 0, 2))))
+    made.following.acknowledge()
+    made.following.session.disconnected()
+    made.open()
+    assert made.following.next_step(True) is Step.LOAD
+    stored = Position(VERSION, ID_A, None, 0, 0, (), None)
+    made.found((1, stored, 5), (2, stored, 5))
+    assert made.following.next_step(True) is Step.RECEIVE
+    made.following.due()
+    made.assign(6, 1, 2)
+    assert made.following.next_step(True) is Step.SAVE
+    assert made.save()[1] == 2
+
+
+# Ends.
+
+
+def test_the_end_of_the_call_does_not_wait_for_acknowledgements() -> None:
+    options = ChangesOptions(acknowledge="manual", unacknowledged_max=1)
+    made = World(options, [1])
+    made.open()
+    made.starts()
+    made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 1))))
+    made.following.hand_out()
+    made.following.acknowledge()
+    made.take(frame((11, run_block(1, 1, 2))))
+    outcome = made.following.take(ended("SUPERSEDED").message, NO_HIGHS)
+    assert outcome.lost is not None
+    assert (outcome.lost.reason, outcome.lost.retriable) == ("SUPERSEDED", False)
+
+
+def test_a_call_after_one_of_whose_end_nobody_heard_starts_everything() -> None:
+    made = World(ChangesOptions(), [1, 2])
+    made.open()
+    made.starts()
+    made.take(answers(started(1, 11)))
+    made.open()
+    assert made.starts() == [(1, 0), (2, 0)]
+    made.take(answers(started(1, 11), started(2, 12)))
+
+
+def test_heartbeats_do_not_pile_up_behind_what_waits_for_acknowledgements() -> None:
+    made = World(ChangesOptions(acknowledge="manual", unacknowledged_max=1), [1])
+    made.open()
+    made.starts()
+    made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 1))))
+    made.following.hand_out()
+    made.following.acknowledge()
+    made.take(frame((11, run_block(1, 1, 2))))
+    highs = NO_HIGHS.copy()
+    highs[1] = 9
+    for _ in range(3):
+        made.following.take(heartbeat((1, 9)).message, highs)
+    assert len(made.following._held) == 1
+    assert made.following.session.lag() == {1: 8}, "how far it is behind is known all the same"
+
+
+def test_a_batch_that_is_not_at_its_end_is_not_taken_for_consumed() -> None:
+    made = World(ChangesOptions(), [1])
+    made.open()
+    made.starts()
+    made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 4))))
+    made.iterate(2)
+    with pytest.raises(InvalidArgumentError, match="one by one"):
+        made.following.acknowledge()
+    made.iterate(3)
+    made.following.acknowledge()
+    assert made.following.position(1).seqno == 4
+
+
+# Storing.
+
+
+def test_where_it_begins_is_stored_before_anything_is_handed_out() -> None:
+    made = World(ChangesOptions(start="now", positions=MemoryPositions(), save_seconds=3600), [1])
+    made.open()
+    made.starts()
+    begun = started(1, 11)
+    begun.started.start_seqno = 7
+    made.take(answers(begun))
+    assert made.following.next_step(True) is Step.SAVE
+    assert made.save() == {1: 7}
+    assert made.following.next_step(True) is Step.RECEIVE
+
+
+def test_what_the_server_could_not_store_is_tried_again_after_a_pause() -> None:
+    made = owner(save_seconds=0)
+    made.take(frame((11, run_block(1, 0, 2))))
+    made.following.acknowledge()
+    for seconds in (0.1, 0.2, 0.4):
+        assert made.following.next_step(True) is Step.SAVE
+        made.following.not_saved(made.following.begin_save(), wait=True)
+        assert made.following.next_step(True) is Step.RECEIVE, (
+            "the call may have ended, and that is heard by receiving only"
+        )
+        _, wait = made.following.due()
+        assert wait == pytest.approx(seconds)
+        made.now += seconds
+    assert made.following.next_step(True) is Step.SAVE
+    assert made.save() == {1: 2}
+
+
+def test_nothing_is_started_while_what_must_be_stored_could_not_be() -> None:
+    made = owner()
+    stored = Position(VERSION, ID_A, ID_A, 8, 8, (8,), LOG)
+    made.following.lost(FencedError("gone", retriable=True))
+    made.open(generation=6)
+    made.found((1, stored, 6), (2, stored, 6))
+    assert made.starts() == [(1, 8), (2, 8)]
+    made.take(answers(rollback(1, 8, ID_B, (ID_A, 0), (ID_B, 8)), started(2, 13)))
+    assert made.following.next_step(True) is Step.SAVE
+    made.following.not_saved(made.following.begin_save(), wait=True)
+    assert made.following.next_step(True) is Step.RECEIVE
+    assert made.starts() == []
+    made.now += 1
+    assert made.following.next_step(True) is Step.SAVE
+    made.save()
+    assert made.starts() == [(1, 8)]
+
+
+def test_a_refusal_is_an_error_only_when_the_call_goes_on() -> None:
+    made = owner()
+    error = FencedError("another owner")
+    made.following.fenced(error)
+    made.now += 0.5
+    made.following.fenced(error)
+    made.open(generation=7)
+    made.now += 0.9
+    made.following.fenced(error)
+    made.now += 1.0
+    with pytest.raises(FencedError):
+        made.following.fenced(error)
+
+
+def test_a_bucket_that_was_made_anew_is_told_although_its_positions_are_gone() -> None:
+    made = owner()
+    made.take(frame((11, run_block(1, 0, 2))))
+    made.following.acknowledge()
+    assert made.save() == {1: 2}
+    made.following.session.disconnected()
+    made.open(generation=9, version=VERSION + 1)
+    made.found(version=VERSION + 1)
+    assert made.starts() == [(1, 2), (2, 0)]
+    made.take(answers(rollback(1, 0, ID_B, (ID_B, 0)), started(2, 14, ID_B)))
+    assert made.following.next_step(True) is Step.UNDO
+    (undo,) = made.following.rollbacks()
+    assert isinstance(undo, Rollback)
+    assert (undo.from_seqno, undo.seqno, undo.rule) == (2, 0, "bucket_gone")
+
+
+def test_a_rollback_that_nobody_wants_to_hear_of_is_an_error_again_and_again() -> None:
+    made = World(ChangesOptions(on_rollback="fail", positions=MemoryPositions()), [1])
+    made.following.load({1: Position(VERSION, ID_A, ID_A, 8, 8, (8,), LOG)})
+    made.open()
+    made.starts()
+    made.take(answers(rollback(1, 3, ID_B, (ID_A, 0), (ID_B, 3))))
+    for _ in range(2):
+        assert made.following.next_step(True) is Step.UNDO
+        with pytest.raises(RollbackError):
+            made.following.rollbacks()
+    assert made.following.position(1).failover_id == ID_A
+
+
+# What can be asked.
+
+
+def test_a_partition_that_goes_on_is_no_problem_any_more() -> None:
+    made = World(ChangesOptions(), [1])
+    made.open()
+    made.starts()
+    made.take(answers(refused(1, NoRoomError("full", retriable=True))))
+    assert set(made.following.status(True).problems) == {1}
+    made.now += 60
+    assert made.starts() == [(1, 0)]
+    made.take(answers(started(1, 11, log=[(ID_A, 0)])))
+    assert made.following.status(True).problems == {}

@@ -1,0 +1,230 @@
+"""A group of three members in processes of their own that are killed, paused and resumed under writes, as the server is.
+
+``UPR_GROUP_SECONDS`` says for how long, 8 by default; ``UPR_GROUP_SEED`` decides what happens when.
+"""
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.client.group_member import GROUP, LEASE_SECONDS
+from tests.harness import RunningServer
+from upr_client import AsyncBucket, AsyncChanges, AsyncClient, Bucket, Change, Client
+
+StartServer = Callable[..., RunningServer]
+SECONDS = float(os.environ.get("UPR_GROUP_SECONDS", "8"))
+SEED = int(os.environ.get("UPR_GROUP_SEED", "1"))
+SETTLE_SECONDS = 40.0
+
+
+class Handed(NamedTuple):
+    """One change that a member was handed."""
+
+    time: float
+    generation: int
+    partition: int
+    seqno: int
+    member: str
+
+
+class Member:
+    """A member's processes, one after the other, under one name."""
+
+    def __init__(self, target: str, name: str, folder: Path) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self.errors = folder / f"{name}.errors"
+        self._target = target
+        self.paused = False
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.client.group_member"]
+        with self.errors.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [*command, self._target, self.name, str(self.log)], stderr=errors
+            )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.paused = False
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        self.paused = True
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.paused = False
+
+    def handed(self) -> Iterator[Handed]:
+        if not self.log.exists():
+            return
+        for line in self.log.read_text().splitlines():
+            fields = line.split()
+            if len(fields) == 4:
+                at, generation, partition, seqno = fields
+                yield Handed(float(at), int(generation), int(partition), int(seqno), self.name)
+
+
+class Watched:
+    """The positions stored in the server, which must never go back."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.seqnos: dict[int, int] = {}
+
+    def look(self) -> int:
+        """Compare with what was there before; return how much is stored."""
+        found = [c for c in self._bucket.consumers(with_positions=True) if c.name == GROUP]
+        for partition, position in (found[0].positions if found else {}).items():
+            before = self.seqnos.get(partition, 0)
+            assert position.seqno >= before, f"partition {partition}: {before} to {position.seqno}"
+            self.seqnos[partition] = position.seqno
+        return sum(self.seqnos.values())
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[list[Member]]:
+    found: list[Member] = []
+    yield found
+    for member in found:
+        member.kill()
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(SECONDS + 100)
+def test_members_and_a_server_that_are_killed_paused_and_resumed(
+    server_process: StartServer, members: list[Member], tmp_path: Path
+) -> None:
+    rng = random.Random(SEED)
+    server = server_process()
+    for name in ("a", "b", "c"):
+        members.append(Member(server.target, name, tmp_path))
+    with Client(server.target) as client:
+        bucket = client.bucket()
+        watched = Watched(bucket)
+        written = itertools.count(1)
+        resumes = 0
+        until = time.monotonic() + SECONDS
+        next_act = time.monotonic() + 2 * LEASE_SECONDS
+        while time.monotonic() < until:
+            bucket.write_many((b"key %d" % next(written), b"v") for _ in range(200))
+            watched.look()
+            if time.monotonic() < next_act:
+                continue
+            next_act = time.monotonic() + rng.choice([0.2, 0.5, 1.0, 2.5])
+            member = rng.choice(members)
+            if rng.random() < 0.1:
+                server.kill()
+                server.start()
+            elif member.paused:
+                member.resume()
+                resumes += 1
+            elif rng.random() < 0.4:
+                member.kill()
+                member.start()
+            else:
+                member.pause()
+        for member in members:
+            if member.paused:
+                member.resume()
+                resumes += 1
+        high = {info.partition: info.high_seqno for info in bucket.partitions()}
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while watched.look() < sum(high.values()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert watched.seqnos == {p: seqno for p, seqno in high.items() if seqno}
+        (group,) = bucket.consumers()
+        assert sum(member.partitions for member in group.members) == 1024
+    for member in members:
+        member.process.terminate()
+        assert member.process.wait(10) == 0, member.errors.read_text()
+    check_handed([one for member in members for one in member.handed()], high, resumes)
+
+
+CHANGES = 400
+
+
+def slow_member(bucket: AsyncBucket, said: list[str]) -> AsyncChanges:
+    return bucket.changes(
+        group=GROUP,
+        member="slow",
+        lease_seconds=LEASE_SECONDS,
+        # So that the server hears of a member that is busy.
+        heartbeat_seconds=0.2,
+        on_status=said.append,
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_slow_member_that_iterates_keeps_its_lease(server_process: StartServer) -> None:
+    server = server_process()
+    said: list[str] = []
+    handed: list[tuple[int, int]] = []
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((b"key %d" % i, b"v") for i in range(CHANGES))
+        async with slow_member(bucket, said) as changes, asyncio.timeout(30):
+            async for event in changes:
+                if isinstance(event, Change):
+                    handed.append((event.partition, event.seqno))
+                    # It holds up everything, as work does that is no waiting.
+                    time.sleep(2.5 * LEASE_SECONDS / CHANGES)  # noqa: ASYNC251
+                if len(handed) == CHANGES:
+                    break
+    assert len(set(handed)) == CHANGES, "nothing was handed out twice"
+    assert not any("lease has ended" in words for words in said)
+
+
+@pytest.mark.asyncio
+async def test_a_slow_member_that_takes_batches_does_none_twice(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    said: list[str] = []
+    keys: list[bytes] = []
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((b"key %d" % i, b"v") for i in range(CHANGES))
+        async with slow_member(bucket, said) as changes, asyncio.timeout(30):
+            async for batch in changes.batches():
+                keys += [change.key for change in batch.changes]
+                if b"more" in keys:
+                    break
+                if len(keys) == CHANGES:
+                    await asyncio.sleep(1.5 * LEASE_SECONDS)
+                    await bucket.set(b"more", b"v")
+    assert any("lease has ended" in words for words in said)
+    assert len(keys) == CHANGES + 1
+
+
+def check_handed(handed: list[Handed], high: dict[int, int], resumes: int) -> None:
+    """Nothing was lost; and who lost a partition was handed nothing of it once the next one was."""
+    seen: dict[int, set[int]] = {}
+    for one in handed:
+        seen.setdefault(one.partition, set()).add(one.seqno)
+    for partition, seqno in high.items():
+        missing = set(range(1, seqno + 1)) - seen.get(partition, set())
+        assert not missing, f"partition {partition}: {sorted(missing)[:10]} reached nobody"
+    newest: dict[int, Handed] = {}
+    late = []
+    for one in sorted(handed):
+        before = newest.get(one.partition)
+        if before is None or one.generation >= before.generation:
+            newest[one.partition] = one
+        elif one.member != before.member:
+            late.append((before, one))
+    # What was handed out in the moment of the pause may be written down after it.
+    assert len(late) <= resumes, late[:5]

@@ -1,0 +1,317 @@
+# ruff: noqa: SIM117
+"""Following that is interrupted: cancelled, closed, forked, asked from other threads, told by callbacks that fail."""
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from tests.client._async.adapter import serve as serve_async
+from tests.client._sync.adapter import serve
+from tests.client.scripted import (
+    ID_A,
+    ID_B,
+    VERSION,
+    Expect,
+    Hold,
+    answers,
+    frame,
+    heartbeat,
+    opened,
+    refused,
+    rollback,
+    run_block,
+    started,
+)
+from upr_client import (
+    AsyncClient,
+    Change,
+    ChangeBatch,
+    Client,
+    ClosedError,
+    HandlerError,
+    MemoryPositions,
+    NoRoomError,
+    Position,
+    Rollback,
+    WriteResult,
+)
+from upr_client._async.view import AsyncView
+from upr_client._sync.follow import Follow
+from upr_client._sync.view import View
+from upr_protocol.failover import FailoverLog
+
+FOLLOW = [
+    Expect("open"),
+    opened(),
+    Expect("start"),
+    answers(started(1, 7)),
+    frame((7, run_block(1, 0, 4))),
+    heartbeat(),
+    Hold(),
+]
+
+
+@pytest.mark.asyncio
+async def test_who_is_cancelled_while_connecting_connects_anew() -> None:
+    said: list[str] = []
+    async with serve_async([[Expect("open"), Hold()], FOLLOW]) as server:
+        async with AsyncClient(server.target) as client:
+            async with client.bucket().changes([1], on_status=said.append) as changes:
+                task = asyncio.create_task(anext(changes))
+                done, _ = await asyncio.wait({task}, timeout=0.3)
+                assert not done
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                event = await asyncio.wait_for(anext(changes), 10)
+                assert (event.partition, event.seqno) == (1, 1)
+    assert said == []
+
+
+@pytest.mark.asyncio
+async def test_a_handler_that_was_cancelled_holds_nothing_up() -> None:
+    def handle(change: Change) -> None:
+        raise asyncio.CancelledError
+
+    async with serve_async([FOLLOW]) as server, AsyncClient(server.target) as client:
+        async with client.bucket().changes([1], acknowledge="manual") as changes:
+            with pytest.raises(HandlerError, match="seqno 1") as raised:
+                await asyncio.wait_for(changes.run(handle), 10)
+            assert isinstance(raised.value.__cause__, asyncio.CancelledError)
+
+
+@pytest.mark.asyncio
+async def test_what_waits_for_a_handler_is_not_handled_once_running_was_cancelled() -> None:
+    handled: list[int] = []
+    entered, let = asyncio.Event(), asyncio.Event()
+
+    async def handle(change: Change) -> None:
+        handled.append(change.seqno)
+        entered.set()
+        await let.wait()
+
+    positions = MemoryPositions()
+    async with serve_async([FOLLOW]) as server, AsyncClient(server.target) as client:
+        async with client.bucket().changes(
+            [1], acknowledge="manual", positions=positions
+        ) as changes:
+            running = asyncio.create_task(changes.run(handle))
+            await entered.wait()
+            running.cancel()
+            let.set()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+    assert handled == [1]
+    assert positions.load([1])[1].seqno == 1, "what was being handled was handled to its end"
+
+
+def test_closing_from_another_thread_ends_running_at_once() -> None:
+    handled: list[int] = []
+    entered, closed = threading.Event(), threading.Event()
+
+    def handle(change: Change) -> None:
+        handled.append(change.seqno)
+        entered.set()
+        assert closed.wait(10)
+
+    with serve([FOLLOW]) as server, Client(server.target) as client:
+        with client.bucket().changes([1], acknowledge="manual") as changes:
+
+            def close() -> None:
+                assert entered.wait(10)
+                changes.close()
+                closed.set()
+
+            closer = threading.Thread(target=close)
+            closer.start()
+            with pytest.raises(ClosedError):
+                changes.run(handle)
+            closer.join()
+    assert handled == [1]
+
+
+def test_closing_in_a_forked_process_does_nothing() -> None:
+    positions = MemoryPositions()
+    with serve([FOLLOW]) as server, Client(server.target) as client:
+        with client.bucket().changes([1], positions=positions, save_seconds=3600) as changes:
+            assert [next(changes).seqno for _ in range(3)] == [1, 2, 3]
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    changes.close()
+                    code = 2 if positions.load([1]) else 0
+                    try:
+                        changes.save()
+                        code = 3
+                    except ClosedError:
+                        pass
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert next(changes).seqno == 4
+    assert positions.load([1])[1].seqno == 3
+
+
+REFUSED = [
+    Expect("open"),
+    opened(),
+    Expect("start"),
+    answers(refused(1, NoRoomError("full", retriable=True)), started(2, 8)),
+    frame((8, run_block(2, 0, 1))),
+    Expect("start"),
+    answers(started(1, 7)),
+    frame((7, run_block(1, 0, 4))),
+    Hold(),
+]
+
+
+def test_who_is_told_may_wait_for_other_threads() -> None:
+    asked: list[Any] = []
+
+    def told(words: str) -> None:
+        asker = threading.Thread(target=lambda: asked.append(changes.status()))
+        asker.start()
+        asker.join(5)
+        assert not asker.is_alive()
+
+    with serve([REFUSED]) as server, Client(server.target) as client:
+        with client.bucket().changes([1, 2], on_status=told) as changes:
+            assert next(changes).partition == 2
+    assert [set(status.problems) for status in asked] == [{1}]
+
+
+def test_a_callback_that_fails_leaves_nothing_half_done() -> None:
+    def told(words: str) -> None:
+        raise ValueError(words)
+
+    with serve([REFUSED]) as server, Client(server.target) as client:
+        with client.bucket().changes([1, 2], on_status=told) as changes:
+            seen: list[tuple[int, int]] = []
+            failed = 0
+            while len(seen) < 5:
+                try:
+                    event = next(changes)
+                except ValueError:
+                    failed += 1
+                    continue
+                if isinstance(event, Change):
+                    seen.append((event.partition, event.seqno))
+            assert failed == 1
+            assert sorted(seen) == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1)]
+
+
+@pytest.mark.asyncio
+async def test_waiting_for_a_write_ends_in_time_whatever_else_moves() -> None:
+    view = AsyncView(None, None, False, {})  # type: ignore[arg-type]
+
+    async def move() -> None:
+        while True:
+            view._wake()
+            await asyncio.sleep(0)
+
+    mover = asyncio.create_task(move())
+    async with asyncio.timeout(10):
+        assert not await view.wait_for(WriteResult(3, 5, 0xA), 0.05)
+    mover.cancel()
+
+
+def test_two_that_wait_for_a_write_are_both_woken() -> None:
+    view = View(None, None, False, {})  # type: ignore[arg-type]
+    found: list[bool] = []
+
+    def wait() -> None:
+        found.append(view.wait_for(WriteResult(3, 5, 0xA), 10))
+
+    waiting = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    while len(view._waiting) < 2:
+        pass
+    assert len(view._waiting) == 2
+    view._state.take(ChangeBatch([], [], []))
+    view._state.seqnos[3] = 5
+    view._wake()
+    for thread in waiting:
+        thread.join()
+    assert found == [True, True]
+    assert not view._waiting
+
+
+LOG = FailoverLog.from_pairs([(ID_A, 0)])
+BOTH_BACK = answers(
+    rollback(1, 3, ID_B, (ID_A, 0), (ID_B, 3)), rollback(2, 3, ID_B, (ID_A, 0), (ID_B, 3))
+)
+
+
+@pytest.mark.asyncio
+async def test_a_rollback_whose_undoing_failed_is_told_again_and_the_others_are_not() -> None:
+    store = MemoryPositions({p: Position(VERSION, ID_A, ID_A, 8, 8, (2, 8), LOG) for p in (1, 2)})
+    told: list[int] = []
+    stored: list[tuple[int, int | None]] = []
+
+    def undo(rollback: Rollback) -> None:
+        told.append(rollback.partition)
+        if told == [1, 2]:
+            raise ValueError("no")
+
+    script = [
+        Expect("open"),
+        opened(),
+        Expect("start"),
+        BOTH_BACK,
+        Expect("start"),
+        answers(started(1, 7, ID_B), started(2, 8, ID_B)),
+        frame((7, run_block(1, 2, 3))),
+        Hold(),
+    ]
+    async with serve_async([script]) as server, AsyncClient(server.target) as client:
+        async with client.bucket().changes([1, 2], positions=store, on_rollback=undo) as changes:
+            with pytest.raises(ValueError, match="no"):
+                await anext(changes)
+            await changes.save()
+            stored += [(p, at.failover_id) for p, at in store.load([1, 2]).items()]
+            assert (await anext(changes)).seqno == 3
+    assert told == [1, 2, 2]
+    assert stored == [(1, ID_B), (2, ID_A)], "a new id is stored with what was undone for it only"
+    (heard,) = server.calls["follow"]
+    assert len(heard.of("start")) == 2, "nothing is started before all of it is undone"
+
+
+def test_a_call_that_is_opened_while_the_changes_are_closed_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Follow] = []
+
+    class Late(Follow):
+        """A call that is made when another thread has looked for one to be ended, and found none."""
+
+        def __init__(self, method: Any, request: Any) -> None:
+            changes.close()
+            super().__init__(method, request)
+            calls.append(self)
+
+    monkeypatch.setattr("upr_client._sync.changes.Follow", Late)
+    with serve([FOLLOW]) as server, Client(server.target) as client:
+        with client.bucket().changes([1]) as changes:
+            with pytest.raises(ClosedError):
+                next(changes)
+        assert [call._call._ended.is_set() for call in calls] == [True]
+
+
+def test_acknowledging_while_connecting_disturbs_nothing() -> None:
+    with serve([FOLLOW]) as server, Client(server.target) as client:
+        with client.bucket().changes([1]) as changes:
+            follow = Follow.__init__
+
+            def woken(self: Follow, method: Any, request: Any) -> None:
+                follow(self, method, request)
+                self.wake()
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Follow, "__init__", woken)
+                assert next(changes).seqno == 1

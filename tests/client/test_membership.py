@@ -1,0 +1,129 @@
+"""A member's own count of its lease, and what an assignment changes."""
+
+import pytest
+
+from upr_client.membership import Membership
+from upr_protocol.consumer import ProtocolError
+from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+
+
+def assignment(
+    generation: int, *owned: int, release: tuple[int, ...] = ()
+) -> stream_pb2.Assignment:
+    return stream_pb2.Assignment(generation=generation, owned=owned, to_release=release)
+
+
+def renewal(membership: Membership, now: float) -> int:
+    (message,) = membership.due(now)
+    return message.renew.number
+
+
+def member(lease: float = 30.0, at: float = 100.0) -> Membership:
+    membership = Membership()
+    assert membership.opened(1, lease, at) == []
+    return membership
+
+
+def test_what_an_assignment_changes() -> None:
+    membership = member()
+    assert membership.assigned(assignment(5, 1, 2, 3), 100) == ([1, 2, 3], [], [], [])
+    assert membership.assigned(assignment(6, 2, 3, 4, release=(3,)), 101) == ([4], [1], [3], [])
+    assert membership.releasing == {3: 101}
+    share = membership.assigned(assignment(7, 2, 3, 4, release=(3, 4)), 105)
+    assert share is not None
+    assert share.release == [3, 4]
+    assert membership.releasing == {3: 101, 4: 105}
+    message = membership.released([4, 3])
+    assert list(message.release.partitions) == [3, 4]
+    assert membership.owned == {2}
+    assert membership.assigned(assignment(8, 2), 106) == ([], [], [], [])
+    assert membership.generation == 8
+
+
+def test_an_assignment_that_cannot_be() -> None:
+    membership = member()
+    membership.assigned(assignment(5, 1), 100)
+    with pytest.raises(ProtocolError, match="generation 4"):
+        membership.assigned(assignment(4, 1), 100)
+    with pytest.raises(ProtocolError, match="not owned"):
+        membership.assigned(assignment(6, 1, release=(2,)), 100)
+    with pytest.raises(InvalidArgumentError):
+        membership.assigned(assignment(6, 1024), 100)
+    assert membership.owned == {1}
+    with pytest.raises(ProtocolError, match="lease"):
+        Membership().opened(1, 0.0, 100)
+
+
+def test_the_lease_counts_from_when_what_was_answered_was_sent() -> None:
+    membership = member(lease=30, at=100)
+    assert not membership.expired(129.9)
+    assert membership.expired(130)
+    assert membership.due(109) == []
+    first = renewal(membership, 110)
+    assert membership.due(119) == []
+    second = renewal(membership, 121)
+    assert membership.expired(131), "what was sent and not answered extends nothing"
+    membership.renewed(second, 125)
+    assert not membership.expired(150.9)
+    assert membership.expired(151)
+    membership.renewed(first, 122)
+    assert membership.expired(151), "an answer that was overtaken takes nothing back"
+    membership.renewed(77, 122)
+    assert membership.expired(151)
+
+
+def test_there_is_always_something_to_do_before_the_lease_ends() -> None:
+    membership = member(lease=30, at=100)
+    assert membership.next_due(100) == 10
+    renewal(membership, 110)
+    assert membership.next_due(110) == 10
+    renewal(membership, 120)
+    assert membership.next_due(129) == 1
+    assert membership.next_due(131) == 0
+    renewal(membership, 131)
+    assert membership.next_due(131) == 10, "nothing more can be done about a lease that has ended"
+
+
+def test_a_call_after_a_lost_one_keeps_the_share_unless_the_server_is_another() -> None:
+    membership = member()
+    membership.assigned(assignment(5, 1, 2), 100)
+    assert membership.opened(1, 30, 110) == []
+    assert membership.owned == {1, 2}
+    assert membership.opened(2, 30, 120) == [1, 2]
+    assert membership.owned == set()
+    assert membership.assigned(assignment(1, 3), 121) == ([3], [], [], [])
+
+
+def test_partitions_that_were_fenced_are_owned_no_more() -> None:
+    membership = member()
+    membership.assigned(assignment(5, 1, 2, 3, release=(2,)), 100)
+    assert membership.forget([2, 9]) == [2]
+    assert membership.releasing == {}
+    assert membership.forget() == [1, 3]
+
+
+def test_what_the_lease_took_is_given_up_and_given_anew() -> None:
+    membership = member(lease=30, at=100)
+    membership.assigned(assignment(5, 1, 2), 100)
+    assert membership.expire(129) == []
+    assert membership.expire(130) == [1, 2]
+    assert membership.expire(130) == []
+    release, renew = membership.due(140)
+    assert list(release.release.partitions) == [1, 2], (
+        "by the server's count they may still be owned"
+    )
+    assert membership.assigned(assignment(6, 3), 141) is None, "how old that is cannot be known"
+    assert membership.owned == set()
+    assert membership.renewed(renew.renew.number, 142) == ([3], [], [], [])
+    assert not membership.expired(169)
+
+
+def test_what_was_handed_out_holds_a_partition_for_half_a_lease() -> None:
+    membership = member(lease=30, at=100)
+    membership.assigned(assignment(5, 1, 2, release=(1, 2)), 101)
+    assert membership.releasable(101, busy={1}) == [2]
+    assert membership.releasable(115, busy={1}) == [2]
+    assert membership.releasable(116, busy={1, 2}) == [1, 2]
+    membership.released([1, 2])
+    assert membership.releasable(116, busy=()) == []
