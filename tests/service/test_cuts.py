@@ -213,6 +213,23 @@ async def test_a_failed_journal_takes_the_pin_back(server_process: StartServer) 
 
 
 @pytest.mark.asyncio
+async def test_there_is_no_answer_before_what_is_pinned_is_durable(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
+    async with opened(server) as bucket:
+        await bucket.set(b"a", b"1", durability="memory")
+        async with AsyncClient(server.target, request_timeout=1) as hasty:
+            with pytest.raises(UnavailableError):
+                await hasty.bucket().create_cut("x")
+        hold.unlink()
+        await bucket.create_cut("y")
+        assert "y" in {cut.name for cut in await bucket.cuts()}
+
+
+@pytest.mark.asyncio
 async def test_a_failed_store_takes_the_pin_back(server_process: StartServer) -> None:
     environment = {"UPR_FAILPOINTS": "cuts.before_commit=error:ENOSPC:1"}
     server = server_process(environment=environment)

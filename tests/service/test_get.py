@@ -180,9 +180,10 @@ async def test_a_key_that_is_written_stored_and_merged_behind_the_search_is_foun
         # As a large merge does, which writes only the blocks anew that lose rows.
         left = block_of(P, 0, [], end=1, horizon=42, time=0)
         await host.in_store_thread(lambda: host.store.replace([Replacement(P, [1], [left[1:]])]))
-        host.merger.turn.release()
         go.set()
         found, missing = await asking
+        # Not before: a merge would bring what moved up to where the search stands.
+        host.merger.turn.release()
         assert (found.value, found.seqno) == (b"new", 42)
         assert missing.seqno == 0
 

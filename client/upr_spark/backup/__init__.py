@@ -1,0 +1,1 @@
+"""Incremental backups of a bucket: the command ``upr-backup``."""

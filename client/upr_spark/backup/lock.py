@@ -1,0 +1,132 @@
+"""The lock of a repository: it tells a second run at once that it is not alone.
+
+What is committed is right without it: only the creation of a manifest's name counts. Locks are numbered, and both
+taking and renewing one means to create the next number, so that of two runs that take over an expired one, one wins.
+"""
+
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from upr_spark.backup.documents import canonical
+from upr_spark.backup.errors import LockedError
+from upr_spark.backup.storage import Storage
+
+_FOLDER = "locks/"
+_SECONDS = 600.0
+_LOCK = re.compile(r"locks/([0-9]{10})\.json")
+
+
+class Lock:
+    """Holds a repository for a ``with`` block.
+
+    Args:
+        storage: the repository's.
+        seconds: how long it holds when it is not renewed.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, storage: Storage, seconds: float = _SECONDS, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._storage = storage
+        self._seconds = seconds
+        self._clock = clock
+        self._token = secrets.token_hex(8)
+        self._number = 0
+        self._taken = 0.0
+
+    def __enter__(self) -> Self:
+        """Take the lock.
+
+        Raises:
+            LockedError: another run has it.
+        """
+        for _ in range(8):
+            number, holder = self._newest()
+            if holder:
+                raise LockedError(
+                    f"the repository is locked by {holder}",
+                    hint=f"wait for that run; a lock is given up {self._seconds:.0f} s after its run was killed",
+                )
+            if self._create(number + 1) and self._newest_number() == self._number:
+                self._forget_older()
+                return self
+        raise LockedError("the repository is locked by another run that began just now")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._number:
+            with suppress(OSError):
+                self._storage.delete(_name(self._number))
+
+    def keep(self, now: bool = False) -> None:
+        """Renew the lock when a third of its time has passed, or at once.
+
+        Raises:
+            LockedError: another run took it over.
+        """
+        if not now and self._clock() - self._taken < self._seconds / 3:
+            return
+        if self._newest_number() != self._number or not self._create(self._number + 1):
+            raise LockedError("another run took the repository over: this one was paused too long")
+        self._forget_older()
+
+    def _create(self, number: int) -> bool:
+        now = self._clock()
+        document = {
+            "expires": now + self._seconds,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "token": self._token,
+        }
+        if not self._storage.put_if_absent(_name(number), canonical(document)):
+            return False
+        self._number, self._taken = number, now
+        return True
+
+    def _newest_number(self) -> int:
+        numbers = [_LOCK.fullmatch(name) for name in self._storage.names(_FOLDER)]
+        return max((int(found[1]) for found in numbers if found), default=0)
+
+    def _newest(self) -> tuple[int, str]:
+        """Return the newest lock's number, and who holds it; nobody when it has expired."""
+        number = self._newest_number()
+        try:
+            holder = json.loads(self._storage.read(_name(number)))
+            host, pid, expires = holder["host"], int(holder["pid"]), float(holder["expires"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return number, ""
+        if expires < self._clock() or (host == socket.gethostname() and not _alive(pid)):
+            return number, ""
+        return number, f"process {pid} on {host}"
+
+    def _forget_older(self) -> None:
+        for name in self._storage.names(_FOLDER):
+            if _LOCK.fullmatch(name) and name < _name(self._number):
+                self._storage.delete(name)
+
+
+def _name(number: int) -> str:
+    return f"{_FOLDER}{number:010d}.json"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,437 @@
+"""``upr-backup`` as a process, against real servers."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.harness import RunningServer
+from upr_client import Change, Client, MemoryPositions
+from upr_protocol.partitioning import partition_of
+from upr_spark.backup.cli import main
+from upr_spark.backup.errors import LockedError
+from upr_spark.backup.lock import Lock
+from upr_spark.backup.repository import Repository
+from upr_spark.backup.storage import LocalSink, LocalStorage
+
+State = dict[bytes, bytes]
+
+
+def upr_backup(repository: Path, *arguments: str) -> Result:
+    """Run the command in this process, and return how it ended; an error is one line."""
+    done = CliRunner().invoke(main, [str(repository), *arguments], prog_name="upr-backup")
+    if done.exit_code not in (0, 10, 11):
+        assert done.stderr.startswith("error: "), done.stderr
+        assert done.stderr.count("\n") == 1
+        assert "internal error" not in done.stderr
+        assert done.stdout == ""
+    return done
+
+
+def taken(repository: Path, *options: str, code: int = 0) -> dict[str, object]:
+    """Take a backup, and return what the command said of it."""
+    done = upr_backup(repository, "backup", "--json", *options)
+    assert done.exit_code == code, done.stderr
+    document: dict[str, object] = json.loads(done.stdout)
+    return document
+
+
+def write(server: RunningServer, state: State, rows: list[tuple[bytes, bytes | None]]) -> None:
+    """Write rows, and keep what the bucket then holds."""
+    # A client of its own: one that lost its server waits before it connects again.
+    with Client(server.target) as client:
+        client.bucket().write_many(rows)
+    for key, value in rows:
+        if value is None:
+            state.pop(key, None)
+        else:
+            state[key] = value
+
+
+def content(client: Client, name: str) -> State:
+    """Return what a bucket holds."""
+    state: State = {}
+    with client.bucket(name).changes(until_now=True, positions=MemoryPositions()) as changes:
+        for event in changes:
+            if isinstance(event, Change):
+                if event.value is None:
+                    state.pop(event.key, None)
+                else:
+                    state[event.key] = event.value
+    return state
+
+
+def restored(repository: Path, target: str, number: int, *options: str) -> State:
+    """Restore a backup into a new bucket, and return what that holds."""
+    name = f"restored-{number}-{len(options)}"
+    with Client(target) as client:
+        client.create_bucket(name)
+        done = upr_backup(
+            repository,
+            "restore",
+            "--target",
+            target,
+            "--bucket",
+            name,
+            "--at",
+            str(number),
+            *options,
+        )
+        assert done.exit_code == 0, done.stderr
+        return content(client, name)
+
+
+def later(state: State, salt: int, step: int) -> list[tuple[bytes, bytes | None]]:
+    """Return rows that overwrite some keys, delete some, and add some."""
+    rows: list[tuple[bytes, bytes | None]] = []
+    for number, key in enumerate(sorted(state)):
+        if number % step == 0:
+            rows.append((key, b"%d of %d" % (number, salt)))
+        elif number % step == 1:
+            rows.append((key, None))
+    return rows + [(b"new:%d:%d" % (salt, n), b"") for n in range(50)]
+
+
+def test_every_point_of_a_chain_is_restored(
+    server_process: Callable[..., RunningServer], tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    server, other = server_process(), server_process()
+    assert upr_backup(repository, "init", "--target", server.target).exit_code == 0
+    points: list[State] = []
+    state: State = {}
+    write(server, state, [(b"key:%d" % n, b"first %d" % n) for n in range(6_000)])
+    assert taken(repository)["kind"] == "full"
+    points.append(dict(state))
+    write(server, state, later(state, 1, 7))
+    second = taken(repository)
+    assert second["kind"] == "incremental"
+    # Only what is new was read.
+    assert second["rows"] == len(later(points[0], 1, 7))
+    points.append(dict(state))
+    server.kill()
+    server.start()
+    write(server, state, later(state, 2, 11))
+    taken(repository)
+    points.append(dict(state))
+    # A server that is put back to an older copy of its directory: what the third backup has did not happen.
+    assert server.terminate() == 0
+    copy = tmp_path / "copy"
+    shutil.copytree(server.data, copy)
+    server.start()
+    old = dict(state)
+    write(server, state, later(state, 3, 3))
+    taken(repository)
+    points.append(dict(state))
+    server.terminate()
+    shutil.rmtree(server.data)
+    copy.rename(server.data)
+    command = [sys.executable, "-m", "upr.cli", "admin", "restore-copy", "--yes"]
+    subprocess.run([*command, str(server.data)], check=True, capture_output=True)
+    server.start()
+    state = old
+    write(server, state, later(state, 4, 5))
+    fifth = taken(repository, code=10)
+    assert isinstance(fifth["rollbacks"], int)
+    assert fifth["rollbacks"] > 100
+    points.append(dict(state))
+    for number, point in enumerate(points, 1):
+        assert restored(repository, other.target, number) == point
+    chosen = restored(
+        repository, other.target, 5, "--partitions", "0-511", "--key-prefix", "new:4:"
+    )
+    with Client(other.target) as client:
+        whole = content(client, "restored-5-0")
+    assert chosen == {
+        key: value
+        for key, value in whole.items()
+        if key.startswith(b"new:4:") and partition_of(key) < 512
+    }
+    assert chosen
+    assert upr_backup(repository, "verify", "--full").stdout == "all is well\n"
+    assert [m["id"] for m in json.loads(upr_backup(repository, "list", "--json").stdout)] == [
+        *range(1, 6)
+    ]
+    info = json.loads(upr_backup(repository, "info", "5", "--json").stdout)
+    assert info["needs"] == [1, 2, 3, 4, 5]
+    assert len(info["partitions"]) == 1024
+    again = upr_backup(
+        repository, "restore", "--target", other.target, "--bucket", "restored-2-0", "--at", "2"
+    )
+    assert again.exit_code == 4
+    assert "holds data" in again.stderr
+    assert restored_over(repository, other.target, "restored-1-0", 2) == points[1], (
+        "a key that a later backup deleted is deleted"
+    )
+
+
+def restored_over(repository: Path, target: str, name: str, number: int) -> State:
+    """Restore into a bucket that holds data, and return what it then holds."""
+    options = ["--target", target, "--bucket", name, "--at", str(number), "--into-non-empty"]
+    assert upr_backup(repository, "restore", *options).exit_code == 0
+    with Client(target) as client:
+        return content(client, name)
+
+
+@pytest.fixture
+def small(
+    server_process: Callable[..., RunningServer], tmp_path: Path
+) -> tuple[Path, RunningServer]:
+    """A repository of three backups, and its server."""
+    repository = tmp_path / "repository"
+    server = server_process()
+    upr_backup(repository, "init", "--target", server.target)
+    with Client(server.target) as client:
+        for salt in range(3):
+            client.bucket().write_many((b"%d" % n, b"%d" % salt) for n in range(100))
+            taken(repository)
+    return repository, server
+
+
+def test_damage_is_found(small: tuple[Path, RunningServer]) -> None:
+    repository, server = small
+    files = sorted(p for p in repository.rglob("*") if p.is_file() and "locks" not in p.parts)
+    assert len(files) == 7
+
+    def verify(*options: str) -> int:
+        return upr_backup(repository, "verify", *options).exit_code
+
+    assert verify("--full") == 0
+    for path in files:
+        data = path.read_bytes()
+        for at in (0, len(data) // 3, len(data) // 2, len(data) - 1):
+            flipped = bytearray(data)
+            flipped[at] ^= 1
+            path.write_bytes(flipped)
+            assert verify("--full") == 11, (path.name, at)
+        path.write_bytes(data[:-1])
+        assert verify() == 11, path
+        path.unlink()
+        assert verify() == 11, path
+        path.write_bytes(data)
+    first, second, third = (path for path in files if path.parent.name == "chain")
+    for one, other in ((first, second), (second, third)):
+        one_data, other_data = one.read_bytes(), other.read_bytes()
+        one.write_bytes(other_data)
+        assert verify() == 11
+        other.write_bytes(one_data)
+        assert verify() == 11
+        one.write_bytes(one_data)
+        other.write_bytes(other_data)
+    assert verify("--full") == 0
+    # Below a gap restoring goes on, when it is asked for by number.
+    second_data = second.read_bytes()
+    second.unlink()
+    options = ("restore", "--target", server.target, "--into-non-empty")
+    assert upr_backup(repository, *options, "--at", "1").exit_code == 0
+    for point in ((), ("--at", "2"), ("--at", "0s ago")):
+        assert upr_backup(repository, *options, *point).exit_code == 11, point
+    second.write_bytes(second_data)
+    # A damaged file is never restored, and a damaged chain is not continued.
+    data_file = next(path for path in files if path.suffix == ".parquet")
+    with data_file.open("r+b") as file:
+        file.seek(40)
+        file.write(b"\xff\xff")
+    assert upr_backup(repository, *options).exit_code == 11
+    third.write_bytes(third.read_bytes().replace(b'"from":', b'"form":', 1))
+    done = upr_backup(repository, "backup")
+    assert done.exit_code == 11
+    assert done.stderr.startswith("error: chain/0000000003.json is damaged")
+
+
+def test_a_killed_run_is_gone_on_with(
+    server_process: Callable[..., RunningServer], tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    server = server_process()
+    upr_backup(repository, "init", "--target", server.target)
+    program = (
+        "import os, signal, sys\n"
+        "from upr_spark.backup import repository, run\n"
+        "real = run.split\n"
+        "run.split = lambda cut, base, size: real(cut, base, 500)\n"
+        "stage = repository.Repository.stage_group\n"
+        "def killed(self, attempt, group, record):\n"
+        "    stage(self, attempt, group, record)\n"
+        "    if group == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "repository.Repository.stage_group = killed\n"
+        "from upr_spark.backup.entry import main\n"
+        "main()\n"
+    )
+    with Client(server.target) as client:
+        state: State = {}
+        write(server, state, [(b"%d" % n, b"%d" % n) for n in range(5_000)])
+        killed = subprocess.run([sys.executable, "-c", program, str(repository), "backup"])
+        assert killed.returncode == -signal.SIGKILL
+        assert upr_backup(repository, "list", "--json").stdout == "[]\n"
+        assert len(list((repository / "data").rglob("*.parquet"))) == 3
+        # Written after the cut, so the interrupted run does not have it.
+        client.bucket().set(b"later", b"")
+        done = upr_backup(repository, "backup", "--json")
+        assert done.exit_code == 0, done.stderr
+        assert "interrupted run" in done.stderr
+        assert json.loads(done.stdout)["rows"] == 5_000
+        assert not (repository / "staging" / "0000000001").exists()
+        assert client.bucket().cuts() == []
+        assert taken(repository)["rows"] == 1
+    chain = Repository.open(LocalStorage(repository)).chain()
+    files = [file for manifest in chain for file in manifest.files]
+    assert len(files) > 8
+    keys = [
+        key
+        for file in files
+        for key in pq.read_table(repository / file.path).column("key").to_pylist()
+    ]
+    assert len(keys) == 5_001
+    assert set(keys) == {*state, b"later"}
+
+
+def test_bad_input_gets_one_line(small: tuple[Path, RunningServer], tmp_path: Path) -> None:
+    repository, server = small
+    none = tmp_path / "none"
+    target = ("--target", server.target)
+    cases: list[tuple[Path, list[str], int, str]] = [
+        (none, ["list"], 2, "no repository here"),
+        (none, ["backup"], 2, "no repository here"),
+        (none, ["init", *target, "--bucket", "nobody"], 3, "no bucket 'nobody'"),
+        (none, ["init", "--target", "x"], 2, "HOST:PORT"),
+        (none, ["init", "--target", "127.0.0.1:1"], 5, "is the server running"),
+        (repository, ["init", *target], 2, "already"),
+        (repository, ["info", "4"], 3, "there are 1 to 3"),
+        (repository, ["restore", *target, "--at", "4"], 3, "there are 1 to 3"),
+        (repository, ["restore", *target, "--at", "soon"], 2, "neither a backup's number"),
+        (repository, ["restore", *target, "--at", "2000-01-01T00:00:00Z"], 3, "no backup from"),
+        (repository, ["restore", *target, "--partitions", "1024"], 2, "0 to 1023"),
+        (repository, ["restore", *target], 4, "holds data"),
+        (repository, ["restore", *target, "--bucket", "nobody"], 3, "nobody"),
+        (repository, ["merge"], 2, "No such command"),
+        (repository, ["backup", "--target", "127.0.0.1:1"], 5, "is the server running"),
+    ]
+    for path, arguments, code, words in cases:
+        done = upr_backup(path, *arguments)
+        assert (done.exit_code, words in done.stderr) == (code, True), (arguments, done.stderr)
+    with Lock(LocalStorage(repository)):
+        done = upr_backup(repository, "backup")
+    assert (done.exit_code, f"process {os.getpid()}" in done.stderr) == (12, True)
+    with Client(server.target) as client:
+        client.drop_bucket("default")
+        client.create_bucket("default")
+    done = upr_backup(repository, "backup")
+    assert done.exit_code == 2
+    assert "is not the one of this repository" in done.stderr
+    own = repository / "repository.json"
+    own.write_bytes(own.read_bytes().replace(b'"format":1', b'"format":2'))
+    done = upr_backup(repository, "list")
+    assert (done.exit_code, "format 2" in done.stderr) == (2, True)
+
+
+def test_a_lock_is_taken_over_when_it_has_expired(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    now = [1000.0]
+    first = Lock(storage, 60, lambda: now[0])
+    second = Lock(storage, 60, lambda: now[0])
+    with first:
+        with pytest.raises(LockedError, match="is locked by process"):
+            second.__enter__()
+        now[0] += 40
+        first.keep()
+        now[0] += 40
+        with pytest.raises(LockedError):
+            second.__enter__()
+        now[0] += 40
+        with second:
+            now[0] += 30
+            with pytest.raises(LockedError, match="took the repository over"):
+                first.keep()
+            second.keep(now=True)
+    assert storage.names("locks/") == []
+    with Lock(storage):
+        pass
+
+
+def test_no_room_loses_nothing(
+    small: tuple[Path, RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, server = small
+    with Client(server.target) as client:
+        client.bucket().set(b"new", b"value")
+    for where in (LocalSink, LocalStorage):
+        method = "write" if where is LocalSink else "put_if_absent"
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(where, method, full)
+            done = upr_backup(repository, "backup")
+        assert (done.exit_code, "No space left" in done.stderr) == (2, True)
+    assert taken(repository)["rows"] == 1
+    assert upr_backup(repository, "verify", "--full").exit_code == 0
+
+
+def test_foreign_files_do_no_harm(small: tuple[Path, RunningServer]) -> None:
+    repository, _ = small
+    for folder in ("chain", "data", "staging", "locks"):
+        (repository / folder).mkdir(exist_ok=True)
+        (repository / folder / ".DS_Store").write_bytes(b"?")
+        (repository / folder / "zzz").write_bytes(b"?")
+    assert taken(repository)["id"] == 4
+    assert upr_backup(repository, "verify", "--full").exit_code == 0
+
+
+def test_an_interrupted_run_says_so(small: tuple[Path, RunningServer]) -> None:
+    repository, _ = small
+    program = (
+        "import os, signal\n"
+        "from upr_spark.backup import run\n"
+        "run.Run._group = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "run.split = lambda *_: [[0]]\n"
+        "from upr_spark.backup.entry import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, str(repository), "backup"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.split() == ["interrupted"]
+    assert taken(repository)["id"] == 4
+
+
+def test_partitions_whose_deletions_are_gone_are_read_anew(
+    server_process: Callable[..., RunningServer], tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    server = server_process("--tombstone-age", "0", "--purge-hold", "0")
+    upr_backup(repository, "init", "--target", server.target)
+    state: State = {}
+    write(server, state, [(b"%d" % n, b"") for n in range(3000)])
+    taken(repository)
+    before = dict(state)
+    write(server, state, [(b"%d" % n, None) for n in range(0, 3000, 2)])
+    server.terminate()
+    # Only what is stored is purged, and stopping stores everything.
+    server.start()
+    with Client(server.target) as client:
+        assert sum(one.purged for one in client.bucket().purge()) > 100
+    write(server, state, [(b"%d" % n, b"more") for n in range(3000, 3100)])
+    backup = taken(repository, code=10)
+    assert backup["kind"] == "incremental"
+    assert restored(repository, server.target, 1) == before
+    assert restored(repository, server.target, 2) == state
+
+
+def test_a_missing_package_is_one_line() -> None:
+    program = "from upr_spark.backup import entry; entry.MODULES = ('nowhere',); entry.main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: upr-backup needs nowhere, not installed (pip install 'upr-stream[backup]')\n"
+    )
