@@ -11,14 +11,13 @@ import numpy.typing as npt
 from upr_protocol.consumer import ConsumerSession
 from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError
 from upr_protocol.limits import NAME_BYTES_MAX
+from upr_protocol.records import POSITION
 from upr_protocol.wire.status import PROBLEM_KEY, error_from_call, error_of
 from upr_protocol.wire.v1 import admin_service_pb2, types_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 T = TypeVar("T")
 
-HIGH: Final = np.dtype([("partition", "<u4"), ("seqno", "<u8")])
-"""One record of Heartbeat.high_seqnos and of Ack.positions, 12 bytes."""
 
 STABILITIES: Final = {"disk": types_pb2.STABILITY_DISK, "memory": types_pb2.STABILITY_MEMORY}
 DURABILITIES: Final = {"disk": types_pb2.DURABILITY_DISK, "memory": types_pb2.DURABILITY_MEMORY}
@@ -138,7 +137,7 @@ def start_message(
 
 def ack_message(positions: Iterable[tuple[int, int]]) -> stream_pb2.FollowRequest:
     """Return an Ack of (partition, seqno) pairs."""
-    table = np.array(list(positions), HIGH)
+    table = np.array(list(positions), POSITION)
     return stream_pb2.FollowRequest(ack=stream_pb2.Ack(positions=table.tobytes()))
 
 
@@ -151,8 +150,8 @@ def high_seqnos(
     message: stream_pb2.Heartbeat,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
     """Return the partitions and high seqnos of a Heartbeat; what is out of range is left out."""
-    usable = len(message.high_seqnos) // HIGH.itemsize * HIGH.itemsize
-    table = np.frombuffer(message.high_seqnos[:usable], HIGH)
+    usable = len(message.high_seqnos) // POSITION.itemsize * POSITION.itemsize
+    table = np.frombuffer(message.high_seqnos[:usable], POSITION)
     table = table[table["partition"] < 1024]
     return table["partition"].astype(np.int64), table["seqno"].astype(np.uint64)
 

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from upr_client.messages import HIGH
 from upr_client.testing.memory import Partition, Row, Run, block_of
 from upr_client.testing.state import State, StreamingCall
 from upr_protocol.credit import CreditWindow
@@ -18,7 +17,7 @@ from upr_protocol.failover import check_failover_id, check_partition, check_seqn
 from upr_protocol.handshake import StartAnswer, answer_start
 from upr_protocol.limits import CREDIT_BYTES, FRAME_BYTES, HEARTBEAT_SECONDS
 from upr_protocol.liveness import Liveness
-from upr_protocol.records import START
+from upr_protocol.records import POSITION, START
 from upr_protocol.wire.codec import block_to_message, log_to_messages, problem_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import types_pb2
@@ -196,10 +195,10 @@ class FollowCall(StreamingCall):
         return started
 
     def _acknowledge(self, positions: bytes) -> None:
-        if len(positions) % HIGH.itemsize:
+        if len(positions) % POSITION.itemsize:
             raise InvalidArgumentError(f"an Ack of {len(positions)} bytes, a position takes 12")
         kept = self.state.acknowledged.setdefault(self.consumer, {})
-        for number, seqno in np.frombuffer(positions, HIGH).tolist():
+        for number, seqno in np.frombuffer(positions, POSITION).tolist():
             failover_id, sent = self._sent.get(check_partition(number), (0, 0))
             if failover_id != self.state.memory[number].log.newest.failover_id:
                 continue
