@@ -66,9 +66,7 @@ class Following:
         self._say = say
         self._clock = clock
         self._keys = RecentKeys(options.recent_key_bytes)
-        self._incoming = Incoming(
-            options, options.session(partitions, {}), self.progress, say, clock
-        )
+        self._incoming = Incoming(options.session(partitions, {}), self.progress, say, clock)
         self._saving = Saving(options, self._incoming, self.ledger, self.ownership, clock)
         self._offered: list[Rollback] = []
         self._calls = Reconnecting(

@@ -7,7 +7,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from upr_client import backoff
-from upr_client.changes_options import ChangesOptions
 from upr_client.delivered import decode_frame
 from upr_client.progress import Progress
 from upr_protocol.consumer import ConsumerSession, Delivery, Fate, ProtocolError, fate_of
@@ -50,7 +49,6 @@ class Incoming:
 
     def __init__(
         self,
-        options: ChangesOptions,
         session: ConsumerSession,
         progress: Progress,
         say: Callable[[str], None],
@@ -60,7 +58,6 @@ class Incoming:
         self.retries = backoff.Retries()
         self.handshakes: deque[tuple[int, str, str]] = deque(maxlen=4096)
         self.must_save = 0
-        self._options = options
         self._progress = progress
         self._say = say
         self._clock = clock

@@ -112,14 +112,18 @@ class Progress:
             del self._problems[partition]
 
     def status(
-        self, session: ConsumerSession, now: float, wall: float, **rest: object
+        self,
+        session: ConsumerSession,
+        now: float,
+        wall: float,
+        *,
+        connected: bool,
+        unacknowledged: int,
+        member: str,
+        generation: int,
+        owned: int,
     ) -> ChangesStatus:
-        """Return a snapshot.
-
-        Args:
-            wall: seconds since the epoch.
-            rest: what is not known here.
-        """
+        """Return a snapshot; ``wall``: seconds since the epoch, the rest as in ``ChangesStatus``."""
         states = [session.state(partition) for partition in session.partitions]
         lag = session.lag()
         behind = [p for p, ahead in lag.items() if ahead and self._committed[p]]
@@ -143,5 +147,9 @@ class Progress:
             reconnects=self.reconnects,
             rollbacks=dict(self.rollbacks),
             problems=problems,
-            **rest,  # type: ignore[arg-type]
+            connected=connected,
+            unacknowledged=unacknowledged,
+            member=member,
+            generation=generation,
+            owned=owned,
         )

@@ -3,6 +3,7 @@
 import random
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from upr_client import backoff
@@ -15,11 +16,8 @@ if TYPE_CHECKING:
     from upr_client._async.changes import AsyncChanges
 
 
-class Lane:
-    """What is handled one after the other."""
-
-    def __init__(self) -> None:
-        self.queue: Queue[Change | None] = Queue()
+Lane = Queue[Change | None]
+"""What is handled one after the other, up to the first None."""
 
 
 class Handling:
@@ -50,10 +48,7 @@ class Handling:
             HandlerError: a change could not be handled, and there is nobody to take it.
             UprError: as iterating raises.
         """
-        workers = [
-            Background(lambda lane=lane: self._work(lane), "upr-handler")  # type: ignore[misc]
-            for lane in self._lanes
-        ]
+        workers = [Background(partial(self._work, lane), "upr-handler") for lane in self._lanes]
         try:
             async for batch in self._changes.batches():
                 if batch.rollbacks:
@@ -67,7 +62,7 @@ class Handling:
         finally:
             self._leaving.set()
             for lane in self._lanes:
-                lane.queue.put(None)
+                lane.put(None)
             for worker in workers:
                 await worker.join()
         if self._failure is not None:
@@ -89,10 +84,10 @@ class Handling:
             with self._mutex:
                 self._under_way += 1
                 self._idle.clear()
-            self._lanes[number % count].queue.put(change)
+            self._lanes[number % count].put(change)
 
     async def _work(self, lane: Lane) -> None:
-        while (change := await lane.queue.get()) is not None:
+        while (change := await lane.get()) is not None:
             try:
                 if not self._leaving.is_set() and self._changes._may_handle(change):
                     await self._handle(change)

@@ -4,6 +4,7 @@
 import random
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from upr_client import backoff
@@ -16,11 +17,8 @@ if TYPE_CHECKING:
     from upr_client._sync.changes import Changes
 
 
-class Lane:
-    """What is handled one after the other."""
-
-    def __init__(self) -> None:
-        self.queue: Queue[Change | None] = Queue()
+Lane = Queue[Change | None]
+"""What is handled one after the other, up to the first None."""
 
 
 class Handling:
@@ -51,10 +49,7 @@ class Handling:
             HandlerError: a change could not be handled, and there is nobody to take it.
             UprError: as iterating raises.
         """
-        workers = [
-            Background(lambda lane=lane: self._work(lane), "upr-handler")  # type: ignore[misc]
-            for lane in self._lanes
-        ]
+        workers = [Background(partial(self._work, lane), "upr-handler") for lane in self._lanes]
         try:
             for batch in self._changes.batches():
                 if batch.rollbacks:
@@ -68,7 +63,7 @@ class Handling:
         finally:
             self._leaving.set()
             for lane in self._lanes:
-                lane.queue.put(None)
+                lane.put(None)
             for worker in workers:
                 worker.join()
         if self._failure is not None:
@@ -90,10 +85,10 @@ class Handling:
             with self._mutex:
                 self._under_way += 1
                 self._idle.clear()
-            self._lanes[number % count].queue.put(change)
+            self._lanes[number % count].put(change)
 
     def _work(self, lane: Lane) -> None:
-        while (change := lane.queue.get()) is not None:
+        while (change := lane.get()) is not None:
             try:
                 if not self._leaving.is_set() and self._changes._may_handle(change):
                     self._handle(change)
