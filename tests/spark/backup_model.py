@@ -44,6 +44,13 @@ class MemoryStorage:
             raise Crash
         return True
 
+    @property
+    def location(self) -> str:
+        return "memory"
+
+    def sweep(self) -> None:
+        pass
+
     def read(self, name: str) -> bytes:
         if name not in self.objects:
             raise FileNotFoundError(name)

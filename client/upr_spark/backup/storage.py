@@ -34,6 +34,10 @@ class Sink(Protocol):
 class Storage(Protocol):
     """Named objects. Every method may raise OSError."""
 
+    @property
+    def location(self) -> str:
+        """What ``open_storage`` opens the same storage with, in this process or another."""
+
     def read(self, name: str) -> bytes:
         """Return a whole object; FileNotFoundError when there is none."""
 
@@ -55,6 +59,14 @@ class Storage(Protocol):
     def delete(self, name: str) -> None:
         """Remove an object; nothing when there is none."""
 
+    def sweep(self) -> None:
+        """Remove what killed processes left half written an hour ago or more."""
+
+
+def open_storage(location: str) -> Storage:
+    """Return the storage at a location: a folder, which need not exist yet."""
+    return LocalStorage(Path(location))
+
 
 class LocalStorage:
     """Objects as files below a folder. A file appears whole, by a link, or is written under a name of its own.
@@ -65,6 +77,11 @@ class LocalStorage:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    @property
+    def location(self) -> str:
+        """The folder."""
+        return str(self.root)
 
     def read(self, name: str) -> bytes:
         """Return a whole file."""
