@@ -86,7 +86,7 @@ class Environment:
         step(words, [str(self.python), *arguments])
 
 
-MAIN = Environment(".venv", ["-e", ".[server,metrics]", "--group", "dev"])
+MAIN = Environment(".venv", ["-e", ".[server,metrics,spark,delta]", "--group", "dev"])
 CODEGEN = Environment(".venv-codegen", ["--group", "codegen"])
 
 

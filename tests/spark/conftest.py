@@ -1,0 +1,41 @@
+"""One Spark session for all tests of a process; a JVM takes seconds to start."""
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A local session with two cores; its files are below a temporary folder, and it listens on loopback only."""
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        pytest.fail("these tests need Java 17 or newer: tools/dev.py test installs it as root")
+    from pyspark.sql import SparkSession
+
+    folder: Path = tmp_path_factory.mktemp("spark")
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    with warnings.catch_warnings():
+        # pyspark itself leaves sockets and processes for the collector.
+        warnings.simplefilter("ignore")
+        session = (
+            SparkSession.builder.master("local[2,4]")
+            .appName("upr-stream tests")
+            .config("spark.ui.enabled", "false")
+            .config("spark.driver.host", "127.0.0.1")
+            .config("spark.driver.bindAddress", "127.0.0.1")
+            .config("spark.driver.memory", "768m")
+            .config("spark.sql.shuffle.partitions", "2")
+            .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
+            .config("spark.local.dir", str(folder / "local"))
+            .config("spark.log.level", "ERROR")
+            .getOrCreate()
+        )
+    yield session
+    session.stop()
