@@ -1,7 +1,8 @@
 """The one command of this repository: ``python3 tools/dev.py setup|demo|test|lint|gen|bench|soak|mutants``.
 
 Needs Python 3.11 and git and nothing else: it uses the standard library only, and makes the environment that the
-rest needs in ``.venv`` (and, for the code generator, which pins another protobuf, in ``.venv-codegen``).
+rest needs in ``.venv`` (and, for the code generator, which pins another protobuf, in ``.venv-codegen``). All tests
+together need Java as well, which it installs when it may.
 """
 
 from __future__ import (
@@ -9,9 +10,11 @@ from __future__ import (
 )  # So that an older Python gets as far as the line that refuses it.
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip>=25.1"  # Knows dependency groups.
+JAVA_MIN = 17  # Of Spark 4.
+JAVA_PACKAGES = ("openjdk-17-jre-headless", "openjdk-21-jre-headless", "default-jre-headless")
 
 
 class StepFailed(Exception):
@@ -121,6 +126,46 @@ def setup() -> None:
     MAIN.make()
 
 
+def java_version() -> int:
+    """The major version of the Java that Spark would start; 0 when there is none that runs."""
+    home = os.environ.get("JAVA_HOME")
+    program = str(Path(home) / "bin" / "java") if home else "java"
+    try:
+        done = subprocess.run([program, "-version"], capture_output=True, text=True)
+    except OSError:
+        return 0
+    found = re.search(r'version "(?:1\.)?(\d+)', done.stderr)
+    return int(found[1]) if done.returncode == 0 and found else 0
+
+
+def java() -> None:
+    """Bring Java if it is missing: Debian's package when root; otherwise say what to do.
+
+    Raises:
+        StepFailed: there is none, and it cannot be brought.
+    """
+    version = java_version()
+    if version >= JAVA_MIN:
+        return
+    found = f"the one here is {version}" if version else "there is none here"
+    if os.geteuid() == 0 and shutil.which("apt-get") and "JAVA_HOME" not in os.environ:
+        environment = ["env", "DEBIAN_FRONTEND=noninteractive"]
+        step("list of Debian's packages", [*environment, "apt-get", "-qq", "update"])
+        install = [*environment, "apt-get", "-qq", "install", "-y", "--no-install-recommends"]
+        for package in JAVA_PACKAGES:
+            with contextlib.suppress(StepFailed):
+                step(f"Java, as {package}", [*install, package])
+            if java_version() >= JAVA_MIN:
+                return
+    print(
+        f"error: the tests of the Spark connector need Java {JAVA_MIN} or newer, {found}. Install it (on Debian and "
+        f"Ubuntu: apt-get install {JAVA_PACKAGES[0]}) or set JAVA_HOME; without it, all other tests: "
+        "tools/dev.py test -m 'not spark'",
+        file=sys.stderr,
+    )
+    raise StepFailed(1)
+
+
 def lint() -> None:
     """Everything that reads the sources without running them, cheapest first."""
     setup()
@@ -148,6 +193,7 @@ def test(arguments: list[str]) -> None:
     if arguments:
         setup()
     else:
+        java()
         lint()
         # Half of them wait for something most of the time. Whatever the machine has, two are what the tests are
         # tried with.

@@ -1,6 +1,7 @@
 """tools/dev.py, without installing anything."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,60 @@ def test_a_soak_is_given_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tools/dev.py", *words])
     assert dev.main() == 0
     assert given == ["simulation", ["--minutes=0", "--seed=7", "--world=network"]]
+
+
+def _programs(folder: Path, **scripts: str) -> str:
+    """Make programs of a few shell lines, and return the folder as a PATH of its own."""
+    folder.mkdir(exist_ok=True)
+    for name, lines in scripts.items():
+        program = folder / name.replace("_", "-")
+        program.write_text(f"#!/bin/sh\n{lines}\n")
+        program.chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("lines", "version"),
+    [
+        ("echo 'openjdk version \"17.0.15\" 2025-04-15' >&2", 17),
+        ("echo 'java version \"1.8.0_451\"' >&2", 8),
+        ("echo 'openjdk version \"21\" 2023-09-19' >&2", 21),
+        ("echo 'no Java runtime' >&2; exit 1", 0),
+    ],
+)
+def test_the_version_of_java(
+    lines: str, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", _programs(tmp_path / "bin", java=lines) + ":/bin")
+    assert dev.java_version() == version
+
+
+def test_root_is_brought_java_and_others_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "bin"
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", _programs(folder, apt_get="exit 1"))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(dev.StepFailed):
+        dev.java()
+    error = capfd.readouterr().err
+    assert "need Java 17 or newer, there is none here" in error
+    assert "apt-get install openjdk-17-jre-headless" in error
+    # Debian's newest has no package of 17 any more.
+    java = "echo 'openjdk version \"21.0.1\"' >&2"
+    command = (
+        f'case "$*" in *jdk-21*) printf "#!/bin/sh\\n%s\\n" "{java}" > {folder}/java; '
+        f"/bin/chmod 755 {folder}/java;; *jdk-17*) exit 100;; esac"
+    ).replace('"21.0.1"', '\\"21.0.1\\"')
+    _programs(folder, apt_get=command, env='shift; exec "$@"')
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    dev.java()
+    assert dev.java_version() == 21
+    talk = capfd.readouterr().err
+    assert "openjdk-17-jre-headless: FAILED" in talk
+    assert "openjdk-21-jre-headless: ok" in talk
+    # One that is there and new enough is left alone.
+    dev.java()
+    assert capfd.readouterr().err == ""
