@@ -1,19 +1,40 @@
-"""Changes as Arrow record batches; needs the extra ``upr-stream[arrow]``.
+"""Changes as Arrow record batches, and Arrow columns as blocks to write; needs the extra ``upr-stream[arrow]``.
 
-Keys and values are not copied: a block's columns have Arrow's layout already.
+Keys and values of changes are not copied: a block's columns have Arrow's layout already.
 """
 
+from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import OP_DELETE, Block, Runs, row_seqnos
-from upr_protocol.errors import MissingPackageError
+from upr_client.batching import ROW_BYTES
+from upr_protocol.block import (
+    I64,
+    OP_DELETE,
+    Block,
+    Runs,
+    make_runs,
+    row_seqnos,
+    sealed,
+)
+from upr_protocol.errors import InvalidArgumentError, MissingPackageError
+from upr_protocol.limits import (
+    BLOCK_COLUMN_BYTES,
+    BLOCK_ROWS_MAX,
+    KEY_BYTES_MAX,
+    KEY_BYTES_MIN,
+    VALUE_BYTES_MAX,
+)
+from upr_protocol.partitioning import partitions_of_column
 
 if TYPE_CHECKING:
     from upr_client.events import ChangeBatch
+
+_SORTED_BYTES: Final = 64 * 2**20
+_KEY_BYTES_SHOWN: Final = 16
 
 
 def _pyarrow() -> Any:
@@ -152,3 +173,174 @@ def _binary(
 ) -> Any:
     buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(data)]
     return pa.Array.from_buffers(pa.binary(), rows, buffers, nulls)
+
+
+def check_rows(keys: Any, values: Any) -> None:
+    """Check rows that are to be written, all at once.
+
+    Args:
+        keys, values: ``pyarrow.Array`` or ``ChunkedArray`` of binary or string, also the large ones, of one length;
+            a value that is null deletes its key.
+
+    Raises:
+        InvalidArgumentError: a key is null, or a key or value is out of its range; it names the first one.
+        MissingPackageError: pyarrow is not installed.
+    """
+    pa = _pyarrow()
+    for name, column in (("keys", keys), ("values", values)):
+        kind = column.type
+        if not (
+            pa.types.is_binary(kind)
+            or pa.types.is_string(kind)
+            or pa.types.is_large_binary(kind)
+            or pa.types.is_large_string(kind)
+        ):
+            raise InvalidArgumentError(f"{name} are {kind}", hint="cast them to binary or string")
+    if len(keys) != len(values):
+        raise InvalidArgumentError(f"{len(keys)} keys, but {len(values)} values")
+    key_lengths, value_lengths = _lengths(keys), _lengths(values)
+    bad = np.flatnonzero((key_lengths < KEY_BYTES_MIN) | (key_lengths > KEY_BYTES_MAX))
+    if len(bad):
+        row = int(bad[0])
+        if not keys[row].is_valid:
+            raise InvalidArgumentError(f"the key of row {row} is null")
+        raise InvalidArgumentError(
+            f"key {_shown(keys[row])} has {key_lengths[row]} bytes, a key has "
+            f"{KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
+        )
+    large = np.flatnonzero(value_lengths > VALUE_BYTES_MAX)
+    if len(large):
+        row = int(large[0])
+        raise InvalidArgumentError(
+            f"the value of key {_shown(keys[row])} has {value_lengths[row]} bytes, the limit is {VALUE_BYTES_MAX}",
+            hint="store it elsewhere and write a reference",
+        )
+
+
+def _shown(key: Any) -> str:
+    """Return a key in hex, without what is behind its first bytes."""
+    data = key.as_buffer().to_pybytes()
+    more = "..." if len(data) > _KEY_BYTES_SHOWN else ""
+    return data[:_KEY_BYTES_SHOWN].hex() + more if data else "''"
+
+
+def _lengths(column: Any) -> I64:
+    """Return each row's bytes, 0 for null: int64, shape ``(rows,)``."""
+    import pyarrow.compute as pc
+
+    lengths = pc.binary_length(column)
+    if lengths.null_count:
+        lengths = pc.fill_null(lengths, 0)
+    told: I64 = lengths.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    return told
+
+
+def row_sizes(keys: Any, values: Any) -> I64:
+    """Return what each row takes in a block: int64, shape ``(rows,)``; the arguments are those of ``check_rows``."""
+    return _lengths(keys) + _lengths(values) + ROW_BYTES
+
+
+def blocks(
+    keys: Any,
+    values: Any,
+    *,
+    column_bytes: int = BLOCK_COLUMN_BYTES,
+    block_rows: int = BLOCK_ROWS_MAX,
+) -> Iterator[Block]:
+    """Build the blocks that write these rows, for ``Bucket.write_blocks``, without an object for each row.
+
+    Rows are sorted by partition, 64 MiB of them at a time, so that a block has few partitions. The rows of a key
+    keep their order, through all blocks.
+
+    Args:
+        keys, values: as ``check_rows`` takes them; all are checked before the first block.
+        column_bytes: what a block takes at most, unless it has one row; 1 to 2^20.
+        block_rows: rows of a block at most, 1 to 2^18.
+
+    Raises:
+        InvalidArgumentError: a key or value, or a limit, is out of its range.
+        MissingPackageError: pyarrow is not installed.
+    """
+    for name, limit, largest in (
+        ("column_bytes", column_bytes, BLOCK_COLUMN_BYTES),
+        ("block_rows", block_rows, BLOCK_ROWS_MAX),
+    ):
+        if not 1 <= limit <= largest:
+            raise InvalidArgumentError(f"{name} is {limit}, it must be 1 to {largest}")
+    check_rows(keys, values)
+    pa = _pyarrow()
+    for first, last in _cuts(row_sizes(keys, values), _SORTED_BYTES, len(keys)):
+        part_keys, part_values = (
+            _plain(pa, column.slice(first, last - first)) for column in (keys, values)
+        )
+        yield from _sorted_blocks(pa, part_keys, part_values, column_bytes, block_rows)
+
+
+def _cuts(sizes: I64, size: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Cut rows, in order, into slices of so many bytes and rows at most, or of one row."""
+    ends = np.cumsum(sizes)
+    first = 0
+    while first < len(ends):
+        floor = int(ends[first - 1]) if first else 0
+        last = int(np.searchsorted(ends, floor + size, side="right"))
+        last = min(max(last, first + 1), first + rows, len(ends))
+        yield first, last
+        first = last
+
+
+def _plain(pa: Any, column: Any) -> Any:
+    """Return a column as one array of binary."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            # Some versions of pyarrow return chunks here.
+            column = pa.concat_arrays(column.chunks)
+    return column.cast(pa.binary())
+
+
+def _sorted_blocks(
+    pa: Any, keys: Any, values: Any, column_bytes: int, block_rows: int
+) -> Iterator[Block]:
+    offsets, data = _buffers(keys)
+    partitions = partitions_of_column(offsets.astype(np.int64), np.frombuffer(data, np.uint8))
+    # Sorting 16 bits is a radix sort.
+    order = np.argsort(partitions, kind="stable")
+    partitions = partitions[order]
+    ops = None
+    if values.null_count:
+        ops = values.is_null().to_numpy(zero_copy_only=False)[order].astype(np.uint8) * OP_DELETE
+    rows = pa.array(order)
+    key_offsets, key_data = _buffers(keys.take(rows))
+    value_offsets, value_data = _buffers(values.take(rows))
+    sizes = np.diff(key_offsets).astype(np.int64) + np.diff(value_offsets) + ROW_BYTES
+    for first, last in _cuts(sizes, column_bytes, block_rows):
+        part = partitions[first:last]
+        bounds = np.concatenate(([0], np.flatnonzero(part[1:] != part[:-1]) + 1, [len(part)]))
+        block_ops = b""
+        if ops is not None and ops[first:last].any():
+            block_ops = ops[first:last].tobytes()
+        key_part = key_offsets[first : last + 1]
+        value_part = value_offsets[first : last + 1]
+        yield sealed(
+            Block(
+                make_runs(part[bounds[:-1]], np.diff(bounds)),
+                b"",
+                block_ops,
+                (key_part - key_part[0]).tobytes(),
+                bytes(key_data[key_part[0] : key_part[-1]]),
+                (value_part - value_part[0]).tobytes(),
+                bytes(value_data[value_part[0] : value_part[-1]]),
+                b"",
+                0,
+            )
+        )
+
+
+def _buffers(column: Any) -> tuple[npt.NDArray[np.int32], memoryview]:
+    """Return the offsets, rows + 1 of them, and the data that they point into."""
+    _, offsets, data = column.buffers()
+    count = len(column) + 1
+    told = (
+        np.frombuffer(offsets, "<i4", count, 4 * column.offset) if offsets else np.zeros(1, "<i4")
+    )
+    return told, memoryview(data if data is not None else b"")

@@ -1,10 +1,10 @@
 """What became of writes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from upr_protocol.block import Block
-from upr_protocol.errors import UprError
+from upr_protocol.block import RUN, Block
+from upr_protocol.errors import PartlyWrittenError, UprError
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
 from upr_protocol.wire.codec import block_to_message, decode_runs
 from upr_protocol.wire.status import error_of
@@ -74,6 +74,22 @@ def partly_refused(partitions: Iterable[types_pb2.RefusedPartition]) -> UprError
         f"{error.message}"
     )
     return error
+
+
+def partly_known(
+    request: kv_pb2.WriteRequest, runs: Sequence[tuple[int, int, int, int]]
+) -> UprError | None:
+    """Return the error of a write whose answer tells of fewer partitions than it has, and of no refusal; else None.
+
+    The server answers so when it is sent again a write that some partitions refused: it knows what was applied.
+    """
+    missing = len(request.write.block.runs) // RUN.itemsize - len(runs)
+    if missing <= 0:
+        return None
+    return PartlyWrittenError(
+        f"write {request.write.number} was applied before, but {missing} of its partitions had refused their part",
+        hint="write those rows again, if nothing newer was written meanwhile",
+    )
 
 
 def window_of(opened: kv_pb2.WriteOpened) -> int:

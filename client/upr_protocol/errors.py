@@ -145,6 +145,12 @@ class UnknownOutcomeError(UprError):
     default_retriable = True
 
 
+class PartlyWrittenError(UprError):
+    """A write that was sent again had been applied before, but not in those of its partitions that refused it then."""
+
+    default_reason = "PARTLY_WRITTEN"
+
+
 class WriteFailedError(UprError):
     """Rows that a buffered writer had taken were not written, or may not have been.
 

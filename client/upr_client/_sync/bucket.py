@@ -30,6 +30,7 @@ from upr_client.messages import (
 from upr_client.positions import PositionStore
 from upr_client.recent_keys import RECENT_KEY_BYTES
 from upr_client.results import WriteResult, WriteResults
+from upr_protocol.block import Block
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
@@ -38,6 +39,7 @@ from upr_protocol.limits import (
     LEASE_SECONDS,
 )
 from upr_protocol.rows import build_block, build_blocks, check_row
+from upr_protocol.wire.v1 import types_pb2
 
 if TYPE_CHECKING:
     from upr_client._sync.client import Client
@@ -66,16 +68,20 @@ class Bucket(Asking):
         self._check_usable()
         with self._mutex:
             if self._made_writer is None:
-                self._made_writer = Writer(
-                    self._client._stubs,
-                    self._client._failed,
-                    self.name,
-                    self._producer,
-                    self._client.connect_timeout,
-                    self._client.retry_seconds,
-                    self._set_version,
-                )
+                self._made_writer = self._new_writer(self._producer)
             return self._made_writer
+
+    def _new_writer(self, producer: str, first_number: int | None = None) -> Writer:
+        return Writer(
+            self._client._stubs,
+            self._client._failed,
+            self.name,
+            producer,
+            self._client.connect_timeout,
+            self._client.retry_seconds,
+            self._set_version,
+            first_number,
+        )
 
     def _set_version(self, version: int) -> None:
         self.version = version
@@ -125,7 +131,49 @@ class Bucket(Asking):
         level = choice(DURABILITIES, durability, "durability")
         pairs = list(rows)
         blocks = build_blocks([key for key, _ in pairs], [value for _, value in pairs])
-        writer = self._writer()
+        return WriteResults(len(pairs), self._write_all(self._writer(), blocks, level))
+
+    def write_blocks(
+        self, blocks: Iterable[Block], durability: str = "disk", *, once: str | None = None
+    ) -> WriteResults:
+        """Write prepared blocks, in their order, without waiting for each one's answer; else as ``write_many``.
+
+        Args:
+            blocks: without seqnos, as ``upr_client.arrow.blocks`` makes them.
+            durability: as in ``set``.
+            once: a name for exactly these blocks, as that of a bucket. Whoever writes the same blocks under it again,
+                also from another process, at the same time or after a failure, has them applied once altogether.
+                Other blocks must have another name: one with a digest of the content is safe. The server
+                remembers a name for 24 hours, and with ``producer`` names the newest 10,000.
+
+        Raises:
+            InvalidArgumentError: a value is out of its range.
+            PartlyWrittenError: partitions refused their part when the blocks were written under the name before.
+            UprError: as in ``set``, the first one.
+        """
+        level = choice(DURABILITIES, durability, "durability")
+        self._check_usable()
+        rows = 0
+
+        def counted() -> Iterable[Block]:
+            nonlocal rows
+            for block in blocks:
+                rows += block.rows
+                yield block
+
+        if once is None:
+            runs = self._write_all(self._writer(), counted(), level)
+            return WriteResults(rows, runs)
+        writer = self._new_writer(check_name(once, "name of blocks"), 1)
+        try:
+            runs = self._write_all(writer, counted(), level)
+        finally:
+            writer.close(self._client.request_timeout)
+        return WriteResults(rows, runs)
+
+    def _write_all(
+        self, writer: Writer, blocks: Iterable[Block], level: types_pb2.Durability.ValueType
+    ) -> list[tuple[int, int, int, int]]:
         writes: list[Write] = []
         for block in blocks:
             writes.append(writer.submit(block, level))
@@ -133,7 +181,7 @@ class Bucket(Asking):
             give_way()
             if any(write.error is not None for write in writes[-128:]):
                 break
-        runs = []
+        runs: list[tuple[int, int, int, int]] = []
         failure: Exception | None = None
         for write in writes:
             try:
@@ -142,7 +190,7 @@ class Bucket(Asking):
                 failure = failure or error
         if failure is not None:
             raise failure
-        return WriteResults(len(pairs), runs)
+        return runs
 
     def writer(
         self,

@@ -10,7 +10,7 @@ from upr_client import backoff
 from upr_client._sync.adapter import Background, Event, Places, mutex, now
 from upr_client._sync.connection import Call
 from upr_client._sync.routing import Stubs
-from upr_client.results import partly_refused, result_runs, window_of, write_request
+from upr_client.results import partly_known, partly_refused, result_runs, window_of, write_request
 from upr_protocol.block import Block
 from upr_protocol.errors import (
     BucketGoneError,
@@ -67,6 +67,7 @@ class Writer:
         connect_seconds: how long the server may take to accept a call.
         retry_seconds: how long to try without any progress; None for ever.
         on_version: is told the bucket's version.
+        first_number: of the first write; None for the one after the last that the server knows of the producer.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Writer:
         connect_seconds: float,
         retry_seconds: float | None,
         on_version: Callable[[int], None],
+        first_number: int | None = None,
     ) -> None:
         self._stubs = stubs
         self._failed = failed
@@ -89,7 +91,7 @@ class Writer:
         self._mutex = mutex()
         self._pending: dict[int, Write] = {}
         self._order = 0
-        self._next_number: int | None = None
+        self._next_number = first_number
         self._version = 0
         self._window = WRITES_IN_FLIGHT_MAX
         self._room = Places(WRITES_IN_FLIGHT_MAX)
@@ -307,7 +309,8 @@ class Writer:
             if earlier < order and other.refused is not None:
                 self._finish(earlier, other.refused)
         write.runs = result_runs(result)
-        self._finish(order, partly_refused(result.refused_partitions))
+        refused = partly_refused(result.refused_partitions)
+        self._finish(order, refused or partly_known(write.request, write.runs))
         self._send_some()
 
     def _on_refused(self, order: int, write: Write, error: UprError) -> None:
