@@ -1,1 +1,31 @@
-"""What makes upr-stream useful to Spark and to backups; ``upr_spark.backup`` needs the extra ``upr-stream[backup]``."""
+"""What makes upr-stream useful to Spark and to backups.
+
+The data source needs the extra ``upr-stream[spark]``, ``upr_spark.backup`` the extra ``upr-stream[backup]``.
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["configure", "register"]
+
+
+def register(spark: "SparkSession") -> None:
+    """Make the format ``upr`` known to a session; where upr-stream is installed Spark also finds it by itself."""
+    from upr_spark.source.data_source import UprDataSource
+
+    spark.dataSource.register(UprDataSource)
+
+
+def configure(builder: Any) -> Any:
+    """Return a ``SparkSession.builder`` with what the data source needs of a session.
+
+    Workers run this Python unless ``PYSPARK_PYTHON`` names another, and conditions may be pushed down (with the option
+    filterPushdown).
+    """
+    # Spark's own default is the python3 of the PATH, which need not have this package.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    return builder.config("spark.sql.python.filterPushdown.enabled", "true")

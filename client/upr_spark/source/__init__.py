@@ -1,0 +1,1 @@
+"""The data source ``upr``: what Spark reads of a bucket, whole or as a stream."""

@@ -1,0 +1,198 @@
+"""What planning asks of a server, over the SDK; what may be asked again is, for as long as ``retryTimeout`` says."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from upr_protocol.errors import (
+    AlreadyExistsError,
+    BucketGoneError,
+    BucketNotFoundError,
+    CutNotFoundError,
+    TooManyError,
+    UprError,
+)
+from upr_spark.connection import Connection
+from upr_spark.errors import UprSparkError
+from upr_spark.source.planning import Answer, CutPoint, PinPoint
+
+if TYPE_CHECKING:
+    from upr_client import Bucket, Client
+
+T = TypeVar("T")
+
+_TOO_MANY_HINT: Final = (
+    "each DataFrame of a batch read holds a cut for leaseTtl: make that shorter, or release cuts that are not needed "
+    "with upr-admin cut release"
+)
+_PAUSES: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class Server:
+    """One bucket of a server. The client is opened when it is needed; ``close`` it.
+
+    Args:
+        connection: how to reach it.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._client: Client | None = None
+        self._bucket: Bucket | None = None
+
+    @property
+    def bucket(self) -> "Bucket":
+        """The bucket, over a client of this process."""
+        if self._bucket is None:
+            self._client = self._connection.open()
+            self._bucket = self._client.bucket(self._connection.bucket)
+        return self._bucket
+
+    @property
+    def bucket_version(self) -> int:
+        """The version of the bucket that answered last; 0 before."""
+        return self.bucket.version
+
+    def close(self) -> None:
+        """Disconnect; what is asked later connects anew."""
+        client, self._client, self._bucket = self._client, None, None
+        if client is not None:
+            client.close()
+
+    def now(self) -> float:
+        """Return seconds of a clock that only goes on."""
+        return time.monotonic()
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
+
+    def ask(self, ids: Mapping[int, int | None], *, whole: bool) -> dict[int, Answer]:
+        """Say hello for partitions, each with the failover id of what was read.
+
+        Args:
+            whole: also ask what only planning needs: newest records, purge seqnos, states.
+
+        Raises:
+            UprSparkError: UPR_BUCKET_MISMATCH, the bucket is another one than before; or as the server refused.
+        """
+        answers = self._retried(lambda: self.bucket.hello(ids, with_log=whole))
+        for answer in answers:
+            if answer.HasField("problem"):
+                problem = answer.problem
+                raise UprSparkError(
+                    problem.reason or "UNAVAILABLE",
+                    f"partition {answer.partition}: {problem.message}",
+                    hint=problem.hint,
+                    retriable=problem.retriable,
+                )
+        if not whole:
+            return {a.partition: _answer(a) for a in answers}
+        infos = self._retried(lambda: self.bucket.partitions(list(ids)))
+        told = {info.partition: info for info in infos}
+        return {
+            a.partition: _answer(
+                a, told[a.partition].purge_seqno, told[a.partition].state == "active"
+            )
+            for a in answers
+        }
+
+    def make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
+        """Pin partitions.
+
+        Raises:
+            UprSparkError: as the server refused.
+        """
+
+        def make() -> Any:
+            try:
+                return self.bucket.create_cut(name, partitions=partitions, lease=lease)
+            except AlreadyExistsError:
+                # The answer to the attempt before this one was lost.
+                self.bucket.release_cut(name)
+                raise UprError(f"cut {name} was made twice", retriable=True) from None
+            except TooManyError as error:
+                raise UprSparkError(
+                    "TOO_MANY", error.message, hint=_TOO_MANY_HINT, retriable=True
+                ) from None
+
+        return _cut_point(self._retried(make))
+
+    def find_cut(self, name: str, lease: float) -> CutPoint | None:
+        """Return a cut that still holds, renewed; None when there is none of that name."""
+        if not self.renew(name, lease):
+            return None
+        for cut in self._retried(lambda: self.bucket.cuts(with_pins=True)):
+            if cut.name == name:
+                return _cut_point(cut)
+        return None
+
+    def renew(self, name: str, lease: float) -> bool:
+        """Have a cut's lease begin anew; False when there is none of that name any more."""
+        try:
+            self._retried(lambda: self.bucket.renew_cut(name, lease))
+        except UprSparkError as error:
+            if error.code == CutNotFoundError.default_reason:
+                return False
+            raise
+        return True
+
+    def release(self, name: str) -> None:
+        """Give a cut up; where that fails its lease ends it."""
+        try:
+            self.bucket.release_cut(name)
+        except UprError:
+            return
+
+    def _retried(self, ask: Callable[[], T]) -> T:
+        began = time.monotonic()
+        attempt = 0
+        while True:
+            try:
+                return ask()
+            except (BucketGoneError, BucketNotFoundError) as error:
+                raise _other_bucket(error) from None
+            except UprError as error:
+                waited = time.monotonic() - began
+                if (
+                    not error.retriable
+                    or isinstance(error, UprSparkError)
+                    or waited > self._connection.retry_timeout
+                ):
+                    raise UprSparkError.of(error) from None
+            time.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])
+            attempt += 1
+
+
+def _other_bucket(error: UprError) -> UprSparkError:
+    if isinstance(error, BucketGoneError):
+        return bucket_mismatch(error.message)
+    return UprSparkError.of(error)
+
+
+def bucket_mismatch(words: str) -> UprSparkError:
+    """Return the error for a bucket that is not the one that was read before."""
+    return UprSparkError(
+        "BUCKET_MISMATCH",
+        words,
+        hint="a bucket that was dropped and created anew, or another one of the same name, needs a new checkpoint",
+    )
+
+
+def _answer(answer: Any, purge: int = 0, active: bool = True) -> Answer:
+    records = answer.failover_log
+    return Answer(
+        answer.failover_id,
+        answer.high_seqno,
+        answer.rollback_seqno if answer.HasField("rollback_seqno") else None,
+        answer.rule,
+        answer.words,
+        records[-1].seqno if records else 0,
+        purge,
+        active,
+    )
+
+
+def _cut_point(cut: Any) -> CutPoint:
+    pins = {p: PinPoint(pin.failover_id or 0, pin.seqno) for p, pin in cut.pins.items()}
+    return CutPoint(cut.name, pins)

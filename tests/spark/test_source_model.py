@@ -1,0 +1,340 @@
+"""Planning and reading of the data source against a server and an engine in memory; no JVM."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.spark.source_engine import Engine
+from tests.spark.source_model import Weather
+from upr_protocol.limits import PARTITIONS
+from upr_spark.connection import read_connection
+from upr_spark.errors import UprSparkError, find_error
+from upr_spark.source import planning
+from upr_spark.source.offsets import (
+    Entry,
+    Offset,
+    format_partitions,
+    parse_offset,
+    parse_partitions,
+)
+from upr_spark.source.options import OPTIONS, read_settings
+from upr_spark.source.planning import (
+    Answer,
+    CutPoint,
+    PinPoint,
+    Range,
+    Rules,
+    grouped,
+    next_offset,
+    plan_ranges,
+    thinned,
+)
+
+_WEATHERS = {
+    "rollbacks": Weather(),
+    "lapses": Weather(lapses=True),
+    "purges": Weather(lapses=True, purges=True),
+    "everything": Weather(True, True, True, True),
+}
+_STARTS: tuple[Any, ...] = ("earliest", "latest", {"0": 0, "1": 0, "2": 0})
+
+
+def _run(
+    seeds: range, mode: str, weather: Weather, *, drop_controls: bool = False
+) -> tuple[int, list[Engine]]:
+    """Return how many runs ended wrong, and all of them."""
+    wrong, engines = 0, []
+    for seed in seeds:
+        engine = Engine(
+            seed, mode, weather, starting=_STARTS[seed % 3], drop_controls=drop_controls
+        )
+        engines.append(engine)
+        engine.live()
+        try:
+            engine.check()
+        except AssertionError:
+            wrong += 1
+    return wrong, engines
+
+
+@pytest.mark.parametrize("mode", ["emit", "reset", "fail", "any"])
+@pytest.mark.parametrize("weather", list(_WEATHERS))
+def test_the_sink_ends_with_what_the_server_has(mode: str, weather: str) -> None:
+    wrong, engines = _run(range(40), mode, _WEATHERS[weather])
+
+    assert wrong == 0
+    assert sum(engine.server.rollbacks for engine in engines) > 40
+    if weather == "rollbacks":
+        assert not any("SNAPSHOT_GONE" in engine.errors for engine in engines)
+    if mode == "emit":
+        assert not any("ROLLBACK_REQUIRED" in engine.errors for engine in engines)
+    if mode == "reset":
+        assert not any("DATA_LOSS" in engine.errors for engine in engines)
+
+
+def test_a_sink_that_ignores_control_rows_ends_wrong() -> None:
+    wrong, _ = _run(range(60), "emit", Weather(), drop_controls=True)
+
+    assert wrong > 10
+
+
+def test_going_back_to_the_newest_point_instead_of_one_that_is_left_ends_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def all_of_them(entry: Entry, back_to: int, purge: int) -> list[int]:
+        return [entry.seqno, *entry.points] if entry.holds else []
+
+    monkeypatch.setattr(planning, "_usable", all_of_them)
+    wrong, _ = _run(range(60), "emit", Weather())
+
+    assert wrong > 10
+
+
+def test_going_back_to_the_servers_seqno_instead_of_a_point_ends_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def right_there(entry: Entry, back_to: int, purge: int) -> list[int]:
+        return [min(entry.seqno, back_to)] if entry.holds else []
+
+    monkeypatch.setattr(planning, "_usable", right_there)
+    wrong, _ = _run(range(150), "emit", Weather())
+
+    assert wrong > 0
+
+
+# The specification's example: read up to 434 in batches that ended at 418 and 434; the server goes on from 426.
+
+_START = Offset(7, {5: Entry(11, 434, (418, 400))}, "c1")
+_ANSWER = Answer(12, 450, 426, "next_record", "words", 426)
+_CUT = CutPoint("c2", {5: PinPoint(12, 450)})
+
+
+def test_emit_goes_back_to_the_newest_end_of_a_batch_that_is_left() -> None:
+    end = next_offset(_START, {5: _ANSWER}, _CUT, Rules("emit"))
+
+    assert end is not None
+    assert end.entries[5] == Entry(12, 450, (418, 400), rollback=418)
+    assert plan_ranges(_START, end) == [Range(5, 418, 12, 450, 418)]
+
+
+def test_fail_says_what_is_needed_to_decide() -> None:
+    with pytest.raises(UprSparkError) as raised:
+        next_offset(_START, {5: _ANSWER}, _CUT, Rules("fail"))
+
+    found = find_error(f"org.apache.spark.Exception: Traceback\n{raised.value}\n\tat java")
+    assert found is not None
+    assert found.code == "ROLLBACK_REQUIRED"
+    assert found.document["partition"] == 5
+    assert found.document["old_id"] == f"{11:016x}"
+    assert found.document["new_id"] == f"{12:016x}"
+    assert found.document["rollback_seqno"] == 426
+    assert found.document["newest_point"] == 418
+    assert "onRollback=emit" in found.hint
+    assert not found.retriable
+
+
+def test_reset_begins_the_partition_again() -> None:
+    end = next_offset(_START, {5: _ANSWER}, _CUT, Rules("reset"))
+
+    assert end is not None
+    assert end.entries[5] == Entry(12, 450, (), rollback=0, inexact=True)
+
+
+@pytest.mark.parametrize("mode", ["emit", "fail"])
+def test_what_is_part_of_the_new_history_stays(mode: Any) -> None:
+    start = Offset(7, {5: Entry(11, 426, (418,))}, "c1")
+
+    end = next_offset(start, {5: _ANSWER}, _CUT, Rules(mode))
+
+    assert end is not None
+    assert end.entries[5] == Entry(12, 450, (426, 418))
+    assert plan_ranges(start, end) == [Range(5, 426, 12, 450, None)]
+
+
+def test_who_began_above_goes_back_to_where_the_server_did_and_holds_nothing() -> None:
+    start = Offset(7, {5: Entry(11, 434, base=434)}, "c1")
+
+    end = next_offset(start, {5: _ANSWER}, _CUT, Rules("fail"))
+
+    assert end is not None
+    assert end.entries[5] == Entry(12, 450, (), rollback=426, base=426)
+    assert plan_ranges(start, end) == [Range(5, 426, 12, 450, None)]
+
+
+@pytest.mark.parametrize("mode", ["emit", "fail"])
+def test_an_unknown_id_is_lost_data(mode: Any) -> None:
+    answer = replace(_ANSWER, rollback=0, rule="unknown_id")
+
+    with pytest.raises(UprSparkError) as raised:
+        next_offset(_START, {5: answer}, _CUT, Rules(mode))
+    assert raised.value.code == "DATA_LOSS"
+    end = next_offset(_START, {5: answer}, _CUT, Rules(mode, fail_on_data_loss=False))
+    assert end is not None
+    assert end.entries[5].rollback == 0
+
+
+def test_points_below_the_purge_seqno_are_not_gone_back_to() -> None:
+    end = next_offset(_START, {5: replace(_ANSWER, purge=410)}, _CUT, Rules("emit"))
+    assert end is not None
+    assert end.entries[5].rollback == 418
+
+    end = next_offset(_START, {5: replace(_ANSWER, purge=420)}, _CUT, Rules("emit"))
+    assert end is not None
+    assert end.entries[5].rollback == 0
+
+
+def test_less_under_the_same_id_is_a_missing_record() -> None:
+    answer = Answer(11, 420, None, "newest_id", "", newest_record=418)
+    cut = CutPoint("c2", {5: PinPoint(11, 420)})
+
+    end = next_offset(_START, {5: answer}, cut, Rules("emit"))
+
+    assert end is not None
+    assert end.entries[5] == Entry(11, 420, (418, 400), rollback=418)
+    late = next_offset(_START, {5: replace(answer, active=False)}, cut, Rules("emit"))
+    assert late is None
+
+
+def test_a_limit_lets_whole_partitions_through_and_at_least_one() -> None:
+    start = Offset(7, {p: Entry(None, 0) for p in range(4)})
+    answers = {p: Answer(1, 10) for p in range(4)}
+    cut = CutPoint("c", {p: PinPoint(1, 10) for p in range(4)})
+
+    reached = []
+    offset = start
+    while (end := next_offset(offset, answers, cut, Rules(), 25)) is not None:
+        reached.append([p for p, entry in end.entries.items() if entry.seqno == 10])
+        offset = parse_offset(json.loads(json.dumps(end.to_json())))
+
+    assert reached == [[0, 1], [0, 1, 2, 3]]
+    one = next_offset(start, answers, cut, Rules(), 1)
+    assert one is not None
+    assert [entry.seqno for entry in one.entries.values()] == [10, 0, 0, 0]
+
+
+def test_an_offset_is_the_same_text_after_it_was_read() -> None:
+    entries = {
+        0: Entry(None, 0),
+        5: Entry(11, 434, (418, 400), rollback=418),
+        6: Entry(12, 9, base=3),
+        7: Entry(11, 2, inexact=True),
+    }
+    offset = Offset(0xABC, entries, "c2", "c1", anchor=True)
+
+    text = json.dumps(offset.to_json())
+
+    assert parse_offset(json.loads(text)) == offset
+    assert json.dumps(parse_offset(json.loads(text)).to_json()) == text
+    assert '"p": [[null, 0], [0, 434, 16, 34, ["r", 418]], [1, 9, ["b", 3]], [0, 2, ["x"]]]' in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": 2},
+        {"ps": "0-"},
+        {"p": []},
+        {"p": [[4, 1]]},
+        {"b": "x"},
+        {"ids": ["0"]},
+        {"p": [[0, -1]]},
+    ],
+)
+def test_a_damaged_or_newer_offset_is_refused(change: dict[str, Any]) -> None:
+    document = Offset(1, {5: Entry(11, 434)}).to_json() | change
+
+    with pytest.raises(UprSparkError) as raised:
+        parse_offset(document)
+    assert raised.value.code == "BAD_OFFSET"
+    assert raised.value.hint
+
+
+def test_an_offset_of_a_thousand_partitions_is_small() -> None:
+    points = tuple(range(10_000_000 - 5000, 10_000_000 - 45_000, -5000))
+    offset = Offset(1, {p: Entry(11, 10_000_000, points) for p in range(PARTITIONS)}, "c")
+
+    assert len(json.dumps(offset.to_json(), separators=(",", ":"))) < 80_000
+
+
+def test_partitions_are_written_as_ranges() -> None:
+    assert parse_partitions("0-2, 512,1") == (0, 1, 2, 512)
+    assert format_partitions((0, 1, 2, 512)) == "0-2,512"
+    assert format_partitions(parse_partitions("1023,0-1022")) == "0-1023"
+
+
+def test_points_thin_out_with_their_distance() -> None:
+    points = tuple(range(990, 0, -10))
+
+    kept = thinned(points, 1000, 8)
+
+    assert len(kept) == 8
+    assert kept[0] == 990
+    assert kept[-1] < 500
+    assert list(kept) == sorted(kept, reverse=True)
+
+
+def test_groups_are_of_about_the_same_weight() -> None:
+    ranges = [Range(p, 0, 1, 1000 if p == 3 else 10) for p in range(64)]
+
+    groups = grouped(ranges, 4)
+
+    assert sorted(one.partition for group in groups for one in group) == list(range(64))
+    assert [3] in [[one.partition for one in group] for group in groups]
+    assert len(grouped(ranges[:2], 8)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "endpoint"),
+        ({"endpoint": "x"}, "endpoint"),
+        ({"endpont": "h:1"}, "endpont"),
+        ({"path": "x"}, "path"),
+        ({"partitions": "0-1024"}, "partitions"),
+        ({"partitions": "9-3"}, "partitions"),
+        ({"onrollback": "ignore"}, "onRollback"),
+        ({"batchrows": "0"}, "batchRows"),
+        ({"batchbytes": "1"}, "batchBytes"),
+        ({"leasettl": "31d"}, "leaseTtl"),
+        ({"minpollinterval": "soon"}, "minPollInterval"),
+        ({"startingoffsets": '{"5": 434}'}, "startingOffsets"),
+        ({"startingoffsets": '{"5": -1}'}, "startingOffsets"),
+        ({"startingoffsets": "yesterday"}, "startingOffsets"),
+        ({"failondataloss": "yes"}, "failOnDataLoss"),
+        ({"bucket": "\n"}, "bucket"),
+        ({"token": "s3cret", "endpoint": "example.org:1"}, "token"),
+        ({"tokenfile": "/nonexistent/file"}, "tokenFile"),
+        ({"tls.ca": "/nonexistent/file"}, "tls.ca"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options: dict[str, str], named: str) -> None:
+    given = options if named == "endpoint" else {"endpoint": "127.0.0.1:1"} | options
+
+    with pytest.raises(UprSparkError) as raised:
+        read_settings(given)
+    assert raised.value.code == "BAD_OPTION"
+    assert raised.value.details["option"] == named
+    assert raised.value.hint or named in ("startingOffsets", "tls.ca", "tokenFile", "token")
+    assert "s3cret" not in str(raised.value)
+
+
+def test_options_take_their_values() -> None:
+    settings = read_settings(
+        {
+            "ENDPOINT": "127.0.0.1:1",
+            "minpartitions": "3",
+            "leasettl": "90s",
+            "batchbytes": "2m",
+            "partitions": "5",
+            "startingoffsets": '{"5": 434}',
+            "token": "s3cret",
+        }
+    )
+
+    assert (settings.tasks, settings.lease, settings.batch_bytes) == (3, 90.0, 2 << 20)
+    assert settings.starting == {"5": 434}
+    assert "s3cret" not in repr(settings)
+    assert read_connection({"endpoint": "127.0.0.1:1", "other": "1"}).bucket == "default"
+    assert len({option.name.lower() for option in OPTIONS}) == len(OPTIONS)
