@@ -1,0 +1,417 @@
+"""The sink's writers, driven as Spark drives them, against a real server."""
+
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import (
+    BinaryType,
+    DoubleType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from tests.harness import RunningServer
+from tests.spark.sink_rows import (
+    APPLY,
+    UPSERT,
+    Place,
+    as_task,
+    batches,
+    new_place,
+    refusal,
+    some_rows,
+)
+from upr_client import Bucket, PartlyWrittenError
+from upr_client.testing import ScriptedServer
+from upr_spark.sink import batch_writer, stream_writer
+
+StartServer = Callable[..., RunningServer]
+
+QUERY = {"sql.streaming.queryId": "q", "streaming.sql.batchId": "7"}
+SMALL = {"maxInFlightBytes": "1m"}
+"""Chunks of half a MiB, so that a task has several."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    server = RunningServer(tmp_path_factory.mktemp("server"))
+    yield server.start()
+    server.close()
+
+
+@pytest.fixture
+def place(server: RunningServer) -> Iterator[Place]:
+    with new_place(server.target) as place:
+        yield place
+
+
+# What is written
+
+
+@pytest.mark.parametrize("more", [{}, SMALL, {"batchRows": "97", "durability": "memory"}])
+def test_upsert_keeps_the_last_value_of_each_key(place: Place, more: dict[str, str]) -> None:
+    rows = some_rows(20_000, keys=701)
+    writer = batch_writer(place.options(**more), UPSERT, overwrite=False)
+    done = writer.write(batches(rows, 3000))
+    writer.commit([done, None])
+    assert done.rows == 20_000
+    assert place.state() == dict(rows)
+    assert place.mutations() == 20_000
+
+
+def test_text_is_written_as_utf8(place: Place) -> None:
+    schema = StructType([StructField("value", StringType()), StructField("key", StringType())])
+    batch = pa.record_batch([pa.array(["ü", ""]), pa.array(["schlüssel", "b"])], ["value", "key"])
+    large = batch.cast(pa.schema([("value", pa.large_string()), ("key", pa.large_string())]))
+    writer = batch_writer(place.options(), schema, overwrite=False)
+    writer.write(iter([batch, large]))
+    assert place.state() == {"schlüssel".encode(): "ü".encode(), b"b": b""}
+    assert place.mutations() == 4
+
+
+def test_apply_obeys_op_and_takes_what_the_source_gives(place: Place) -> None:
+    kinds = {
+        "partition": (IntegerType(), pa.int32()),
+        "seqno": (LongType(), pa.int64()),
+        "op": (StringType(), pa.string()),
+        "key": (BinaryType(), pa.binary()),
+        "value": (BinaryType(), pa.binary()),
+        "failover_id": (StringType(), pa.string()),
+        "marker": (LongType(), pa.int64()),
+        "time": (TimestampType(), pa.timestamp("us", "UTC")),
+    }
+    schema = StructType([StructField(name, kind) for name, (kind, _) in kinds.items()])
+    rows = [("set", b"a", b"1"), ("set", b"b", b"1"), ("delete", b"a", None)]
+    # What a delete carries besides its key is of no use.
+    rows += [("set", b"c", b""), ("delete", b"b", b"old"), ("set", b"a", b"2")]
+    arrays = {name: pa.nulls(len(rows), kind) for name, (_, kind) in kinds.items()}
+    for name, column in zip(("op", "key", "value"), zip(*rows, strict=True), strict=True):
+        arrays[name] = pa.array(column, kinds[name][1])
+    writer = batch_writer(place.options(writeMode="apply"), schema, overwrite=False)
+    writer.write(iter([pa.record_batch(arrays)]))
+    assert place.state() == {b"a": b"2", b"c": b""}
+    assert place.mutations() == 6
+
+
+def test_a_task_without_rows_needs_no_server() -> None:
+    writer = batch_writer({"endpoint": "127.0.0.1:1"}, UPSERT, overwrite=False)
+    assert writer.write(iter([])).rows == 0
+    writer.abort([None, None])
+
+
+# What is refused
+
+
+def schema_of(*fields: tuple[str, Any]) -> StructType:
+    return StructType([StructField(name, kind) for name, kind in fields])
+
+
+KEY, VALUE, OP = ("key", BinaryType()), ("value", BinaryType()), ("op", StringType())
+
+
+@pytest.mark.parametrize("make", [batch_writer, stream_writer])
+@pytest.mark.parametrize(
+    ("schema", "more", "column"),
+    [
+        (schema_of(VALUE), {}, "key"),
+        (schema_of(KEY), {}, "value"),
+        (schema_of(KEY, KEY, VALUE), {}, "key"),
+        (schema_of(KEY, VALUE), {"writeMode": "apply"}, "op"),
+        (schema_of(KEY, ("value", DoubleType())), {}, "value"),
+        (schema_of(KEY, VALUE, ("op", BinaryType())), {"writeMode": "apply"}, "op"),
+        (schema_of(KEY, VALUE, OP), {}, "op"),
+        (schema_of(KEY, VALUE, ("colour", StringType())), {}, "colour"),
+        (schema_of(("Key", BinaryType()), VALUE), {}, "key"),
+    ],
+)
+def test_a_schema_is_refused_when_the_writer_is_made(
+    make: Any, schema: StructType, more: dict[str, str], column: str
+) -> None:
+    error = refusal(lambda: make({"endpoint": "127.0.0.1:1", **more}, schema, False))
+    assert (error.code, error.document["column"], error.retriable) == ("BAD_SCHEMA", column, False)
+    assert column in error.message
+
+
+def test_extra_columns_may_be_ignored(place: Place) -> None:
+    schema = schema_of(KEY, VALUE, ("colour", StringType()))
+    more = {"IGNOREEXTRACOLUMNS": "true"}
+    writer = batch_writer(place.options(**more), schema, overwrite=False)
+    writer.write(iter([pa.record_batch({"colour": ["red"], "key": [b"a"], "value": [b"1"]})]))
+    assert place.state() == {b"a": b"1"}
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"writeMode": "insert"}, "writeMode"),
+        ({"durability": "replicated"}, "durability"),
+        ({"batchRows": "0"}, "batchRows"),
+        ({"maxInFlightBytes": "100"}, "maxInFlightBytes"),
+        ({"allowTruncate": "maybe"}, "allowTruncate"),
+        ({"writeModus": "apply"}, "writeModus"),
+        ({"endpoint": ""}, "endpoint"),
+    ],
+)
+def test_bad_options_are_refused_when_the_writer_is_made(more: dict[str, str], name: str) -> None:
+    for make in (batch_writer, stream_writer):
+        given = {"endpoint": "127.0.0.1:1", **more}
+        error = refusal(lambda make=make, given=given: make(given, UPSERT, False))
+        assert (error.code, error.document["option"]) == ("BAD_OPTION", name)
+
+
+BAD_ROWS = [
+    ("upsert", (b"\xab\xcd", None), "BAD_ROW", "value of key abcd is null"),
+    ("upsert", (None, b"1"), "BAD_ROW", "the key of row 3 is null"),
+    ("upsert", (b"", b"1"), "BAD_ROW", "key '' has 0 bytes, a key has 1 to 4096"),
+    ("upsert", (b"k" * 4097, b"1"), "BAD_ROW", f"key {'6b' * 16}... has 4097 bytes"),
+    ("upsert", (b"big", bytes(20 * 2**20 + 1)), "BAD_ROW", "value of key 626967 has 20971521"),
+    ("apply", ("set", b"\xab", None), "BAD_ROW", "value of key ab is null and its op is set"),
+    ("apply", ("put", b"\xab", b"1"), "BAD_ROW", "op of key ab is 'put'"),
+    ("apply", (None, b"\xab", b"1"), "BAD_ROW", "op of key ab is 'None'"),
+    ("apply", ("delete", None, None), "BAD_ROW", "the key of row 3 is null"),
+    ("apply", ("rollback", None, None), "ROLLBACK_ROW", "newer rows of its partition never"),
+]
+
+
+@pytest.mark.parametrize(("mode", "row", "code", "words"), BAD_ROWS)
+def test_a_bad_row_is_named_and_nothing_is_written(
+    place: Place, mode: str, row: Any, code: str, words: str
+) -> None:
+    good: Any = ("set", b"good", b"1") if mode == "apply" else (b"good", b"1")
+    schema = APPLY if mode == "apply" else UPSERT
+    writer = batch_writer(place.options(writeMode=mode), schema, overwrite=False)
+    error = refusal(lambda: writer.write(batches([good, good, good, row, good])))
+    assert (error.code, error.retriable) == (code, False)
+    assert words in error.message
+    assert place.mutations() == 0
+
+
+# What comes again
+
+
+@pytest.mark.parametrize("more", [{}, SMALL])
+def test_a_task_that_is_tried_again_applies_nothing_twice(
+    place: Place, more: dict[str, str]
+) -> None:
+    rows = some_rows(20_000, keys=15_000)
+    writer = batch_writer(place.options(**more), UPSERT, overwrite=False)
+    writer.write(batches(rows))
+    with place.opened() as bucket:
+        bucket.set(b"3", b"of another writer")
+    # As it comes to an executor, and in other record batches.
+    again = pickle.loads(pickle.dumps(writer))
+    assert again.write(batches(rows, 777)).rows == 20_000
+    assert place.state() == {**dict(rows), b"3": b"of another writer"}
+    assert place.mutations() == 20_001
+
+
+def test_an_attempt_that_broke_off_is_gone_on_with(place: Place) -> None:
+    rows = some_rows(20_000)
+    writer = batch_writer(place.options(**SMALL), UPSERT, overwrite=False)
+
+    def breaks_off() -> Iterator[pa.RecordBatch]:
+        yield from batches(rows[:15_000])
+        raise ConnectionResetError("the executor's other half is gone")
+
+    with pytest.raises(ConnectionResetError):
+        writer.write(breaks_off())
+    assert 0 < place.mutations() <= 15_000
+    writer.write(batches(rows))
+    assert place.state() == dict(rows)
+    assert place.mutations() == 20_000
+
+
+def test_two_attempts_at_the_same_time_apply_everything_once(place: Place) -> None:
+    rows = some_rows(30_000, keys=25_000)
+    writer = batch_writer(place.options(**SMALL), UPSERT, overwrite=False)
+    together = threading.Barrier(2)
+    done = []
+
+    def attempt(size: int) -> None:
+        together.wait()
+        done.append(writer.write(batches(rows, size)).rows)
+
+    threads = [threading.Thread(target=attempt, args=(size,)) for size in (900, 1000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [30_000, 30_000]
+    assert place.state() == dict(rows)
+    assert place.mutations() == 30_000
+
+
+@pytest.mark.parametrize("changed", ["first", "last", "order", "fewer"])
+def test_an_attempt_with_other_rows_is_applied_from_the_first_difference_on(
+    place: Place, changed: str
+) -> None:
+    """The keys come again and again, so that what is applied too little or in another order shows."""
+    rows = some_rows(20_000, keys=9000)
+    writer = batch_writer(place.options(**SMALL), UPSERT, overwrite=False)
+    writer.write(batches(rows))
+    other = list(rows)
+    if changed == "first":
+        other[0] = (other[0][0], b"X" + other[0][1][1:])
+    elif changed == "last":
+        other[-1] = (other[-1][0], b"X" + other[-1][1][1:])
+    elif changed == "order":
+        other.reverse()
+    else:
+        other = other[1:]
+    writer.write(batches(other))
+    assert place.state() == {**dict(rows), **dict(other)}
+    applied = place.mutations() - 20_000
+    assert applied == len(other) if changed != "last" else 0 < applied < 10_000
+
+
+def test_other_tasks_jobs_and_batches_are_no_repetition(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = some_rows(10)
+    given = place.options()
+    as_task(monkeypatch, 1)
+    writer = batch_writer(given, UPSERT, overwrite=False)
+    writer.write(batches(rows))
+    as_task(monkeypatch, 2)
+    writer.write(batches(rows))
+    assert place.mutations() == 20
+    batch_writer(given, UPSERT, overwrite=False).write(batches(rows))
+    assert place.mutations() == 30
+    for partition, properties, expected in (
+        (2, QUERY, 40),
+        (2, QUERY, 40),
+        (1, QUERY, 50),
+        (2, {**QUERY, "streaming.sql.batchId": "8"}, 60),
+        (2, {**QUERY, "sql.streaming.queryId": "r"}, 70),
+        (2, QUERY, 70),
+    ):
+        as_task(monkeypatch, partition, **properties)
+        # A query that was started again has a writer of its own.
+        stream_writer(given, UPSERT, overwrite=False).write(batches(rows))
+        assert place.mutations() == expected
+
+
+def test_a_write_with_a_name_is_applied_once_also_by_another_job(place: Place) -> None:
+    rows = some_rows(10)
+    for name, expected in (("load 1", 10), ("load 1", 10), ("load 2", 20)):
+        writer = batch_writer(place.options(writeId=name), UPSERT, overwrite=False)
+        assert writer.write(batches(rows)).rows == 10
+        assert place.mutations() == expected
+    error = refusal(lambda: stream_writer(place.options(writeId="x"), UPSERT, overwrite=False))
+    assert (error.code, error.document["option"]) == ("BAD_OPTION", "writeId")
+
+
+def test_a_stream_that_is_not_told_its_batch_is_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = stream_writer(place.options(), UPSERT, overwrite=False)
+    as_task(monkeypatch, 0, **{"sql.streaming.queryId": "q"})
+    assert refusal(lambda: writer.write(batches(some_rows(3)))).code == "NO_BATCH_ID"
+    assert place.mutations() == 0
+
+
+def test_after_a_refused_part_everything_is_applied_under_other_names(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = some_rows(20_000, keys=9000)
+    writer = batch_writer(place.options(**SMALL), UPSERT, overwrite=False)
+    writer.write(batches(rows))
+    names: list[str] = []
+    real = Bucket.write_blocks
+
+    def write_blocks(self: Bucket, blocks: Any, durability: str, *, once: str) -> Any:
+        names.append(once)
+        if len(names) == 2:
+            raise PartlyWrittenError("some of it had been refused")
+        return real(self, blocks, durability, once=once)
+
+    monkeypatch.setattr(Bucket, "write_blocks", write_blocks)
+    writer.write(batches(rows))
+    first, second, *rest = names
+    assert len(rest) > 3
+    assert {name.count("-") for name in (first, second)} == {1}
+    assert {name.rsplit("-", 1)[1] for name in rest} == {rest[0].rsplit("-", 1)[1]}
+    assert rest[0].startswith(second + "-")
+    assert len(set(names)) == len(names)
+    assert place.state() == dict(rows)
+    assert 30_000 < place.mutations() < 40_000
+
+
+# Rows that end too early
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_rows_that_end_because_their_source_failed_are_not_all_written(
+    place: Place, closed: bool
+) -> None:
+    """To Arrow the end of a broken input is like any other, so the connection itself is looked at."""
+    rows = some_rows(10_000)
+    writer = batch_writer(place.options(**SMALL), UPSERT, overwrite=False)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.makefile("rb") as stream:
+
+        def main(infile: Any) -> int:
+            return writer.write(batches(rows)).rows
+
+        if not closed:
+            theirs.send(b"what is behind the rows")
+            assert main(stream) == 10_000
+            return
+        theirs.shutdown(socket.SHUT_WR)
+        error = refusal(lambda: main(stream))
+    assert (error.code, error.retriable) == ("INPUT_BROKE_OFF", True)
+    whole = place.mutations()
+    assert 0 < whole < 10_000
+    # What was written before are chunks that every attempt has.
+    assert writer.write(batches(rows)).rows == 10_000
+    assert place.mutations() == 10_000
+
+
+# A server that fails
+
+
+@pytest.mark.crash
+def test_a_server_that_is_killed_in_the_middle_of_a_task_is_gone_on_with(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    place = Place(server.target)
+    rows = some_rows(30_000, keys=20_000)
+
+    def killing() -> Iterator[pa.RecordBatch]:
+        for number, batch in enumerate(batches(rows)):
+            if number == 15:
+                server.kill()
+                server.start()
+            yield batch
+
+    writer = batch_writer(place.options(**SMALL), UPSERT, overwrite=False)
+    assert writer.write(killing()).rows == 30_000
+    assert place.state() == dict(rows)
+    assert place.mutations() == 30_000
+
+
+def test_an_outcome_that_is_not_known_is_told() -> None:
+    with ScriptedServer() as server:
+        given = {"endpoint": server.target, "retryTimeout": "200ms"}
+        writer = batch_writer(given, UPSERT, overwrite=False)
+        server.lose_answers(1_000_000)
+        error = refusal(lambda: writer.write(batches(some_rows(3))))
+        assert (error.code, error.retriable) == ("UNKNOWN_OUTCOME", True)
+        assert server.state() == dict(some_rows(3))
+
+
+def test_a_server_that_cannot_be_reached_is_told() -> None:
+    given = {"endpoint": "127.0.0.1:1", "retryTimeout": "100ms", "connectTimeout": "1s"}
+    writer = batch_writer(given, UPSERT, overwrite=False)
+    error = refusal(lambda: writer.write(batches(some_rows(3))))
+    assert (error.code, error.retriable) == ("UNAVAILABLE", True)
