@@ -1,0 +1,161 @@
+"""Objects as files below a folder."""
+
+import hashlib
+import os
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from upr_spark.backup.storage.base import Stored
+
+_TEMPORARY = ".tmp"
+_TEMPORARY_SECONDS = 3600.0
+
+
+class LocalStorage:
+    """Objects as files below a folder. A file appears whole, by a link, or is written under a name of its own.
+
+    Args:
+        root: the folder; made with the first object.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def location(self) -> str:
+        """The folder."""
+        return str(self.root)
+
+    def read(self, name: str) -> bytes:
+        """Return a whole file."""
+        return (self.root / name).read_bytes()
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for reading."""
+        return (self.root / name).open("rb")
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes."""
+        return (self.root / name).stat().st_size
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Create a file by linking one that is whole and synced."""
+        temporary = self.root / _TEMPORARY / secrets.token_hex(8)
+        _make_folder(temporary.parent)
+        path = self.root / name
+        _make_folder(path.parent)
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+        _sync_folder(path.parent)
+        return True
+
+    def create(self, name: str) -> "LocalSink":
+        """Begin a new file."""
+        path = self.root / name
+        _make_folder(path.parent)
+        return LocalSink(path)
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the files below a folder."""
+        folder = self.root / prefix
+        files = (path.relative_to(self.root) for path in folder.rglob("*") if path.is_file())
+        return sorted(path.as_posix() for path in files if path.parts[0] != _TEMPORARY)
+
+    def stored(self, prefix: str) -> list[Stored]:
+        """Return the files below a folder."""
+        found = []
+        for name in self.names(prefix):
+            with suppress(FileNotFoundError):
+                status = (self.root / name).stat()
+                found.append(Stored(name, status.st_size, status.st_mtime))
+        return found
+
+    def delete(self, name: str) -> None:
+        """Remove a file, and the folders above that are then empty."""
+        path = self.root / name
+        path.unlink(missing_ok=True)
+        # Not the topmost ones: another process may be about to create a file there.
+        with suppress(OSError):
+            for folder in path.relative_to(self.root).parents[:-2]:
+                (self.root / folder).rmdir()
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half written an hour ago or more."""
+        with suppress(OSError):
+            for path in (self.root / _TEMPORARY).iterdir():
+                if time.time() - path.stat().st_mtime > _TEMPORARY_SECONDS:
+                    path.unlink()
+
+
+class LocalSink:
+    """A file that is being written.
+
+    Attributes:
+        size: bytes written so far.
+        closed: whether it was closed; pyarrow asks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("xb")
+        self._hash = hashlib.sha256()
+        self.size = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._file.closed
+
+    def write(self, data: bytes) -> int:
+        """Append."""
+        view = memoryview(data)
+        self._hash.update(view)
+        self._file.write(view)
+        self.size += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system."""
+        self._file.flush()
+
+    def finish(self) -> str:
+        """Sync the file and its folder."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        _sync_folder(self._path.parent)
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _make_folder(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    with suppress(FileExistsError):
+        folder.mkdir()
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

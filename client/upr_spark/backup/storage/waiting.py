@@ -1,0 +1,28 @@
+"""Waiting for the network so that Ctrl-C is heard."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def interruptible(call: Callable[[], _T]) -> _T:
+    """Return what a call returns, or raise what it raises; a signal's handler runs while it is waited for.
+
+    Python runs handlers in the main thread only, and not while that is inside of another library. After a
+    KeyboardInterrupt the call goes on in a thread that the end of the process ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="object store", daemon=True).start()
+    return done.result()
