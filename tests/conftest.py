@@ -1,7 +1,12 @@
 """Fixtures that several kinds of test share."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# Before gRPC is imported: its handlers sometimes abort a child that is forked to start another program, as pyspark
+# does with its JVM.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import pytest
 from hypothesis import settings

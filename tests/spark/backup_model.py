@@ -1,17 +1,24 @@
 """A server and a storage in memory for backups: one rolls back and deduplicates, the other breaks off at any step."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import BinaryIO
 
-from upr_spark.backup.chain import Entry, FileRef, Manifest, RolledBack, segments
+from upr_spark.backup.chain import Chain, Segment, segments
 from upr_spark.backup.documents import Json, sha256
+from upr_spark.backup.engines import InlineEngine
 from upr_spark.backup.errors import HistoryChangedError, LockedError
-from upr_spark.backup.repository import Repository
-from upr_spark.backup.run import CutPoint, GroupResult, PinnedAt, Run
-from upr_spark.backup.storage import Sink
+from upr_spark.backup.expire import Keep, beginning, expire
+from upr_spark.backup.groups import CutPoint, GroupResult, GroupSpec, PinnedAt, stage_read
+from upr_spark.backup.manifest import Entry, FileRef, RolledBack
+from upr_spark.backup.merge import Folded, Merge, chosen
+from upr_spark.backup.prune import plan, prune
+from upr_spark.backup.repository import Repository, number_in
+from upr_spark.backup.run import Run
+from upr_spark.backup.storage import Sink, Stored
 
 Row = tuple[int, str, str | None]
 """seqno, key, value; None for a delete."""
@@ -30,6 +37,8 @@ class MemoryStorage:
 
     def __init__(self, random: Random) -> None:
         self.objects: dict[str, bytes] = {}
+        self.written: dict[str, float] = {}
+        self.now = 0.0
         self.steps_left = -1
         self._random = random
 
@@ -68,6 +77,7 @@ class MemoryStorage:
     def put_if_absent(self, name: str, data: bytes) -> bool:
         last = self._step()
         made = self.objects.setdefault(name, data) is data
+        self.written.setdefault(name, self.now)
         if last:
             raise Crash
         return made
@@ -75,18 +85,27 @@ class MemoryStorage:
     def names(self, prefix: str) -> list[str]:
         return sorted(name for name in self.objects if name.startswith(prefix))
 
+    def stored(self, prefix: str) -> list[Stored]:
+        return [
+            Stored(name, len(self.objects[name]), self.written[name]) for name in self.names(prefix)
+        ]
+
     def delete(self, name: str) -> None:
         last = self._step()
         self.objects.pop(name, None)
+        self.written.pop(name, None)
         if last:
             raise Crash
 
 
 class NoLock:
-    """A lock that nobody asks: what is committed must be right without it."""
+    """A lock that nobody asks: what is committed must be right without it. Whoever renews it may be paused there."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
 
     def keep(self, now: bool = False) -> None:
-        pass
+        self._world.pause(0.06 if now else 0.02, now)
 
 
 @dataclass
@@ -99,12 +118,14 @@ class Partition:
     high: int = 0
 
 
+def newest_rows(rows: list[Row]) -> list[Row]:
+    """Return of each key the row with the highest seqno."""
+    return list({row[1]: row for row in sorted(rows)}.values())
+
+
 def newest_state(rows: list[Row]) -> State:
-    """Return the state: of each key the row with the highest seqno."""
-    newest: dict[str, Row] = {}
-    for row in sorted(rows):
-        newest[row[1]] = row
-    return {key: value for _, key, value in newest.values() if value is not None}
+    """Return the state that rows make."""
+    return {key: value for _, key, value in newest_rows(rows) if value is not None}
 
 
 class ModelServer:
@@ -200,15 +221,21 @@ class ModelSource:
     def find_cut(self, name: str) -> CutPoint | None:
         return self._server.cuts.get(name)
 
+    def renew(self, name: str) -> None:
+        if name not in self._server.cuts:
+            raise HistoryChangedError("the cut is gone")
+
     def release(self, name: str) -> None:
         self._server.cuts.pop(name, None)
 
-    def read_group(
-        self, starts: Mapping[int, Entry | None], cut: CutPoint, path: str
-    ) -> GroupResult:
+    def committed(self, cut_time: int) -> None:
+        pass
+
+    def read_group(self, spec: GroupSpec, path: str) -> GroupResult:
+        cut = spec.cut
         rows: list[tuple[int, Row]] = []
         entries, rollbacks = {}, []
-        for at, entry in starts.items():
+        for at, entry in spec.starts.items():
             self._world.disturb()
             if cut.name not in self._server.cuts:
                 raise HistoryChangedError("the cut is gone")
@@ -249,6 +276,41 @@ class ModelSource:
         return Entry(start, pin, cut, len(rows), 0, file, newest), rows, rollback
 
 
+def rows_of(storage: MemoryStorage, at: int, parts: Iterable[Segment]) -> list[Row]:
+    """Return the rows of a partition that count."""
+    rows: list[Row] = []
+    for part in parts:
+        rows += [
+            (row[0], row[1], row[2])
+            for owner, row in json.loads(storage.read(part.file.path))
+            if owner == at and part.low < row[0] <= part.high
+        ]
+    return rows
+
+
+class ModelFold:
+    """Folds the files of the model; something may happen before each partition."""
+
+    def __init__(self, storage: MemoryStorage, world: "World") -> None:
+        self._storage = storage
+        self._world = world
+
+    def __call__(
+        self, counted: Mapping[int, Sequence[Segment]], sizes: Mapping[int, int], path: str
+    ) -> Folded:
+        rows: list[tuple[int, Row]] = []
+        for at, parts in counted.items():
+            self._world.pause(0.03)
+            newest = newest_rows(rows_of(self._storage, at, parts))
+            rows += [(at, row) for row in newest if row[2] is not None]
+        written = {at: (sum(1 for owner, _ in rows if owner == at), 0) for at in counted}
+        if not rows:
+            return Folded(None, written)
+        data = json.dumps(rows).encode()
+        self._storage.put_if_absent(path, data)
+        return Folded(FileRef(path, len(data), sha256(data), len(rows)), written)
+
+
 class World:
     """A server, a repository, and runs that end at any step."""
 
@@ -257,6 +319,11 @@ class World:
         self.server = ModelServer(self.random)
         self.storage = MemoryStorage(self.random)
         self.commits = self.crashes = self.rolled_back = self.beaten = 0
+        self.merges = self.voided = self.expired = self.pruned = self.waited = 0
+        # The oldest restore point that no expiry may take away, and the newest one that was seen.
+        self.kept, self.newest = 1, 0
+        # What overtakes the next run right before its commit.
+        self.ambush: Sequence[Callable[[], None]] = ()
         self._depth = 0
         self.repository = Repository.create(self.storage, "b", 1, "t", 0)
 
@@ -271,11 +338,28 @@ class World:
             self.server.roll_back()
         elif chance < 0.55 and self.server.cuts:
             self.server.cuts.pop(self.random.choice(sorted(self.server.cuts)))
-        elif chance < 0.57 and not self._depth:
+        else:
+            self.pause(0.05)
+
+    def pause(self, chance: float, before_commit: bool = False) -> None:
+        """Let other runs overtake this one, with some probability."""
+        overtaking: Sequence[Callable[[], None]] = ()
+        if before_commit and self.ambush and not self._depth:
+            overtaking, self.ambush = self.ambush, ()
+        elif not self._depth and self.random.random() < chance:
+            runs = (self.run, self.run, self.merge, self.expire, self.prune)
+            overtaking = [self.random.choice(runs) for _ in range(self.random.randint(1, 4))]
+        if overtaking:
             self._depth = 1
             fuse, self.storage.steps_left = self.storage.steps_left, -1
-            self.run()
+            for run in overtaking:
+                run()
             self._depth, self.storage.steps_left = 0, fuse
+
+    def tick(self) -> int:
+        """Return the time in microseconds, which goes on with each cut."""
+        self.storage.now = len(self.server.expected) / 1e6
+        return len(self.server.expected)
 
     def between(self) -> None:
         """Let things happen at the server between two runs."""
@@ -290,36 +374,116 @@ class World:
 
     def run(self, steps: int = -1) -> None:
         """Take a backup with a process that is gone after so many steps."""
-        if steps >= 0:
-            self.storage.steps_left = steps
         source = ModelSource(self.server, self.storage, self)
-        full = self.random.random() < 0.15
-        try:
+        full = self.random.random() < 0.05
+
+        def backup() -> None:
             repository = Repository.open(self.storage)
-            run = Run(repository, source, NoLock(), full, clock=lambda: 0, group_seqnos=3)
+            engine = InlineEngine(lambda spec: stage_read(repository, spec, source.read_group))
+            run = Run(repository, source, engine, NoLock(self), full=full, group_seqnos=3)
+            run.clock = self.tick
             manifest = run.backup()
             self.commits += 1
             self.rolled_back += len(manifest.rollbacks)
+
+        with suppress(HistoryChangedError):
+            self._process(backup, steps)
+
+    def _process(self, work: Callable[[], None], steps: int) -> None:
+        if steps >= 0:
+            self.storage.steps_left = steps
+        self.tick()
+        try:
+            work()
         except Crash:
             self.crashes += 1
         except LockedError:
             self.beaten += 1
-        except HistoryChangedError:
-            pass
-        if not self._depth:
-            self.storage.steps_left = -1
+        finally:
+            if not self._depth:
+                self.storage.steps_left = -1
 
-    def check(self, chain: list[Manifest], number: int) -> None:
+    def merge(self, steps: int = -1) -> None:
+        """Merge up to some backup."""
+
+        def merge() -> None:
+            repository = Repository.open(self.storage)
+            chain = repository.chain()
+            to = self.random.randint(chain.first, chain.last) if chain else 0
+            keep = self.random.choice((None, Keep(2, None), Keep(None, 4)))
+            number = chosen(chain, None, keep, self.tick())
+            if self.random.random() < 0.5 and to in chain.mergeable() and not chain.is_base(to):
+                number = to
+            if number is None:
+                return
+            fold = ModelFold(self.storage, self)
+            Merge(repository, fold, NoLock(self), clock=self.tick, file_bytes=150).merge(
+                chain, number
+            )
+            self.merges += 1
+
+        try:
+            self._process(merge, steps)
+        except FileNotFoundError as error:
+            missing = str(error)
+        else:
+            return
+        # It may only be what was pruned while the merge was paused.
+        assert number_in(missing) <= self.repository.chain().first
+
+    def expire(self, steps: int = -1) -> None:
+        """Let old restore points go."""
+
+        def decide() -> None:
+            repository = Repository.open(self.storage)
+            chain = repository.chain()
+            if not chain:
+                return
+            keep = Keep(*self.random.choice(((1, None), (3, None), (None, 3), (2, 5))))
+            oldest = keep.oldest(chain, self.tick())
+            first = beginning(chain, oldest)
+            if first is None or first == chain.first:
+                return
+            self.pause(0.2)
+            self.kept = max(self.kept, oldest)
+            self.expired += expire(repository, chain, first, self.tick())
+
+        self._process(decide, steps)
+
+    def prune(self, steps: int = -1) -> None:
+        """Remove what is not needed any more."""
+
+        def remove() -> None:
+            repository = Repository.open(self.storage)
+            lock = NoLock(self)
+            grace = self.random.choice((0, 0, 0, 4))
+            made = plan(repository, repository.chain(), grace, self.tick())
+            self.waited += made.waiting > 0
+            self.voided += len(made.voids)
+            lock.keep(now=True)
+            for _ in prune(repository, made):
+                self.pruned += 1
+                lock.keep()
+
+        self._process(remove, steps)
+
+    def check_all(self) -> Chain:
+        """Check every restore point, that none is missing, and that all that they may rest on is there."""
+        chain = self.repository.chain()
+        assert chain.first <= self.kept
+        assert chain.last >= self.newest
+        self.newest = chain.last
+        for link in chain.links:
+            self.check(chain, link.number)
+        for manifest in chain.rests_on():
+            for file in manifest.files:
+                assert file.path in self.storage.objects
+        return chain
+
+    def check(self, chain: Chain, number: int) -> None:
         """Check that a restore point is the state at its cut, in every partition."""
         counted = segments(chain, number)
-        expected = self.server.expected[chain[number - 1].cut_name]
+        expected = self.server.expected[chain.by_number(number).cut_name]
         for at in range(PARTITIONS):
-            rows: list[Row] = []
-            for part in counted.get(at, []):
-                stored = json.loads(self.storage.read(part.file.path))
-                rows += [
-                    (row[0], row[1], row[2])
-                    for owner, row in stored
-                    if owner == at and part.low < row[0] <= part.high
-                ]
+            rows = rows_of(self.storage, at, counted.get(at, ()))
             assert newest_state(rows) == expected[at], (number, at)

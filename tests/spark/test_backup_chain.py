@@ -1,87 +1,209 @@
 """The chain of backups against a simple model: every committed restore point is the state at its cut."""
 
 import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.spark.backup_model import World
+from upr_protocol.errors import UprError
 from upr_spark.backup import chain as chain_module
-from upr_spark.backup.chain import Entry, FileRef, Manifest, check_link, needed, segments
-from upr_spark.backup.errors import BackupNotFoundError, RepositoryDamagedError
+from upr_spark.backup import prune as prune_module
+from upr_spark.backup import repository as repository_module
+from upr_spark.backup.chain import Chain, needed, segments
+from upr_spark.backup.errors import (
+    BackupNotFoundError,
+    MergeRefusedError,
+    RepositoryDamagedError,
+)
+from upr_spark.backup.exit_codes import REFUSED, exit_code_of
+from upr_spark.backup.expire import Keep, beginning
+from upr_spark.backup.manifest import Entry, FileRef, Kind, Manifest, check_link
+from upr_spark.backup.merge import chosen
+from upr_spark.backup.point import grouped
+from upr_spark.backup.repository import Repository, number_in
 
-SEEDS = 300
-RUNS = 14
+SEEDS = int(os.environ.get("UPR_BACKUP_WORLDS", "80"))
+FIRST_SEED = int(os.environ.get("UPR_BACKUP_FIRST_WORLD", "0"))
+TURNS = 30
 
 
 def simulate(seed: int) -> World:
-    """Run one world to its end, and check all its restore points."""
+    """Run one world to its end, and check all its restore points on the way."""
     world = World(seed)
-    for _ in range(RUNS):
+    random = world.random
+    for _ in range(TURNS):
         world.between()
-        world.run(world.random.randrange(30) if world.random.random() < 0.6 else -1)
-    chain = world.repository.chain()
-    for manifest in chain:
-        world.check(chain, manifest.number)
-    for manifest in chain:
-        for file in manifest.files:
-            assert file.path in world.storage.objects
+        act = random.choice(
+            (world.run, world.run, world.run, world.merge, world.expire, world.prune)
+        )
+        act(random.randrange(30) if random.random() < 0.5 else -1)
+        if random.random() < 0.3:
+            world.check_all()
+    world.check_all()
     return world
 
 
 def test_every_restore_point_is_the_state_at_its_cut() -> None:
-    worlds = [simulate(seed) for seed in range(SEEDS)]
+    worlds = [simulate(seed) for seed in range(FIRST_SEED, FIRST_SEED + SEEDS)]
+    figures = {
+        name: sum(getattr(world, name) for world in worlds)
+        for name in (
+            "commits",
+            "crashes",
+            "rolled_back",
+            "beaten",
+            "merges",
+            "expired",
+            "pruned",
+            "voided",
+            "waited",
+        )
+    }
+    print(f"\n{SEEDS} worlds: {figures}")
     # That the runs met what they are for.
-    assert sum(world.commits for world in worlds) > SEEDS * 5
-    assert sum(world.crashes for world in worlds) > SEEDS
-    assert sum(world.rolled_back for world in worlds) > SEEDS
-    assert sum(world.beaten for world in worlds) > 10
+    least = {"commits": 5, "crashes": 1, "rolled_back": 1, "merges": 1, "expired": 1, "pruned": 5}
+    for name, times in least.items():
+        assert figures[name] > SEEDS * times, figures
+    assert min(figures.values()) > SEEDS // 20, figures
 
 
-def test_a_crash_at_each_step_loses_nothing() -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("name", ["run", "merge", "expire", "prune"])
+def test_a_crash_at_each_step_loses_nothing(name: str) -> None:
+    for seed in range(10):
         steps = 0
         while True:
             world = World(seed)
+            for act in (world.run, world.run, world.run, world.merge, world.expire, world.run):
+                world.between()
+                act()
             world.between()
-            world.run()
-            world.between()
-            before = len(world.repository.chain())
-            world.run(steps)
-            crashed = world.crashes > 0
-            world.run()
-            chain = world.repository.chain()
-            assert len(chain) > before
-            for manifest in chain:
-                world.check(chain, manifest.number)
+            crashes = world.crashes
+            getattr(world, name)(steps)
+            crashed = world.crashes > crashes
+            world.check_all()
+            for act in (world.run, world.merge, world.expire, world.run, world.prune):
+                act()
+                world.check_all()
             if not crashed:
                 break
             steps += 1
-        assert steps > 3
 
 
-def test_the_model_finds_cuts_that_are_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = chain_module.segments
+def test_pruning_leaves_only_what_is_needed() -> None:
+    removed = 0
+    for seed in range(25):
+        world = simulate(seed)
+        world.tick()
+        world.run()
+        repository, storage = world.repository, world.storage
+        storage.now += 10
+        chain = repository.chain()
+        made = prune_module.plan(repository, chain, 0, 10_000_000_000)
+        removed += len(list(prune_module.prune(repository, made)))
+        chain = world.check_all()
+        named = {file.path for manifest in chain.rests_on() for file in manifest.files}
+        if made.first == chain.first or (made.first, chain.first) == (0, 1):
+            # Two merges to one number at a time both stay.
+            doubled = {m for m in chain.merged if len(repository.merged_bases(m)) > 1}
+            there = [
+                name
+                for folder in ("data/", "merged/")
+                for name in storage.names(folder)
+                if name.endswith(".parquet")
+                and not (folder == "data/" and number_in(name) > chain.last)
+                and not (folder == "merged/" and number_in(name) in doubled and name not in named)
+            ]
+            assert sorted(named) == sorted(there)
+    assert removed
 
-    def without_cuts(chain: list[Manifest], number: int) -> object:
+
+def overtake(seed: int) -> World:
+    """Run a world in which expiries and prunes overtake backups, and prunes overtake merges, before the commit."""
+    world = World(seed)
+    for act in (world.run, world.run, world.merge, world.run, world.run):
+        world.between()
+        act()
+    for _ in range(3):
+        world.between()
+        world.ambush = (world.prune,)
+        world.merge()
+        world.server.roll_back()
+        world.ambush = (world.expire, world.prune)
+        world.run()
+        world.check_all()
+        world.run()
+        world.prune()
+        world.check_all()
+    return world
+
+
+def test_runs_that_are_overtaken_before_their_commit() -> None:
+    worlds = [overtake(seed) for seed in range(SEEDS // 2)]
+    assert sum(world.waited for world in worlds) > SEEDS // 10
+    assert sum(world.voided for world in worlds) > SEEDS // 10
+
+
+def _without(
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    fake: Any,
+    world: Callable[[int], World] = simulate,
+) -> None:
+    """Check that the simulation finds that something is missing."""
+    monkeypatch.setattr(where, name, fake)
+    with pytest.raises((AssertionError, FileNotFoundError, UprError)):
+        _ = [world(seed) for seed in range(1000)]
+
+
+def test_without_the_horizon_of_a_merged_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Markers from before a merge that became the base of everything must not be gone back to."""
+    _without(monkeypatch, repository_module, "_horizon", lambda newest, base: newest)
+
+
+def test_without_the_check_of_later_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merged base must not serve what goes back to a point within it."""
+    _without(monkeypatch, chain_module, "_serves", lambda base, gone, cuts: True)
+
+
+def test_without_the_check_before_pruning(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without(
+        monkeypatch, prune_module, "_is_final", lambda chain, expiry: bool(chain.links), overtake
+    )
+
+
+def test_without_waiting_for_a_backup_that_knew(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without(monkeypatch, prune_module, "_is_final", lambda chain, expiry: chain.firm, overtake)
+
+
+def test_without_voiding_before_removing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without(monkeypatch, Repository, "void_merged", lambda self, name, number: True, overtake)
+
+
+def test_without_applying_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = chain_module.segments_of
+
+    def without_cuts(wanted: list[Manifest]) -> object:
         kept = [
             dataclasses.replace(
                 m, entries={p: dataclasses.replace(e, cut=None) for p, e in m.entries.items()}
             )
-            for m in chain
+            for m in wanted
         ]
-        return real(kept, number)
+        return real(kept)
 
-    monkeypatch.setattr("tests.spark.backup_model.segments", without_cuts)
-    with pytest.raises(AssertionError):
-        _ = [simulate(seed) for seed in range(50)]
+    _without(monkeypatch, chain_module, "segments_of", without_cuts)
 
 
-def _manifest(number: int, kind: str, start: int, end: int, cut: int | None = None) -> Manifest:
+def _manifest(number: int, kind: Kind, start: int, end: int, cut: int | None = None) -> Manifest:
     rows = 1 if end > start else 0
     files = (FileRef(f"data/{number}", 1, "", rows),) if rows else ()
     return Manifest(
         number,
-        "full" if kind == "full" else "incremental",
+        kind,
         "r",
         "p",
         "c",
@@ -94,18 +216,94 @@ def _manifest(number: int, kind: str, start: int, end: int, cut: int | None = No
     )
 
 
+def _chain(*manifests: Manifest, merged: tuple[Manifest, ...] = ()) -> Chain:
+    return Chain.of(manifests, merged)
+
+
+def _bounds(chain: Chain, number: int) -> list[tuple[int, int]]:
+    return [(part.low, part.high) for part in segments(chain, number)[7]]
+
+
 def test_a_cut_clips_earlier_rows_from_its_backup_on() -> None:
     """The specification's 434 / 426 / 418: restored before, the old branch; after, the new one."""
-    chain = [
-        _manifest(1, "full", 0, 418),
-        _manifest(2, "incremental", 418, 434),
-        _manifest(3, "incremental", 418, 450, cut=418),
+    first = [_manifest(1, "full", 0, 418), _manifest(2, "incremental", 418, 434)]
+    chain = _chain(*first, _manifest(3, "incremental", 418, 450, cut=418))
+    assert [_bounds(chain, n) for n in (1, 2, 3)] == [
+        [(0, 418)],
+        [(0, 418), (418, 434)],
+        [(0, 418), (418, 450)],
     ]
-    bounds = {n: [(s.low, s.high) for s in segments(chain, n)[7]] for n in (1, 2, 3)}
-    assert bounds == {1: [(0, 418)], 2: [(0, 418), (418, 434)], 3: [(0, 418), (418, 450)]}
     assert [m.number for m in needed(chain, 3)] == [1, 2, 3]
-    clipped = [*chain[:2], _manifest(3, "incremental", 425, 450, cut=425)]
-    assert [(s.low, s.high) for s in segments(clipped, 3)[7]] == [(0, 418), (418, 425), (425, 450)]
+    clipped = _chain(*first, _manifest(3, "incremental", 425, 450, cut=425))
+    assert _bounds(clipped, 3) == [(0, 418), (418, 425), (425, 450)]
+
+
+def test_a_merged_base_serves_what_does_not_go_back_into_it() -> None:
+    first = [_manifest(1, "full", 0, 418), _manifest(2, "incremental", 418, 434)]
+    into = [*first, _manifest(3, "incremental", 418, 450, cut=418)]
+    base = _manifest(2, "merged", 0, 434)
+    chain = _chain(*into, merged=(base,))
+    assert [chain.base(n).kind for n in (1, 2, 3)] == ["full", "merged", "full"]
+    assert _bounds(chain, 2) == [(0, 434)]
+    assert _bounds(chain, 3) == [(0, 418), (418, 450)]
+    assert list(chain.mergeable()) == [3, 1]
+    with pytest.raises(
+        MergeRefusedError, match="backup 3 goes back to 418 in partition 7"
+    ) as error:
+        chosen(_chain(*into), 2)
+    assert error.value.hint == "these can be: 3, 1"
+    assert exit_code_of(error.value) == REFUSED
+    # To 0: nothing of the base counts any more, so that no later cut needs anything of it.
+    zero = [*first, _manifest(3, "incremental", 0, 500, cut=0)]
+    zero.append(_manifest(4, "incremental", 400, 510, cut=400))
+    chain = _chain(*zero, merged=(base,))
+    assert [chain.base(n).number for n in (2, 3, 4)] == [2, 2, 2]
+    assert _bounds(chain, 4) == [(0, 400), (400, 510)]
+    assert list(chain.mergeable()) == [4, 2, 1]
+
+
+def test_a_chain_is_firm_when_its_first_base_serves_its_newest_point() -> None:
+    manifests = [
+        _manifest(1, "full", 0, 10),
+        _manifest(2, "incremental", 10, 20),
+        _manifest(3, "incremental", 5, 30, cut=5),
+        _manifest(4, "incremental", 30, 40),
+    ]
+    bases = [_manifest(2, "merged", 0, 20), _manifest(3, "merged", 0, 30)]
+    chain = Chain.of(manifests, bases)
+    assert (chain.whole, chain.firm) == (True, True)
+    second, third = chain.begun_at(2), chain.begun_at(3)
+    # A run that spares what is below 20 may go back to 25, which only the second backup could serve, and cannot.
+    assert (second.whole, second.firm) == (True, False)
+    assert (third.whole, third.firm) == (True, True)
+    assert [beginning(chain, n) for n in (4, 3, 2)] == [3, 3, 1]
+    later = _chain(*manifests, _manifest(5, "full", 0, 50), merged=(*bases,))
+    assert later.begun_at(2).firm
+
+
+def test_what_is_chosen_to_be_merged() -> None:
+    chain = _chain(
+        _manifest(1, "full", 0, 10), *(_manifest(n, "incremental", n, n) for n in range(2, 9))
+    )
+    assert chosen(chain) == 6
+    assert chosen(chain, keep=Keep(5, None)) == 4
+    assert chosen(chain, keep=Keep(1, None)) == 6, "the newest two are left alone"
+    assert chosen(chain, 8) == 8
+    assert chosen(chain, 1) is None
+    assert chosen(_chain()) is None
+    assert chosen(_chain(_manifest(1, "full", 0, 10))) is None
+    with pytest.raises(BackupNotFoundError, match="there is no backup 9"):
+        chosen(chain, 9)
+    assert beginning(chain, 8) == 1
+    merged = Chain.of(chain, [_manifest(6, "merged", 0, 10)])
+    assert [beginning(merged, n) for n in (8, 6, 5)] == [6, 6, 1]
+    assert chosen(merged) is None
+
+
+def test_groups_fill_the_room_and_no_more() -> None:
+    assert grouped({3: 5, 1: 5, 2: 5}, 10) == [[1, 2], [3]]
+    assert grouped({1: 50, 2: 1, 3: 9}, 10) == [[1], [2, 3]]
+    assert grouped({}, 10) == []
 
 
 def test_what_does_not_continue_the_chain_is_refused() -> None:
@@ -125,4 +323,4 @@ def test_what_does_not_continue_the_chain_is_refused() -> None:
         check_link(None, _manifest(1, "incremental", 0, 1))
     for number in (0, 2):
         with pytest.raises(BackupNotFoundError):
-            segments([first], number)
+            segments(_chain(first), number)

@@ -1,163 +1,22 @@
-"""What a chain of backups means: which rows count at which restore point. Pure: no I/O, no clock, no randomness.
+"""What a chain of backups means: which rows count at which restore point. Pure: no clock, no randomness.
 
-A manifest names for each partition the seqnos (start, end] that its backup added. Where the server had rolled back,
-it has a cut as well: rows of earlier backups above the cut do not count from this backup on, and before it they do.
 The server sends only the newest version of a key within a range, so the state at a restore point is: of each key the
 row with the highest seqno among those that count.
+
+A restore point rests on a base at or before it: a full backup, or a merged one, which holds the newest row of each key
+at its number and nothing older. So a later cut below a merged base's end, and above 0, would need rows that are not in
+it: whether a merged base serves a restore point is computed from the cuts between the two. A cut at 0 needs nothing of
+the base, and from then on no cut of that partition does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Final, NamedTuple, Self, overload
 
-from upr_protocol.limits import PARTITIONS
-from upr_spark.backup.documents import Json
 from upr_spark.backup.errors import BackupNotFoundError, RepositoryDamagedError
+from upr_spark.backup.manifest import FileRef, Kind, Manifest
 
-Kind = Literal["full", "incremental"]
-
-_KINDS: Final = ("full", "incremental")
-
-
-@dataclass(frozen=True, slots=True)
-class FileRef:
-    """A data file.
-
-    Args:
-        path: its name in the repository.
-        bytes: its size.
-        sha256: of its bytes, in hex.
-        rows: how many.
-    """
-
-    path: str
-    bytes: int
-    sha256: str
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a backup has of one partition.
-
-    Args:
-        start: the backup adds what is above this seqno. In a full backup 0; else the cut if there is one, else the
-            end of the backup before.
-        end: the marker that it reaches. At or above start.
-        cut: rows of earlier backups above it do not count from here on; None: all stay.
-        rows: how many rows it adds.
-        data_bytes: of their keys and values.
-        file: index among the manifest's files; None without rows.
-        position: where the next backup goes on, as ``Position.to_json``: failover ids, log and markers; None when
-            the partition is empty.
-    """
-
-    start: int
-    end: int
-    cut: int | None
-    rows: int
-    data_bytes: int
-    file: int | None
-    position: Json | None
-
-
-class RolledBack(NamedTuple):
-    """A rollback that a backup was told of.
-
-    Args:
-        partition: 0 to 1023.
-        from_seqno: up to where the chain had data.
-        seqno: up to where it stays.
-        words: why.
-    """
-
-    partition: int
-    from_seqno: int
-    seqno: int
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """One committed backup.
-
-    Args:
-        number: 1 for the first of a repository.
-        kind: a full one needs none before it.
-        repository: the repository's id.
-        parent: SHA-256 of the manifest before, or of the repository's own document.
-        cut_name: of the cut it was taken at.
-        cut_time: when that was made, by the server's clock; microseconds since the epoch.
-        started, finished: by this machine's clock; microseconds since the epoch.
-        files: the data files.
-        entries: of every partition.
-        rollbacks: what the server rolled back since the backup before.
-    """
-
-    number: int
-    kind: Kind
-    repository: str
-    parent: str
-    cut_name: str
-    cut_time: int
-    started: int
-    finished: int
-    files: tuple[FileRef, ...]
-    entries: Mapping[int, Entry]
-    rollbacks: tuple[RolledBack, ...]
-
-    @property
-    def rows(self) -> int:
-        """How many rows it adds."""
-        return sum(entry.rows for entry in self.entries.values())
-
-    @property
-    def file_bytes(self) -> int:
-        """The size of its data files."""
-        return sum(file.bytes for file in self.files)
-
-    def to_json(self) -> Json:
-        """Return it as a JSON object."""
-        return {
-            "number": self.number,
-            "kind": self.kind,
-            "repository": self.repository,
-            "parent": self.parent,
-            "cut": {"name": self.cut_name, "time": self.cut_time},
-            "started": self.started,
-            "finished": self.finished,
-            "files": [file_to_json(file) for file in self.files],
-            "partitions": {str(p): entry_to_json(entry) for p, entry in self.entries.items()},
-            "rollbacks": [list(rollback) for rollback in self.rollbacks],
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any], name: str) -> Self:
-        """Return the manifest that ``to_json`` gave.
-
-        Raises:
-            RepositoryDamagedError: a field is missing or makes no sense.
-        """
-        try:
-            manifest = cls(
-                content["number"],
-                content["kind"],
-                content["repository"],
-                content["parent"],
-                content["cut"]["name"],
-                content["cut"]["time"],
-                content["started"],
-                content["finished"],
-                tuple(file_from_json(file) for file in content["files"]),
-                {int(p): entry_from_json(e) for p, e in sorted(content["partitions"].items())},
-                tuple(RolledBack(*rollback) for rollback in content["rollbacks"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RepositoryDamagedError(f"{name} is no manifest: {error!r}") from error
-        wrong = _what_is_wrong(manifest)
-        if wrong:
-            raise RepositoryDamagedError(f"{name} is no manifest: {wrong}")
-        return manifest
+_ROW_BYTES: Final = 64
 
 
 class Segment(NamedTuple):
@@ -168,108 +27,271 @@ class Segment(NamedTuple):
     high: int
 
 
-def file_to_json(file: FileRef) -> Json:
-    """Return a data file as a JSON object."""
-    return {"path": file.path, "bytes": file.bytes, "sha256": file.sha256, "rows": file.rows}
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What is kept in memory of a committed backup.
+
+    Args:
+        number, kind, cut_time, started, finished: as in the manifest.
+        rows, file_bytes: how many rows and bytes it adds.
+        files, rollbacks: how many.
+        cuts: by partition.
+        seen: as in the manifest.
+        sha256: of the manifest's document.
+    """
+
+    number: int
+    kind: Kind
+    cut_time: int
+    started: int
+    finished: int
+    rows: int
+    file_bytes: int
+    files: int
+    rollbacks: int
+    cuts: Mapping[int, int]
+    seen: int
+    sha256: str
+
+    @classmethod
+    def of(cls, manifest: Manifest, digest: str = "") -> Self:
+        """Return the link of a manifest."""
+        return cls(
+            manifest.number,
+            manifest.kind,
+            manifest.cut_time,
+            manifest.started,
+            manifest.finished,
+            manifest.rows,
+            manifest.file_bytes,
+            len(manifest.files),
+            len(manifest.rollbacks),
+            {p: e.cut for p, e in manifest.entries.items() if e.cut is not None},
+            manifest.seen,
+            digest,
+        )
 
 
-def file_from_json(document: Mapping[str, Any]) -> FileRef:
-    """Return the data file that ``file_to_json`` gave."""
-    return FileRef(document["path"], document["bytes"], document["sha256"], document["rows"])
+class Chain(Sequence[Manifest]):
+    """The restore points of a repository, oldest first. Their numbers may begin above 1: earlier ones have expired.
+
+    Only links are in memory; a manifest that is asked for is loaded.
+
+    Args:
+        links: ascending, without a gap.
+        load: returns the manifest of a number among them.
+        merged: the merged bases, by number.
+
+    Attributes:
+        links: of all restore points.
+        merged: the merged bases among them, by number.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        load: Callable[[int], Manifest],
+        merged: Mapping[int, Manifest] | None = None,
+    ) -> None:
+        self.links = links
+        self.merged = {m: base for m, base in (merged or {}).items() if self._has(m)}
+        self._load = load
+        self._bases, self._firm = _bases(links, self.merged)
+
+    @classmethod
+    def of(cls, manifests: Iterable[Manifest], merged: Iterable[Manifest] = ()) -> Self:
+        """Return the chain of manifests that are in memory."""
+        known = {manifest.number: manifest for manifest in manifests}
+        links = [Link.of(manifest) for manifest in known.values()]
+        return cls(links, known.__getitem__, {manifest.number: manifest for manifest in merged})
+
+    @property
+    def first(self) -> int:
+        """The oldest number; 1 without backups."""
+        return self.links[0].number if self.links else 1
+
+    @property
+    def last(self) -> int:
+        """The newest number; 0 without backups."""
+        return self.links[-1].number if self.links else 0
+
+    def __len__(self) -> int:
+        return len(self.links)
+
+    @overload
+    def __getitem__(self, index: int) -> Manifest: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Manifest]: ...
+
+    def __getitem__(self, index: int | slice) -> Manifest | list[Manifest]:
+        if isinstance(index, slice):
+            return [self._load(link.number) for link in self.links[index]]
+        return self._load(self.links[index].number)
+
+    def by_number(self, number: int) -> Manifest:
+        """Return the manifest of a number.
+
+        Raises:
+            BackupNotFoundError: there is none of that number, or it has expired.
+            RepositoryDamagedError: it cannot be read any more.
+        """
+        return self._load(self.link(number).number)
+
+    def link(self, number: int) -> Link:
+        """Return the link of a number.
+
+        Raises:
+            BackupNotFoundError: there is none of that number, or it has expired.
+        """
+        if not self._has(number):
+            there = f"there are {self.first} to {self.last}" if self.links else "there is none yet"
+            if 1 <= number < self.first:
+                raise BackupNotFoundError(f"backup {number} has expired", hint=there)
+            raise BackupNotFoundError(f"there is no backup {number}", hint=there)
+        return self.links[number - self.first]
+
+    def base(self, number: int) -> Manifest:
+        """Return the newest base that serves a restore point: a full backup's manifest, or a merged one.
+
+        Raises:
+            BackupNotFoundError: there is no backup of that number, or it has expired.
+            RepositoryDamagedError: no base serves it.
+        """
+        self.link(number)
+        base = self._bases[number]
+        if base is None:
+            raise RepositoryDamagedError(
+                f"backup {number} cannot be restored: no full backup and no merged one is beneath it"
+            )
+        return self.merged[base] if base in self.merged else self._load(base)
+
+    def is_base(self, number: int) -> bool:
+        """Return whether a full backup or a merged base is at a number."""
+        return number in self.merged or self.link(number).kind == "full"
+
+    @property
+    def whole(self) -> bool:
+        """Whether each restore point has a base."""
+        return None not in self._bases.values()
+
+    @property
+    def firm(self) -> bool:
+        """Whether it is whole, and stays so when backups are added that do not go back into the first one.
+
+        That is when the newest restore point can do with the base at the first one, or with a full backup.
+        """
+        return self.whole and self._firm
+
+    def begun_at(self, number: int) -> "Chain":
+        """Return the chain without what is before a number."""
+        return Chain(
+            [link for link in self.links if link.number >= number], self._load, self.merged
+        )
+
+    def mergeable(self) -> Iterable[int]:
+        """Yield, newest first, the numbers at which a merged base serves all later backups up to the next full one."""
+        # By partition, above which end a base must not be.
+        bounds: dict[int, int] = {}
+        for link in reversed(self.links):
+            entries = self._load(link.number).entries if bounds else {}
+            if all(entries[p].end <= bound for p, bound in bounds.items() if p in entries):
+                yield link.number
+            if link.kind == "full":
+                bounds = {}
+            for partition, cut in link.cuts.items():
+                if cut:
+                    bounds[partition] = min(cut, bounds.get(partition, cut))
+                else:
+                    bounds.pop(partition, None)
+
+    def rests_on(self) -> Iterable[Manifest]:
+        """Yield every backup and merged base that a restore point may rest on; not a first one that is only merged."""
+        for link in self.links:
+            if link.number in self.merged:
+                yield self.merged[link.number]
+            if self._counts(link):
+                yield self._load(link.number)
+
+    @property
+    def files(self) -> int:
+        """How many files there are in all that ``rests_on`` yields."""
+        own = sum(link.files for link in self.links if self._counts(link))
+        return own + sum(len(base.files) for base in self.merged.values())
+
+    def _counts(self, link: Link) -> bool:
+        return link.number > self.first or link.kind == "full" or self.first not in self.merged
+
+    def _has(self, number: int) -> bool:
+        return bool(self.links) and self.first <= number <= self.last
 
 
-def entry_to_json(entry: Entry) -> Json:
-    """Return a partition's entry as a JSON object."""
-    return {
-        "from": entry.start,
-        "to": entry.end,
-        "cut": entry.cut,
-        "rows": entry.rows,
-        "data_bytes": entry.data_bytes,
-        "file": entry.file,
-        "position": entry.position,
-    }
+def _bases(
+    links: Sequence[Link], merged: Mapping[int, Manifest]
+) -> tuple[dict[int, int | None], bool]:
+    """Return for each number the newest base that serves it, None without; and whether the last one needs no merged
+    base but one at the first number.
+    """
+    found: dict[int, int | None] = {}
+    full: int | None = None
+    # Merged bases since the full one that still serve, with the partitions of which nothing in them counts any more.
+    serving: list[tuple[Manifest, set[int]]] = []
+    for link in links:
+        if link.kind == "full":
+            full, serving = link.number, []
+        elif link.cuts:
+            serving = [
+                (base, gone | {p for p, cut in link.cuts.items() if not cut})
+                for base, gone in serving
+                if _serves(base, gone, link.cuts)
+            ]
+        if link.number in merged:
+            serving.append((merged[link.number], set()))
+        found[link.number] = serving[-1][0].number if serving else full
+    first = bool(serving) and serving[0][0].number == links[0].number
+    return found, full is not None or first
 
 
-def entry_from_json(document: Mapping[str, Any]) -> Entry:
-    """Return the entry that ``entry_to_json`` gave."""
-    return Entry(
-        document["from"],
-        document["to"],
-        document["cut"],
-        document["rows"],
-        document["data_bytes"],
-        document["file"],
-        document["position"],
+def _serves(base: Manifest, gone: set[int], cuts: Mapping[int, int]) -> bool:
+    return all(
+        not cut or p in gone or p not in base.entries or base.entries[p].end <= cut
+        for p, cut in cuts.items()
     )
 
 
-def _what_is_wrong(manifest: Manifest) -> str:
-    if manifest.kind not in _KINDS:
-        return f"kind is {manifest.kind!r}"
-    for partition, entry in manifest.entries.items():
-        if not 0 <= partition < PARTITIONS:
-            return f"it names partition {partition}"
-        if not 0 <= entry.start <= entry.end:
-            return f"partition {partition} has a range from {entry.start} to {entry.end}"
-        if (entry.file is None) != (entry.rows == 0):
-            return f"partition {partition} has {entry.rows} rows and file {entry.file}"
-        if entry.file is not None and not 0 <= entry.file < len(manifest.files):
-            return f"partition {partition} names file {entry.file}"
-    if manifest.rows != sum(file.rows for file in manifest.files):
-        return "its files have other rows than its partitions"
-    return ""
+def needed(chain: Chain, number: int) -> Sequence[Manifest]:
+    """Return what a restore point rests on: a full or merged base at or before it, and the backups after that.
 
-
-def check_link(before: Manifest | None, manifest: Manifest) -> None:
-    """Check that a manifest continues the one before it, in every partition.
+    The positions are left out.
 
     Raises:
-        RepositoryDamagedError: it does not.
+        BackupNotFoundError: there is no backup of that number, or it has expired.
+        RepositoryDamagedError: no base serves it.
     """
-    what = f"backup {manifest.number}"
-    if manifest.number != (before.number if before else 0) + 1:
-        raise RepositoryDamagedError(f"{what} does not follow the backup before it")
-    if before is None and manifest.kind != "full":
-        raise RepositoryDamagedError(f"{what} is the first one and not full")
-    for partition, entry in manifest.entries.items():
-        reached = 0
-        if before is not None and manifest.kind == "incremental":
-            reached = before.entries[partition].end if partition in before.entries else 0
-        cut = reached if entry.cut is None else entry.cut
-        if entry.start != cut or cut > reached:
-            raise RepositoryDamagedError(
-                f"{what}: partition {partition} goes on from {entry.start}, but the backup before reaches {reached}"
-            )
-    if before is not None and set(before.entries) != set(manifest.entries):
-        raise RepositoryDamagedError(f"{what} has other partitions than the backup before it")
+    base = chain.base(number)
+    later = range(base.number + 1, number + 1)
+    # One after the other: with their positions they would not all fit into memory.
+    return [base.without_positions(), *(chain.by_number(n).without_positions() for n in later)]
 
 
-def needed(chain: Sequence[Manifest], number: int) -> Sequence[Manifest]:
-    """Return the backups that a restore point rests on: from the newest full one at or before it.
-
-    Raises:
-        BackupNotFoundError: there is none of that number.
-    """
-    if not 1 <= number <= len(chain):
-        there = f"there are 1 to {len(chain)}" if chain else "there is none yet"
-        raise BackupNotFoundError(f"there is no backup {number}", hint=there)
-    first = max(m.number for m in chain[:number] if m.kind == "full")
-    return chain[first - 1 : number]
-
-
-def segments(chain: Sequence[Manifest], number: int) -> dict[int, list[Segment]]:
+def segments(chain: Chain, number: int) -> dict[int, list[Segment]]:
     """Return for each partition the rows that count at a restore point, in the order of their seqnos.
 
     Args:
-        chain: all backups, from 1 on.
+        chain: all backups that have not expired.
         number: of the restore point.
 
     Raises:
-        BackupNotFoundError: there is none of that number.
+        BackupNotFoundError: there is no backup of that number, or it has expired.
+        RepositoryDamagedError: no base serves it.
     """
+    return segments_of(needed(chain, number))
+
+
+def segments_of(wanted: Iterable[Manifest]) -> dict[int, list[Segment]]:
+    """Return the same of what ``needed`` gave."""
     counted: dict[int, list[Segment]] = {}
-    for manifest in needed(chain, number):
+    for manifest in wanted:
         for partition, entry in manifest.entries.items():
             parts = counted.setdefault(partition, [])
             if entry.cut is not None:
@@ -281,3 +303,13 @@ def segments(chain: Sequence[Manifest], number: int) -> dict[int, list[Segment]]
             if entry.file is not None:
                 parts.append(Segment(manifest.files[entry.file], entry.start, entry.end))
     return {partition: parts for partition, parts in counted.items() if parts}
+
+
+def sizes_of(wanted: Iterable[Manifest]) -> dict[int, int]:
+    """Return for each partition at most how many bytes its rows take in memory, of what ``needed`` gave."""
+    sizes: dict[int, int] = {}
+    for manifest in wanted:
+        for partition, entry in manifest.entries.items():
+            size = entry.data_bytes + entry.rows * _ROW_BYTES
+            sizes[partition] = sizes.get(partition, 0) + size
+    return sizes

@@ -4,7 +4,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
-from upr_spark.backup.commands import backup, init, listing, restore, verify
+from upr_spark.backup.commands import (
+    backup,
+    expire,
+    export,
+    init,
+    listing,
+    merge,
+    prune,
+    restore,
+    verify,
+)
 from upr_spark.backup.output import Group, verbose_option
 from upr_spark.backup.storage import open_storage
 
@@ -22,7 +32,11 @@ def _version() -> str:
 @verbose_option
 @click.pass_context
 def main(ctx: click.Context, repository: str) -> None:
-    """Take, look at, check and restore incremental backups of a bucket. REPOSITORY is a folder."""
+    """Take, look at, check and restore incremental backups of a bucket.
+
+    REPOSITORY is a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX; credentials and
+    endpoint of an object store come from the environment or the machine's role.
+    """
     ctx.obj = open_storage(repository)
 
 
@@ -32,3 +46,7 @@ main.add_command(listing.list_command)
 main.add_command(listing.info)
 main.add_command(verify.verify_command)
 main.add_command(restore.restore)
+main.add_command(export.export)
+main.add_command(merge.merge)
+main.add_command(expire.expire)
+main.add_command(prune.prune)

@@ -21,4 +21,6 @@ def main() -> None:
         sys.exit(2)
     # gRPC's C core writes lines of its own to stderr, beside the error that says the same.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Its handlers abort about every fiftieth process that pyspark forks to start a JVM, and nothing here forks and goes on.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     importlib.import_module("upr_spark.backup.cli").main.main(prog_name="upr-backup")

@@ -27,6 +27,12 @@ class NotEmptyError(UprError):
     default_reason = "NOT_EMPTY"
 
 
+class MergeRefusedError(UprError):
+    """A merge there would leave out what a later backup goes back to."""
+
+    default_reason = "MERGE_REFUSED"
+
+
 class LockedError(UprError):
     """Another run has the repository, or committed before this one could."""
 
@@ -38,4 +44,30 @@ class HistoryChangedError(UprError):
     """The history that a run was reading is not the server's any more; it has to begin again with a new cut."""
 
     default_reason = "HISTORY_CHANGED"
+    default_retriable = True
+
+
+class StorageNotFoundError(UprError):
+    """The bucket of the object store that a location names does not exist."""
+
+    default_reason = "NOT_FOUND"
+
+
+class StorageRefusedError(UprError):
+    """The object store does not do what was asked, and will not without other settings."""
+
+    default_reason = "STORAGE_REFUSED"
+
+
+class StorageUnreachableError(UprError):
+    """The object store cannot be reached, or cannot serve now; a change may have been made or not."""
+
+    default_reason = "UNAVAILABLE"
+    default_retriable = True
+
+
+class StorageTimeoutError(UprError):
+    """The object store did not answer in time; a change may have been made or not."""
+
+    default_reason = "STORAGE_TIMED_OUT"
     default_retriable = True

@@ -15,12 +15,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from upr_protocol.errors import UprError
 from upr_spark.backup.documents import canonical
 from upr_spark.backup.errors import LockedError
 from upr_spark.backup.storage import Storage
 
 _FOLDER = "locks/"
 _SECONDS = 600.0
+_LOOK_SECONDS = 5.0
 _LOCK = re.compile(r"locks/([0-9]{10})\.json")
 
 
@@ -42,6 +44,7 @@ class Lock:
         self._token = secrets.token_hex(8)
         self._number = 0
         self._taken = 0.0
+        self._looked = 0.0
 
     def __enter__(self) -> Self:
         """Take the lock.
@@ -68,25 +71,36 @@ class Lock:
         traceback: TracebackType | None,
     ) -> None:
         if self._number:
-            with suppress(OSError):
-                self._storage.delete(_name(self._number))
+            # Numbers never begin again: a request to delete that arrives late then meets no other run's lock. What
+            # was committed stays committed whether this succeeds or not.
+            with suppress(OSError, UprError):
+                if self._create(self._number + 1, released=True):
+                    self._forget_older()
 
     def keep(self, now: bool = False) -> None:
-        """Renew the lock when a third of its time has passed, or at once.
+        """Look every few seconds whether the lock is still this one's; renew it when a third of its time has passed.
+
+        Args:
+            now: renew it at once.
 
         Raises:
             LockedError: another run took it over.
         """
-        if not now and self._clock() - self._taken < self._seconds / 3:
+        at = self._clock()
+        due = now or at - self._taken >= self._seconds / 3
+        if not due and abs(at - self._looked) < _LOOK_SECONDS:
             return
-        if self._newest_number() != self._number or not self._create(self._number + 1):
+        self._looked = at
+        if self._newest_number() != self._number or (due and not self._create(self._number + 1)):
             raise LockedError("another run took the repository over: this one was paused too long")
+        if not due:
+            return
         self._forget_older()
 
-    def _create(self, number: int) -> bool:
+    def _create(self, number: int, released: bool = False) -> bool:
         now = self._clock()
         document = {
-            "expires": now + self._seconds,
+            "expires": 0.0 if released else now + self._seconds,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "token": self._token,

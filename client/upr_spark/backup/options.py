@@ -16,6 +16,7 @@ else:
 
 _AGO = re.compile(r"(\d{1,9})\s*(s|m|h|d)\s+ago")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SPAN = re.compile(r"(\d{1,6})\s*(s|m|h|d)|0")
 _PART = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 
@@ -65,6 +66,21 @@ class RestorePoint(_ParamType):
         if moment.tzinfo is None:
             self.fail(f"{text!r} says no offset from UTC; for example 2026-05-01T12:00:00Z")
         return (round(moment.timestamp() * 1e6),)
+
+
+class Span(_ParamType):
+    """``30d``: a span of time, as microseconds."""
+
+    name = "span"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse the text."""
+        if not isinstance(value, str):
+            return value
+        found = _SPAN.fullmatch(value.strip())
+        if found is None:
+            self.fail(f"{value!r} is no span of time; for example 30d, 24h, 90m or 0")
+        return int(found[1] or 0) * _SECONDS[found[2] or "s"] * 1_000_000
 
 
 class KeyPrefix(_ParamType):

@@ -1,24 +1,35 @@
-"""Writing a restore point into a bucket, and checking what is then there."""
+"""Writing a restore point into a bucket, and comparing what is then there.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+A group of partitions is written as a whole, and recorded in a journal. Writing one again does no harm: a key gets the
+same value. So a restore that was killed is gone on with group by group, after a look at whether what the bucket holds
+is its own. When all are written, each group is read back and compared with the backup, key by key.
+"""
 
-import pyarrow as pa
-import pyarrow.compute as pc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from upr_client import Bucket
-from upr_client.arrow import record_batch
-from upr_spark.backup.chain import Manifest, Segment, needed, segments
+from upr_client.arrow import blocks
+from upr_spark.backup.documents import Json
 from upr_spark.backup.errors import NotEmptyError, RepositoryDamagedError
-from upr_spark.backup.storage import Storage
-from upr_spark.backup.tables import newest, state
+from upr_spark.backup.journal import Journal
+from upr_spark.backup.point import GROUP_BYTES, Point
+from upr_spark.backup.readback import (
+    SCHEMA,
+    Differences,
+    data_bytes,
+    differences,
+    live,
+    only_keys,
+    read_newest,
+)
 
-_BATCH_BYTES = 64 * 2**20
-_ROW_BYTES = 64
-_WRITE_ROWS = 20_000
+Verified = Literal["equal", "contained", "not verified"]
+Ends = dict[int, int]
 
 
-class Restored(NamedTuple):
+class Written(NamedTuple):
     """What a restore wrote: keys with a value, deletes, and the bytes of keys and values."""
 
     keys: int
@@ -26,149 +37,203 @@ class Restored(NamedTuple):
     data_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore did.
+
+    Args:
+        written: what the bucket has of the backup, whichever run wrote it.
+        resumed: whether an interrupted run was gone on with.
+        verified: "equal": the bucket was read back and holds the backup's keys and values, and no others.
+            "contained": it holds the backup's keys and values, and none that was deleted. Else it was not asked for.
+    """
+
+    written: Written
+    resumed: bool
+    verified: Verified
+
+
+@dataclass(slots=True)
 class Restore:
     """One restore.
 
     Args:
-        storage: the repository's.
+        point: what to restore.
         bucket: where to.
+        key_prefix: only keys that begin with it.
         into_non_empty: whether the bucket may hold data. Keys deleted at the restore point are then deleted, other
-            keys stay, and nothing is compared afterwards.
-        progress: called with partitions done and partitions in all.
+            keys stay.
+        verify: whether the bucket is read back and compared.
+        say: called with a line for people.
+        progress: called with what is done, and partitions done and in all.
+        group_bytes: about how much is in memory at a time.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        bucket: Bucket,
-        into_non_empty: bool,
-        progress: Callable[[int, int], Any],
-    ) -> None:
-        self._storage = storage
-        self._bucket = bucket
-        self._into_non_empty = into_non_empty
-        self._progress = progress
+    point: Point
+    bucket: Bucket
+    key_prefix: bytes = b""
+    into_non_empty: bool = False
+    verify: bool = True
+    say: Callable[[str], Any] = lambda words: None
+    progress: Callable[[str, int, int], Any] = lambda what, done, total: None
+    group_bytes: int = GROUP_BYTES
+    _highs: Ends = field(default_factory=dict)
 
-    def run(
-        self,
-        chain: Sequence[Manifest],
-        number: int,
-        partitions: Sequence[int] | None,
-        key_prefix: bytes,
-    ) -> Restored:
-        """Restore backup ``number``; partitions None means all.
+    def run(self) -> Restored:
+        """Restore.
 
         Raises:
-            NotEmptyError: the bucket holds data.
+            NotEmptyError: the bucket holds data that is not an interrupted run's of this restore.
             RepositoryDamagedError: a file cannot be read, or the bucket does not hold what was written.
-            UprError: the server failed or refused; what was written stays.
+            UprError: the server failed or refused; the next run of the same goes on.
         """
-        if not self._into_non_empty:
-            self._check_empty()
-        counted = segments(chain, number)
-        if partitions is not None:
-            counted = {p: parts for p, parts in counted.items() if p in set(partitions)}
-        sizes = _sizes(needed(chain, number))
-        total = Restored(0, 0, 0)
-        done = 0
-        for group in _groups(counted, sizes):
-            self._progress(done, len(counted))
-            total = _sum(total, self._group(group, key_prefix))
-            done += len(group)
-        self._progress(done, len(counted))
-        return total
+        self._highs = {info.partition: info.high_seqno for info in self.bucket.partitions()}
+        what = self._what()
+        journal = self._found_journal(what)
+        done: dict[int, Written] = {}
+        if journal is None:
+            self._refuse(p for p, high in self._highs.items() if high)
+            journal = Journal.begin(
+                self.point.repository.storage, what, self.point.groups(self.group_bytes), self.say
+            )
+        else:
+            done = self._done(journal)
+            self._check_own(journal.groups, done)
+            self.say(
+                f"going on with an interrupted restore: {len(done)} of {len(journal.groups)} groups are there"
+            )
+        self._write(journal, done)
+        if self.verify:
+            self._compare(journal)
+        journal.end()
+        how: Verified = "contained" if self.into_non_empty else "equal"
+        return Restored(
+            Written(*map(sum, zip(Written(0, 0, 0), *done.values(), strict=True))),
+            journal.resumed,
+            how if self.verify else "not verified",
+        )
 
-    def _check_empty(self) -> None:
-        used = [info for info in self._bucket.partitions() if info.high_seqno]
-        if used:
+    def _what(self) -> Json:
+        """Return all that makes a restore the same one."""
+        return {
+            "repository": self.point.repository.id,
+            "number": self.point.manifest.number,
+            "cut": self.point.manifest.cut_name,
+            "bucket_version": f"{self.bucket.version:016x}",
+            "partitions": None if self.point.chosen is None else list(self.point.chosen),
+            "key_prefix": self.key_prefix.hex(),
+            "into_non_empty": self.into_non_empty,
+        }
+
+    def _found_journal(self, what: Json) -> Journal | None:
+        try:
+            return Journal.find(self.point.repository.storage, what)
+        except PermissionError:
+            return None
+
+    # What is there already.
+
+    def _done(self, journal: Journal) -> dict[int, Written]:
+        """Return the groups that were written, and whose partitions nobody wrote to since."""
+        done = {}
+        for index, record in journal.recorded().items():
+            ends: Json = record["ends"]
+            if all(self._highs.get(int(p)) == end for p, end in ends.items()):
+                done[index] = Written(record["keys"], record["deletes"], record["data_bytes"])
+        return done
+
+    def _check_own(self, groups: Sequence[Sequence[int]], done: Mapping[int, Any]) -> None:
+        """Check that what the bucket holds besides the groups that are done was written by this very restore."""
+        planned = {p for group in groups for p in group}
+        self._refuse(p for p, high in self._highs.items() if high and p not in planned)
+        if self.into_non_empty:
+            return
+        for index, group in enumerate(groups):
+            used = [p for p in group if self._highs.get(p)]
+            if index in done or not used:
+                continue
+            expected = live(self.point.state(used, self.key_prefix))
+            found = read_newest(self.bucket, used)
+            foreign = found.num_rows - live(found).num_rows
+            against = differences(live(found), expected)
+            if foreign or against.missing or against.different:
+                self._refuse(used)
+
+    def _refuse(self, used: Iterable[int]) -> None:
+        """Raise NotEmptyError where partitions hold data that they should not."""
+        count = len(list(used))
+        if count and not self.into_non_empty:
             raise NotEmptyError(
-                f"the bucket {self._bucket.name!r} holds data in {len(used)} partitions",
+                f"the bucket {self.bucket.name!r} holds data in {count} partitions that this restore did not write",
                 hint="restore into an empty one, or say --into-non-empty: then keys of the backup replace those there",
             )
 
-    def _group(self, group: Mapping[int, Sequence[Segment]], key_prefix: bytes) -> Restored:
-        table = state(self._storage, group, key_prefix)
-        deleted = pc.equal(table.column("op"), "delete")
-        live = table.filter(pc.invert(deleted))
-        rows = table if self._into_non_empty else live
-        for first in range(0, rows.num_rows, _WRITE_ROWS):
-            part = rows.slice(first, _WRITE_ROWS)
-            keys, values = part.column("key").to_pylist(), part.column("value").to_pylist()
-            self._bucket.write_many(zip(keys, values, strict=True))
-        written = _content(live, table.num_rows - live.num_rows)
-        if not self._into_non_empty:
-            self._compare(list(group), written)
-        return written
+    # Writing.
 
-    def _compare(self, partitions: list[int], written: Restored) -> None:
-        found = pa.Table.from_batches([], _KEPT)
-        with self._bucket.changes(partitions, until_now=True) as changes:
-            kept = [_lengths(record_batch(batch)) for batch in changes.batches() if batch.rows]
-        if kept:
-            found = newest(pa.Table.from_batches(kept))
-        live = found.filter(pc.invert(found.column("deleted")))
-        data_bytes = int(pc.sum(live.column("bytes")).as_py() or 0)
-        if (live.num_rows, data_bytes) != (written.keys, written.data_bytes):
+    def _write(self, journal: Journal, done: dict[int, Written]) -> None:
+        total = sum(map(len, journal.groups))
+        at = 0
+        for index, group in enumerate(journal.groups):
+            self.progress("restored", at, total)
+            if index not in done:
+                done[index], ends = self._write_group(group)
+                record = {**done[index]._asdict(), "ends": {str(p): end for p, end in ends.items()}}
+                journal.record(index, record, self.say)
+            at += len(group)
+
+    def _write_group(self, group: Sequence[int]) -> tuple[Written, Ends]:
+        """Write the state of some partitions, and return where they end then; 0 where the server forgot it."""
+        table = self.point.state(group, self.key_prefix)
+        alive = live(table)
+        rows = table if self.into_non_empty else alive
+        ends = {p: self._highs.get(p, 0) for p in group}
+        if rows.num_rows:
+            written_blocks = blocks(rows.column("key"), rows.column("value"))
+            for partition, _, end, _ in self.bucket.write_blocks(written_blocks).runs:
+                ends[partition] = end
+        written = Written(alive.num_rows, table.num_rows - alive.num_rows, data_bytes(alive))
+        return written, ends
+
+    # Comparing.
+
+    def _compare(self, journal: Journal) -> None:
+        total = sum(map(len, journal.groups))
+        at = 0
+        for group in journal.groups:
+            self.progress("compared", at, total)
+            found = self._difference(group)
+            if found:
+                # What is wrong is not mended by going on.
+                journal.end()
+                raise RepositoryDamagedError(
+                    f"the bucket {self.bucket.name!r} does not hold what was restored: in partitions {group[0]} to "
+                    f"{group[-1]} are {found.words()}",
+                    hint="did somebody else write meanwhile?",
+                )
+            at += len(group)
+        if not self.into_non_empty:
+            self._compare_rest(journal)
+        self.progress("compared", total, total)
+
+    def _difference(self, group: Sequence[int]) -> Differences:
+        expected = self.point.state(group, self.key_prefix)
+        if not self.into_non_empty:
+            return differences(live(expected), live(read_newest(self.bucket, group)))
+        found = read_newest(self.bucket, group, keep=only_keys(expected.column("key")))
+        return differences(live(expected), live(found))
+
+    def _compare_rest(self, journal: Journal) -> None:
+        """Check that partitions of which the backup has nothing hold nothing."""
+        planned = {p for group in journal.groups for p in group}
+        rest = [p for p in self._highs if p not in planned]
+        if not rest:
+            return
+        found = live(read_newest(self.bucket, rest))
+        if found.num_rows:
+            journal.end()
+            nothing = SCHEMA.empty_table()
             raise RepositoryDamagedError(
-                f"partitions {partitions[0]} to {partitions[-1]} were restored with {written.keys} keys of "
-                f"{written.data_bytes} bytes, and the bucket has {live.num_rows} keys of {data_bytes} bytes",
+                f"the bucket {self.bucket.name!r} does not hold what was restored: in partitions that the backup has "
+                f"nothing of are {differences(nothing, found).words()}",
                 hint="did somebody else write meanwhile?",
             )
-
-
-_KEPT = pa.schema(
-    [
-        ("partition", pa.int32()),
-        ("seqno", pa.int64()),
-        ("deleted", pa.bool_()),
-        ("key", pa.binary()),
-        ("bytes", pa.int64()),
-    ]
-)
-
-
-def _lengths(batch: Any) -> Any:
-    columns = [batch.column(name) for name in ("partition", "seqno", "deleted", "key")]
-    return pa.RecordBatch.from_arrays([*columns, _row_bytes(batch)], schema=_KEPT)
-
-
-def _row_bytes(rows: Any) -> Any:
-    lengths = pc.add(
-        pc.binary_length(rows.column("key")),
-        pc.fill_null(pc.binary_length(rows.column("value")), 0),
-    )
-    return pc.cast(lengths, pa.int64())
-
-
-def _content(live: Any, deletes: int) -> Restored:
-    return Restored(live.num_rows, deletes, int(pc.sum(_row_bytes(live)).as_py() or 0))
-
-
-def _sum(first: Restored, second: Restored) -> Restored:
-    return Restored(*(a + b for a, b in zip(first, second, strict=True)))
-
-
-def _sizes(chain: Sequence[Manifest]) -> dict[int, int]:
-    """Return for each partition at most how many bytes its rows take in memory."""
-    sizes: dict[int, int] = {}
-    for manifest in chain:
-        for partition, entry in manifest.entries.items():
-            size = entry.data_bytes + entry.rows * _ROW_BYTES
-            sizes[partition] = sizes.get(partition, 0) + size
-    return sizes
-
-
-def _groups(
-    counted: Mapping[int, Sequence[Segment]], sizes: Mapping[int, int]
-) -> Iterator[dict[int, Sequence[Segment]]]:
-    """Yield consecutive partitions that fit into memory together; one that does not fit comes alone."""
-    group: dict[int, Sequence[Segment]] = {}
-    taken = 0
-    for partition, parts in sorted(counted.items()):
-        if group and taken + sizes[partition] > _BATCH_BYTES:
-            yield group
-            group, taken = {}, 0
-        group[partition] = parts
-        taken += sizes[partition]
-    if group:
-        yield group

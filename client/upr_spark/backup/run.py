@@ -1,64 +1,47 @@
 """One backup: at a cut, group by group, committed by one manifest."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
-from upr_spark.backup.chain import (
-    Entry,
-    FileRef,
-    Kind,
-    Manifest,
-    RolledBack,
-    check_link,
-    entry_from_json,
-    entry_to_json,
-    file_from_json,
-    file_to_json,
-)
+from upr_protocol.errors import UprError
 from upr_spark.backup.documents import Json
+from upr_spark.backup.engines import Engine, Finished, Rows
 from upr_spark.backup.errors import HistoryChangedError, LockedError
+from upr_spark.backup.groups import (
+    CutPoint,
+    GroupResult,
+    GroupSpec,
+    PinnedAt,
+    pins_to_json,
+    result_from_json,
+    staged_record,
+)
+from upr_spark.backup.manifest import Entry, FileRef, Kind, Manifest, RolledBack, check_link
 from upr_spark.backup.repository import Attempt, Repository
 
-GROUP_SEQNOS = 2_000_000
-"""About how many seqnos a group spans; a group is one file, and what a resumed run need not read again."""
+GROUPS_MAX: Final = 64
+"""About how many groups a backup has at most: each is a file."""
 
-_ATTEMPTS = 4
+GROUP_SEQNOS: Final = 2_000_000
+"""About how many seqnos a group spans at most, while there are fewer than GROUPS_MAX: so much a killed task loses."""
 
+GROUP_SEQNOS_MIN: Final = 100_000
+"""What spans less is not worth a file and a task of its own."""
 
-class PinnedAt(NamedTuple):
-    """Where a cut pins a partition: the newest failover id as 16 hex digits ("" for none), and the marker."""
+_TASKS_EACH: Final = 2
+"""Groups for each place to run them, so that the places end at about the same time."""
 
-    failover_id: str
-    seqno: int
+PATIENCE_SECONDS: Final = 60.0
+"""How long a server that went away is waited for."""
 
-
-@dataclass(frozen=True, slots=True)
-class CutPoint:
-    """A cut at the server.
-
-    Args:
-        name: unique in the bucket.
-        time: when it was made; microseconds since the epoch, by the server's clock.
-        pins: of every partition.
-    """
-
-    name: str
-    time: int
-    pins: Mapping[int, PinnedAt]
-
-
-class GroupResult(NamedTuple):
-    """What was read of a group: its file, None without rows; entries, with file 0 where there are rows; rollbacks."""
-
-    file: FileRef | None
-    entries: dict[int, Entry]
-    rollbacks: list[RolledBack]
+_ATTEMPTS: Final = 4
 
 
 class Source(Protocol):
-    """The server, as far as a backup needs it."""
+    """The server's cuts, as far as a backup needs them."""
 
     def make_cut(self) -> CutPoint:
         """Pin all partitions at one instant."""
@@ -66,22 +49,18 @@ class Source(Protocol):
     def find_cut(self, name: str) -> CutPoint | None:
         """Return a cut whose lease has not ended, with a lease that begins anew; None when it is gone."""
 
+    def renew(self, name: str) -> None:
+        """Keep a cut; called all the time.
+
+        Raises:
+            HistoryChangedError: it is gone.
+        """
+
     def release(self, name: str) -> None:
         """Give a cut up."""
 
-    def read_group(
-        self, starts: Mapping[int, Entry | None], cut: CutPoint, path: str
-    ) -> GroupResult:
-        """Read partitions up to the cut into a new data file.
-
-        Args:
-            starts: by partition, its entry in the backup before; None to begin at 0.
-            cut: where to end.
-            path: the file's name.
-
-        Raises:
-            HistoryChangedError: the cut is gone, or the server rolled back what was being read.
-        """
+    def committed(self, cut_time: int) -> None:
+        """Take note that everything up to the cut of that time is in the repository."""
 
 
 class Holding(Protocol):
@@ -95,29 +74,41 @@ def _micros() -> int:
     return round(time.time() * 1e6)
 
 
+def _nothing(*_: object) -> None:
+    pass
+
+
 @dataclass(slots=True)
 class Run:
     """A backup that is being taken.
 
     Args:
         repository: where to.
-        source: where from.
+        source: where cuts are made.
+        engine: reads the groups.
         lock: which is held.
+        target: addresses of the server, for the tasks.
         full: whether everything is read anew.
+        restart: whether what an unfinished run left is given up.
         say: called with a line for people.
-        progress: called with groups done and groups in all.
+        progress: called with rows read since the last call, groups done and groups in all, about every second.
         clock: microseconds since the epoch.
-        group_seqnos: about how many seqnos a group spans.
+        group_seqnos: about how many seqnos a group spans; None for as many as suit the engine.
+        patience: how many seconds a server that went away is waited for.
     """
 
     repository: Repository
     source: Source
+    engine: Engine
     lock: Holding
+    target: str = ""
     full: bool = False
-    say: Callable[[str], Any] = lambda words: None
-    progress: Callable[[int, int], Any] = lambda done, total: None
+    restart: bool = False
+    say: Callable[[str], Any] = _nothing
+    progress: Callable[[int, int, int], Any] = _nothing
     clock: Callable[[], int] = _micros
-    group_seqnos: int = GROUP_SEQNOS
+    group_seqnos: int | None = None
+    patience: float = PATIENCE_SECONDS
 
     def backup(self) -> Manifest:
         """Take one backup and return its manifest.
@@ -140,22 +131,19 @@ class Run:
     def _try(self) -> Manifest:
         started = self.clock()
         before, parent = self.repository.newest()
-        self.repository.clean(before.number if before else 0)
+        if before is not None:
+            for left in self.repository.attempts(before.number):
+                self.source.release(left.plan["cut"])
+            self.repository.clean(before.number)
         attempt, cut = self._attempt(before, parent)
         kind: Kind = attempt.plan["kind"]
         base = before.entries if before and kind == "incremental" else {}
-        groups: list[list[int]] = attempt.plan["groups"]
-        results = []
-        for index, group in enumerate(groups):
-            self.progress(index, len(groups))
-            self.lock.keep()
-            try:
-                results.append(self._group(attempt, index, {p: base.get(p) for p in group}, cut))
-            except HistoryChangedError:
-                # So that no later run takes the attempt up again.
-                self.source.release(cut.name)
-                raise
-        self.progress(len(groups), len(groups))
+        try:
+            results = self._read(attempt, base, cut)
+        except HistoryChangedError:
+            # So that no later run takes the attempt up again.
+            self.source.release(cut.name)
+            raise
         manifest = Manifest(
             attempt.number,
             kind,
@@ -173,8 +161,12 @@ class Run:
             raise LockedError(
                 f"another run committed backup {manifest.number} first; this one changed nothing"
             )
-        self.repository.clean(manifest.number)
+        self.source.committed(cut.time)
         self.source.release(cut.name)
+        # Last, because what is staged tells the next run which cuts a killed one left. What cannot be cleaned now,
+        # it cleans too: this backup is committed.
+        with suppress(OSError, UprError):
+            self.repository.clean(manifest.number)
         return manifest
 
     def _attempt(self, before: Manifest | None, parent: str) -> tuple[Attempt, CutPoint]:
@@ -182,10 +174,14 @@ class Run:
         number = before.number + 1 if before else 1
         for attempt in self.repository.attempts(number):
             plan = attempt.plan
+            if self.restart:
+                # Without its cut no later run takes it up either.
+                self.source.release(plan["cut"])
+                continue
             if plan["parent"] != parent or (self.full and plan["kind"] != "full"):
                 continue
             cut = self.source.find_cut(plan["cut"])
-            if cut is not None and _pins_to_json(cut) == plan["pins"] and cut.time == plan["time"]:
+            if cut is not None and pins_to_json(cut) == plan["pins"] and cut.time == plan["time"]:
                 self.say("going on with an interrupted run, at its cut")
                 return attempt, cut
         kind: Kind = "full" if self.full or not before else "incremental"
@@ -196,49 +192,90 @@ class Run:
             "parent": parent,
             "cut": cut.name,
             "time": cut.time,
-            "pins": _pins_to_json(cut),
-            "groups": split(cut, base, self.group_seqnos),
+            "pins": pins_to_json(cut),
+            "groups": split(cut, base, self.group_seqnos, self.engine.parallel),
         }
         return self.repository.stage(number, plan), cut
 
-    def _group(
+    def _read(
+        self, attempt: Attempt, base: Mapping[int, Entry], cut: CutPoint
+    ) -> list[GroupResult]:
+        """Return what was read of each group, now or by the run that was interrupted."""
+        groups: list[list[int]] = attempt.plan["groups"]
+        records: dict[int, Json] = {}
+        specs = []
+        for index, group in enumerate(groups):
+            record = staged_record(self.repository, attempt.number, attempt.name, index)
+            if record is None:
+                specs.append(self._spec(attempt, index, {p: base.get(p) for p in group}, cut))
+            else:
+                records[index] = record
+        if specs:
+            self.progress(0, len(records), len(groups))
+            with closing(self.engine.run(specs)) as events:
+                for event in events:
+                    self.lock.keep()
+                    self.source.renew(cut.name)
+                    if isinstance(event, Finished):
+                        records[event.index] = event.record
+                    rows = event.rows if isinstance(event, Rows) else 0
+                    self.progress(rows, len(records), len(groups))
+        return [result_from_json(records[index]) for index in range(len(groups))]
+
+    def _spec(
         self, attempt: Attempt, index: int, starts: Mapping[int, Entry | None], cut: CutPoint
-    ) -> GroupResult:
-        record = self.repository.staged_group(attempt, index)
-        if record is not None:
-            result = _result_from_json(record)
-            if self._is_there(result.file):
-                return result
-        path = self.repository.new_data_name(attempt.number)
-        result = self.source.read_group(starts, cut, path)
-        self.repository.stage_group(attempt, index, _result_to_json(result))
-        return result
+    ) -> GroupSpec:
+        repository = self.repository
+        pins = {partition: cut.pins[partition] for partition in starts}
+        return GroupSpec(
+            repository.storage.location,
+            self.target,
+            repository.bucket,
+            repository.bucket_version,
+            attempt.number,
+            attempt.name,
+            index,
+            starts,
+            CutPoint(cut.name, cut.time, pins),
+            self.patience,
+        )
 
-    def _is_there(self, file: FileRef | None) -> bool:
-        try:
-            return file is None or self.repository.storage.size(file.path) == file.bytes
-        except FileNotFoundError:
-            return False
 
-
-def split(cut: CutPoint, base: Mapping[int, Entry], group_seqnos: int) -> list[list[int]]:
+def split(
+    cut: CutPoint, base: Mapping[int, Entry], group_seqnos: int | None, parallel: int
+) -> list[list[int]]:
     """Return the partitions that have to be asked for, in groups of consecutive ones.
 
     One whose newest id and marker are those of the backup before has nothing new, and is left out.
+
+    Args:
+        cut: up to where.
+        base: from where, by partition.
+        group_seqnos: about how many seqnos a group spans; None to choose.
+        parallel: how many groups are read at a time.
     """
-    groups: list[list[int]] = []
-    room = 0
+    sizes = {}
     for partition, pin in sorted(cut.pins.items()):
         entry = base.get(partition)
-        if _unchanged(entry, pin):
-            continue
-        size = max(pin.seqno - (entry.end if entry else 0), 1)
+        if not _unchanged(entry, pin):
+            sizes[partition] = max(pin.seqno - (entry.end if entry else 0), 1)
+    if group_seqnos is None:
+        group_seqnos = group_size(sum(sizes.values()), parallel)
+    groups: list[list[int]] = []
+    room = 0
+    for partition, size in sizes.items():
         if not groups or room < size:
             groups.append([])
             room = group_seqnos
         groups[-1].append(partition)
         room -= size
     return groups
+
+
+def group_size(seqnos: int, parallel: int) -> int:
+    """Return about how many seqnos a group spans, of so many in all with so many groups read at a time."""
+    size = max(GROUP_SEQNOS_MIN, -(-seqnos // (_TASKS_EACH * parallel)))
+    return max(min(size, GROUP_SEQNOS), -(-seqnos // GROUPS_MAX))
 
 
 def _unchanged(entry: Entry | None, pin: PinnedAt) -> bool:
@@ -272,25 +309,4 @@ def _joined(
 def _with_file(entry: Entry, file: int | None) -> Entry:
     return Entry(
         entry.start, entry.end, entry.cut, entry.rows, entry.data_bytes, file, entry.position
-    )
-
-
-def _pins_to_json(cut: CutPoint) -> list[Any]:
-    return [[p, pin.failover_id, pin.seqno] for p, pin in sorted(cut.pins.items())]
-
-
-def _result_to_json(result: GroupResult) -> Json:
-    return {
-        "file": None if result.file is None else file_to_json(result.file),
-        "entries": {str(p): entry_to_json(entry) for p, entry in result.entries.items()},
-        "rollbacks": [list(rollback) for rollback in result.rollbacks],
-    }
-
-
-def _result_from_json(record: Json) -> GroupResult:
-    entries: Iterable[tuple[str, Json]] = record["entries"].items()
-    return GroupResult(
-        None if record["file"] is None else file_from_json(record["file"]),
-        {int(p): entry_from_json(entry) for p, entry in entries},
-        [RolledBack(*rollback) for rollback in record["rollbacks"]],
     )

@@ -2,9 +2,10 @@
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
 
 from upr_client import (
     Bucket,
@@ -19,32 +20,30 @@ from upr_client import (
 from upr_client.arrow import record_batch
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id, parse_failover_id
-from upr_spark.backup.chain import Entry, RolledBack
 from upr_spark.backup.errors import HistoryChangedError, RepositoryError
+from upr_spark.backup.groups import CutPoint, GroupResult, GroupSpec, PinnedAt
+from upr_spark.backup.manifest import Entry, RolledBack
 from upr_spark.backup.repository import Repository
-from upr_spark.backup.run import CutPoint, GroupResult, PinnedAt
 from upr_spark.backup.storage import Storage
 from upr_spark.backup.tables import RowsWriter
 
-_LEASE_SECONDS = 900.0
-_RETRY_SECONDS = 60.0
+_LEASE_SECONDS: Final = 900.0
+_RENEW_AGAIN_SECONDS: Final = 15.0
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class ServerSource:
-    """Reads one bucket.
+    """The cuts of one bucket.
 
     Args:
         bucket: the bucket.
         repository: the one that the backup is for.
-        progress: called with the rows read since the last call.
     """
 
-    def __init__(self, bucket: Bucket, repository: Repository, progress: Any) -> None:
+    def __init__(self, bucket: Bucket, repository: Repository) -> None:
         self._bucket = bucket
         self._repository = repository
-        self._storage: Storage = repository.storage
-        self._progress = progress
-        self._renewed = 0.0
+        self._renew_at = 0.0
 
     def make_cut(self) -> CutPoint:
         """Pin all partitions.
@@ -62,7 +61,7 @@ class ServerSource:
                 f"its version is {version}, here it is {self._repository.bucket_version}",
                 hint="a bucket that was created anew needs a repository of its own: upr-backup REPOSITORY init",
             )
-        self._renewed = time.monotonic()
+        self._renewed()
         return _cut_point(cut)
 
     def find_cut(self, name: str) -> CutPoint | None:
@@ -74,84 +73,124 @@ class ServerSource:
             self._bucket.renew_cut(name, _LEASE_SECONDS)
         except CutNotFoundError:
             return None
-        self._renewed = time.monotonic()
+        self._renewed()
         return _cut_point(found[0])
+
+    def renew(self, name: str) -> None:
+        """Have a cut's lease begin anew when a third of it is over.
+
+        Raises:
+            HistoryChangedError: the cut is gone.
+        """
+        if time.monotonic() < self._renew_at:
+            return
+        try:
+            self._bucket.renew_cut(name, _LEASE_SECONDS)
+            self._renewed()
+        except CutNotFoundError as error:
+            raise HistoryChangedError(f"the cut is gone: {error.message}") from error
+        except UprError:
+            # Who reads waits for the server as well, and says when it takes too long.
+            self._renew_at = time.monotonic() + _RENEW_AGAIN_SECONDS
+
+    def _renewed(self) -> None:
+        self._renew_at = time.monotonic() + _LEASE_SECONDS / 3
 
     def release(self, name: str) -> None:
         """Give a cut up; where that fails its lease ends it."""
         with suppress(UprError):
             self._bucket.release_cut(name)
 
-    def read_group(
-        self, starts: Mapping[int, Entry | None], cut: CutPoint, path: str
-    ) -> GroupResult:
-        """Read partitions up to the cut into a new data file."""
-        positions = {
-            partition: Position.from_json(entry.position)
-            for partition, entry in starts.items()
-            if entry is not None and entry.position is not None
-        }
-        writer = RowsWriter(self._storage, path)
-        try:
-            rollbacks, reached = self._read(writer, starts, positions, cut)
-            file = writer.finish()
-        except (SnapshotGoneError, CutNotFoundError) as error:
-            raise HistoryChangedError(f"the cut is gone: {error.message}") from error
-        finally:
-            writer.close()
-        last = {rollback.partition: rollback for rollback in rollbacks}
-        entries = {}
-        for partition, entry in starts.items():
-            begun = entry.end if entry else 0
-            cut_at = last[partition].seqno if partition in last else None
-            rows = int(writer.rows[partition])
-            entries[partition] = Entry(
-                begun if cut_at is None else cut_at,
-                reached[partition].seqno,
-                cut_at,
-                rows,
-                int(writer.data_bytes[partition]),
-                0 if rows else None,
-                reached[partition].to_json(),
-            )
-        return GroupResult(file, entries, rollbacks)
+    def committed(self, cut_time: int) -> None:
+        """Have the server know up to where the repository has everything, so that purging waits for the next backup.
 
-    def _read(
-        self,
-        writer: RowsWriter,
-        starts: Mapping[int, Entry | None],
-        positions: Mapping[int, Position],
-        cut: CutPoint,
-    ) -> tuple[list[RolledBack], dict[int, Position]]:
-        rollbacks: list[RolledBack] = []
-        pins = {partition: _pin(cut.pins[partition]) for partition in starts}
-        changes = self._bucket.changes(
-            list(starts),
-            positions=MemoryPositions(positions),
-            until=CutInfo(cut.name, cut.time, 0, 0.0, pins),
-            on_rollback="event",
-            retry_seconds=_RETRY_SECONDS,
-        )
-        with changes:
-            for batch in changes.batches():
-                for rollback in batch.rollbacks:
-                    rollbacks.append(_checked(rollback, int(writer.rows[rollback.partition])))
-                writer.add(record_batch(batch))
-                self._progress(batch.rows)
-                self._renew(cut)
-            reached = changes.positions()
-        short = [p for p, pin in pins.items() if reached[p].seqno != pin.seqno]
-        if short:
-            raise HistoryChangedError(f"partition {short[0]} did not end where the cut is")
-        return rollbacks, reached
-
-    def _renew(self, cut: CutPoint) -> None:
-        if time.monotonic() - self._renewed < _LEASE_SECONDS / 3:
-            return
-        # One that cannot be reached now is asked again with the next batch.
+        Args:
+            cut_time: of the cut that was committed; microseconds since the epoch.
+        """
+        at = _EPOCH + timedelta(microseconds=cut_time)
+        # Without it a backup that comes late reads some partitions anew, and is as right.
         with suppress(UprError):
-            self._bucket.renew_cut(cut.name, _LEASE_SECONDS)
-            self._renewed = time.monotonic()
+            self._bucket.reset_consumer(f"upr-backup-{self._repository.id}", at)
+
+
+def read_group(
+    bucket: Bucket,
+    storage: Storage,
+    spec: GroupSpec,
+    path: str,
+    progress: Callable[[int], Any],
+) -> GroupResult:
+    """Read partitions up to their cut into a new data file.
+
+    Args:
+        bucket: the bucket.
+        storage: of the repository.
+        spec: which partitions, from where and to where.
+        path: the file's name.
+        progress: called with the rows read since the last call.
+
+    Raises:
+        HistoryChangedError: the cut is gone, or the server rolled back what was being read.
+        UprError: the server failed.
+        OSError: the storage failed.
+    """
+    writer = RowsWriter(storage, path)
+    try:
+        rollbacks, reached = _read(bucket, writer, spec, progress)
+        file = writer.finish()
+    except (SnapshotGoneError, CutNotFoundError) as error:
+        raise HistoryChangedError(f"the cut is gone: {error.message}") from error
+    finally:
+        writer.close()
+    last = {rollback.partition: rollback for rollback in rollbacks}
+    entries = {}
+    for partition, entry in spec.starts.items():
+        begun = entry.end if entry else 0
+        cut_at = last[partition].seqno if partition in last else None
+        rows = int(writer.rows[partition])
+        entries[partition] = Entry(
+            begun if cut_at is None else cut_at,
+            reached[partition].seqno,
+            cut_at,
+            rows,
+            int(writer.data_bytes[partition]),
+            0 if rows else None,
+            reached[partition].to_json(),
+        )
+    return GroupResult(file, entries, rollbacks)
+
+
+def _read(
+    bucket: Bucket,
+    writer: RowsWriter,
+    spec: GroupSpec,
+    progress: Callable[[int], Any],
+) -> tuple[list[RolledBack], Mapping[int, Position]]:
+    positions = {
+        partition: Position.from_json(entry.position)
+        for partition, entry in spec.starts.items()
+        if entry is not None and entry.position is not None
+    }
+    rollbacks: list[RolledBack] = []
+    pins = {partition: _pin(pin) for partition, pin in spec.cut.pins.items()}
+    changes = bucket.changes(
+        list(spec.starts),
+        positions=MemoryPositions(positions),
+        until=CutInfo(spec.cut.name, spec.cut.time, 0, 0.0, pins),
+        on_rollback="event",
+        retry_seconds=spec.patience,
+    )
+    with changes:
+        for batch in changes.batches():
+            for rollback in batch.rollbacks:
+                rollbacks.append(_checked(rollback, int(writer.rows[rollback.partition])))
+            writer.add(record_batch(batch))
+            progress(batch.rows)
+        reached = changes.positions()
+    short = [p for p, pin in pins.items() if reached[p].seqno != pin.seqno]
+    if short:
+        raise HistoryChangedError(f"partition {short[0]} did not end where the cut is")
+    return rollbacks, reached
 
 
 def _checked(rollback: Rollback, rows: int) -> RolledBack:

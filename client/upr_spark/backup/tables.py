@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from upr_protocol.limits import PARTITIONS
-from upr_spark.backup.chain import FileRef, Segment
+from upr_spark.backup.chain import Segment
 from upr_spark.backup.errors import RepositoryDamagedError
+from upr_spark.backup.manifest import FileRef
 from upr_spark.backup.storage import Storage
 
 SCHEMA: Final = pa.schema(
@@ -32,6 +33,7 @@ SCHEMA: Final = pa.schema(
 _FLUSH_BYTES: Final = 32 * 2**20
 _ROW_GROUP_ROWS: Final = 65_536
 _READ_ROWS: Final = 65_536
+_FOLD_BYTES: Final = 64 * 2**20
 _DAMAGE = (OSError, pa.ArrowException)
 
 
@@ -54,6 +56,13 @@ class RowsWriter:
 
     def add(self, batch: Any) -> None:
         """Add a record batch of ``upr_client.arrow.schema()``."""
+        op = pc.if_else(batch.column("deleted"), "delete", "set")
+        columns = [batch.column(name) for name in ("key", "value", "time")]
+        first = [batch.column("partition"), batch.column("seqno"), op]
+        self.add_rows(pa.RecordBatch.from_arrays([*first, *columns], schema=SCHEMA))
+
+    def add_rows(self, batch: Any) -> None:
+        """Add a record batch of ``SCHEMA``."""
         if not batch.num_rows:
             return
         partitions = batch.column("partition").to_numpy()
@@ -64,10 +73,7 @@ class RowsWriter:
         self.rows += np.bincount(partitions, minlength=PARTITIONS)
         # Sums of 64-bit floats are exact up to 2^53, which is far above the bytes of one batch.
         self.data_bytes += np.bincount(partitions, lengths, PARTITIONS).astype(np.int64)
-        op = pc.if_else(batch.column("deleted"), "delete", "set")
-        columns = [batch.column(name) for name in ("key", "value", "time")]
-        first = [batch.column("partition"), batch.column("seqno"), op]
-        self._gathered.append(pa.RecordBatch.from_arrays([*first, *columns], schema=SCHEMA))
+        self._gathered.append(batch)
         self._gathered_bytes += batch.nbytes
         if self._gathered_bytes >= _FLUSH_BYTES:
             self._flush()
@@ -147,6 +153,8 @@ def state(
 ) -> Any:
     """Return the newest row of each key, deletes included, as a table of ``SCHEMA``; it is all in memory.
 
+    Of what is superseded only as much as the newest rows, or ``_FOLD_BYTES``, is in memory at a time.
+
     Args:
         storage: where the data files are.
         counted: by partition, the rows that count.
@@ -159,7 +167,8 @@ def state(
     for partition, parts in counted.items():
         for part in parts:
             files.setdefault(part.file.path, (part.file, {}))[1][partition] = part
-    batches = []
+    batches: list[Any] = []
+    gathered, limit = 0, _FOLD_BYTES
     for file, parts_of in files.values():
         lows, highs = np.zeros(PARTITIONS, np.int64), np.zeros(PARTITIONS, np.int64)
         for partition, part in parts_of.items():
@@ -171,6 +180,11 @@ def state(
             if key_prefix:
                 counts = pc.and_(counts, _begins_with(batch.column("key"), key_prefix))
             batches.append(batch.filter(counts))
+            gathered += batches[-1].nbytes
+            if gathered > limit:
+                batches = newest(pa.Table.from_batches(batches, SCHEMA)).to_batches()
+                gathered = sum(batch.nbytes for batch in batches)
+                limit = max(_FOLD_BYTES, 2 * gathered)
     return newest(pa.Table.from_batches(batches, SCHEMA))
 
 

@@ -8,13 +8,14 @@ import numpy as np
 
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partitions_of
-from upr_spark.backup.chain import FileRef, Manifest
 from upr_spark.backup.errors import RepositoryDamagedError
+from upr_spark.backup.manifest import FileRef, Manifest
 from upr_spark.backup.repository import Repository
 from upr_spark.backup.storage import Storage
 from upr_spark.backup.tables import read_rows
 
 _CHUNK = 2**20
+_MERGED = {"full": "", "incremental": "", "merged": ", merged"}
 
 
 def verify(
@@ -33,16 +34,16 @@ def verify(
     if not wrong:
         for name in repository.lost_manifests(chain):
             yield f"{name} is missing: its data is there"
-    total = sum(len(manifest.files) for manifest in chain)
+    total = chain.files
     done = 0
-    for manifest in chain:
+    for manifest in chain.rests_on():
         for index, file in enumerate(manifest.files):
             progress(done, total)
             problem = _file_problem(repository.storage, file, full)
             if not problem and full:
                 problem = _rows_problem(repository.storage, manifest, index)
             if problem:
-                yield f"backup {manifest.number}: {problem}"
+                yield f"backup {manifest.number}{_MERGED[manifest.kind]}: {problem}"
             done += 1
     progress(done, total)
 

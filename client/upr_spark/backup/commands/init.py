@@ -9,7 +9,7 @@ from upr_spark.backup.errors import BackupNotFoundError, RepositoryError
 from upr_spark.backup.options import Address
 from upr_spark.backup.output import Command, note, verbose_option
 from upr_spark.backup.repository import Repository
-from upr_spark.backup.storage import Storage
+from upr_spark.backup.storage import Storage, check_storage
 
 
 @click.command("init", cls=Command)
@@ -29,6 +29,7 @@ def init(storage: Storage, target: str, bucket: str) -> None:
         raise BackupNotFoundError(
             f"there is no bucket {bucket!r} at {target}", hint="upr-admin bucket list shows all"
         )
+    check_storage(storage)
     made = Repository.create(
         storage, bucket, found[0].version, target, created=round(time.time() * 1e6)
     )

@@ -2,9 +2,10 @@
 
 import click
 
-from upr_spark.backup.chain import Manifest, needed
+from upr_spark.backup.chain import Chain, Link
 from upr_spark.backup.commands.common import summary
 from upr_spark.backup.documents import Json
+from upr_spark.backup.manifest import Manifest
 from upr_spark.backup.output import (
     Command,
     columns,
@@ -22,16 +23,29 @@ from upr_spark.backup.storage import Storage
 @verbose_option
 @click.pass_obj
 def list_command(storage: Storage, as_json: bool) -> None:
-    """Show all backups, oldest first."""
+    """Show all backups that have not expired, oldest first."""
     chain = Repository.open(storage).chain()
     if as_json:
-        print_json([summary(manifest) for manifest in chain])
+        print_json([_listed(chain, link) for link in chain.links])
         return
     rows = [
-        (m.number, m.kind, time_text(m.cut_time), m.rows, m.file_bytes, len(m.rollbacks))
-        for m in chain
+        (
+            link.number,
+            link.kind + (", merged" if link.number in chain.merged else ""),
+            time_text(link.cut_time),
+            link.rows,
+            link.file_bytes,
+            link.rollbacks,
+        )
+        for link in chain.links
     ]
     click.echo(columns(("id", "kind", "as of", "rows", "bytes", "rollbacks"), rows))
+
+
+def _listed(chain: Chain, link: Link) -> Json:
+    base = chain.merged.get(link.number)
+    merged = None if base is None else {"rows": base.rows, "bytes": base.file_bytes}
+    return {**summary(link), "merged": merged}
 
 
 @click.command("info", cls=Command)
@@ -43,21 +57,24 @@ def info(storage: Storage, number: int | None, as_json: bool) -> None:
     """Show one backup, the newest unless ID says which."""
     repository = Repository.open(storage)
     chain = repository.chain()
-    wanted = needed(chain, number or len(chain))
-    manifest = wanted[-1]
+    manifest = chain.by_number(number or chain.last)
+    base = chain.base(manifest.number)
     document = {
         "repository": repository.id,
         "bucket": repository.bucket,
         "bucket_version": repository.bucket_version,
-        **summary(manifest),
-        "needs": [m.number for m in wanted],
+        **_listed(chain, chain.link(manifest.number)),
+        "base": f"{base.kind} {base.number}",
+        "needs": [*range(base.number, manifest.number + 1)],
     }
     if as_json:
         document["rollback_list"] = [rollback._asdict() for rollback in manifest.rollbacks]
         document["partitions"] = [_partition(manifest, p) for p in manifest.entries]
         print_json(document)
         return
-    document["needs"] = ", ".join(str(m.number) for m in wanted)
+    document["merged"] = "no" if manifest.number not in chain.merged else "yes"
+    alone = base.number == manifest.number
+    document["needs"] = str(base.number) if alone else f"{base.number} to {manifest.number}"
     click.echo(columns(("field", "value"), ((k, str(v)) for k, v in document.items())))
     if manifest.rollbacks:
         rows = [(r.partition, r.from_seqno, r.seqno, r.words) for r in manifest.rollbacks]

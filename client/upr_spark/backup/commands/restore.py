@@ -4,21 +4,23 @@ from typing import Any
 
 import click
 
-from upr_spark.backup import exit_codes
-from upr_spark.backup.chain import needed
-from upr_spark.backup.commands.common import number_at, open_client
-from upr_spark.backup.errors import NotEmptyError, RepositoryDamagedError
+from upr_spark.backup.commands.common import open_client
 from upr_spark.backup.options import Address, KeyPrefix, PartitionSet, RestorePoint
 from upr_spark.backup.output import (
     Command,
-    CommandError,
     Progress,
     json_option,
+    note,
     print_json,
     verbose_option,
 )
-from upr_spark.backup.repository import Repository
 from upr_spark.backup.storage import Storage
+
+_VERIFIED = {
+    "equal": "read back, and equal",
+    "contained": "read back, and all there",
+    "not verified": "not read back",
+}
 
 
 @click.command("restore", cls=Command)
@@ -30,6 +32,7 @@ from upr_spark.backup.storage import Storage
 @click.option("--partitions", type=PartitionSet(), help="Only these, as 0-63,512.")
 @click.option("--key-prefix", type=KeyPrefix(), default=b"", help="Only keys that begin with it.")
 @click.option("--into-non-empty", is_flag=True, help="Write also when the bucket holds data.")
+@click.option("--no-verify", is_flag=True, help="Do not read the bucket back to compare.")
 @json_option
 @verbose_option
 @click.pass_obj
@@ -41,37 +44,41 @@ def restore(
     partitions: list[int] | None,
     key_prefix: bytes,
     into_non_empty: bool,
+    no_verify: bool,
     as_json: bool,
 ) -> None:
-    """Write the state at a backup, the newest unless --at says which, into an empty bucket."""
-    from upr_spark.backup.restore import Restore
-    from upr_spark.backup.verify import check_files
+    """Write the state at a backup, the newest unless --at says which, into an empty bucket.
 
-    repository = Repository.open(storage)
-    damage: list[str] = []
-    chain = repository.chain(damage.append)
-    number = number_at(chain, at)
-    if damage and (not isinstance(at, int) or number > len(chain)):
-        raise RepositoryDamagedError(
-            damage[0], hint=f"backups 1 to {len(chain)} can be restored, with --at ID"
-        )
-    wanted = needed(chain, number)
-    check_files(storage, {file for manifest in wanted for file in manifest.files})
+    Then the bucket is read back and compared, key by key. One that was interrupted is gone on with when it is started
+    with the same options.
+    """
+    from upr_spark.backup.point import open_point
+    from upr_spark.backup.restore import Restore
+
+    point = open_point(storage, at, partitions)
     progress = Progress()
     with open_client(target) as client:
         work = Restore(
-            storage,
-            client.bucket(bucket or repository.bucket),
+            point,
+            client.bucket(bucket or point.repository.bucket),
+            key_prefix,
             into_non_empty,
-            lambda done, total: progress.show(f"{done} of {total} partitions restored"),
+            verify=not no_verify,
+            say=note,
+            progress=lambda what, done, total: progress.show(
+                f"{done} of {total} partitions {what}"
+            ),
         )
         try:
-            done = work.run(chain, number, partitions, key_prefix)
-        except NotEmptyError as error:
-            raise CommandError(str(error), exit_codes.REFUSED) from error
+            done = work.run()
         finally:
             progress.close()
+    number = point.manifest.number
     if as_json:
-        print_json({"id": number, **done._asdict()})
+        document = {"id": number, **done.written._asdict()}
+        print_json({**document, "resumed": done.resumed, "verified": done.verified})
     else:
-        click.echo(f"restored backup {number}: {done.keys} keys, {done.data_bytes} bytes")
+        click.echo(
+            f"restored backup {number}: {done.written.keys} keys, {done.written.data_bytes} bytes; "
+            f"{_VERIFIED[done.verified]}"
+        )

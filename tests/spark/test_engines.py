@@ -1,0 +1,390 @@
+"""The engines of ``upr-backup``: they read the same, and what is killed takes nothing along."""
+
+import dataclasses
+import errno
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.harness import RunningServer
+from tests.spark.backup_process import (
+    Backup,
+    alive,
+    children,
+    staged,
+    stored_rows,
+    taken,
+    told,
+    upr_backup,
+    wait_until,
+    workers,
+)
+from upr_client import Client
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    MissingPackageError,
+    UnavailableError,
+    UprError,
+)
+from upr_spark.backup.cli import main
+from upr_spark.backup.engines import Finished, jvm
+from upr_spark.backup.engines.local import LocalEngine
+from upr_spark.backup.errors import HistoryChangedError, LockedError
+from upr_spark.backup.failures import TaskError, from_text, to_text
+from upr_spark.backup.groups import CutPoint, GroupSpec, PinnedAt
+from upr_spark.backup.lock import Lock
+from upr_spark.backup.repository import Repository
+from upr_spark.backup.run import GROUP_SEQNOS, GROUP_SEQNOS_MIN, group_size, split
+from upr_spark.backup.storage import open_storage
+
+ROWS = 12_000
+POOL = ("--processes", "2", "--group-seqnos", "300")
+"""About forty groups."""
+
+
+@pytest.fixture
+def server(server_process: Callable[..., RunningServer], tmp_path: Path) -> RunningServer:
+    """A server with rows, and a repository for it in ``repository``."""
+    running = server_process()
+    with Client(running.target) as client:
+        client.bucket().write_many((b"key:%d" % n, b"%d" % n) for n in range(1000, ROWS))
+        client.bucket().write_many((b"key:%d" % n, None) for n in range(1000))
+    assert upr_backup(tmp_path / "repository", "init", "--target", running.target)[0] == 0
+    return running
+
+
+def paused(running: RunningServer, backup: Backup) -> None:
+    """Stop the server in the middle of a run, so that the run stays there."""
+    backup.until_staged(2)
+    os.kill(running.pid, signal.SIGSTOP)
+    assert len(staged(backup.repository)) < 30, "the run was over before it could be stopped"
+
+
+def test_all_read_the_same(server: RunningServer, tmp_path: Path) -> None:
+    repository, other = tmp_path / "repository", tmp_path / "other"
+    upr_backup(other, "init", "--target", server.target)
+    one = taken(repository, "--processes", "1")
+    many = taken(other, *POOL)
+    assert one["rows"] == many["rows"] == ROWS
+    assert (one["files"], many["files"]) == (1, many["files"])
+    assert many["files"] > 30
+    assert stored_rows(repository) == stored_rows(other)
+    assert upr_backup(other, "verify", "--full")[1] == "all is well\n"
+
+
+def test_a_killed_driver_takes_its_workers_along(server: RunningServer, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    with Backup(repository, *POOL) as backup:
+        paused(server, backup)
+        pool = workers(backup.pid)
+        assert len(pool) == 2
+        everything = children(backup.pid)
+        backup.kill()
+        wait_until(lambda: not alive(everything), "the end of the workers")
+    kept = staged(repository)
+    os.kill(server.pid, signal.SIGCONT)
+    code, stdout, stderr = upr_backup(repository, "backup", "--json", *POOL)
+    assert (code, "going on with an interrupted run" in stderr) == (0, True), stderr
+    assert json.loads(stdout)["rows"] == ROWS
+    assert len(kept) >= 2
+    assert len(stored_rows(repository)) == ROWS, "what a killed worker left is gone"
+
+
+def test_a_group_whose_worker_is_killed_is_read_again_once(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+
+    def kill_one(backup: Backup, known: set[int]) -> int:
+        """Kill a worker of the pool, of those that are not known; returns which."""
+        killed = (set(workers(backup.pid)) - known).pop()
+        os.kill(killed, signal.SIGKILL)
+        return killed
+
+    with Backup(repository, *POOL) as backup:
+        paused(server, backup)
+        pool = set(workers(backup.pid))
+        kill_one(backup, set())
+        wait_until(lambda: set(workers(backup.pid)) - pool, "another worker")
+        kill_one(backup, pool)
+        code, stdout, stderr = backup.end()
+        assert (code, stdout, len(told(stderr))) == (4, "", 1)
+        assert "was killed (signal 9)" in stderr
+        wait_until(lambda: not alive(list(pool)), "the end of the workers")
+    before = len(staged(repository))
+    os.kill(server.pid, signal.SIGCONT)
+    with Backup(repository, "--json", *POOL) as backup:
+        backup.until_staged(before + 1)
+        os.kill(server.pid, signal.SIGSTOP)
+        killed = kill_one(backup, set())
+        wait_until(lambda: killed not in workers(backup.pid), "its end")
+        os.kill(server.pid, signal.SIGCONT)
+        code, stdout, stderr = backup.end()
+    assert (code, told(stderr)) == (0, ["going on with an interrupted run, at its cut"])
+    assert json.loads(stdout)["rows"] == ROWS
+
+
+def test_an_interrupted_pool_says_one_word(server: RunningServer, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    with Backup(repository, *POOL) as backup:
+        paused(server, backup)
+        everything = children(backup.pid)
+        backup.interrupt()
+        code, stdout, stderr = backup.end()
+        assert (code, stdout, told(stderr)) == (130, "", ["interrupted"])
+        wait_until(lambda: not alive(everything), "the end of the workers")
+    os.kill(server.pid, signal.SIGCONT)
+    # What was staged can be given up.
+    code, stdout, stderr = upr_backup(repository, "backup", "--json", "--restart", *POOL)
+    assert (code, told(stderr)) == (0, [])
+    assert json.loads(stdout)["rows"] == ROWS
+    with Client(server.target) as client:
+        assert client.bucket().cuts() == []
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_server_that_goes_away_is_one_line(
+    server: RunningServer, tmp_path: Path, processes: str
+) -> None:
+    repository = tmp_path / "repository"
+    options = ("--processes", processes, "--group-seqnos", "300")
+    with Backup(repository, "--retry-seconds", "1", *options) as backup:
+        backup.until_staged(2)
+        server.kill()
+        code, stdout, stderr = backup.end()
+    assert (code, stdout, len(told(stderr))) == (5, "", 1), stderr
+    assert told(stderr)[0].startswith("error: ")
+    server.start()
+    assert taken(repository, *options)["rows"] == ROWS
+
+
+def test_a_loop_outlives_the_server(server: RunningServer, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    manifests = repository / "chain"
+
+    def committed(count: int) -> Callable[[], bool]:
+        return lambda: manifests.is_dir() and len(list(manifests.glob("*.json"))) >= count
+
+    with Backup(repository, "--every", "1s", "--retry-seconds", "0", "--processes", "1") as backup:
+        wait_until(committed(1), "a backup")
+        server.kill()
+        wait_until(lambda: "trying again" in backup.words(), "a turn without the server")
+        server.start()
+        count = len(list(manifests.glob("*.json")))
+        wait_until(committed(count + 1), "a backup with the server again")
+        backup.interrupt()
+        code, stdout, stderr = backup.end()
+    assert code == 130
+    assert stdout.startswith("backup 1: full")
+    assert stderr.endswith("interrupted\n")
+    allowed = ("; trying again in 1 s", "beginning again", "going on", "interrupted")
+    assert [line for line in told(stderr) if not any(words in line for words in allowed)] == []
+
+
+def specs_of(server: RunningServer, repository: Path, wrong: bool = False) -> list[GroupSpec]:
+    """Return two groups up to now; or with a cut that is nowhere."""
+    opened = Repository.open(open_storage(str(repository)))
+    with Client(server.target) as client:
+        cut = client.bucket().create_cut("cut")
+        client.bucket().release_cut("cut")
+    pins = {
+        p: PinnedAt(f"{pin.failover_id:016x}", pin.seqno + 1000 * wrong)
+        for p, pin in cut.pins.items()
+    }
+    return [
+        GroupSpec(
+            str(repository),
+            server.target,
+            "default",
+            opened.bucket_version,
+            1,
+            "attempt",
+            index,
+            dict.fromkeys(group),
+            CutPoint("cut", cut.created_time, {p: pins[p] for p in group}),
+            1.0,
+        )
+        for index, group in enumerate((range(512), range(512, 1024)))
+    ]
+
+
+def test_a_pool_is_kept_and_ends_with_its_engine(server: RunningServer, tmp_path: Path) -> None:
+    specs = specs_of(server, tmp_path / "repository")
+    assert [GroupSpec.from_json(json.loads(json.dumps(s.to_json()))) for s in specs] == specs
+    engine = LocalEngine(2)
+    done = [event for event in engine.run(specs) if isinstance(event, Finished)]
+    assert {event.index for event in done} == {0, 1}
+    pool = {child.pid for child in multiprocessing.active_children()}
+    assert len(pool) == 2
+    again = [dataclasses.replace(spec, attempt="other") for spec in specs]
+    assert len([event for event in engine.run(again) if isinstance(event, Finished)]) == 2
+    assert {child.pid for child in multiprocessing.active_children()} == pool
+    # A record that is there is what is reported, whoever wrote it.
+    repeated = {e.index: e.record for e in engine.run(specs) if isinstance(e, Finished)}
+    assert repeated == {event.index: event.record for event in done}
+    with pytest.raises(HistoryChangedError, match="the cut is gone"):
+        list(engine.run(specs_of(server, tmp_path / "repository", wrong=True)))
+    engine.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_who_stops_listening_stops_the_pool(server: RunningServer, tmp_path: Path) -> None:
+    specs = specs_of(server, tmp_path / "repository")
+    engine = LocalEngine(2)
+    os.kill(server.pid, signal.SIGSTOP)
+    events = engine.run(specs)
+    next(events)
+    assert len(multiprocessing.active_children()) == 2
+    events.close()
+    assert multiprocessing.active_children() == []
+    os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_lost_lock_is_noticed_within_seconds(tmp_path: Path) -> None:
+    now = [1000.0]
+    storage = open_storage(str(tmp_path))
+    with Lock(storage, 600, lambda: now[0]) as lock:
+        lock.keep()
+        # Another run took it over, by a clock that goes ahead.
+        with Lock(storage, 600, lambda: now[0] + 3600):
+            now[0] += 6
+            with pytest.raises(LockedError, match="took the repository over"):
+                lock.keep()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnavailableError("away", hint="look"),
+        HistoryChangedError("it is 'gone'\nand more {}"),
+        LockedError("ünlocked", reason="ODD", retriable=False),
+    ],
+)
+def test_an_error_comes_back_as_it_was(error: Any) -> None:
+    back = from_text(f"org.apache.spark.SparkException: x\n\tat y UPR_NO {to_text(error)}\n at z")
+    assert isinstance(back, UprError)
+    assert type(back) is type(error)
+    assert (back.message, back.hint, back.reason, back.retriable) == (
+        error.message,
+        error.hint,
+        error.reason,
+        error.retriable,
+    )
+
+
+def test_other_errors_come_back_too() -> None:
+    back = from_text(to_text(OSError(errno.ENOSPC, "No space left", "/data/x")))
+    assert isinstance(back, OSError)
+    assert (back.errno, back.strerror, back.filename) == (errno.ENOSPC, "No space left", "/data/x")
+    wrong = from_text(to_text(ZeroDivisionError("by zero")))
+    assert isinstance(wrong, TaskError)
+    assert str(wrong) == "ZeroDivisionError: by zero"
+    assert from_text("nothing of ours") is None
+
+
+def test_groups_suit_what_there_is_and_who_reads() -> None:
+    assert group_size(0, 4) == GROUP_SEQNOS_MIN
+    assert group_size(50_000, 4) == GROUP_SEQNOS_MIN
+    assert group_size(4_000_000, 4) == 500_000
+    assert group_size(100_000_000, 2) == GROUP_SEQNOS
+    assert group_size(1_000_000_000, 2) == 15_625_000
+    pins = {p: PinnedAt("", 4_000) for p in range(1024)}
+    for parallel in (1, 2, 4, 16):
+        groups = split(CutPoint("c", 0, pins), {}, None, parallel)
+        assert sorted(p for group in groups for p in group) == list(range(1024))
+        assert 2 * parallel <= len(groups) <= 66
+
+
+def test_masters_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jvm.checked_master("local") == "local[1,4]"
+    assert jvm.checked_master("local[3]") == "local[3,4]"
+    assert jvm.checked_master("local[*,2]") == "local[*,2]"
+    assert jvm.checked_master("spark://h:1") == "spark://h:1"
+    assert (jvm.cores_of("local[3,4]"), jvm.cores_of("yarn")) == (3, 16)
+    for wrong in ("", "local[", "local[0x]", "http://h"):
+        with pytest.raises(InvalidArgumentError, match="no Spark master"):
+            jvm.checked_master(wrong)
+    monkeypatch.setenv("JAVA_HOME", "/nowhere")
+    with pytest.raises(MissingPackageError, match="Java 17"):
+        jvm.check_installed()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match="needs pyspark"):
+        jvm.check_installed()
+
+
+def test_bad_options_get_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAVA_HOME", "/nowhere")
+    cases = [
+        (["--processes", "0"], "--processes"),
+        (["--master", "local[2]"], "add --engine spark"),
+        (["--conf", "x=y"], "spark.NAME=VALUE"),
+        (["--engine", "spark", "--processes", "2"], "of the engine local"),
+        (["--engine", "spark"], "openjdk-17-jre-headless"),
+        (["--every", "soon"], "no span of time"),
+        (["--every", "0"], "at least 1s"),
+        (["--every", "5s", "--full"], "--full and --every"),
+        (["--engine", "flink"], "flink"),
+    ]
+    for options, words in cases:
+        done = CliRunner().invoke(main, [str(tmp_path), "backup", *options])
+        assert (done.exit_code, done.stdout, words in done.stderr) == (2, "", True), done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_the_server_keeps_deletions_for_the_next_backup(
+    server_process: Callable[..., RunningServer], tmp_path: Path
+) -> None:
+    """As long as a consumer may hold purging up, which is days: the repository is one."""
+    repository = tmp_path / "repository"
+    running = server_process("--tombstone-age", "0")
+    upr_backup(repository, "init", "--target", running.target)
+    with Client(running.target) as client:
+        client.bucket().write_many((b"%d" % n, b"") for n in range(3000))
+    taken(repository)
+    with Client(running.target) as client:
+        client.bucket().write_many((b"%d" % n, None) for n in range(3000))
+    running.terminate()
+    running.start()
+    with Client(running.target) as client:
+        [consumer] = client.bucket().consumers()
+        assert consumer.name.startswith("upr-backup-")
+        assert sum(one.purged for one in client.bucket().purge(range(64))) == 0
+    assert taken(repository)["rollbacks"] == 0
+    with Client(running.target) as client:
+        assert sum(one.purged for one in client.bucket().purge(range(64))) > 50
+
+
+@pytest.mark.timeout(300)
+def test_spark_reads_the_same(server: RunningServer, tmp_path: Path, spark: Any) -> None:
+    repository, other = tmp_path / "repository", tmp_path / "other"
+    upr_backup(other, "init", "--target", server.target)
+    taken(repository)
+    options = ["--engine", "spark", "--group-seqnos", "4000", "--retry-seconds", "1"]
+
+    def run() -> tuple[int, str, str]:
+        done = CliRunner().invoke(main, [str(other), "backup", "--json", *options])
+        return done.exit_code, done.stdout, done.stderr
+
+    code, stdout, stderr = run()
+    assert code == 0, stderr
+    assert json.loads(stdout)["files"] > 2
+    assert stored_rows(repository) == stored_rows(other)
+    with Client(server.target) as client:
+        client.bucket().set(b"new", b"")
+    specs = [dataclasses.replace(one, bucket="gone") for one in specs_of(server, other)]
+    from upr_spark.backup.engines.spark import SparkEngine
+
+    engine = SparkEngine(None, {})
+    with pytest.raises(Exception, match="gone") as failed:
+        list(engine.run(specs))
+    assert getattr(failed.value, "reason", None) == "BUCKET_NOT_FOUND"
+    engine.close()
+    assert spark.range(3).count() == 3, "a session that was there before stays"
