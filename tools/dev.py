@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip>=25.1"  # Knows dependency groups.
+EVERYTHING = "--all"
 JAVA_MIN = 17  # Of Spark 4.
 JAVA_PACKAGES = ("openjdk-17-jre-headless", "openjdk-21-jre-headless", "default-jre-headless")
 
@@ -189,15 +190,18 @@ def gen() -> None:
 
 
 def test(arguments: list[str]) -> None:
-    """Lint and all tests; with arguments for pytest, only what they choose."""
-    if arguments:
+    """Lint and the tests; ``--all`` for the long ones too; with arguments for pytest, only what they choose."""
+    if arguments not in ([], [EVERYTHING]):
         setup()
     else:
         java()
         lint()
         # Half of them wait for something most of the time. Whatever the machine has, two are what the tests are
         # tried with.
-        arguments = ["-n", "2", "--dist", "worksteal"]
+        chosen = [] if arguments else ["-m", "not long"]
+        if arguments:
+            os.environ.setdefault("UPR_SIMULATION_SEEDS", "60")
+        arguments = ["-n", "2", "--dist", "worksteal", *chosen]
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
 
@@ -208,9 +212,15 @@ def demo(repo: Path) -> None:
 
 
 def bench(arguments: list[str]) -> None:
-    """Measure, side by side with a bare gRPC stream."""
+    """Measure, side by side with a bare gRPC stream; or the Spark source, or backups."""
     setup()
-    MAIN.run("bench", ["tools/bench/quick.py", *arguments])
+    if arguments[:1] == ["spark"]:
+        java()
+        MAIN.run("bench", ["-m", "tools.bench.spark_source", *arguments[1:]])
+    elif arguments[:1] == ["backup"]:
+        MAIN.run("bench", ["-m", "tools.bench.backup", *arguments[1:]])
+    else:
+        MAIN.run("bench", ["tools/bench/quick.py", *arguments])
 
 
 def soak(kind: str, arguments: list[str]) -> None:
@@ -236,12 +246,12 @@ def main() -> int:
     demonstration.add_argument(
         "--repo", type=Path, default=ROOT, help="a git repository (default: this one)"
     )
-    tests = commands.add_parser("test", help="lint and all tests; or pytest with arguments")
+    tests = commands.add_parser("test", help="lint and tests, with --all the long ones too; or pytest with arguments")
     tests.add_argument("arguments", nargs=argparse.REMAINDER, metavar="PYTEST_ARGUMENT")
     commands.add_parser("lint", help="ruff, mypy, import contracts, generated code, proto rules")
     commands.add_parser("gen", help="write generated code")
     measures = commands.add_parser(
-        "bench", help="measure; --json, --only ingest|reading|latency|merging"
+        "bench", help="measure; [spark|backup] --json, --only ingest|reading|latency|merging"
     )
     measures.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     soaking = commands.add_parser("soak", help="long tests, bounded by --minutes")

@@ -127,6 +127,8 @@ class Tree:
         # second are the same.
         self._environment = {
             **os.environ,
+            # As many worlds as the long run has.
+            "UPR_SIMULATION_SEEDS": "60",
             "PYTHONPATH": os.pathsep.join(path),
             "PYTHONDONTWRITEBYTECODE": "1",
         }

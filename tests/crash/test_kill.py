@@ -16,6 +16,7 @@ pytestmark = pytest.mark.crash
 ROUNDS = 20
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_twenty_kills(server_process: StartServer) -> None:
     # A small tail makes flushes happen under the writes, so that kills meet them too.

@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation import worlds
 
-SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "40"))
+SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "20"))
 FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.simulation import worlds
 
-SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "60")) // 10
+SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 10
 FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
 
 

@@ -39,6 +39,11 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             .config("spark.driver.bindAddress", "127.0.0.1")
             .config("spark.driver.memory", "768m")
             .config("spark.sql.shuffle.partitions", "2")
+            # Tests are short: what a compiler does for long runs costs more than it saves.
+            .config(
+                "spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+            )
+            .config("spark.sql.codegen.wholeStage", "false")
             .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
             .config("spark.local.dir", str(folder / "local"))
             .config("spark.log.level", "ERROR")

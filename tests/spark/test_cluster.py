@@ -117,6 +117,8 @@ def bare_python(folder: Path) -> Path:
     return program
 
 
+@pytest.mark.spark
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_job_outlives_a_worker(
     cluster: tuple[str, list[Daemon]],
