@@ -235,10 +235,10 @@ def mutants(arguments: list[str]) -> None:
     MAIN.run("mutants", ["-m", "tools.mutants", *arguments])
 
 
-def main() -> int:
-    """Run the subcommand; the status is that of the first step that failed."""
-    parser = argparse.ArgumentParser(description=__doc__, prog="tools/dev.py")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    reader = argparse.ArgumentParser(description=__doc__, prog="tools/dev.py")
+    commands = reader.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("setup", help="make .venv")
     demonstration = commands.add_parser(
         "demo", help="load a git history, SIGKILL the server in the middle, compare the follower"
@@ -246,7 +246,9 @@ def main() -> int:
     demonstration.add_argument(
         "--repo", type=Path, default=ROOT, help="a git repository (default: this one)"
     )
-    tests = commands.add_parser("test", help="lint and tests, with --all the long ones too; or pytest with arguments")
+    tests = commands.add_parser(
+        "test", help="lint and tests, with --all the long ones too; or pytest with arguments"
+    )
     tests.add_argument("arguments", nargs=argparse.REMAINDER, metavar="PYTEST_ARGUMENT")
     commands.add_parser("lint", help="ruff, mypy, import contracts, generated code, proto rules")
     commands.add_parser("gen", help="write generated code")
@@ -284,9 +286,14 @@ def main() -> int:
         "mutants", help="deliberate faults, each must turn a test red; --only NAME, --list [--json]"
     )
     mutations.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    return reader
+
+
+def main() -> int:
+    """Run the subcommand; the status is that of the first step that failed."""
     # Not through the parser, which would take pytest's options for its own.
     passed_on = sys.argv[1:2] in (["test"], ["bench"], ["mutants"])
-    options = parser.parse_args(sys.argv[1:2] if passed_on else None)
+    options = parser().parse_args(sys.argv[1:2] if passed_on else None)
     try:
         if options.command == "test":
             test(sys.argv[2:])

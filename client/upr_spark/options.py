@@ -9,7 +9,14 @@ from upr_protocol.errors import UprError
 from upr_spark.errors import bad_option
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZES: Final = {"k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30}
+_SIZES: Final = {
+    "k": 1 << 10,
+    "kib": 1 << 10,
+    "m": 1 << 20,
+    "mib": 1 << 20,
+    "g": 1 << 30,
+    "gib": 1 << 30,
+}
 SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 """Options that Spark adds or takes for itself; no data source minds them."""
 

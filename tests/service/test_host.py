@@ -12,7 +12,6 @@ import pytest
 
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
-from upr.engine.bucket import PRODUCERS_IN_MEMORY
 from upr.service import host as host_module
 from upr.service.catalog import Catalog, create_bucket
 from upr.service.host import BucketHost
@@ -24,7 +23,6 @@ from upr_protocol.errors import (
     DataDirectoryError,
     NoRoomError,
     StorageFailedError,
-    TooManyError,
 )
 from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import block_to_message
@@ -112,20 +110,6 @@ async def test_a_write_given_up_while_the_proof_goes_leaves_a_clean_shutdown(
     again = BucketHost(folder, config(folder))
     assert {len(log) for log in again.bucket.partitions.logs} == {1}
     await again.close()
-
-
-@pytest.mark.asyncio
-async def test_more_short_writers_than_are_remembered_take_turns(folder: Path) -> None:
-    host = await started(BucketHost(folder, config(folder)))
-    for i in range(PRODUCERS_IN_MEMORY + 5):
-        name = b"loader %d" % i
-        try:
-            producer = await asyncio.wait_for(host.open_producer(name), WAIT_SECONDS)
-        except TooManyError as error:
-            raise AssertionError(f"nobody writes, and still: {error}") from error
-        await host.write(rows(b"a"), name, producer, 1)
-        producer.calls -= 1
-    await host.close()
 
 
 @pytest.mark.asyncio

@@ -216,6 +216,9 @@ class ModelSource:
         self._world = world
 
     def make_cut(self) -> CutPoint:
+        # A copy of the repository in another place would leave them.
+        if self._server.random.random() < 0.7:
+            self._server.cuts.clear()
         return self._server.make_cut()
 
     def find_cut(self, name: str) -> CutPoint | None:

@@ -1,4 +1,4 @@
-"""One Spark session for all tests of a process; a JVM takes seconds to start."""
+"""Fixtures of the tests of Spark and backups: one session for all tests of a process, because a JVM takes seconds; S3."""
 
 import os
 import shutil
@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.spark.s3 import S3Server, s3_server
+from upr_spark.backup.storage import objects
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,9 +43,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             .config("spark.driver.memory", "768m")
             .config("spark.sql.shuffle.partitions", "2")
             # Tests are short: what a compiler does for long runs costs more than it saves.
-            .config(
-                "spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-            )
+            .config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
             .config("spark.sql.codegen.wholeStage", "false")
             .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
             .config("spark.local.dir", str(folder / "local"))
@@ -51,3 +52,14 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         )
     yield session
     session.stop()
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server that this process's environment leads to, and that is given up soon when it fails."""
+    with s3_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(objects, "_FIRST_SECONDS", 0.2)
+        monkeypatch.setattr(objects, "_RETRY_SECONDS", 0.2)
+        yield server

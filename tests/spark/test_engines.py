@@ -362,6 +362,8 @@ def test_the_server_keeps_deletions_for_the_next_backup(
         assert sum(one.purged for one in client.bucket().purge(range(64))) > 50
 
 
+@pytest.mark.spark
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_spark_reads_the_same(server: RunningServer, tmp_path: Path, spark: Any) -> None:
     repository, other = tmp_path / "repository", tmp_path / "other"

@@ -156,6 +156,7 @@ def test_extra_columns_may_be_ignored(place: Place) -> None:
         ({"durability": "replicated"}, "durability"),
         ({"batchRows": "0"}, "batchRows"),
         ({"maxInFlightBytes": "100"}, "maxInFlightBytes"),
+        ({"maxInFlightBytes": "2GiB"}, "maxInFlightBytes"),
         ({"allowTruncate": "maybe"}, "allowTruncate"),
         ({"writeModus": "apply"}, "writeModus"),
         ({"endpoint": ""}, "endpoint"),

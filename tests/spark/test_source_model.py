@@ -2,16 +2,19 @@
 
 import json
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
-from tests.spark.source_engine import Engine
-from tests.spark.source_model import Weather
+from tests.spark.source_engine import Engine, model_settings
+from tests.spark.source_model import ModelServer, Weather
 from upr_protocol.limits import PARTITIONS
 from upr_spark.connection import read_connection
 from upr_spark.errors import UprSparkError, find_error
+from upr_spark.options import size
 from upr_spark.source import planning
+from upr_spark.source.batch import plan_batch
 from upr_spark.source.offsets import (
     Entry,
     Offset,
@@ -20,6 +23,7 @@ from upr_spark.source.offsets import (
     parse_partitions,
 )
 from upr_spark.source.options import OPTIONS, read_settings
+from upr_spark.source.planner import Planner
 from upr_spark.source.planning import (
     Answer,
     CutPoint,
@@ -214,6 +218,147 @@ def test_a_limit_lets_whole_partitions_through_and_at_least_one() -> None:
     assert [entry.seqno for entry in one.entries.values()] == [10, 0, 0, 0]
 
 
+def _quiet_server() -> ModelServer:
+    """A server with something in each partition, where nothing happens by itself."""
+    server = ModelServer(Random(1), Weather())
+    server.calm = True
+    for partition in server.partitions:
+        server.write(partition)
+    return server
+
+
+def _planner(server: ModelServer, mode: Any = "fail", starting: Any = "earliest") -> Planner:
+    return Planner(server, model_settings(Rules(mode), starting, None))
+
+
+def _read_up_to_now(server: ModelServer) -> dict[str, Any]:
+    planner = _planner(server)
+    return planner.latest(planner.initial(), None)
+
+
+def test_runs_that_find_nothing_leave_no_cuts() -> None:
+    server = _quiet_server()
+    end = _read_up_to_now(server)
+
+    for _ in range(5):
+        planner = _planner(server)
+        planner.prepare_available_now()
+        assert planner.latest(end, None) is end
+        # What is written from now on is of the next run.
+        server.write(server.partitions[0])
+        assert planner.latest(end, None) is end
+        planner = _planner(server)
+        end = planner.latest(end, None)
+        assert planner.latest(end, None) is end
+
+    assert list(server.cuts) == [end["c"]]
+
+
+def test_latest_is_where_the_query_first_looked_also_when_it_is_started_again() -> None:
+    server = _quiet_server()
+    planner = _planner(server, starting="latest")
+    start = planner.initial()
+    server.write(server.partitions[0])
+
+    # Spark logs where a batch ends, so a batch without rows comes first, that ends here.
+    assert planner.latest(start, None) is start
+    server.write(server.partitions[1])
+    again = _planner(server, starting="latest")
+    assert plan_ranges(parse_offset(again.initial()), parse_offset(start)) == []
+    again.planned(parse_offset(start))
+    end = again.latest(start, None)
+
+    ranges = plan_ranges(parse_offset(start), parse_offset(end))
+    assert [one.partition for one in ranges] == [0, 1]
+
+
+def test_starts_of_a_query_that_cannot_go_on_leave_no_cuts() -> None:
+    server = _quiet_server()
+    end = _read_up_to_now(server)
+    at = server.partitions[0]
+    at.all_rows, at.rows, at.high = [], [], 0
+    at.log = at.log.with_record(99, 0)
+
+    for _ in range(5):
+        with pytest.raises(UprSparkError, match="UPR_ROLLBACK_REQUIRED"):
+            _planner(server).latest(end, None)
+
+    assert list(server.cuts) == [end["c"]]
+    beyond = _planner(server, starting={"0": 9, "1": 9, "2": 9})
+    beyond.prepare_available_now()
+    with pytest.raises(UprSparkError, match="UPR_BAD_OPTION"):
+        beyond.initial()
+    assert list(server.cuts) == [end["c"]]
+
+
+class _Replica(ModelServer):
+    """A replica: what it got last of a partition is not whole yet, so it is not pinned."""
+
+    incomplete: int = 0
+    comes_while_asked: int = 0
+
+    def ask(self, ids: Any, *, whole: bool) -> dict[int, Answer]:
+        if whole:
+            self.incomplete += self.comes_while_asked
+            self.comes_while_asked = 0
+        answers = super().ask(ids, whole=whole)
+        at_0 = replace(answers[0], high=answers[0].high + self.incomplete)
+        return answers | {0: at_0}
+
+
+def test_what_becomes_whole_while_nothing_is_found_is_read_by_the_next_batch() -> None:
+    server = _Replica(Random(1), Weather())
+    server.calm = True
+    for partition in server.partitions:
+        server.write(partition)
+    planner = _planner(server)
+    end = planner.latest(planner.initial(), None)
+    server.incomplete, server.comes_while_asked = 1, 1
+
+    assert planner.latest(end, None) is end
+    server.partitions[0].high += 2
+    server.incomplete = 0
+
+    assert planner.latest(end, None) is not end
+
+
+class _Unsteady(ModelServer):
+    """Its history changes whenever it is asked."""
+
+    def ask(self, ids: Any, *, whole: bool) -> dict[int, Answer]:
+        if whole:
+            self.roll_back(self.partitions[0])
+        return super().ask(ids, whole=whole)
+
+
+def test_a_batch_that_cannot_be_planned_leaves_no_cuts() -> None:
+    settings = model_settings(Rules(), "earliest", None)
+    with pytest.raises(UprSparkError, match="UPR_SNAPSHOT_GONE"):
+        plan_batch(unsteady := _Unsteady(Random(1), Weather()), settings, None)
+    assert unsteady.cuts == {}
+
+    server = _quiet_server()
+    left = Entry(99, 1)
+    starting = Offset(7, {0: left, 1: left, 2: left}).to_json()
+    with pytest.raises(UprSparkError, match="UPR_DATA_LOSS"):
+        plan_batch(server, model_settings(Rules(), starting, None), None)
+    assert server.cuts == {}
+
+
+def test_a_query_that_begins_at_the_offset_of_another_leaves_its_cut_alone() -> None:
+    server = _quiet_server()
+    end = _read_up_to_now(server)
+    other = _planner(server, starting=end)
+
+    server.write(server.partitions[0])
+    second = other.latest(other.initial(), None)
+    server.write(server.partitions[0])
+    third = other.latest(second, None)
+    other.latest(third, None)
+
+    assert set(server.cuts) == {end["c"], third["c"]}
+
+
 def test_an_offset_is_the_same_text_after_it_was_read() -> None:
     entries = {
         0: Entry(None, 0),
@@ -301,6 +446,8 @@ def test_groups_are_of_about_the_same_weight() -> None:
         ({"minpollinterval": "soon"}, "minPollInterval"),
         ({"startingoffsets": '{"5": 434}'}, "startingOffsets"),
         ({"startingoffsets": '{"5": -1}'}, "startingOffsets"),
+        ({"startingoffsets": '{"5": true}', "partitions": "5"}, "startingOffsets"),
+        ({"startingoffsets": '{"5": 1, "05": 1}', "partitions": "5"}, "startingOffsets"),
         ({"startingoffsets": "yesterday"}, "startingOffsets"),
         ({"failondataloss": "yes"}, "failOnDataLoss"),
         ({"bucket": "\n"}, "bucket"),
@@ -328,7 +475,7 @@ def test_options_take_their_values() -> None:
             "leasettl": "90s",
             "batchbytes": "2m",
             "partitions": "5",
-            "startingoffsets": '{"5": 434}',
+            "startingoffsets": '{"05": 434}',
             "token": "s3cret",
         }
     )
@@ -337,4 +484,5 @@ def test_options_take_their_values() -> None:
     assert settings.starting == {"5": 434}
     assert "s3cret" not in repr(settings)
     assert read_connection({"endpoint": "127.0.0.1:1", "other": "1"}).bucket == "default"
+    assert size(1, 1 << 30)("1GiB") == size(1, 1 << 30)("1g") == 1 << 30
     assert len({option.name.lower() for option in OPTIONS}) == len(OPTIONS)

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import os
 import pickle
 import random
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,14 +19,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner, Result
 from obstore.store import MemoryStore
 
-from tests.harness import RunningServer
-from tests.spark.s3 import ACCESS_KEY, BUCKET, SECRET, S3Server, s3_server
-from upr_client import Change, Client, MemoryPositions
+from tests.spark.s3 import BUCKET, S3Server
+from tests.spark.s3_backups import LOCATION, upr_backup
 from upr_protocol.errors import InvalidArgumentError
-from upr_spark.backup.cli import main
 from upr_spark.backup.errors import (
     LockedError,
     RepositoryError,
@@ -35,23 +31,11 @@ from upr_spark.backup.errors import (
     StorageUnreachableError,
 )
 from upr_spark.backup.lock import Lock
-from upr_spark.backup.storage import LocalStorage, Storage, check_storage, objects, open_storage
+from upr_spark.backup.storage import LocalStorage, Storage, check_storage, open_storage
 from upr_spark.backup.storage.objects import ObjectStorage
 
-LOCATION = f"s3://{BUCKET}/some/prefix"
 REAL = os.environ.get("UPR_TEST_STORAGE")
 """A location of a real object store, as s3://BUCKET/PREFIX: the contract is then checked there too."""
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A server that this process's environment leads to, and that is given up soon when it fails."""
-    with s3_server() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(objects, "_FIRST_SECONDS", 0.2)
-        monkeypatch.setattr(objects, "_RETRY_SECONDS", 0.2)
-        yield server
 
 
 @pytest.fixture(params=["folder", "memory", "s3", *(["real"] if REAL else [])])
@@ -268,18 +252,6 @@ def test_a_location_that_is_none_is_refused(location: str) -> None:
     assert "secret" not in str(refused.value)
 
 
-def upr_backup(*arguments: str, location: str = LOCATION) -> Result:
-    """Run the command in this process; an error is one line without anything secret."""
-    done = CliRunner().invoke(main, [location, *arguments], prog_name="upr-backup")
-    assert SECRET not in done.output
-    assert ACCESS_KEY not in done.output
-    if done.exit_code not in (0, 10):
-        assert done.stderr.startswith("error: "), done.stderr
-        assert done.stderr.count("\n") == 1
-        assert "internal error" not in done.stderr, done.stderr
-    return done
-
-
 REFUSALS = [
     ({"GET": (403, "AccessDenied")}, 2, "403 AccessDenied"),
     ({"GET": (401, "Unauthorized")}, 2, "401 Unauthorized"),
@@ -412,96 +384,3 @@ def test_obstore_missing_is_one_line(s3: S3Server, monkeypatch: pytest.MonkeyPat
     done = upr_backup("list")
     assert done.exit_code == 2
     assert "pip install 'upr-stream[backup]'" in done.stderr
-
-
-State = dict[bytes, bytes]
-
-
-def content(client: Client, name: str) -> State:
-    """Return what a bucket holds."""
-    state: State = {}
-    with client.bucket(name).changes(until_now=True, positions=MemoryPositions()) as changes:
-        for event in changes:
-            if isinstance(event, Change) and event.value is not None:
-                state[event.key] = event.value
-    return state
-
-
-def killed_at(s3: S3Server, folder: str, done: bool) -> None:
-    """Take a backup that is killed when it puts an object into a folder: before that is done, or right after."""
-    process: list[subprocess.Popen[bytes]] = []
-
-    def kill(method: str, key: str, is_done: bool) -> bool:
-        if method != "PUT" or not key.startswith(f"some/prefix/{folder}/") or is_done != done:
-            return False
-        process[0].send_signal(signal.SIGKILL)
-        process[0].wait()
-        return True
-
-    command = [sys.executable, "-m", "upr_spark.backup", LOCATION, "backup"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as started:
-        process.append(started)
-        s3.hook = kill
-        said = started.communicate(timeout=60)[1]
-    s3.hook = lambda *_: False
-    assert started.returncode == -signal.SIGKILL, said
-
-
-def test_a_whole_life_on_an_object_store(
-    s3: S3Server, server_process: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = server_process()
-    s3.faults.ignore_condition = True
-    done = upr_backup("init", "--target", server.target)
-    assert (done.exit_code, "If-None-Match is ignored" in done.stderr) == (2, True), done.stderr
-    s3.faults.ignore_condition = False
-    assert upr_backup("init", "--target", server.target).exit_code == 0
-    for status, error, code in ((403, "AccessDenied", 2), (503, "SlowDown", 5)):
-        s3.faults.refuse["PUT"] = (status, error)
-        done = upr_backup("backup")
-        assert (done.exit_code, f"{status} {error}" in done.stderr) == (code, True), done.stderr
-    s3.faults.refuse.clear()
-    points: list[State] = []
-    state: State = {}
-    with Client(server.target) as client:
-        for salt in range(4):
-            rows = {b"%d/%d" % (salt, n): b"%d" % n for n in range(300)}
-            rows |= {key: b"%d" % salt for key in list(state)[::7]}
-            client.bucket().write_many(rows.items())
-            state |= rows
-            points.append(dict(state))
-            if salt == 1:
-                killed_at(s3, "data", done=True)
-                assert len(json.loads(upr_backup("list", "--json").stdout)) == 1
-            elif salt == 2:
-                killed_at(s3, "chain", done=False)
-                assert len(json.loads(upr_backup("list", "--json").stdout)) == 2
-            elif salt == 3:
-                # It is committed although nobody was told; there is nothing left to do.
-                killed_at(s3, "chain", done=True)
-                continue
-            taken = upr_backup("backup", "--processes", "1", "--json")
-            assert taken.exit_code == 0, taken.stderr
-            assert json.loads(taken.stdout)["rows"] == len(rows)
-        listed = json.loads(upr_backup("list", "--json").stdout)
-        assert [(m["id"], m["kind"]) for m in listed] == [
-            (1, "full"),
-            *((n, "incremental") for n in (2, 3, 4)),
-        ]
-        done = upr_backup("verify", "--full")
-        assert (done.exit_code, done.stdout) == (0, "all is well\n"), done.stderr
-        for number, point in enumerate(points, 1):
-            client.create_bucket(f"r{number}")
-            into = ["--target", server.target, "--bucket", f"r{number}", "--at", str(number)]
-            done = upr_backup("restore", *into)
-            assert done.exit_code == 0, done.stderr
-            assert content(client, f"r{number}") == point
-    key = next(key for key in s3.objects if key.endswith(".parquet"))
-    data, metadata = s3.objects[key]
-    s3.objects[key] = (data[:-9] + b"?" + data[-8:], metadata)
-    done = CliRunner().invoke(main, [LOCATION, "verify", "--full"])
-    assert done.exit_code == 11
-    del s3.objects[key]
-    done = CliRunner().invoke(main, [LOCATION, "verify"])
-    assert (done.exit_code, "is missing" in done.stderr) == (11, True)
-    assert s3.uploads == {}

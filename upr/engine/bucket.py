@@ -151,7 +151,7 @@ class Bucket:
             # Raised again and again it would gather the frames, with their blocks, of everybody who wrote.
             raise self.failure.with_traceback(None)
         assert not self.proven, "the clean-shutdown proof must be gone before anything is numbered"
-        block, refused = self._admit(block)
+        block, refused = self._admit(block, producer, number)
         table = self.partitions
         partitions = block.runs["partition"]
         runs = block.runs.copy()
@@ -169,7 +169,9 @@ class Bucket:
         self._wake(memory=True)
         return Written(runs, table.newest_id[partitions], number_in_tail, False, refused)
 
-    def _admit(self, block: Block) -> tuple[Block, dict[int, UprError]]:
+    def _admit(
+        self, block: Block, producer: Producer | None, number: int
+    ) -> tuple[Block, dict[int, UprError]]:
         """Return what of a block can be numbered, and why the rest cannot."""
         table = self.partitions
         partitions = block.runs["partition"]
@@ -177,6 +179,8 @@ class Bucket:
         room = table.high[partitions] + block.runs["count"] <= SEQNO_MAX
         if active.all() and room.all():
             return block, {}
+        if producer is not None:
+            producer.refused(number, partitions[~(active & room)])
         refused: dict[int, UprError] = {}
         for partition in partitions[~active].tolist():
             refused[partition] = table.refusal(partition)

@@ -4,6 +4,9 @@ For each producer and partition the newest number and the seqnos given to it are
 design). Within one process the answers of a producer's last writes are remembered whole as well, so that a
 pipeline of several writes that is sent again gets each of its answers; after a restart an older number of the
 pipeline is known to be applied, but its seqnos are not known any more.
+
+That a partition refused its part of a number is known only while the producer is in memory: later, once a later
+number was applied in it, the refused part counts as applied.
 """
 
 from collections import OrderedDict
@@ -11,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from upr.engine.tail import TailEntry
 from upr.storage.keyspace import ProducerRow
@@ -60,11 +64,12 @@ class Producer:
         loaded: whether what the store knows of it was taken in.
     """
 
-    __slots__ = ("_answers", "_newest", "calls", "last_entry", "last_number", "loaded")
+    __slots__ = ("_answers", "_newest", "_refused", "calls", "last_entry", "last_number", "loaded")
 
     def __init__(self) -> None:
         self._newest = Newest()
         self._answers: OrderedDict[int, Answer] = OrderedDict()
+        self._refused: OrderedDict[int, npt.NDArray[np.uint16]] = OrderedDict()
         self.last_number = 0
         self.calls = 0
         self.last_entry = -1
@@ -75,15 +80,25 @@ class Producer:
         self.last_number = max(self.last_number, entry.number)
         self.last_entry = number_in_tail
         self._newest.applied(entry.number, entry.runs, entry.time)
+        refused = self._refused.pop(entry.number, None)
+        if refused is not None:
+            self.refused(entry.number, np.setdiff1d(refused, entry.runs["partition"]))
         if entry.whole:
             self._answers[entry.number] = Answer(entry.runs, number_in_tail)
         if len(self._answers) > ANSWERS_KEPT:
             self._answers.popitem(last=False)
 
+    def refused(self, number: int, partitions: npt.NDArray[np.uint16]) -> None:
+        """Take note that partitions refused their part of a Write."""
+        self._refused[number] = partitions.copy()
+        if len(self._refused) > ANSWERS_KEPT:
+            self._refused.popitem(last=False)
+
     def known(self, number: int, runs: Runs) -> Answer | None:
         """Return the answer to a number that was applied already, or None.
 
-        A partition in which the number is not the newest any more gets 0 and 0 as its seqnos.
+        A partition in which the number is not the newest any more gets 0 and 0 as its seqnos. One that refused the
+        number and took a later one is left out: an older value must not come behind a newer one.
         """
         answer = self._answers.get(number)
         if answer is not None:
@@ -92,6 +107,9 @@ class Producer:
         seen = self._newest.numbers[partitions] >= number
         if not seen.any():
             return None
+        refused = self._refused.get(number)
+        if refused is not None:
+            seen &= ~np.isin(partitions, refused) | (self._newest.numbers[partitions] == number)
         told = runs[seen].copy()
         exact = self._newest.numbers[told["partition"]] == number
         told["start_seqno"] = np.where(exact, self._newest.starts[told["partition"]], 0)

@@ -254,11 +254,12 @@ class BucketHost:
             DataDamagedError: what the store knows of it is damaged.
             BucketGoneError: the bucket was dropped.
         """
-        rows = None
-        if not self.bucket.knows_producer(name):
-            rows = await self._in(self._store_thread, lambda: self.store.producer(name))
         deadline = time.monotonic() + _PRODUCER_WAIT_SECONDS
         while True:
+            # Asked again after each wait: another call may have written under the name, and be forgotten again.
+            rows = None
+            if not self.bucket.knows_producer(name):
+                rows = await self._in(self._store_thread, lambda: self.store.producer(name))
             if self.gone is not None:
                 raise self.gone
             try:

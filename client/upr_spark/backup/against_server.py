@@ -23,6 +23,7 @@ from upr_protocol.failover import parse_failover_id
 from upr_protocol.limits import PARTITIONS
 from upr_spark.backup.point import Point, grouped
 from upr_spark.backup.readback import SCHEMA, read_newest, shown
+from upr_spark.backup.tables import takeable
 
 _LEASE_SECONDS: Final = 900.0
 _SHOWN: Final = 3
@@ -242,14 +243,15 @@ def not_comparable_lines(reasons: Mapping[int, str], most: int = 5) -> list[str]
 def _with_other_values(mine: Any, theirs: Any, my_rows: I64, their_rows: I64) -> Any:
     """Return the keys whose values differ between these rows of the two tables."""
     keys = []
+    mine, theirs = (takeable(table.select(["key", "value"])) for table in (mine, theirs))
     for first in range(0, max(len(my_rows), 1), 65_536):
         part = slice(first, first + 65_536)
         own = mine.take(pa.array(my_rows[part]))
         other = theirs.take(pa.array(their_rows[part]))
         keys.append(
-            own.column("key").filter(
-                pc.invert(pc.equal(own.column("value"), other.column("value")))
-            )
+            own.column("key")
+            .filter(pc.invert(pc.equal(own.column("value"), other.column("value"))))
+            .cast(pa.binary())
         )
     return pa.chunked_array(
         [chunk for one in keys for chunk in one.chunks], pa.binary()

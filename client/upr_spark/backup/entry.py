@@ -23,4 +23,9 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Its handlers abort about every fiftieth process that pyspark forks to start a JVM, and nothing here forks and goes on.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    importlib.import_module("upr_spark.backup.cli").main.main(prog_name="upr-backup")
+    try:
+        command = importlib.import_module("upr_spark.backup.cli").main
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    command.main(prog_name="upr-backup")

@@ -1,6 +1,29 @@
 """What can go wrong with a repository."""
 
+import errno
+from typing import Final
+
 from upr_protocol.errors import UprError
+
+_OF_DAMAGE: Final = frozenset(
+    {
+        # What pyarrow says of bytes that make no sense has no number.
+        None,
+        errno.EIO,
+        errno.EBADMSG,
+        errno.EUCLEAN,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+    }
+)
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return whether an error of reading is of what is stored, and not of the way there or of this machine."""
+    if isinstance(error, OSError):
+        return error.errno in _OF_DAMAGE
+    return not isinstance(error, MemoryError)
 
 
 class RepositoryError(UprError):

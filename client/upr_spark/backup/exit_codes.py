@@ -3,6 +3,7 @@
 0 to 6 and 130 mean what they mean for the other commands of the project.
 """
 
+import errno
 from typing import Final
 
 from upr_protocol.errors import UprError
@@ -36,6 +37,25 @@ _BY_REASON: Final = {
     "STORAGE_TIMED_OUT": TIMED_OUT,
     "STORAGE_REFUSED": USAGE,
 }
+
+_NOT_REACHED: Final = {
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    # Of a folder whose mount has lost its other end.
+    errno.ENOTCONN,
+    errno.ESTALE,
+}
+
+
+def exit_code_of_system(error: OSError) -> int:
+    """Return the exit status that an error of the operating system ends the command with."""
+    if error.errno == errno.ETIMEDOUT:
+        return TIMED_OUT
+    return UNREACHABLE if error.errno in _NOT_REACHED else USAGE
 
 
 def exit_code_of(error: UprError) -> int:

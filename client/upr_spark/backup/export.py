@@ -1,8 +1,11 @@
 """The state at a restore point as a table for analysts: Parquet files, or a Delta table."""
 
+import glob
+import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +22,9 @@ from upr_spark.backup.errors import NotEmptyError
 from upr_spark.backup.point import Point
 from upr_spark.backup.readback import data_bytes, live
 from upr_spark.backup.storage import LocalStorage, Storage, open_storage
+from upr_spark.backup.storage.faults import of_object_store
+from upr_spark.backup.storage.waiting import interruptible
+from upr_spark.backup.tables import in_order
 
 Format = Literal["parquet", "delta"]
 
@@ -30,6 +36,7 @@ _PART: Final = re.compile(r"part-[0-9]{5,}\.parquet")
 _LITTER_SECONDS: Final = 3600.0
 _SHOWN_BYTES: Final = 64
 _WORDS: Final = 300
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ExportFailedError(UprError):
@@ -97,8 +104,8 @@ class Export:
             table = self.point.state(group, self.key_prefix)
             table = table if self.with_deletes else live(table)
             order = pc.sort_indices(table, [("partition", "ascending"), ("key", "ascending")])
-            if table.num_rows:
-                yield self._shaped(table.take(order))
+            for part in in_order(table, order, max(table.num_rows, 1)):
+                yield self._shaped(part)
             done += len(group)
         self.progress(total, total)
 
@@ -164,8 +171,13 @@ def to_parquet(export: Export, to: str) -> Exported:
 
 
 def _to_folder(export: Export, target: Path) -> Exported:
-    target = target.resolve()
+    target = Path(os.path.realpath(target))
     _check_empty_folder(target)
+    if target.is_mount():
+        raise InvalidArgumentError(
+            f"{target} is where a disk is mounted, and a folder cannot be put in its place whole",
+            hint="export to a folder in it",
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.unfinished")
@@ -196,7 +208,7 @@ def _not_empty(where: str) -> NotEmptyError:
 
 def _sweep(target: Path) -> None:
     """Remove what killed exports to the same place left an hour ago or more."""
-    for litter in target.parent.glob(f".{target.name}.*.unfinished"):
+    for litter in target.parent.glob(f".{glob.escape(target.name)}.*.unfinished"):
         with suppress(OSError):
             if time.time() - litter.stat().st_mtime > _LITTER_SECONDS:
                 shutil.rmtree(litter, ignore_errors=True)
@@ -208,14 +220,16 @@ def _to_store(export: Export, storage: Storage) -> Exported:
         raise _not_empty(storage.location)
     mark = f"{_UNFINISHED}-{secrets.token_hex(8)}"
     storage.put_if_absent(mark, b"")
-    for name in names:
-        storage.delete(name)
     try:
+        for name in names:
+            storage.delete(name)
+        if storage.names("") != [mark]:
+            # The rest is the other one's, and may be what it goes on with.
+            storage.delete(mark)
+            raise _not_alone(storage)
         files = _parts(export, storage)
         if mark not in storage.names(""):
-            raise ExportFailedError(
-                f"another export to {storage.location} began meanwhile", hint="give each a place"
-            )
+            raise _not_alone(storage)
         storage.put_if_absent(_DONE, b"")
     except BaseException:
         with suppress(OSError, UprError):
@@ -223,6 +237,12 @@ def _to_store(export: Export, storage: Storage) -> Exported:
         raise
     storage.delete(mark)
     return export.exported(files)
+
+
+def _not_alone(storage: Storage) -> ExportFailedError:
+    return ExportFailedError(
+        f"another export to {storage.location} began meanwhile", hint="give each a place"
+    )
 
 
 def _is_litter(names: list[str]) -> bool:
@@ -281,10 +301,15 @@ def to_delta(export: Export, to: str, overwrite: bool) -> Exported:
         MissingPackageError: deltalake is not installed.
         NotEmptyError: there is a table that is not to be replaced, or a repository.
         ExportFailedError: it cannot be written.
+        OSError, UprError: an object store refuses or cannot be reached, as ``Storage`` raises.
         UprError: as ``Export.tables`` raises.
     """
+    if not to:
+        raise InvalidArgumentError("the location of the table is empty")
     if (Path(to) / "repository.json").exists():
         raise NotEmptyError(f"{to} is a repository", hint="give the table a place of its own")
+    # Its log of how it looks for credentials goes to stderr, beside the error that says the same.
+    os.environ.setdefault("RUST_LOG", "off")
     try:
         from deltalake import DeltaTable, write_deltalake
         from deltalake.exceptions import DeltaError
@@ -294,8 +319,12 @@ def to_delta(export: Export, to: str, overwrite: bool) -> Exported:
             hint="pip install 'upr-stream[delta]'",
         ) from error
     failures: list[Exception] = []
-    rows = pa.RecordBatchReader.from_batches(schema(export.utf8), _batches(export, failures))
-    try:
+    halted = threading.Event()
+    rows = pa.RecordBatchReader.from_batches(
+        schema(export.utf8), _batches(export, failures, halted)
+    )
+
+    def write() -> None:
         if not overwrite and DeltaTable.is_deltatable(to):
             raise _table_is_there(to)
         write_deltalake(
@@ -304,13 +333,26 @@ def to_delta(export: Export, to: str, overwrite: bool) -> Exported:
             mode="overwrite" if overwrite else "error",
             schema_mode="overwrite" if overwrite else None,
         )
+
+    try:
+        # Left alone, its threads would abort the interpreter that ends, or commit behind the user's back.
+        interruptible(write, halted.set)
     except (DeltaError, OSError, ValueError, pa.ArrowException) as error:
         # What ended the rows comes back as text only.
         if failures:
             raise failures[0] from error
-        words = " ".join(str(error).split())[:_WORDS]
-        raise ExportFailedError(f"the Delta table {to} cannot be written: {words}") from error
+        raise _delta_failure(error, to) from error
     return export.exported(None)
+
+
+def _delta_failure(error: Exception, to: str) -> Exception:
+    """Return what an error of deltalake means."""
+    text = _COLOURS.sub("", str(error)).replace(" ↳", ":")
+    known = of_object_store(text, to) if "://" in to else None
+    if known is not None:
+        return known
+    words = " ".join(text.split())[:_WORDS]
+    return ExportFailedError(f"the Delta table {to} cannot be written: {words}")
 
 
 def _table_is_there(to: str) -> NotEmptyError:
@@ -319,10 +361,13 @@ def _table_is_there(to: str) -> NotEmptyError:
     )
 
 
-def _batches(export: Export, failures: list[Exception]) -> Iterator[Any]:
+def _batches(export: Export, failures: list[Exception], halted: threading.Event) -> Iterator[Any]:
     try:
         for table in export.tables():
-            yield from table.to_batches(_BATCH_ROWS)
+            for batch in table.to_batches(_BATCH_ROWS):
+                if halted.is_set():
+                    raise ExportFailedError("interrupted")
+                yield batch
     except Exception as error:
         failures.append(error)
         raise

@@ -10,7 +10,7 @@ from upr_spark.backup.manifest import FileRef
 from upr_spark.backup.merge import Folded
 from upr_spark.backup.point import grouped
 from upr_spark.backup.storage import Storage
-from upr_spark.backup.tables import RowsWriter, state
+from upr_spark.backup.tables import RowsWriter, in_order, state
 from upr_spark.backup.verify import check_files
 
 _GROUP_BYTES: Final = 64 * 2**20
@@ -58,6 +58,6 @@ class FileFold:
     def _add(self, writer: RowsWriter, table: Any) -> None:
         live = table.filter(pc.not_equal(table.column("op"), "delete"))
         order = pc.sort_indices(live, [("partition", "ascending"), ("seqno", "ascending")])
-        for first in range(0, live.num_rows, _TAKE_ROWS):
-            for batch in live.take(order.slice(first, _TAKE_ROWS)).to_batches():
+        for part in in_order(live, order, _TAKE_ROWS):
+            for batch in part.to_batches():
                 writer.add_rows(batch)

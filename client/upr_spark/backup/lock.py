@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -101,6 +102,7 @@ class Lock:
         now = self._clock()
         document = {
             "expires": 0.0 if released else now + self._seconds,
+            "began": _began(os.getpid()),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "token": self._token,
@@ -120,9 +122,13 @@ class Lock:
         try:
             holder = json.loads(self._storage.read(_name(number)))
             host, pid, expires = holder["host"], int(holder["pid"]), float(holder["expires"])
+            token, began = holder["token"], str(holder["began"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return number, ""
-        if expires < self._clock() or (host == socket.gethostname() and not _alive(pid)):
+        # It is this one's own where releasing it failed, or was done and not answered.
+        if expires < self._clock() or token == self._token:
+            return number, ""
+        if host == socket.gethostname() and not _runs(pid, began):
             return number, ""
         return number, f"process {pid} on {host}"
 
@@ -136,11 +142,25 @@ def _name(number: int) -> str:
     return f"{_FOLDER}{number:010d}.json"
 
 
-def _alive(pid: int) -> bool:
+def _began(pid: int) -> str:
+    """Return what tells a process from a later one of its number, which in a container is often the same; "" when
+    that is not to be had.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The name before may hold anything, parentheses included.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "ended" if fields[0] in "ZX" else f"{fields[19]} {boot}"
+
+
+def _runs(pid: int, began: str) -> bool:
+    """Return whether a process that began then is still there."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except OSError:
-        return True
-    return True
+        pass
+    return _began(pid) in ("", began)

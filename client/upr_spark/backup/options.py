@@ -59,6 +59,8 @@ class RestorePoint(_ParamType):
                 moment = datetime.now(UTC) - timedelta(seconds=int(ago[1]) * _SECONDS[ago[2]])
             else:
                 moment = datetime.fromisoformat(text)
+            if moment.tzinfo is not None:
+                moment = moment.astimezone(UTC)
         except (ValueError, OverflowError):
             self.fail(
                 f"{text!r} is neither a backup's number nor a time; for example 12, 2026-05-01T12:00:00Z or '2h ago'"

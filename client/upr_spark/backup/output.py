@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import click
 
@@ -21,6 +21,7 @@ _LOG_SECONDS = 5.0
 
 def note(text: str) -> None:
     """Print a line for people on stderr."""
+    Progress.end_line()
     click.echo(text, err=True)
 
 
@@ -55,10 +56,11 @@ def time_text(micros: int) -> str:
 class Progress:
     """How far a command is: one line that changes on a terminal, else a line every few seconds."""
 
+    _open: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._shown = time.monotonic()
-        self._open = False
 
     def show(self, text: str) -> None:
         """Say how far it is, unless that was said just now."""
@@ -69,15 +71,20 @@ class Progress:
         if self._terminal:
             # Erases to the end of the line, because a later text may be shorter.
             print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
-            self._open = True
+            Progress._open = True
         else:
             note(text)
 
     def close(self) -> None:
         """End the line."""
-        if self._open:
+        self.end_line()
+
+    @staticmethod
+    def end_line() -> None:
+        """End the line that one of them has left open, so that what comes next begins one of its own."""
+        if Progress._open:
+            Progress._open = False
             print(file=sys.stderr, flush=True)
-            self._open = False
 
 
 class CommandError(Exception):
@@ -97,7 +104,9 @@ def _as_command_error(error: Exception) -> CommandError:
         return CommandError(str(error), exit_codes.exit_code_of(error))
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return CommandError(f"{where}{error.strerror or error}", exit_codes.USAGE)
+        return CommandError(
+            f"{where}{error.strerror or error}", exit_codes.exit_code_of_system(error)
+        )
     return CommandError(
         f"internal error: {type(error).__name__}: {error} (--verbose shows where; please report it)",
         exit_codes.INTERNAL,
@@ -109,7 +118,9 @@ class _OneLineErrors(click.Command):
         """Run the command and turn what it raises into a CommandError."""
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()
+            # It is None where the command was started with a closed one.
+            if sys.stdout is not None:
+                sys.stdout.flush()
             return result
         except (CommandError, click.ClickException, click.exceptions.Exit, click.Abort):
             raise
@@ -125,6 +136,9 @@ class _OneLineErrors(click.Command):
             return run(*args, standalone_mode=False, **extra)
         try:
             code = run(*args, standalone_mode=False, **extra)
+        except click.exceptions.NoArgsIsHelpError as error:
+            note(error.format_message())
+            sys.exit(error.exit_code)
         except click.UsageError as error:
             note(f"error: {_one_line(error.format_message()).rstrip('.')} (-h shows the usage)")
             sys.exit(error.exit_code)

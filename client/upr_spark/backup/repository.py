@@ -112,7 +112,8 @@ class Repository:
             if storage.names(CHAIN):
                 raise RepositoryDamagedError(f"{_OWN} is missing") from None
             raise RepositoryError(
-                "there is no repository here", hint="make one: upr-backup REPOSITORY init"
+                f"there is no repository here: {storage.location}",
+                hint="make one: upr-backup REPOSITORY init",
             ) from None
         return cls(storage, data)
 

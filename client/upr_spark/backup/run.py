@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 from upr_protocol.errors import UprError
 from upr_spark.backup.documents import Json
 from upr_spark.backup.engines import Engine, Finished, Rows
-from upr_spark.backup.errors import HistoryChangedError, LockedError
+from upr_spark.backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
 from upr_spark.backup.groups import (
     CutPoint,
     GroupResult,
@@ -44,7 +44,7 @@ class Source(Protocol):
     """The server's cuts, as far as a backup needs them."""
 
     def make_cut(self) -> CutPoint:
-        """Pin all partitions at one instant."""
+        """Pin all partitions at one instant; what other runs of the repository left is given up."""
 
     def find_cut(self, name: str) -> CutPoint | None:
         """Return a cut whose lease has not ended, with a lease that begins anew; None when it is gone."""
@@ -89,7 +89,7 @@ class Run:
         lock: which is held.
         target: addresses of the server, for the tasks.
         full: whether everything is read anew.
-        restart: whether what an unfinished run left is given up.
+        restart: whether what an unfinished run left is given up; False from then on.
         say: called with a line for people.
         progress: called with rows read since the last call, groups done and groups in all, about every second.
         clock: microseconds since the epoch.
@@ -125,6 +125,8 @@ class Run:
             except HistoryChangedError as error:
                 self.say(f"{error}; beginning again with a new cut")
                 failure = error
+                # Making one takes the cut of whoever has the repository now.
+                self.lock.keep(now=True)
         assert failure is not None
         raise failure
 
@@ -132,30 +134,28 @@ class Run:
         started = self.clock()
         before, parent = self.repository.newest()
         if before is not None:
-            for left in self.repository.attempts(before.number):
-                self.source.release(left.plan["cut"])
             self.repository.clean(before.number)
         attempt, cut = self._attempt(before, parent)
         kind: Kind = attempt.plan["kind"]
         base = before.entries if before and kind == "incremental" else {}
         try:
             results = self._read(attempt, base, cut)
-        except HistoryChangedError:
+            manifest = Manifest(
+                attempt.number,
+                kind,
+                self.repository.id,
+                parent,
+                cut.name,
+                cut.time,
+                started,
+                self.clock(),
+                *_joined(results, base, cut),
+            )
+            check_link(before, manifest)
+        except (HistoryChangedError, RepositoryDamagedError):
             # So that no later run takes the attempt up again.
             self.source.release(cut.name)
             raise
-        manifest = Manifest(
-            attempt.number,
-            kind,
-            self.repository.id,
-            parent,
-            cut.name,
-            cut.time,
-            started,
-            self.clock(),
-            *_joined(results, base, cut),
-        )
-        check_link(before, manifest)
         self.lock.keep(now=True)
         if not self.repository.commit(manifest):
             raise LockedError(
@@ -163,8 +163,7 @@ class Run:
             )
         self.source.committed(cut.time)
         self.source.release(cut.name)
-        # Last, because what is staged tells the next run which cuts a killed one left. What cannot be cleaned now,
-        # it cleans too: this backup is committed.
+        # What cannot be cleaned now, the next run cleans: this backup is committed.
         with suppress(OSError, UprError):
             self.repository.clean(manifest.number)
         return manifest
@@ -172,12 +171,8 @@ class Run:
     def _attempt(self, before: Manifest | None, parent: str) -> tuple[Attempt, CutPoint]:
         """Return the attempt to go on with, and its cut: one that was interrupted, or a new one."""
         number = before.number + 1 if before else 1
-        for attempt in self.repository.attempts(number):
+        for attempt in [] if self.restart else self.repository.attempts(number):
             plan = attempt.plan
-            if self.restart:
-                # Without its cut no later run takes it up either.
-                self.source.release(plan["cut"])
-                continue
             if plan["parent"] != parent or (self.full and plan["kind"] != "full"):
                 continue
             cut = self.source.find_cut(plan["cut"])
@@ -195,6 +190,7 @@ class Run:
             "pins": pins_to_json(cut),
             "groups": split(cut, base, self.group_seqnos, self.engine.parallel),
         }
+        self.restart = False
         return self.repository.stage(number, plan), cut
 
     def _read(

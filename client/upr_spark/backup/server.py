@@ -20,6 +20,7 @@ from upr_client import (
 from upr_client.arrow import record_batch
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id, parse_failover_id
+from upr_spark.backup.documents import canonical, sha256
 from upr_spark.backup.errors import HistoryChangedError, RepositoryError
 from upr_spark.backup.groups import CutPoint, GroupResult, GroupSpec, PinnedAt
 from upr_spark.backup.manifest import Entry, RolledBack
@@ -33,7 +34,9 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class ServerSource:
-    """The cuts of one bucket.
+    """The cuts of one bucket that are for one repository, which their names begin with.
+
+    Only who holds the repository's lock makes one.
 
     Args:
         bucket: the bucket.
@@ -44,15 +47,23 @@ class ServerSource:
         self._bucket = bucket
         self._repository = repository
         self._renew_at = 0.0
+        # With its place, because a copy of a repository goes on by itself.
+        own = sha256(canonical([repository.id, repository.storage.location]))
+        self._names = f"upr-backup-{own[:16]}-"
 
     def make_cut(self) -> CutPoint:
-        """Pin all partitions.
+        """Pin all partitions, and give up every other cut that is for the repository.
 
         Raises:
             RepositoryError: the bucket is not the one of the repository.
             UprError: the server refused, or cannot be reached.
         """
-        cut = self._bucket.create_cut(f"upr-backup-{secrets.token_hex(8)}", lease=_LEASE_SECONDS)
+        # A run that was killed, or whose request was answered too late, left one that nobody knows.
+        for left in self._bucket.cuts():
+            if left.name.startswith(self._names):
+                self.release(left.name)
+        name = f"{self._names}{secrets.token_hex(8)}"
+        cut = self._bucket.create_cut(name, lease=_LEASE_SECONDS)
         version = f"{self._bucket.version:016x}"
         if version != self._repository.bucket_version:
             self.release(cut.name)
@@ -172,6 +183,8 @@ def _read(
         if entry is not None and entry.position is not None
     }
     rollbacks: list[RolledBack] = []
+    # Up to where the chain's data stays.
+    stays = {p: entry.end if entry else 0 for p, entry in spec.starts.items()}
     pins = {partition: _pin(pin) for partition, pin in spec.cut.pins.items()}
     changes = bucket.changes(
         list(spec.starts),
@@ -183,7 +196,8 @@ def _read(
     with changes:
         for batch in changes.batches():
             for rollback in batch.rollbacks:
-                rollbacks.append(_checked(rollback, int(writer.rows[rollback.partition])))
+                rollbacks.append(_checked(rollback, stays[rollback.partition]))
+                stays[rollback.partition] = rollback.seqno
             writer.add(record_batch(batch))
             progress(batch.rows)
         reached = changes.positions()
@@ -193,8 +207,9 @@ def _read(
     return rollbacks, reached
 
 
-def _checked(rollback: Rollback, rows: int) -> RolledBack:
-    if rows:
+def _checked(rollback: Rollback, stays: int) -> RolledBack:
+    # Also where nothing but seqnos was read: what the new history has in their place would be lost.
+    if rollback.from_seqno != stays:
         raise HistoryChangedError(
             f"the server rolled partition {rollback.partition} back to {rollback.seqno} while it was read"
         )

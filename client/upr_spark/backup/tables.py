@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from upr_protocol.limits import PARTITIONS
 from upr_spark.backup.chain import Segment
-from upr_spark.backup.errors import RepositoryDamagedError
+from upr_spark.backup.errors import RepositoryDamagedError, is_damage
 from upr_spark.backup.manifest import FileRef
 from upr_spark.backup.storage import Storage
 
@@ -34,6 +34,8 @@ _FLUSH_BYTES: Final = 32 * 2**20
 _ROW_GROUP_ROWS: Final = 65_536
 _READ_ROWS: Final = 65_536
 _FOLD_BYTES: Final = 64 * 2**20
+_OFFSETS_BYTES: Final = 2**31 - 1
+_TAKEN_BYTES: Final = 2**30
 _DAMAGE = (OSError, pa.ArrowException)
 
 
@@ -114,7 +116,8 @@ def read_rows(storage: Storage, file: FileRef, partitions: Iterable[int]) -> Ite
     """Yield record batches of ``SCHEMA`` with a data file's rows of some partitions, by seqno within each.
 
     Raises:
-        RepositoryDamagedError: the file is missing or cannot be read.
+        RepositoryDamagedError: the file is missing or damaged.
+        OSError, UprError: it cannot be reached, or may not be read.
     """
     wanted = pa.array(sorted(partitions), pa.int32())
     low, high = wanted[0].as_py(), wanted[-1].as_py()
@@ -133,6 +136,8 @@ def read_rows(storage: Storage, file: FileRef, partitions: Iterable[int]) -> Ite
             for batch in parquet.iter_batches(_READ_ROWS, groups, use_threads=False):
                 yield batch.filter(pc.is_in(batch.column("partition"), wanted))
     except _DAMAGE as error:
+        if not is_damage(error):
+            raise
         raise RepositoryDamagedError(f"{file.path} cannot be read: {_short(error)}") from error
 
 
@@ -161,7 +166,8 @@ def state(
         key_prefix: only keys that begin with it.
 
     Raises:
-        RepositoryDamagedError: a file is missing or cannot be read.
+        RepositoryDamagedError: a file is missing or damaged.
+        OSError, UprError: one cannot be reached, or may not be read.
     """
     files: dict[str, tuple[FileRef, dict[int, Segment]]] = {}
     for partition, parts in counted.items():
@@ -206,3 +212,37 @@ def newest(table: Any) -> Any:
 def _number(partitions: Any, seqnos: Any) -> Any:
     """Return one number for partition and seqno: 10 and 48 bits."""
     return pc.add(pc.shift_left(pc.cast(partitions, pa.int64()), 48), seqnos)
+
+
+def takeable(table: Any) -> Any:
+    """Return a table that rows can be taken of, however large it is; binary columns may come back as large_binary.
+
+    Taking joins the chunks of a column first, and offsets of 32 bits do not reach beyond 2 GiB.
+    """
+    if table.nbytes <= _OFFSETS_BYTES:
+        return table
+    fields = [
+        pa.field(field.name, pa.large_binary() if field.type == pa.binary() else field.type)
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(fields)).combine_chunks()
+
+
+def in_order(table: Any, order: Any, rows: int) -> Iterable[Any]:
+    """Yield a table's rows in another order, in tables of so many rows, or of one GiB of values.
+
+    Args:
+        table: with a column value, binary.
+        order: the rows' numbers, an array.
+        rows: 1 or more.
+    """
+    schema, source = table.schema, takeable(table)
+    lengths = pc.fill_null(pc.binary_length(table.column("value")), 0).to_numpy()
+    ends = np.cumsum(lengths.astype(np.int64)[order.to_numpy()])
+    first = 0
+    while first < len(order):
+        floor = int(ends[first - 1]) if first else 0
+        last = int(np.searchsorted(ends, floor + _TAKEN_BYTES, side="right"))
+        last = min(max(last, first + 1), first + rows)
+        yield source.take(order.slice(first, last - first)).cast(schema)
+        first = last

@@ -8,7 +8,7 @@ import numpy as np
 
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partitions_of
-from upr_spark.backup.errors import RepositoryDamagedError
+from upr_spark.backup.errors import RepositoryDamagedError, is_damage
 from upr_spark.backup.manifest import FileRef, Manifest
 from upr_spark.backup.repository import Repository
 from upr_spark.backup.storage import Storage
@@ -27,6 +27,9 @@ def verify(
         repository: it was opened, so its own document is right.
         full: whether every data file is read, and not only looked at for its size.
         progress: called with files done and files in all.
+
+    Raises:
+        OSError, UprError: something cannot be reached, or may not be read, which says nothing of damage.
     """
     wrong: list[str] = []
     chain = repository.chain(wrong.append)
@@ -53,6 +56,7 @@ def check_files(storage: Storage, files: set[FileRef]) -> None:
 
     Raises:
         RepositoryDamagedError: one is not, or is missing.
+        OSError, UprError: one cannot be reached, or may not be read.
     """
     for file in sorted(files, key=lambda file: file.path):
         problem = _file_problem(storage, file, True)
@@ -72,6 +76,8 @@ def _file_problem(storage: Storage, file: FileRef, full: bool) -> str:
     except FileNotFoundError:
         return f"{file.path} is missing"
     except OSError as error:
+        if not is_damage(error):
+            raise
         return f"{file.path} cannot be read: {error.strerror or error}"
     return ""
 

@@ -59,7 +59,8 @@ WRITE_OPTIONS: Final = (
         "writeId",
         None,
         "write",
-        "batch only: a name for this write; the same rows are not applied again under it for 24 hours",
+        'batch only, and not with mode("overwrite"): a name for this write; the same rows are not applied again under '
+        "it for 24 hours",
         text,
     ),
 )

@@ -16,7 +16,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from upr_protocol.errors import UprError
-from upr_spark.errors import UprSparkError
+from upr_spark.errors import UprSparkError, bad_option
 from upr_spark.sink.chunks import seed
 from upr_spark.sink.options import SinkOptions, read_sink_options
 from upr_spark.sink.rows import check_schema
@@ -158,6 +158,14 @@ def batch_writer(options: Mapping[str, str], schema: StructType, overwrite: bool
             f'mode("overwrite") would delete every key of bucket {read.connection.bucket} that the job does not write',
             hint='write with mode("append"), which sets the keys that are written and leaves the others; or, to have '
             "the others deleted, set allowTruncate to true",
+        )
+    if overwrite and read.write_id is not None:
+        raise bad_option(
+            "writeId",
+            read.write_id,
+            'with mode("overwrite") a job that is run again would take the rows it wrote before for old ones, and '
+            "delete them",
+            "leave it out: an overwrite may be run again as often as you like",
         )
     return BatchWriter(read, overwrite=overwrite)
 

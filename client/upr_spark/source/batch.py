@@ -41,11 +41,18 @@ def plan_batch(
             break
         if cut_name is not None:
             raise _gone(f"the server's history changed since the cut {cut_name!r} was made")
+        if cut.name:
+            server.release(cut.name)
     else:
         raise _gone("the server's history changes while the read is planned")
     if settings.ending != "latest":
         _check_order(start, cut)
-    end = next_offset(start, answers, cut, settings.rules)
+    try:
+        end = next_offset(start, answers, cut, settings.rules)
+    except UprSparkError:
+        if cut_name is None and cut.name:
+            server.release(cut.name)
+        raise
     return ([] if end is None else plan_ranges(start, end)), cut.name or None
 
 

@@ -26,6 +26,7 @@ from upr_spark.source.planning import MODES, Rules
 _BOTH: Final = "batch stream"
 _ROWS_MAX: Final = 1 << 20
 _NAME_CHARACTERS_MAX: Final = 100
+_DIGITS_MAX: Final = 9
 
 
 def _offsets(*words: str) -> Any:
@@ -47,12 +48,17 @@ def _offsets(*words: str) -> Any:
 
 
 def _seqnos(document: Mapping[str, Any]) -> dict[str, Any]:
+    seqnos: dict[str, Any] = {}
     for partition, seqno in document.items():
-        if not partition.isdigit():
+        if not (partition.isascii() and partition.isdigit()) or len(partition) > _DIGITS_MAX:
             raise ValueError(f"{partition[:60]!r} is not a partition")
-        check_partition(int(partition[:9]))
-        check_seqno(seqno)
-    return dict(document)
+        number = check_partition(int(partition))
+        if str(number) in seqnos:
+            raise ValueError(f"partition {number} is there twice")
+        if isinstance(seqno, bool):
+            raise ValueError(f"{json.dumps(seqno)} is not a seqno")
+        seqnos[str(number)] = check_seqno(seqno)
+    return seqnos
 
 
 def _name(value: str) -> str:

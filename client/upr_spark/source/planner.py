@@ -6,6 +6,7 @@ so that it can be started again.
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from upr_spark.errors import UprSparkError, bad_option
@@ -65,7 +66,8 @@ def starting_offset(server: Asked, settings: Settings, cut: CutPoint | None) -> 
     if isinstance(starting, dict) and "v" in starting:
         offset = parse_offset(starting)
         check_followed(offset, settings, "startingOffsets")
-        return offset
+        # Its cuts are of the query that it was taken from, which alone renews and releases them.
+        return replace(offset, cut=None, earlier_cut=None)
     answers = server.ask(dict.fromkeys(partitions), whole=False)
     if starting == "latest" and cut is not None:
         pins = cut.pins
@@ -123,6 +125,7 @@ class Planner:
         self._held: dict[str, float] = {}
         self._cut: CutPoint | None = None
         self._available_now = False
+        self._ended = False
         self._initial: dict[str, Any] | None = None
         self._anchored = True
         self._asked = -settings.poll_seconds
@@ -139,7 +142,11 @@ class Planner:
             cut = None
             if self._settings.starting == "latest":
                 cut = self._cut = self._cut or self._make_cut()
-            offset = starting_offset(self._server, self._settings, cut)
+            try:
+                offset = starting_offset(self._server, self._settings, cut)
+            except UprSparkError as error:
+                self._give_up(error, None)
+                raise
             self._initial = offset.to_json()
             self._anchored = not offset.anchor
         return self._initial
@@ -154,6 +161,8 @@ class Planner:
         Raises:
             UprSparkError: as ``next_offset``; UPR_BUCKET_MISMATCH; or what the server refused.
         """
+        if self._ended:
+            return start
         if not self._anchored and start == self._initial:
             # Spark stores the ends of batches only. Without an empty batch that ends here, a first batch that is
             # interrupted would begin at a later seqno when it is repeated.
@@ -162,18 +171,40 @@ class Planner:
         offset = parse_offset(start)
         check_followed(offset, self._settings)
         self._wait()
+        try:
+            end = self._next(offset, limit)
+        except UprSparkError as error:
+            self._give_up(error, offset)
+            raise
+        return start if end is None else end.to_json()
+
+    def _next(self, start: Offset, limit: int | None) -> Offset | None:
+        """Return the next offset, None when there is nothing to do."""
         for _ in range(_ATTEMPTS):
-            answers = self._server.ask(offset.ids, whole=False)
-            self._check_bucket(offset)
-            self._keep(offset)
-            if not self._has_news(offset, answers):
-                return start
-            cut = self._usable_cut(offset, answers)
+            answers = self._server.ask(start.ids, whole=False)
+            self._check_bucket(start)
+            self._keep(start)
+            known = set(self._held)
+            cut = None
+            if self._has_news(start, answers):
+                cut = self._usable_cut(start, answers)
             if cut is None:
-                return start
-            end = self._plan(offset, cut, limit)
-            if end is not None:
-                return end.to_json() if end is not offset else start
+                self._end_run(start)
+                return None
+            told = self._server.ask(start.ids, whole=True)
+            if not self._is_outdated(start, cut, told):
+                end = next_offset(start, told, cut, self._settings.rules, limit)
+                if end is not None:
+                    return end
+                if self._available_now:
+                    self._end_run(start)
+                    return None
+                if cut.name not in known:
+                    # What came after the cut may still be something to read, so it is left out.
+                    self._fruitless = {p: (a.newest_id, a.high) for p, a in answers.items()}
+                    self._drop(cut, start)
+                    return None
+            self._drop(cut, start)
             self._server.pause(_HISTORY_PAUSE)
         raise UprSparkError(
             "HISTORY_CHANGING",
@@ -182,19 +213,18 @@ class Planner:
             retriable=True,
         )
 
-    def _plan(self, start: Offset, cut: CutPoint, limit: int | None) -> Offset | None:
-        """Return the next offset, ``start`` when nothing moves, None when the cut is of an old history."""
-        answers = self._server.ask(start.ids, whole=True)
-        if self._is_outdated(start, cut, answers):
-            self._drop(cut, start)
-            return None
-        end = next_offset(start, answers, cut, self._settings.rules, limit)
-        if end is not None:
-            return end
-        self._fruitless = {p: (a.newest_id, a.high) for p, a in answers.items()}
-        if not self._available_now:
-            self._drop(cut, start)
-        return start
+    def _end_run(self, start: Offset) -> None:
+        """Nothing is left to do, which a run with a fixed end does not look at again."""
+        # Runs that come every minute, and find nothing, would else leave a cut each.
+        if self._available_now:
+            self._ended = True
+            if self._cut is not None:
+                self._drop(self._cut, start)
+
+    def _give_up(self, error: UprSparkError, start: Offset | None) -> None:
+        """Leave no cut behind: who starts a query again and again that cannot go on would use all that there may be."""
+        if self._cut is not None and not error.retriable:
+            self._drop(self._cut, start)
 
     @staticmethod
     def _is_outdated(start: Offset, cut: CutPoint, answers: Mapping[int, Answer]) -> bool:
@@ -232,10 +262,10 @@ class Planner:
         self._held[name] = self._server.now()
         return cut
 
-    def _drop(self, cut: CutPoint, start: Offset) -> None:
+    def _drop(self, cut: CutPoint, start: Offset | None) -> None:
         """Plan with a cut no more; it is kept while something that was read lies at it."""
         self._cut = None
-        if cut.name not in (start.cut, start.earlier_cut):
+        if start is None or cut.name not in (start.cut, start.earlier_cut):
             self._release(cut.name)
 
     def _keep(self, start: Offset) -> None:

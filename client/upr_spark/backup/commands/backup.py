@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ from upr_spark.backup.storage import Storage
 
 if TYPE_CHECKING:
     from upr_spark.backup.engines import Engine
-    from upr_spark.backup.run import Run
 
 _SHOWN_ROLLBACKS = 5
 _PROCESSES_MAX = 64
@@ -168,7 +167,7 @@ def _take(
             return _show(manifest, as_json)
 
         with _no_interrupt_lost():
-            return once() if every is None else _repeat(once, run, every / 1e6)
+            return once() if every is None else _repeat(once, every / 1e6)
 
 
 @contextmanager
@@ -207,13 +206,12 @@ def _engine(
     return LocalEngine(processes or min(4, os.cpu_count() or 1))
 
 
-def _repeat(once: Any, run: "Run", seconds: float) -> int:
+def _repeat(once: Callable[[], int], seconds: float) -> int:
     """Take backups until it is interrupted. What may be over at the next turn is said, and does not end it."""
     while True:
         began = time.monotonic()
         try:
             once()
-            run.restart = False
         except (UprError, OSError) as error:
             if isinstance(error, UprError) and not error.retriable:
                 raise

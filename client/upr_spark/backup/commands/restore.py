@@ -60,7 +60,7 @@ def restore(
     with open_client(target) as client:
         work = Restore(
             point,
-            client.bucket(bucket or point.repository.bucket),
+            client.bucket(point.repository.bucket if bucket is None else bucket),
             key_prefix,
             into_non_empty,
             verify=not no_verify,

@@ -1,6 +1,7 @@
 """A Spark session of our own: where it runs, how little it says, and what is missing when it does not start."""
 
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,13 +122,51 @@ def start_session(master: str | None, settings: Mapping[str, str]) -> Any:
                 if master is None:
                     return builder.getOrCreate()
                 with _filtered(said):
-                    return builder.getOrCreate()
+                    return _quiet(builder.getOrCreate())
             except Exception as error:
                 # A fork of a process that uses gRPC may end before the JVM begins.
                 if left and not said and "JAVA_GATEWAY_EXITED" in str(error):
                     continue
                 raise SparkError(_why(error, said)) from error
     raise AssertionError
+
+
+def _quiet(session: Any) -> Any:
+    """Return a session whose JVM may end without traces on stderr: what comes of that is reported."""
+    session.sparkContext._accumulatorServer.handle_error = lambda request, client: None
+    # Without a handler py4j makes one that writes there.
+    logging.getLogger().addHandler(logging.NullHandler())
+    return session
+
+
+def is_alive(session: Any) -> bool:
+    """Return whether a session's JVM is there and has not been told to stop."""
+    try:
+        return not session.sparkContext._jsc.sc().isStopped()
+    except Exception:
+        return False
+
+
+def end_session(session: Any) -> None:
+    """End a session; where its JVM is gone, pyspark forgets that it had one, so that the next session starts another."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    context: Any = SparkContext
+    sessions: Any = SparkSession
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            session.stop()
+            return
+        except Exception:
+            # It broke off at the JVM; the second time it is done with that.
+            with suppress(Exception):
+                session.sparkContext.stop()
+    with suppress(Exception):
+        context._gateway.shutdown()
+    context._gateway = context._jvm = context._active_spark_context = None
+    sessions._instantiatedSession = sessions._activeSession = None
 
 
 def _own_settings(master: str | None) -> dict[str, str]:

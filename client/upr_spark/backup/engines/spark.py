@@ -4,6 +4,7 @@ import json
 import queue
 import threading
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from upr_protocol.errors import UprError
@@ -42,22 +43,34 @@ class SparkEngine:
 
     def run(self, specs: Sequence[GroupSpec]) -> Generator[Rows | Finished, None, None]:
         """Read groups in one job. What is finished is known from what tasks staged, and at the end from the job."""
+        if self._session is not None and not spark_jvm.is_alive(self._session):
+            self.close()
         if self._session is None:
             self._session = spark_jvm.active_session()
             self._is_own = self._session is None
         if self._session is None:
             self._session = spark_jvm.start_session(self._master, self._settings)
-        job = _Job(self._session, specs)
         try:
-            yield from job.events()
-        finally:
-            job.cancel()
+            job = _Job(self._session, specs)
+            try:
+                yield from job.events()
+            finally:
+                job.cancel()
+        except Exception as error:
+            own = isinstance(error, UprError) and not isinstance(error, spark_jvm.SparkError)
+            if own or spark_jvm.is_alive(self._session):
+                raise
+            raise spark_jvm.SparkError(
+                "Spark's JVM ended, or its cluster stopped the application",
+                hint="if it was short of memory, give it more; the next run goes on from here",
+                retriable=True,
+            ) from error
 
     def close(self) -> None:
         """End the session and its JVM, unless it was there before."""
         session, self._session = self._session, None
         if session is not None and self._is_own:
-            session.stop()
+            spark_jvm.end_session(session)
 
 
 class _Job:
@@ -126,7 +139,9 @@ class _Job:
     def cancel(self) -> None:
         """End what still runs."""
         if self._thread.is_alive():
-            self._context.cancelJobGroup(self._group)
+            # Where the JVM is gone nothing runs.
+            with suppress(Exception):
+                self._context.cancelJobGroup(self._group)
             self._thread.join(TICK_SECONDS)
 
 

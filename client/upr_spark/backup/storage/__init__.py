@@ -41,6 +41,9 @@ def open_storage(location: str) -> Storage:
     Raises:
         InvalidArgumentError: it is none of these.
     """
+    if not location:
+        # As a path it would be the working directory, which nobody asked for.
+        raise InvalidArgumentError("the location is empty", hint=_HINT)
     found = _URL.match(location)
     if found is None:
         # A process that opens it later may have another working directory.

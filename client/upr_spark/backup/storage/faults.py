@@ -73,6 +73,18 @@ def one_line(location: str, name: str | None) -> Iterator[None]:
         ) from None
 
 
+def of_object_store(text: str, location: str) -> Exception | None:
+    """Return what another program's words about an object store mean; None when they are of something else.
+
+    Args:
+        text: as obstore would say it, or with more around it.
+        location: what it was about.
+    """
+    found = _translated(OSError(text), location, "")
+    unknown = isinstance(found, OSError) and found.errno == errno.EREMOTEIO
+    return None if unknown else found
+
+
 def _translated(error: Exception, location: str, name: str | None) -> Exception:
     text = str(error)
     where = f"{location}/{name}" if name else location
@@ -120,8 +132,8 @@ def _other(text: str, where: str, status: int, answer: str) -> Exception:
     if status == 429 or status >= 500 or "Server returned error response" in text:
         return StorageUnreachableError(f"{where}: {store} cannot serve now ({answer})")
     if status:
-        return OSError(errno.EIO, f"{store} refused the request ({answer})", where)
-    if "kind: Timeout" in text:
+        return OSError(errno.EREMOTEIO, f"{store} refused the request ({answer})", where)
+    if "kind: Timeout" in text or "operation timed out" in text:
         return StorageTimeoutError(f"{where}: {store} did not answer in time")
     if "HTTP error" in text or "HttpError" in text:
         words = _SYSTEM.search(text)
@@ -134,4 +146,4 @@ def _other(text: str, where: str, status: int, answer: str) -> Exception:
             f"{where}: there is an object with an empty part, '.' or '..' in its name",
             hint="remove it: no program of this project made it",
         )
-    return OSError(errno.EIO, "the object store answered what makes no sense", where)
+    return OSError(errno.EREMOTEIO, "the object store answered what makes no sense", where)

@@ -4,7 +4,8 @@ import hashlib
 import os
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,7 +49,7 @@ class LocalStorage:
         path = self.root / name
         _make_folder(path.parent)
         try:
-            with temporary.open("xb") as file:
+            with _named(temporary), temporary.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -70,9 +71,13 @@ class LocalStorage:
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder."""
-        folder = self.root / prefix
-        files = (path.relative_to(self.root) for path in folder.rglob("*") if path.is_file())
-        return sorted(path.as_posix() for path in files if path.parts[0] != _TEMPORARY)
+        found = []
+        for folder, folders, files in os.walk(self.root / prefix, onerror=_raise_unless_gone):
+            below = Path(folder).relative_to(self.root)
+            if not below.parts and _TEMPORARY in folders:
+                folders.remove(_TEMPORARY)
+            found += [(below / file).as_posix() for file in files]
+        return sorted(found)
 
     def stored(self, prefix: str) -> list[Stored]:
         """Return the files below a folder."""
@@ -123,7 +128,8 @@ class LocalSink:
         """Append."""
         view = memoryview(data)
         self._hash.update(view)
-        self._file.write(view)
+        with _named(self._path):
+            self._file.write(view)
         self.size += view.nbytes
         return view.nbytes
 
@@ -133,15 +139,34 @@ class LocalSink:
 
     def finish(self) -> str:
         """Sync the file and its folder."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with _named(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         _sync_folder(self._path.parent)
         return self._hash.hexdigest()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with _named(self._path):
+            self._file.close()
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """Raise why a folder cannot be listed: what is in it must not count as missing."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have errors of an open file, as of a disk that is full, say which one it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,0 +1,20 @@
+"""upr-backup on the small S3 server."""
+
+from click.testing import CliRunner, Result
+
+from tests.spark.s3 import ACCESS_KEY, BUCKET, SECRET
+from upr_spark.backup.cli import main
+
+LOCATION = f"s3://{BUCKET}/some/prefix"
+
+
+def upr_backup(*arguments: str, location: str = LOCATION) -> Result:
+    """Run the command in this process; an error is one line without anything secret."""
+    done = CliRunner().invoke(main, [location, *arguments], prog_name="upr-backup")
+    assert SECRET not in done.output
+    assert ACCESS_KEY not in done.output
+    if done.exit_code not in (0, 10):
+        assert done.stderr.startswith("error: "), done.stderr
+        assert done.stderr.count("\n") == 1
+        assert "internal error" not in done.stderr, done.stderr
+    return done

@@ -1,0 +1,364 @@
+"""What a run leaves behind when it is killed, paused or refused, and how the next one goes on."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.harness import RunningServer
+from tests.spark.backup_model import MemoryStorage, ModelSource, World
+from upr_client import Client, Position, Rollback
+from upr_client.events import ChangeBatch
+from upr_protocol.errors import UnavailableError
+from upr_spark.backup.documents import Json, seal, unseal
+from upr_spark.backup.engines import InlineEngine, Rows, jvm
+from upr_spark.backup.engines import spark as engine_module
+from upr_spark.backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
+from upr_spark.backup.groups import CutPoint, GroupSpec, PinnedAt, stage_read
+from upr_spark.backup.lock import Lock
+from upr_spark.backup.manifest import Entry
+from upr_spark.backup.repository import Repository
+from upr_spark.backup.run import Run
+from upr_spark.backup.server import ServerSource, read_group
+from upr_spark.backup.storage import LocalStorage
+
+HOLD = (
+    "import os, signal, sys\n"
+    "from pathlib import Path\n"
+    "from upr_spark.backup.lock import Lock\n"
+    "from upr_spark.backup.storage import LocalStorage\n"
+    "with Lock(LocalStorage(Path(sys.argv[1]))):\n"
+    "    print('held', flush=True)\n"
+    "    sys.stdin.read()\n"
+    "    os.kill(os.getpid(), signal.SIGKILL)\n"
+)
+
+
+def test_the_lock_of_a_killed_process_is_free_before_anybody_waited_for_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin
+        assert holder.stdout
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(LockedError, match=f"process {holder.pid} on"):
+            Lock(LocalStorage(tmp_path)).__enter__()
+        holder.stdin.close()
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+        with Lock(LocalStorage(tmp_path)) as lock:
+            lock.keep(now=True)
+
+
+def test_the_lock_of_a_former_process_of_the_same_number_is_free(tmp_path: Path) -> None:
+    """A container that is started again has the host's name and the process number that it had."""
+    storage = LocalStorage(tmp_path)
+    with Lock(storage):
+        [name] = storage.names("locks/")
+        document = json.loads(storage.read(name))
+        assert (document["host"], document["pid"]) == (socket.gethostname(), os.getpid())
+        with pytest.raises(LockedError):
+            Lock(storage).__enter__()
+    other = {**document, "began": "1 another", "expires": time.time() + 600}
+    storage.put_if_absent("locks/0000000099.json", json.dumps(other).encode())
+    with Lock(storage) as lock:
+        lock.keep(now=True)
+
+
+def test_a_lock_that_could_not_be_released_is_its_holders_at_the_next_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(tmp_path)
+    lock = Lock(storage)
+    put = LocalStorage.put_if_absent
+
+    def refuse(storage: LocalStorage, name: str, data: bytes) -> bool:
+        if json.loads(data)["expires"] == 0.0:
+            raise OSError("away")
+        return put(storage, name, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "put_if_absent", refuse)
+        with lock:
+            pass
+    with pytest.raises(LockedError):
+        Lock(storage).__enter__()
+    for _ in range(2):
+        with lock:
+            lock.keep(now=True)
+    with Lock(storage):
+        pass
+
+
+def test_runs_that_are_killed_again_and_again_leave_one_cut(
+    server_process: Callable[..., RunningServer], tmp_path: Path
+) -> None:
+    server = server_process()
+    with Client(server.target) as client:
+        bucket = client.bucket()
+        bucket.set(b"key", b"")
+
+        def repository(name: str) -> Repository:
+            storage = LocalStorage(tmp_path / name)
+            return Repository.create(storage, "default", bucket.version, server.target, 0)
+
+        one, other = repository("one"), repository("other")
+        bucket.create_cut("upr-backup-of-somebody")
+        kept = ServerSource(bucket, other).make_cut()
+        # More than a bucket can have: each is made, and its run is killed before it is written down anywhere.
+        for _ in range(70):
+            cut = ServerSource(bucket, one).make_cut()
+        there = {found.name for found in bucket.cuts()}
+        assert there == {"upr-backup-of-somebody", kept.name, cut.name}
+        assert ServerSource(bucket, one).find_cut(cut.name) == cut
+        # A copy of a repository goes on by itself.
+        (tmp_path / "copy").mkdir()
+        (tmp_path / "copy" / "repository.json").write_bytes(one.storage.read("repository.json"))
+        copy = Repository.open(LocalStorage(tmp_path / "copy"))
+        assert copy.id == one.id
+        ServerSource(bucket, copy).make_cut()
+        assert ServerSource(bucket, one).find_cut(cut.name) == cut
+
+
+class Changes:
+    """Batches that were thought out."""
+
+    def __init__(self, batches: list[ChangeBatch], reached: Mapping[int, Position]) -> None:
+        self._batches, self._reached = batches, reached
+
+    def __enter__(self) -> "Changes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def batches(self) -> list[ChangeBatch]:
+        return self._batches
+
+    def positions(self) -> Mapping[int, Position]:
+        return self._reached
+
+
+def rolled_back(from_seqno: int, seqno: int) -> ChangeBatch:
+    """Return the batch that tells of a rollback of partition 7."""
+    return ChangeBatch([], [], [Rollback(7, from_seqno, seqno, 1, 2, "rule", "words")])
+
+
+def read(tmp_path: Path, *batches: ChangeBatch) -> Entry:
+    """Read partition 7 from 418 to 450 of a server that sends these batches, and return its entry."""
+    start = Entry(0, 418, None, 0, 0, None, None)
+    pins = {7: PinnedAt(f"{2:016x}", 450)}
+    spec = GroupSpec(
+        "", "", "", "", 2, "attempt", 0, {7: start}, CutPoint("cut", 0, pins), patience=1.0
+    )
+    reached: Any = SimpleNamespace(seqno=450, to_json=dict)
+    bucket: Any = SimpleNamespace(changes=lambda *_, **__: Changes(list(batches), {7: reached}))
+    result = read_group(bucket, LocalStorage(tmp_path), spec, "data/x", lambda rows: None)
+    return result.entries[7]
+
+
+def test_a_rollback_after_the_start_begins_anew_even_where_no_row_was_read(tmp_path: Path) -> None:
+    once = read(tmp_path, rolled_back(418, 400))
+    assert (once.start, once.cut, once.end) == (400, 400, 450)
+    twice = read(tmp_path, rolled_back(418, 400), rolled_back(400, 390))
+    assert (twice.start, twice.cut) == (390, 390)
+    # It had gone on to 430, without a row: (418, 425] of the new history is nowhere.
+    with pytest.raises(HistoryChangedError, match="rolled partition 7 back to 425"):
+        read(tmp_path, rolled_back(430, 425))
+    with pytest.raises(HistoryChangedError, match="rolled partition 7 back to 425"):
+        read(tmp_path, rolled_back(418, 400), rolled_back(430, 425))
+
+
+class Dying:
+    """A job whose JVM is killed the first time."""
+
+    died = 0
+
+    def __init__(self, session: Any, specs: list[GroupSpec]) -> None:
+        self._session = session
+
+    def events(self) -> Iterator[Rows]:
+        yield Rows(0)
+        if not self.died:
+            Dying.died = self._session.dead = True
+            raise ConnectionRefusedError(111, "Connection refused")
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_new_jvm_is_started_for_one_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    ended: list[Any] = []
+
+    def start(*_: object) -> Any:
+        started.append(SimpleNamespace(dead=False))
+        return started[-1]
+
+    fakes = {
+        "check_installed": lambda: None,
+        "active_session": lambda: None,
+        "start_session": start,
+        "is_alive": lambda session: not session.dead,
+        "end_session": ended.append,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(jvm, name, fake)
+    monkeypatch.setattr(engine_module, "_Job", Dying)
+    engine = engine_module.SparkEngine("local[1]", {})
+    with pytest.raises(jvm.SparkError, match="JVM ended") as failed:
+        list(engine.run([]))
+    assert failed.value.retriable
+    assert list(engine.run([])) == list(engine.run([])) == [Rows(0)]
+    assert (len(started), ended) == (2, started[:1])
+    engine.close()
+    assert ended == started
+
+
+class Lost:
+    """A lock that another run has taken over."""
+
+    def keep(self, now: bool = False) -> None:
+        if now:
+            raise LockedError("another run took the repository over")
+
+
+class Overtaken:
+    """A lock that is lost unseen right before the commit, to a run that commits.
+
+    Args:
+        other: takes a backup.
+    """
+
+    def __init__(self, other: Callable[[], Any]) -> None:
+        self._other = other
+
+    def keep(self, now: bool = False) -> None:
+        if now:
+            self._other()
+
+
+class Held:
+    """A lock that nobody else wants."""
+
+    def keep(self, now: bool = False) -> None:
+        pass
+
+
+class Quiet(World):
+    """A world in which nothing happens while it is read."""
+
+    def disturb(self) -> None:
+        pass
+
+
+def begun(seed: int) -> tuple[Quiet, ModelSource, list[str]]:
+    """Return a world with something to read, a source of it, and a list that gets the cuts that are made."""
+    world = Quiet(seed)
+    for _ in range(20):
+        world.server.write()
+    made: list[str] = []
+
+    class Source(ModelSource):
+        def make_cut(self) -> CutPoint:
+            cut = super().make_cut()
+            made.append(cut.name)
+            return cut
+
+    storage: MemoryStorage = world.storage
+    return world, Source(world.server, storage, world), made
+
+
+def test_a_run_that_lost_its_lock_does_not_make_a_new_cut() -> None:
+    world, source, made = begun(1)
+
+    def gone(spec: GroupSpec) -> Json:
+        raise HistoryChangedError("the cut is gone")
+
+    with pytest.raises(LockedError):
+        Run(world.repository, source, InlineEngine(gone), Lost()).backup()
+    assert len(made) == 1
+
+
+def test_a_run_whose_number_was_taken_changes_nothing() -> None:
+    world, source, made = begun(4)
+    engine = InlineEngine(lambda spec: stage_read(world.repository, spec, source.read_group))
+
+    def other() -> None:
+        world.server.write()
+        Run(world.repository, source, engine, Held(), restart=True).backup()
+
+    with pytest.raises(LockedError, match="another run committed backup 1 first"):
+        Run(world.repository, source, engine, Overtaken(other)).backup()
+    [committed] = world.check_all()
+    assert committed.cut_name == made[1]
+
+
+def test_what_was_read_for_another_chain_is_not_gone_on_with() -> None:
+    world, source, made = begun(5)
+    right = InlineEngine(lambda spec: stage_read(world.repository, spec, source.read_group))
+
+    def fails(spec: GroupSpec) -> Json:
+        raise UnavailableError("away")
+
+    def left() -> None:
+        with pytest.raises(UnavailableError):
+            Run(world.repository, source, InlineEngine(fails), Held()).backup()
+
+    left()
+    assert Run(world.repository, source, right, Held()).backup().cut_name == made[0]
+    world.server.write()
+    left()
+    [name] = world.storage.names("staging/")
+    plan = unseal(world.storage.read(name), name)
+    # As one that did not know what has expired since.
+    world.storage.objects[name] = seal({**plan, "parent": plan["parent"] + "+1"})
+    assert Run(world.repository, source, right, Held()).backup().cut_name == made[2]
+    world.check_all()
+
+
+def test_what_does_not_continue_the_chain_is_not_gone_on_with() -> None:
+    world, source, made = begun(2)
+
+    def wrong(spec: GroupSpec) -> Json:
+        record = stage_read(world.repository, spec, source.read_group)
+        for entry in record["entries"].values():
+            entry["from"] += 1
+        return record
+
+    with pytest.raises(RepositoryDamagedError, match="goes on from"):
+        Run(world.repository, source, InlineEngine(wrong), Held()).backup()
+    assert world.server.cuts == {}
+    right = InlineEngine(lambda spec: stage_read(world.repository, spec, source.read_group))
+    assert Run(world.repository, source, right, Held()).backup().cut_name == made[1]
+    world.check_all()
+
+
+def test_restarting_gives_up_what_was_there_once() -> None:
+    world, source, made = begun(3)
+
+    def fails(spec: GroupSpec) -> Json:
+        if spec.index == 1:
+            raise UnavailableError("away")
+        return stage_read(world.repository, spec, source.read_group)
+
+    said: list[str] = []
+    run = Run(
+        world.repository, source, InlineEngine(fails), Held(), group_seqnos=3, say=said.append
+    )
+    for restart, cuts in ((False, 1), (True, 2)):
+        run.restart = restart
+        with pytest.raises(UnavailableError):
+            run.backup()
+        assert len(made) == cuts
+    # The next turn of a loop.
+    with pytest.raises(UnavailableError):
+        run.backup()
+    assert len(made) == 2
+    assert said == ["going on with an interrupted run, at its cut"]
