@@ -196,12 +196,12 @@ def test(arguments: list[str]) -> None:
     else:
         java()
         lint()
-        # Half of them wait for something most of the time. Whatever the machine has, two are what the tests are
-        # tried with.
+        # Half of them wait for something most of the time. Whatever the machine has, three are what the tests are
+        # tried with: that keeps two cores busy.
         chosen = [] if arguments else ["-m", "not long"]
         if arguments:
             os.environ.setdefault("UPR_SIMULATION_SEEDS", "60")
-        arguments = ["-n", "2", "--dist", "worksteal", *chosen]
+        arguments = ["-n", "3", "--dist", "worksteal", *chosen]
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
 

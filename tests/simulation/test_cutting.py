@@ -16,5 +16,5 @@ def test_every_cut_is_served_as_of_it_or_not_at_all(tmp_path: Path) -> None:
         counts.update(worlds.run("cuts", tmp_path / str(seed), seed).counts)
     for what in ("crashes", "cuts", "flushes", "direct merges", "purges"):
         assert counts[what] > 0, (what, counts)
-    assert counts["exact FINISHED"] > 1000
-    assert counts["exact SNAPSHOT_GONE"] > 10
+    assert counts["exact FINISHED"] > 80 * SEEDS
+    assert counts["exact SNAPSHOT_GONE"] > SEEDS / 2

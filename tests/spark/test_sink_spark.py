@@ -43,6 +43,7 @@ def failure(call: Callable[[], object]) -> Any:
     return find_error(caught.value)
 
 
+@pytest.mark.long
 def test_a_batch_is_written_and_overwritten(session: Any, place: Place) -> None:
     numbers = session.range(5000).selectExpr(
         "cast(id as string) key", "cast(id * 2 as string) value"
@@ -100,6 +101,7 @@ def dying_source(folder: str) -> Any:
     return Dying
 
 
+@pytest.mark.long
 def test_a_task_that_spark_tries_again_applies_nothing_twice(
     session: Any, place: Place, tmp_path: Path
 ) -> None:
