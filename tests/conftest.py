@@ -20,6 +20,11 @@ settings.register_profile("upr", deadline=None)
 settings.load_profile("upr")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the Spark session first: one of several processes then gets them all, with one JVM."""
+    items.sort(key=lambda item: "spark" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture
 def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     """A function that starts a real server process; all of them are gone after the test.

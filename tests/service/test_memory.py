@@ -98,6 +98,7 @@ async def read_to(follow: RawFollow, highs: dict[int, int]) -> dict[bytes, bytes
     return state
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_stalled_followers_and_large_commits_leave_the_tail_at_its_limit(
     server_process: StartServer,
