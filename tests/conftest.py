@@ -1,6 +1,7 @@
 """Fixtures that several kinds of test share."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,12 @@ StartServer = Callable[..., RunningServer]
 # How long an example takes says something of the machine, and pytest's own time limit ends one that hangs.
 settings.register_profile("upr", deadline=None)
 settings.load_profile("upr")
+
+
+def pytest_configure() -> None:
+    """Have programs that tests start heed SIGINT: a shell starts what runs in its background with it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,18 +19,25 @@ import grpc
 from upr.cli.jsonl import parse_line
 from upr.engine.consumers import read_positions
 from upr.storage import keyspace
-from upr.storage.heads import HEAD_BYTES, head_of
+from upr.storage.blocks import HEAD_BYTES, head_of
 from upr.storage.journal import Commit, JournalEntry, encode_record
-from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin, ProducerRow
-from upr_client.delivered import decode_frame
-from upr_client.messages import high_seqnos
-from upr_protocol.block import crc_of_columns
+from upr.storage.keyspace import (
+    ConsumerRow,
+    CutRow,
+    PartitionRow,
+    Pin,
+    ProducerNumbers,
+    ProducerRow,
+)
+from upr_client.changes.events import decode_frame
+from upr_client.changes.link import high_seqnos
+from upr_protocol.block import build_block, crc_of_columns
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.partitioning import partition_of
 from upr_protocol.position import Position
-from upr_protocol.rows import build_block
-from upr_protocol.wire import codec, status
+from upr_protocol.wire import codec
+from upr_protocol.wire import grpc as status
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2
 
@@ -154,8 +161,8 @@ def _row(name: str, key: bytes, read: Callable[[bytes], object], sample: bytes) 
 def rows() -> list[Target]:
     """The small values of the store."""
     log = FailoverLog.from_pairs([(1, 0), (2, 5)])
-    partition = PartitionRow(1, 1, 3, 9, 2, log)
-    named = keyspace.producer_key(b"name", 5)
+    partition = PartitionRow(4, 1, 3, 9, 2, log, 8, 12, 1, "damaged", 7)
+    named = keyspace.producer_key(b"name", 1)
     cut = CutRow(1, 2, 3, {1: Pin(4, 5), 9: Pin(6, 7)})
     return [
         _row(
@@ -168,7 +175,9 @@ def rows() -> list[Target]:
             "a producer's row",
             named,
             lambda data: keyspace.unpack_producer(named, data),
-            keyspace.pack_producer(named, ProducerRow(1, 2, 3, 4, 5)),
+            keyspace.pack_producer(
+                named, ProducerNumbers.of({17: ProducerRow(1, 2, 3, 4)}, 5).table
+            ),
         ),
         _row(
             "a consumer's row",

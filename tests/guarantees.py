@@ -25,6 +25,8 @@ REASONS = {
     "SILENT",
     "BUCKET_GONE",
     "PURGED",
+    "LEASE_ENDED",
+    "POSITIONS_RESET",
 }
 
 
@@ -146,6 +148,10 @@ def durability(history: History) -> None:
         elif event["event"] == "restart":
             for p, told in event["partitions"].items():
                 end, old = acknowledged.get(p, (0, None))
+                if event.get("damaged") or "put_back" in event:
+                    # The disk lost it, or somebody put something else in its place.
+                    acknowledged[p] = min(end, told["high_after"]), old or event
+                    continue
                 if end > told["high_after"]:
                     refuse(
                         f"partition {p}: {end} was acknowledged, {told['high_after']} is there",
@@ -183,8 +189,8 @@ def log_sanity(history: History) -> None:
             log = told["after"]
             if told["before"] != logs[p][0]:
                 refuse(f"partition {p}: the log changed in between", logs[p][1], event)
-            expected = list(told["before"])
-            if wrote and not event["clean"]:
+            expected = list(event["put_back"][p] if "put_back" in event else told["before"])
+            if (wrote or "put_back" in event) and not event["clean"]:
                 new_id, at = log[-1] if log else (0, -1)
                 if not new_id or new_id in ids[p] or at != told["high_after"]:
                     refuse(
@@ -218,13 +224,14 @@ def convergence(history: History) -> None:
 
 
 def bounded_memory(history: History) -> None:
-    """The tail stays within its limit and one write, and a reader's frames within its credit or one value."""
+    """The tail stays within its limit and one write, and a reader's frames within its credit, or a quarter of it and one value."""
     for event in history:
         if event["event"] == "tail" and event["bytes"] > event["limit"] + event["largest"]:
             refuse("the tail is above its limit and one write", event)
         if event["event"] == "frame" and event["outstanding"]:
             beyond = event["outstanding"] + event["bytes"] > event["window"]
-            if beyond:
+            # A consumer keeps up to a quarter back until it has more to return.
+            if beyond and event["outstanding"] * 4 >= event["window"]:
                 refuse("a frame beyond the credit", event)
 
 
@@ -243,6 +250,8 @@ def liveness(history: History) -> None:
                 refuse("refused without a reason", event)
         elif kind == "left":
             streams = {place: s for place, s in streams.items() if place[0] != event["reader"]}
+        elif kind == "lost":
+            streams.pop((event["reader"], event["partition"]), None)
         elif kind == "restart":
             # Who hears of it over a network leaves when it does.
             streams = {place: s for place, s in streams.items() if s.get("remote")}
@@ -274,17 +283,9 @@ def positions(history: History) -> None:
     fields = ("id", "data_id", "seqno", "horizon", "markers")
     for event in history:
         branches.take(event)
+        if event["event"] in ("stored", "handed_in"):
+            _check_covered(readers, event)
         if event["event"] == "stored":
-            held = readers.of(event)
-            if not held.stood_at(event["seqno"]) or event["horizon"] < event["seqno"]:
-                refuse(f"stored at {event['seqno']}, it never stood there", event)
-            if event["horizon"] < held.horizon_at(event["seqno"]):
-                refuse(f"the horizon is {held.horizon_at(event['seqno'])}", event)
-            markers = event["markers"]
-            if not set(markers) <= set(held.markers) or max(markers, default=0) > event["seqno"]:
-                refuse(f"the markers are {sorted(held.markers)}", event)
-            if event["seqno"] and (event["id"] != held.id or event["data_id"] is None):
-                refuse(f"the data was received under {held.id}", event)
             stored[event["reader"], event["partition"]] = event
             unsaved.pop((event["reader"], event["partition"]), None)
         elif event["event"] == "rollback":
@@ -292,7 +293,7 @@ def positions(history: History) -> None:
         elif event["event"] == "start" and "remote" in event:
             if (event["reader"], event["partition"]) in unsaved:
                 refuse("started, not stored", unsaved[event["reader"], event["partition"]], event)
-        elif event["event"] == "anew":
+        elif event["event"] in ("anew", "lost") or "kept_as" in event:
             unsaved.pop((event["reader"], event["partition"]), None)
         elif event["event"] == "loaded":
             unsaved.pop((event["reader"], event["partition"]), None)
@@ -300,6 +301,128 @@ def positions(history: History) -> None:
             if old is None or any(event[f] != old[f] for f in fields):
                 refuse("loaded something else than was stored", old, event)
         readers.take(event)
+
+
+def _check_covered(readers: Readers, event: Event) -> None:
+    held = readers.of(event)
+    if not held.stood_at(event["seqno"]) or event["horizon"] < event["seqno"]:
+        refuse(f"stored at {event['seqno']}, it never stood there", event)
+    if event["horizon"] < held.horizon_at(event["seqno"]):
+        refuse(f"the horizon is {held.horizon_at(event['seqno'])}", event)
+    markers = event["markers"]
+    if not set(markers) <= set(held.markers) or max(markers, default=0) > event["seqno"]:
+        refuse(f"the markers are {sorted(held.markers)}", event)
+    if event["seqno"] and (event["id"] != held.id or event["data_id"] is None):
+        refuse(f"the data was received under {held.id}", event)
+
+
+def ownership(history: History) -> None:
+    """What a consumer has in the server is its owner's: another stores nothing; it is there as it was said to be
+    stored, after a crash too, and goes back by a rollback, a reset or being forgotten only.
+    """
+    owners: dict[Place, tuple[str, Event]] = {}
+    handed: dict[int, tuple[int, Event]] = {}
+    owner_of: dict[int, str] = {}
+    void: set[int] = set()
+    kept: dict[Place, int | None] = {}
+    may_be: dict[Place, int] = {}
+    went_back: dict[Place, int] = {}
+    told_to: dict[Place, str] = {}
+    ever: set[int] = set()
+    waiting: dict[Place, list[int]] = {}
+    consumer_of: dict[Place, str] = {}
+    for at, event in enumerate(history):
+        kind = event["event"]
+        if kind in ("anew", "loaded") and "kept_as" in event:
+            consumer_of[event["reader"], event["partition"]] = event["kept_as"]
+        elif kind == "rollback" and (event["reader"], event["partition"]) in consumer_of:
+            name = consumer_of[event["reader"], event["partition"]]
+            went_back[name, event["partition"]] = at
+        elif kind == "handed_in":
+            handed[event["save"]] = at, event
+        elif kind == "granted":
+            owners = {
+                place: owner
+                for place, owner in owners.items()
+                if place[0] != event["consumer"] or owner[0] != event["owner"]
+            }
+            for p in event["partitions"]:
+                owners[event["consumer"], p] = event["owner"], event
+        elif kind == "no_owner":
+            owners = {}
+        elif kind == "accepted":
+            for p, save in event["saves"].items():
+                owner, granted = owners.get((event["consumer"], p), ("nobody", None))
+                if owner != event["owner"]:
+                    refuse(f"partition {p}: the owner is {owner}", granted, event)
+                owner_of[save] = owner
+                waiting.setdefault((event["consumer"], p), []).append(save)
+        elif kind == "kept":
+            _check_kept(event, owners, owner_of, handed, kept, went_back, told_to)
+            place = event["consumer"], event["partition"]
+            # Of those that were accepted before it, it may take the place in one transaction.
+            before = waiting.get(place, [])
+            done = before.index(event["save"]) + 1 if event["save"] in before else 0
+            ever.update([event["save"], *before[:done]])
+            del before[:done]
+            if event["save"] in void:
+                may_be[place] = event["save"]
+            else:
+                kept[place] = event["save"]
+                may_be.pop(place, None)
+        elif kind == "unkept":
+            place = event["consumer"], event["partition"]
+            went_back[place] = at
+            kept[place] = None
+            may_be.pop(place, None)
+        elif kind == "saved":
+            for p, save in event["saves"].items():
+                if save not in ever:
+                    refuse(f"partition {p}: said to be stored, and is not", handed[save][1], event)
+        elif kind == "forgetting":
+            void.update(owner_of)
+            for place, save in list(kept.items()):
+                if place[0] == event["consumer"]:
+                    went_back[place] = at
+                    if save is not None:
+                        may_be[place] = save
+                    kept[place] = None
+        elif kind == "forgotten":
+            may_be = {place: s for place, s in may_be.items() if place[0] != event["consumer"]}
+        elif kind == "told":
+            for p, save in event["saves"].items():
+                place = event["consumer"], p
+                if save != kept.get(place) and (save is None or save != may_be.get(place)):
+                    told = handed[save][1] if save is not None else None
+                    refuse(f"partition {p}: {kept.get(place)} is stored, not {save}", told, event)
+                if owners.get(place, ("", event))[0] == event["owner"]:
+                    told_to[place] = event["owner"]
+                kept[place] = save
+                may_be.pop(place, None)
+
+
+def _check_kept(
+    event: Event,
+    owners: dict[Place, tuple[str, Event]],
+    owner_of: dict[int, str],
+    handed: dict[int, tuple[int, Event]],
+    kept: dict[Place, int | None],
+    went_back: dict[Place, int],
+    told_to: dict[Place, str],
+) -> None:
+    place = event["consumer"], event["partition"]
+    owner, granted = owners.get(place, ("", None))
+    saved_by = owner_of[event["save"]]
+    if granted is not None and granted["shared"] and owner != saved_by:
+        refuse("it is another's by now", handed[event["save"]][1], granted, event)
+    if told_to.get(place, saved_by) != saved_by:
+        refuse(f"{told_to[place]} was told what is stored already", event)
+    before = kept.get(place)
+    if before is None:
+        return
+    (at, old), (_, new) = handed[before], handed[event["save"]]
+    if old["id"] == new["id"] and new["seqno"] < old["seqno"] and went_back.get(place, -1) < at:
+        refuse("a stored position goes back", old, new, event)
 
 
 def tombstones(history: History) -> None:
@@ -332,7 +455,7 @@ def tombstones(history: History) -> None:
                 if (event["reader"], p) in overtaken:
                     refuse("a run of a stream that purging has overtaken", event)
                 sent[event["reader"], p] = end
-        elif kind in ("ended", "stopped"):
+        elif kind in ("ended", "stopped", "lost"):
             streams.pop(place, None)
             overtaken.pop(place, None)
         elif kind in ("left", "call_ended"):
@@ -423,7 +546,7 @@ def applied_once(history: History) -> None:
                     if p in event["partitions"]
                 ]
                 if any(lost):
-                    if not all(lost):
+                    if not all(lost) and not (event.get("damaged") or "put_back" in event):
                         refuse("a write was torn apart", old, event)
                     del applied[write]
         elif event["event"] in ("acknowledged", "survived"):
@@ -456,6 +579,7 @@ VALIDATORS: tuple[Callable[[History], None], ...] = (
     bounded_memory,
     liveness,
     positions,
+    ownership,
     tombstones,
     cuts,
     applied_once,

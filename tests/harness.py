@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 READY_SECONDS = 30.0
@@ -54,17 +54,20 @@ class RunningServer:
         """Whether the process is there."""
         return self._process is not None and self._process.poll() is None
 
-    def start(self, *, environment: Mapping[str, str] | None = None) -> "RunningServer":
+    def start(
+        self, *, environment: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> "RunningServer":
         """Start the server and wait until it says that it is ready.
 
         Args:
             environment: for this start only, added to what the object was made with.
+            prefix: a command that starts it, such as ``prlimit``.
 
         Raises:
             ServerFailed: it ended, or was not ready in time; with its log.
         """
         assert not self.running
-        self.launch(environment=environment)
+        self.launch(environment=environment, prefix=prefix)
         deadline = time.monotonic() + READY_SECONDS
         while not (self._ready.exists() and self._ready.read_text().endswith("\n")):
             if not self.running:
@@ -75,10 +78,12 @@ class RunningServer:
         self.target = self._ready.read_text().strip()
         return self
 
-    def launch(self, *, environment: Mapping[str, str] | None = None) -> None:
+    def launch(
+        self, *, environment: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
         """Start the server without waiting, for one that is expected to end by itself."""
         self._ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "upr.cli", "server", "--data", str(self.data)]
+        command = [*prefix, sys.executable, "-m", "upr.cli", "server", "--data", str(self.data)]
         command += ["--listen", self.target, "--ready-file", str(self._ready), *self.options]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -11,7 +11,9 @@ acknowledged  producer, number, durability ("memory" or "disk"), duplicate, runs
 refused, unknown  producer, number
 survived      producer, number, runs: a write of unknown outcome that was found after a restart
 restart       clean, partitions {p: {before, after, high, durable, high_after, purge}}; before, high and durable are
-              what was last told of the process that ended, None where it was not asked
+              what was last told of the process that ended, None where it was not asked; damaged: something was lost that was
+              durable; put_back {p: log}: an older copy was put back, which had these logs,
+              or the bucket was dropped and made anew with these
 hello         reader, partition, id, answer ("ok" or "rollback"), seqno, newest
 start         reader, partition, id, seqno, data_id, answer ("started", "rollback" or "refused"), newest, high, purge;
               token and until of one that started, told of a rollback, reason of a refusal; remote: its reader hears of
@@ -26,6 +28,16 @@ stopped       reader, partition: it asked for the end of the stream
 ended         reader, partition, token, reason
 left          reader: it closed its call
 stored, loaded  reader, partition, id, data_id, seqno, horizon, markers
+handed_in     reader, partition, kept_as, save, and as stored: a position on its way to the server, numbered by ``save``, which
+              keeps it as that of the consumer ``kept_as``; loaded and anew say kept_as, and loaded save, if it came from there
+lost          reader, partition: it follows it no longer
+granted       consumer, owner, partitions: what the server says is the owner's; shared: it is a member of a group
+no_owner      nobody owns anything: the server is about to be started anew
+accepted      consumer, owner, saves {p: save}: these may be stored
+kept, unkept  consumer, partition; save of what is kept: a transaction has stored it, or removed what there was
+saved         consumer, saves {p: save}: the server answered that they are stored
+told          consumer, owner, saves {p: save or None}: what the server says is stored
+forgetting, forgotten  consumer: an operator had it forgotten; he was told so
 call_ended    reader: the server has ended its call, which the reader may not know
 frame         reader, window, outstanding (before it), bytes; reached {p: end of the newest run}, if the reader is remote
 tail          bytes, limit, largest (one write)
@@ -126,6 +138,8 @@ class Branches:
             for p, told in event["partitions"].items():
                 self.purge[p] = told["purge"]
                 self.logs[p] = told["after"]
+                if "put_back" in event:
+                    self._put_back(p, event["put_back"][p])
                 if told["after"][-1] != self.records[p][-1]:
                     self._branch(p, *told["after"][-1])
 
@@ -145,6 +159,23 @@ class Branches:
             self.left[p, failover_id] = min(self.left.get((p, failover_id), at), at)
         self.records[p] = [(i, seqno) for i, seqno in self.records[p] if seqno <= at]
         self.records[p].append((new_id, at))
+        for cache in (self._rows, self._last, self._later, self._states):
+            cache.pop(p, None)
+
+    def _put_back(self, p: int, log: list[tuple[int, int]]) -> None:
+        """The branch of an older log is the true one again."""
+        now = self.records[p]
+        same = next((i for i, (a, b) in enumerate(zip(now, log, strict=False)) if a != b), None)
+        same = min(len(now), len(log)) if same is None else same
+        fork = min(
+            (records[same][1] for records in (now, log) if len(records) > same), default=None
+        )
+        if fork is not None:
+            for failover_id, _ in now[same:]:
+                self.left[p, failover_id] = min(self.left.get((p, failover_id), fork), fork)
+        for failover_id, _ in log:
+            self.left.pop((p, failover_id), None)
+        self.records[p] = list(log)
         for cache in (self._rows, self._last, self._later, self._states):
             cache.pop(p, None)
 
@@ -275,6 +306,7 @@ class Readers:
         self._states = states
         self._held: dict[Place, Held] = {}
         self._stored: dict[Place, Held] = {}
+        self._handed_in: dict[int, Held] = {}
 
     def of(self, event: Event) -> Held:
         """The reader's part that an event is about."""
@@ -300,10 +332,15 @@ class Readers:
             self._held.pop((event["reader"], event["partition"]), None)
         elif kind == "stored":
             self._stored[event["reader"], event["partition"]] = self.of(event).copy()
+        elif kind == "handed_in":
+            self._handed_in[event["save"]] = self.of(event).copy()
         elif kind == "loaded":
             place = event["reader"], event["partition"]
-            if place in self._stored:
-                held = self._held[place] = self._stored[place].copy()
+            stored = self._stored.get(place)
+            if "save" in event:
+                stored = self._handed_in[event["save"]]
+            if stored is not None:
+                held = self._held[place] = stored.copy()
                 held.id, held.seqno, held.horizon = event["id"], event["seqno"], event["horizon"]
                 kept = {0, *event["markers"]}
                 held.markers = {m: s for m, s in held.markers.items() if m in kept}

@@ -7,16 +7,16 @@ from typing import Any, Self
 
 import grpc
 
-from upr_protocol.block import Block
-from upr_protocol.rows import (
+from upr_protocol.block import (
+    Block,
     block_keys,
     block_partitions,
     block_seqnos,
     block_values,
     build_block,
 )
-from upr_protocol.wire.channel import CLIENT_OPTIONS
 from upr_protocol.wire.codec import block_from_message, block_to_message, decode_runs
+from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import admin_service_pb2_grpc as admin_grpc
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
@@ -98,7 +98,7 @@ class RawWriter:
     def __init__(self, call: Any) -> None:
         self.call = call
         self.opened = kv.WriteOpened()
-        self._number = 0
+        self._number = self.previous = self._taken = 0
 
     async def read(self) -> kv.WriteResponse:
         message: Any = await asyncio.wait_for(self.call.read(), WAIT_SECONDS)
@@ -116,12 +116,25 @@ class RawWriter:
         *,
         number: int | None = None,
         durability: int = types.DURABILITY_DISK,
+        previous: int | None = None,
     ) -> None:
         self._number = self._number + 1 if number is None else number
-        await self.send(kv.WriteBlock(number=self._number, durability=durability, block=message))  # type: ignore[arg-type]
+        write = kv.WriteBlock(
+            number=self._number,
+            durability=durability,  # type: ignore[arg-type]
+            block=message,
+            previous_number=self.previous if previous is None else previous,
+        )
+        self.previous = self._number
+        await self.send(write)
 
     async def result(self) -> kv.WriteResult:
-        return (await self.read()).result
+        result = (await self.read()).result
+        if result.HasField("refused") and not result.refused_partitions:
+            self.previous = self._taken
+        else:
+            self._taken = result.number
+        return result
 
     async def write(
         self, rows: Sequence[tuple[bytes, bytes | None]], **options: Any

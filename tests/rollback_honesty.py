@@ -40,7 +40,7 @@ def rollback_honesty(history: History) -> None:
                 owed[place] = event, _true_up_to(branches, readers, event)
         elif kind == "rollback":
             _check_rollback(readers, owed.pop((event["reader"], event["partition"]), None), event)
-        elif kind in ("anew", "loaded", "unheard"):
+        elif kind in ("anew", "loaded", "unheard", "lost"):
             owed.pop((event["reader"], event["partition"]), None)
         readers.take(event)
     for event, _ in owed.values():

@@ -200,7 +200,7 @@ def test(arguments: list[str]) -> None:
         # tried with: that keeps two cores busy.
         chosen = [] if arguments else ["-m", "not long"]
         if arguments:
-            os.environ.setdefault("UPR_SIMULATION_SEEDS", "60")
+            os.environ.setdefault("UPR_SIMULATION_SEEDS", "30")
         arguments = ["-n", "3", "--dist", "worksteal", *chosen]
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
@@ -212,13 +212,13 @@ def demo(repo: Path) -> None:
 
 
 def bench(arguments: list[str]) -> None:
-    """Measure, side by side with a bare gRPC stream; or the Spark source, or backups."""
+    """Measure, side by side with a bare gRPC stream; or the Spark source, or backups, or CPU beside a commit."""
     setup()
     if arguments[:1] == ["spark"]:
         java()
         MAIN.run("bench", ["-m", "tools.bench.spark_source", *arguments[1:]])
-    elif arguments[:1] == ["backup"]:
-        MAIN.run("bench", ["-m", "tools.bench.backup", *arguments[1:]])
+    elif arguments[:1] in (["backup"], ["cpu"], ["hostile"]):
+        MAIN.run("bench", ["-m", f"tools.bench.{arguments[0]}", *arguments[1:]])
     else:
         MAIN.run("bench", ["tools/bench/quick.py", *arguments])
 
@@ -253,7 +253,8 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("lint", help="ruff, mypy, import contracts, generated code, proto rules")
     commands.add_parser("gen", help="write generated code")
     measures = commands.add_parser(
-        "bench", help="measure; [spark|backup] --json, --only ingest|reading|latency|merging"
+        "bench",
+        help="measure; [spark|backup|cpu|hostile] --json, --only ingest|reading|latency|merging",
     )
     measures.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     soaking = commands.add_parser("soak", help="long tests, bounded by --minutes")

@@ -24,8 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).resolve().with_suffix("")
 TEST_SECONDS = 40
-"""A test that hangs because of a fault has seen it; it need not hang for long."""
 RUN_SECONDS = 120
+"""A test that hangs because of a fault has seen it; it need not hang for long. To this comes SLOWER times what the
+tests took without any mutant."""
+SLOWER = 4
+PLAIN_SECONDS = 3600
+"""Of all tests without any mutant."""
 NOT_CAUGHT_BY = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
 """A test that ends with one of these has met a typing error of the mutant."""
 _FIELDS = {"name", "means", "file", "old", "new", "tests"}
@@ -121,13 +125,14 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.seconds: dict[str, float] = {}
         self._report = folder.parent / "report.xml"
         path = [str(folder), str(folder / "client")]
         # Compiled here and not by the runs: a run would take what another compiled for true when the size and the
         # second are the same.
         self._environment = {
             **os.environ,
-            # As many worlds as the long run has.
+            # More worlds than a run of the tests has: a fault may show in few of them.
             "UPR_SIMULATION_SEEDS": "60",
             "PYTHONPATH": os.pathsep.join(path),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -153,7 +158,7 @@ class Tree:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(root / name, target)
         options = ["-q", "--invalidation-mode", "checked-hash", "upr", "client", "tests"]
-        compiled = self._python("-m", "compileall", *options)
+        compiled = self._python(RUN_SECONDS, "-m", "compileall", *options)
         if compiled.returncode:
             raise MutantError(f"the tree does not compile:\n{compiled.stdout}{compiled.stderr}")
         self.check_imports()
@@ -161,7 +166,7 @@ class Tree:
     def check_imports(self) -> None:
         """Raise MutantError unless the copy's own modules are what its tests import."""
         ask = "; ".join(f"import {name}; print(list({name}.__path__)[0])" for name in _PACKAGES)
-        told = self._python("-c", ask)
+        told = self._python(RUN_SECONDS, "-c", ask)
         if told.returncode:
             raise MutantError(f"the copy cannot be imported:\n{told.stderr}")
         for place in told.stdout.splitlines():
@@ -170,7 +175,7 @@ class Tree:
                     f"the tests would import {place}, not the copy; look at PYTHONPATH and .pth files"
                 )
 
-    def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def _python(self, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *arguments]
         with subprocess.Popen(
             command,
@@ -183,7 +188,7 @@ class Tree:
             start_new_session=True,
         ) as process:
             try:
-                out, errors = process.communicate(timeout=RUN_SECONDS)
+                out, errors = process.communicate(timeout=limit)
             except BaseException:
                 # With the servers that its tests may have started.
                 os.killpg(process.pid, signal.SIGKILL)
@@ -202,21 +207,44 @@ class Tree:
         finally:
             file.write_text(before)
 
-    def run(self, tests: Iterable[str], *options: str) -> Outcome:
+    def run_plain(self, tests: Iterable[str]) -> Outcome:
+        """Run tests without any mutant, and note what each takes."""
+        outcome = self._run(tests, PLAIN_SECONDS, PLAIN_SECONDS)
+        if self._report.exists():
+            for case in ET.fromstring(self._report.read_text()).iter("testcase"):
+                name = _case_name(case).partition("[")[0]
+                self.seconds[name] = self.seconds.get(name, 0) + float(case.get("time") or 0)
+        return outcome
+
+    def run(self, tests: Sequence[str]) -> Outcome:
         """Run tests until the first one fails."""
+        names = {f"{Path(file).stem}::{test}" for file, _, test in map(_parted, tests)}
+        plain = sum(self.seconds.get(name, 0) for name in names)
+        return self._run(tests, TEST_SECONDS + SLOWER * plain, RUN_SECONDS + SLOWER * plain)
+
+    def _run(self, tests: Iterable[str], test_seconds: float, run_seconds: float) -> Outcome:
         self._report.unlink(missing_ok=True)
         began = time.monotonic()
         quiet = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", f"--junitxml={self._report}"]
-        limit = f"--timeout={TEST_SECONDS}"
+        limit = f"--timeout={test_seconds:.0f}"
         try:
-            done = self._python("-m", "pytest", *quiet, limit, *options, *tests)
+            done = self._python(run_seconds, "-m", "pytest", *quiet, limit, *tests)
         except subprocess.TimeoutExpired:
-            return Outcome("", f"the run took more than {RUN_SECONDS} s", RUN_SECONDS)
+            return Outcome("", f"the run took more than {run_seconds:.0f} s", run_seconds)
         seconds = time.monotonic() - began
         if not self._report.exists():
             told = (done.stdout + done.stderr).strip().splitlines()
             return Outcome("", f"pytest ended with {done.returncode}: {told[-1:]}", seconds)
         return judge(self._report.read_text(), done.returncode, seconds)
+
+
+def _parted(test: str) -> tuple[str, str, str]:
+    """Return the file, a separator, and the function of a test's id."""
+    return test.partition("[")[0].partition("::")
+
+
+def _case_name(case: ET.Element) -> str:
+    return f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
 
 
 def judge(report: str, status: int, seconds: float) -> Outcome:
@@ -228,7 +256,7 @@ def judge(report: str, status: int, seconds: float) -> Outcome:
     """
     broken = ""
     for case in ET.fromstring(report).iter("testcase"):
-        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        name = _case_name(case)
         failure, error = case.find("failure"), case.find("error")
         if failure is not None:
             message = failure.get("message", "")
@@ -277,7 +305,7 @@ def try_all(mutants: Sequence[Mutant]) -> int:
         tree.folder.mkdir()
         tree.copy()
         named = sorted({test for mutant in mutants for test in mutant.tests})
-        plain = tree.run(named)
+        plain = tree.run_plain(named)
         if plain.failed or plain.broken:
             raise MutantError(f"red without any mutant: {plain.failed or plain.broken}")
         say(f"{len(named)} named tests are green without any mutant ({plain.seconds:.1f} s)")

@@ -1,9 +1,18 @@
-"""What a server can be told. Only ``service`` and ``cli`` read it; the rest receives values."""
+"""Settings of a server. Only ``service`` and ``cli`` read it; the rest receives values."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from upr_protocol.limits import HEARTBEAT_SECONDS, PURGE_HOLD_SECONDS, TOMBSTONE_SECONDS
+from upr_protocol.limits import (
+    CLOCK_JUMP_SECONDS,
+    CONSUMER_SECONDS,
+    FAILOVER_LOG_RECORDS,
+    HEARTBEAT_SECONDS,
+    PURGE_HOLD_SECONDS,
+    READER_SECONDS,
+    TOMBSTONE_SECONDS,
+    VALUE_BYTES_MAX,
+)
 
 TAIL_BYTES = 64 * 2**20
 FLUSH_SECONDS = 60.0
@@ -19,11 +28,18 @@ class ServerConfig:
         ready_file: gets the bound address, HOST:PORT and a newline, once the server serves.
         insecure: allows a listen address that is not loopback.
         log_format: ``text`` or ``json``.
+        max_value_bytes: writes with a larger value are refused.
         tail_bytes: what the tail may hold; a flush begins before, and writers wait when it is reached.
         flush_seconds: the tail is flushed when its oldest write is older than this.
         heartbeat_seconds: the default interval for clients that ask for none.
+        reader_seconds: a consumer whose connection takes nothing for so long, while something waits, is ended.
         tombstone_seconds: the age from which tombstones may be purged.
         purge_hold_seconds: the age from which neither streams nor consumers hold them up.
+        consumer_seconds: a consumer that nobody has used for so long is forgotten.
+        failover_log_records: how many records a failover log keeps.
+        clock_jump_seconds: an absence beyond this may be a step of the day's clock.
+        data_moved: whether this start takes the word of a clean-shutdown proof that was copied with the data.
+        require_data: the data directory must be there already, with a bucket in it.
     """
 
     data: Path
@@ -32,7 +48,14 @@ class ServerConfig:
     insecure: bool = False
     log_format: str = "text"
     tail_bytes: int = TAIL_BYTES
+    max_value_bytes: int = VALUE_BYTES_MAX
     flush_seconds: float = FLUSH_SECONDS
     heartbeat_seconds: float = HEARTBEAT_SECONDS
+    reader_seconds: float = READER_SECONDS
     tombstone_seconds: float = TOMBSTONE_SECONDS
     purge_hold_seconds: float = PURGE_HOLD_SECONDS
+    consumer_seconds: float = CONSUMER_SECONDS
+    failover_log_records: int = FAILOVER_LOG_RECORDS
+    clock_jump_seconds: float = CLOCK_JUMP_SECONDS
+    require_data: bool = False
+    data_moved: bool = False

@@ -4,9 +4,12 @@
 
 * ``kill`` or ``kill:N``: SIGKILL the process at the first, or the N-th, time the place is reached;
 * ``hold:PATH``: block the calling thread for as long as the file PATH exists;
-* ``error:CODE`` or ``error:CODE:N``: raise OSError with that errno name, always or only at the N-th time.
+* ``error:CODE`` or ``error:CODE:N``: raise OSError with that errno name, always or only at the N-th time;
+* ``error-while:CODE:PATH``: the same for as long as the file PATH exists.
 
-Imports nothing of this project; anyone may import it. Names are listed in NAMES; another one is refused, so
+``name=number:PATH``, for a name of NUMBERS, has the number in the file PATH added there, 0 without the file.
+
+Imports nothing of this project; anyone may import it. Names are listed in NAMES and NUMBERS; another one is refused, so
 that a test cannot arm a place that no longer exists.
 """
 
@@ -33,12 +36,15 @@ NAMES = frozenset(
         "flush.between_slices",
         "merge.before_commit",
         "merge.after_commit",
+        "recovery.before_aside",
         "recovery.before_records",
         "recovery.after_records",
         "recovery.before_truncate",
         "restore.before_forget",
         "restore.before_records",
         "restore.after_records",
+        "accept.before_commit",
+        "accept.after_commit",
         "cuts.before_commit",
         "cuts.after_commit",
         "positions.before_commit",
@@ -50,8 +56,12 @@ NAMES = frozenset(
     }
 )
 
+NUMBERS = frozenset({"clock.day"})
+"""Seconds by which the day's clock is ahead."""
+
 _HOLD_POLL_SECONDS = 0.005
 _armed: dict[str, Callable[[], None]] = {}
+_numbers: dict[str, str] = {}
 
 
 def _action(name: str, spec: str) -> Callable[[], None]:
@@ -86,6 +96,15 @@ def _action(name: str, spec: str) -> Callable[[], None]:
                 raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
 
         return fail
+    if kind == "error-while":
+        code_name, _, path = rest.partition(":")
+        code = getattr(errno, code_name)
+
+        def fail_while() -> None:
+            if os.path.exists(path):
+                raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
+
+        return fail_while
     raise ValueError(f"failpoint {name}: unknown action {spec!r}")
 
 
@@ -93,6 +112,9 @@ def arm(specification: str) -> None:
     """Arm what ``UPR_FAILPOINTS`` would; raises ValueError for an unknown name or action."""
     for part in filter(None, specification.split(";")):
         name, _, spec = part.partition("=")
+        if name in NUMBERS and spec.startswith("number:"):
+            _numbers[name] = spec.removeprefix("number:")
+            continue
         if name not in NAMES:
             raise ValueError(f"unknown failpoint {name!r}; known: {', '.join(sorted(NAMES))}")
         _armed[name] = _action(name, spec)
@@ -104,6 +126,15 @@ def hit(name: str) -> None:
         action = _armed.get(name)
         if action is not None:
             action()
+
+
+def number(name: str) -> int:
+    """Return the number that is armed at this place; 0 when none is."""
+    path = _numbers.get(name)
+    if path is None or not os.path.exists(path):
+        return 0
+    with open(path) as file:
+        return int(file.read() or 0)
 
 
 arm(os.environ.get("UPR_FAILPOINTS", ""))

@@ -3,47 +3,47 @@
 ``Client`` is for threads, ``AsyncClient`` for asyncio; both do the same.
 """
 
-from upr_client._async.bucket import AsyncBucket
-from upr_client._async.buffered import AsyncBufferedWriter
+from upr_client._async.bucket import AsyncBucket, AsyncCut
 from upr_client._async.changes import AsyncBatches, AsyncChanges
 from upr_client._async.client import AsyncClient
-from upr_client._async.cuts import AsyncCut
 from upr_client._async.view import AsyncView
-from upr_client._sync.bucket import Bucket
-from upr_client._sync.buffered import BufferedWriter
+from upr_client._async.writer import AsyncBufferedWriter
+from upr_client._sync.bucket import Bucket, Cut
 from upr_client._sync.changes import Batches, Changes
 from upr_client._sync.client import Client
-from upr_client._sync.cuts import Cut
 from upr_client._sync.view import View
-from upr_client.bucket_info import BucketInfo
-from upr_client.cut_info import CutInfo
-from upr_client.events import Change, ChangeBatch, Marker, Rollback
-from upr_client.messages import PartitionInfo
+from upr_client._sync.writer import BufferedWriter
+from upr_client.admin_values import (
+    BucketInfo,
+    BucketStatus,
+    ConsumerInfo,
+    ConsumerPosition,
+    CutInfo,
+    MemberInfo,
+    PartitionInfo,
+    PartitionPurge,
+    PurgeHolder,
+    ServerStatus,
+    StorageInfo,
+)
+from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
+from upr_client.changes.status import ChangesStatus, Problem
 from upr_client.positions import (
     FilePositions,
     MemoryPositions,
     PositionBusyError,
     PositionStore,
     PositionStoreError,
+    SqlitePositions,
 )
-from upr_client.progress import ChangesStatus, Problem
-from upr_client.purge_info import PartitionPurge, PurgeHolder
-from upr_client.results import WriteResult, WriteResults
-from upr_client.server_info import (
-    BucketStatus,
-    ConsumerInfo,
-    ConsumerPosition,
-    MemberInfo,
-    ServerStatus,
-    StorageInfo,
-)
-from upr_client.sqlite_positions import SqlitePositions
-from upr_protocol.consumer import Pin, ProtocolError
+from upr_client.writing import WriteResult, WriteResults
 from upr_protocol.errors import (
     AlreadyExistsError,
     BucketGoneError,
     BucketNotFoundError,
     ClosedError,
+    ConsumerNotFoundError,
+    ContentDiffersError,
     CorruptBlockError,
     CreditExceededError,
     CutNotFoundError,
@@ -59,7 +59,9 @@ from upr_protocol.errors import (
     OutOfOrderError,
     PartitionNotActiveError,
     PartlyWrittenError,
+    PositionBucketError,
     PositionDamagedError,
+    ProtocolError,
     RollbackError,
     SeqnoExhaustedError,
     ShuttingDownError,
@@ -71,6 +73,7 @@ from upr_protocol.errors import (
     UprError,
     WriteFailedError,
 )
+from upr_protocol.handshake import Pin
 from upr_protocol.position import Position
 
 __all__ = [
@@ -96,7 +99,9 @@ __all__ = [
     "Client",
     "ClosedError",
     "ConsumerInfo",
+    "ConsumerNotFoundError",
     "ConsumerPosition",
+    "ContentDiffersError",
     "CorruptBlockError",
     "CreditExceededError",
     "Cut",
@@ -122,6 +127,7 @@ __all__ = [
     "PartlyWrittenError",
     "Pin",
     "Position",
+    "PositionBucketError",
     "PositionBusyError",
     "PositionDamagedError",
     "PositionStore",

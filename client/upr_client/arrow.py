@@ -5,12 +5,12 @@ Keys and values of changes are not copied: a block's columns have Arrow's layout
 
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from upr_client.batching import ROW_BYTES
+from upr_client.writing import ROW_BYTES
 from upr_protocol.block import (
     I64,
     OP_DELETE,
@@ -30,11 +30,14 @@ from upr_protocol.limits import (
 )
 from upr_protocol.partitioning import partitions_of_column
 
-if TYPE_CHECKING:
-    from upr_client.events import ChangeBatch
-
 _SORTED_BYTES: Final = 64 * 2**20
 _KEY_BYTES_SHOWN: Final = 16
+
+
+class HasBlocks(Protocol):
+    """A ``ChangeBatch``, as far as it is needed here; that module imports this one."""
+
+    blocks: list[Block]
 
 
 def _pyarrow() -> Any:
@@ -72,7 +75,7 @@ def schema() -> Any:
     )
 
 
-def record_batch(changes: "ChangeBatch | Block") -> Any:
+def record_batch(changes: HasBlocks | Block) -> Any:
     """Return changes as one ``pyarrow.RecordBatch`` of ``schema()``.
 
     A numbered block, or a batch of one, is not copied; several blocks are joined by one copy. What the record batch

@@ -1,4 +1,4 @@
-"""How long to wait before trying again. Pure: the random values and the time are handed in."""
+"""Pauses before trying again. Pure: the random values and the time are handed in."""
 
 from typing import Final
 
@@ -11,6 +11,9 @@ Indexes = npt.NDArray[np.int64]
 
 FIRST_SECONDS: Final = 0.1
 LONGEST_SECONDS: Final = 30.0
+LASTING_FIRST_SECONDS: Final = 2.0
+LASTING_LONGEST_SECONDS: Final = 300.0
+"""What does not pass by itself is asked for again more and more seldom: somebody has to mend it."""
 _ATTEMPTS_MAX: Final = 32
 _CALM_SECONDS: Final = 30.0
 """What held for this long starts counting anew when it fails."""
@@ -27,6 +30,16 @@ def delay(attempt: int, random: float) -> float:
     return random * min(LONGEST_SECONDS, bound)
 
 
+def lasting_delay(attempt: int, random: float) -> float:
+    """Return how many seconds to wait where trying again seldom helps: half to all of a bound of 2 s to 5 minutes.
+
+    Args:
+        attempt, random: as in ``delay``.
+    """
+    bound: float = LASTING_FIRST_SECONDS * 2 ** min(attempt, _ATTEMPTS_MAX)
+    return (0.5 + 0.5 * random) * min(LASTING_LONGEST_SECONDS, bound)
+
+
 class Retries:
     """When each partition may be started again. Times are seconds on a clock that does not jump."""
 
@@ -34,11 +47,16 @@ class Retries:
         self._attempts = np.zeros(PARTITIONS, np.int64)
         self._due = np.zeros(PARTITIONS, np.float64)
 
-    def failed(self, partition: int, now: float, random: float) -> float:
-        """A partition was refused or ended. Return the seconds to wait before it is started again."""
+    def failed(self, partition: int, now: float, random: float, *, lasting: bool = False) -> float:
+        """A partition was refused or ended. Return the seconds to wait before it is started again.
+
+        Args:
+            lasting: by something that does not pass by itself.
+        """
         if now - self._due[partition] > _CALM_SECONDS:
             self._attempts[partition] = 0
-        seconds = delay(int(self._attempts[partition]), random)
+        attempt = int(self._attempts[partition])
+        seconds = lasting_delay(attempt, random) if lasting else delay(attempt, random)
         self._attempts[partition] += 1
         self._due[partition] = now + seconds
         return seconds

@@ -1,20 +1,18 @@
-"""Which servers a client may use, and what it shows them; the same in both flavours."""
+"""Endpoints: the servers a client may use, what it shows them, and what their failures mean."""
 
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
-from upr_client.call_state import SILENT_REASON
-from upr_protocol.errors import (
-    InvalidArgumentError,
-    ShuttingDownError,
-    UnavailableError,
-    UprError,
-)
+from upr_protocol.errors import InvalidArgumentError, ShuttingDownError, UnavailableError, UprError
+from upr_protocol.wire.grpc import PROBLEM_KEY, error_from_call
 
 Token = str | Callable[[], str]
+
+SILENT_REASON: Final = "SILENT"
+"""Of a call that ended because the other side was not heard."""
 
 _MOVES: Final = frozenset(
     {UnavailableError.default_reason, ShuttingDownError.default_reason, SILENT_REASON}
@@ -130,3 +128,22 @@ def was_never_sent(error: grpc.RpcError) -> bool:
     if code is None or details is None or code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     return str(details() or "").startswith(_NEVER_SENT)
+
+
+_LOST_CODES: Final = (
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.ABORTED,
+)
+"""What gRPC itself says, besides UNAVAILABLE, when a connection breaks in the middle of a call."""
+
+
+def call_error(error: grpc.RpcError) -> UprError:
+    """Return the domain error behind a failed call; a broken connection is retriable whatever code gRPC gave it."""
+    domain = error_from_call(error)
+    if type(domain) is not UprError or getattr(error, "code", lambda: None)() not in _LOST_CODES:
+        return domain
+    trailing: Any = error.trailing_metadata()
+    if any(key == PROBLEM_KEY for key, _ in trailing or ()):
+        return domain
+    return UnavailableError(domain.message, hint="the connection was lost or the server failed")

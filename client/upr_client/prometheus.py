@@ -1,9 +1,9 @@
-"""What ``changes.status()`` says as metrics for Prometheus; needs ``upr-stream[metrics]``."""
+"""Metrics for Prometheus out of ``changes.status()``; needs ``upr-stream[metrics]``."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from upr_client.progress import ChangesStatus
+from upr_client.changes.status import ChangesStatus
 from upr_protocol.errors import MissingPackageError
 
 if TYPE_CHECKING:

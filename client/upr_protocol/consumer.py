@@ -8,48 +8,280 @@ Source: specification, "Handshakes" and "Snapshot Markers and Deduplication"; th
 "Following" and the invariant "A position has a horizon".
 """
 
+import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import U64, Block
-from upr_protocol.consumer_frames import delivery_of
-from upr_protocol.consumer_positions import UNKNOWN_HORIZON, PositionTable
-from upr_protocol.consumer_rollback import BUCKET_GONE_RULE, Told, decide_rollback
-from upr_protocol.consumer_starts import check_started, start_records, start_requests
-from upr_protocol.consumer_types import (
-    Beginning,
-    Delivery,
-    Fate,
-    Indexes,
+from upr_protocol.block import START, U64, Block, select_runs
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    PositionBucketError,
+    ProtocolError,
+    SnapshotGoneError,
+)
+from upr_protocol.failover import FailoverLog, check_partition
+from upr_protocol.handshake import (
     PendingRollback,
     Pin,
-    ProtocolError,
-    StartRequest,
-    State,
-    fate_of,
+    RollbackAnswer,
+    check_complete,
+    check_pin,
+    decide_rollback,
 )
-from upr_protocol.errors import InvalidArgumentError, SnapshotGoneError
-from upr_protocol.exact import check_complete, check_pin
-from upr_protocol.failover import FailoverLog, check_partition
 from upr_protocol.limits import PARTITIONS
-from upr_protocol.position import Position
+from upr_protocol.position import MarkerHistories, Position
 
-__all__ = [
-    "BUCKET_GONE_RULE",
-    "Beginning",
-    "ConsumerSession",
-    "Delivery",
-    "Fate",
-    "PendingRollback",
-    "Pin",
-    "ProtocolError",
-    "StartRequest",
-    "State",
-    "fate_of",
-]
+Indexes = npt.NDArray[np.int64]
+
+
+class State(enum.IntEnum):
+    """Where a partition stands."""
+
+    IDLE = 0
+    """Not followed."""
+    READY = 1
+    """A Start may be sent."""
+    STARTING = 2
+    """A Start was sent, its answer is awaited."""
+    LIVE = 3
+    """The stream is open."""
+    UNDOING = 4
+    """The server said to roll back; ``rolled_back`` is awaited."""
+    DONE = 5
+    """Ended for good: finished or stopped."""
+    FAILED = 6
+    """Ended with an error that trying again does not mend."""
+
+
+class Fate(enum.Enum):
+    """What an end means for its streams."""
+
+    DONE = "done"
+    AGAIN = "again"
+    FAILED = "failed"
+
+
+_DONE_REASONS: Final = frozenset({"FINISHED", "STOPPED"})
+_FATAL_REASONS: Final = frozenset(
+    {
+        "SUPERSEDED",
+        "BUCKET_NOT_FOUND",
+        "INVALID_ARGUMENT",
+        "CREDIT_EXCEEDED",
+        "SNAPSHOT_GONE",
+    }
+)
+
+
+def fate_of(reason: str) -> Fate:
+    """Return what an Ended with this reason means; a reason that is not known means: start again."""
+    if reason in _DONE_REASONS:
+        return Fate.DONE
+    return Fate.FAILED if reason in _FATAL_REASONS else Fate.AGAIN
+
+
+Beginning = Literal["now"] | int | None
+"""Where a consumer that has nothing begins: None at the very beginning; "now"; or at a time, microseconds since the
+epoch."""
+
+
+class StartRequest(NamedTuple):
+    """From where to start one partition.
+
+    ``failover_id``, ``data_id`` and ``horizon`` are None when they are not known; ``until_seqno`` and ``until_exact`` are None
+    for no such end. ``beginning`` is None for the very beginning, "now", or microseconds since the epoch.
+    """
+
+    partition: int
+    failover_id: int | None
+    seqno: int
+    data_id: int | None
+    until_seqno: int | None
+    until_now: bool
+    until_exact: int | None = None
+    beginning: Beginning = None
+    horizon: int | None = None
+
+
+@dataclass(slots=True)
+class Delivery:
+    """The runs of one frame that belong to open streams, in order, over all its blocks.
+
+    Args:
+        blocks: the blocks, without the runs that came too late.
+        partitions: each run's partition.
+        ends: each run's end seqno.
+        horizons: the position's horizon after each run.
+        is_marker: whether the run ends in a marker that is true for this reader.
+        folded: how many runs were acknowledged.
+    """
+
+    blocks: list[Block]
+    partitions: Indexes
+    ends: U64
+    horizons: U64
+    is_marker: npt.NDArray[np.bool_]
+    folded: int = field(default=0)
+
+    def markers(self) -> list[tuple[int, int]]:
+        """The (partition, seqno) of the markers, in order."""
+        where = self.is_marker
+        return list(zip(self.partitions[where].tolist(), self.ends[where].tolist(), strict=True))
+
+
+def select_blocks(blocks: Sequence[Block], live: npt.NDArray[np.bool_]) -> list[Block]:
+    """Return the blocks with only their live runs, without those that have none; ``live`` has one flag a run."""
+    kept = []
+    first = 0
+    for block in blocks:
+        keep = live[first : first + len(block.runs)]
+        first += len(block.runs)
+        if keep.any():
+            kept.append(select_runs(block, keep))
+    return kept
+
+
+def chain_runs(partitions: list[int], ends: U64, before: U64, reached: U64) -> None:
+    """Let each run that is not its partition's first in the frame continue the one before it, in place."""
+    last: dict[int, int] = {}
+    for index, partition in enumerate(partitions):
+        previous = last.get(partition)
+        if previous is not None:
+            before[index] = ends[previous]
+            if reached[previous] > reached[index]:
+                reached[index] = reached[previous]
+        last[partition] = index
+
+
+def delivery_of(
+    blocks: Sequence[Block],
+    tokens: npt.NDArray[np.integer],
+    token: Indexes,
+    seqno: U64,
+    horizon: U64,
+) -> Delivery | None:
+    """Return what of a frame belongs to open streams, None when nothing does.
+
+    Args:
+        blocks, tokens: the frame's.
+        token, seqno, horizon: the reader's, of all 1024 partitions.
+
+    Raises:
+        ProtocolError: the tokens do not fit the runs, or a run does not continue its stream.
+    """
+    runs = blocks[0].runs if len(blocks) == 1 else np.concatenate([b.runs for b in blocks])
+    if len(tokens) != len(runs):
+        raise ProtocolError(f"a frame of {len(runs)} runs carries {len(tokens)} tokens")
+    partitions = runs["partition"].astype(np.int64)
+    live = token[partitions] == tokens
+    kept = list(blocks)
+    if not live.all():
+        kept = select_blocks(blocks, live)
+        if not kept:
+            return None
+        runs, partitions = runs[live], partitions[live]
+    ends = runs["end_seqno"].astype(np.uint64)
+    before, reached = (
+        seqno[partitions],
+        np.maximum(horizon[partitions], runs["horizon"]),
+    )
+    if len(kept) > 1:
+        chain_runs(partitions.tolist(), ends, before, reached)
+    wrong = runs["start_seqno"] != before
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise ProtocolError(
+            f"partition {partitions[at]} is at seqno {before[at]}, but the frame goes on at "
+            f"{runs['start_seqno'][at]}"
+        )
+    # The largest horizon since the last marker is at least the run's own, which is at least its end: equal to
+    # the end means that both are, so that no row can be missing.
+    return Delivery(kept, partitions, ends, reached, reached == ends)
+
+
+def start_requests(
+    columns: tuple[Indexes, U64, U64, U64, U64, U64],
+    until_now: bool,
+    exact: Mapping[int, Pin],
+    beginning: Beginning,
+) -> list[StartRequest]:
+    """Return the requests for some partitions.
+
+    Args:
+        columns: one item a partition: the partition, its failover id, seqno, data id, horizon and the seqno where it ends;
+            0 stands for none.
+        until_now: whether those end at what is there that have no end yet.
+        exact: where partitions end exactly.
+        beginning: where those begin of which nothing is held.
+    """
+    partitions, failover, seqnos, data, horizons, targets = columns
+    if beginning is not None:
+        # A beginning is chosen by a client that has nothing, so that it names no id either.
+        has_some = (seqnos > 0).astype(np.uint64)
+        failover, data = failover * has_some, data * has_some
+    told = (partitions, failover, seqnos, data, _told(seqnos, horizons), targets)
+    rows = zip(*(column.tolist() for column in told), strict=True)
+    return [
+        StartRequest(
+            partition,
+            failover_id or None,
+            seqno,
+            data_id or None,
+            target or None,
+            until_now and not target,
+            exact[partition].seqno if partition in exact else None,
+            None if seqno else beginning,
+            horizon or None,
+        )
+        for partition, failover_id, seqno, data_id, horizon, target in rows
+    ]
+
+
+def _told(seqnos: U64, horizons: U64) -> U64:
+    """Return the horizons to be told: 0 where they are not known, or nothing is held."""
+    known: U64 = np.where((seqnos > 0) & (horizons != UNKNOWN_HORIZON), horizons, np.uint64(0))
+    return known
+
+
+def start_records(
+    partitions: Indexes, failover_ids: U64, seqnos: U64, data_ids: U64, horizons: U64
+) -> npt.NDArray[np.void]:
+    """Return plain requests as records of dtype START; an id of 0 is none, UNKNOWN_HORIZON no horizon."""
+    records = np.zeros(len(partitions), START)
+    records["partition"], records["failover_id"] = partitions, failover_ids
+    records["seqno"], records["data_id"] = seqnos, data_ids
+    records["horizon"] = _told(seqnos, horizons)
+    return records
+
+
+def check_started(
+    records: npt.NDArray[np.void], state: npt.NDArray[np.uint8], starting: int
+) -> Indexes:
+    """Return the partitions of records of dtype STARTED, when each answers a Start.
+
+    Raises:
+        ProtocolError: one does not.
+    """
+    partitions = records["partition"].astype(np.int64)
+    sent = (partitions < PARTITIONS) & (records["failover_id"] != 0)
+    sent &= state[np.minimum(partitions, PARTITIONS - 1)] == starting
+    if not sent.all():
+        wrong = records[~sent][0]
+        raise ProtocolError(
+            f"the server started partition {wrong['partition']} under id {int(wrong['failover_id']):016x}: "
+            "no Start was sent, or it is no id"
+        )
+    if len(np.unique(partitions)) < len(partitions):
+        raise ProtocolError("the server started a partition twice")
+    return partitions
+
+
+UNKNOWN_HORIZON: Final = 2**64 - 1
+
 
 # As plain integers: of an enum each use is a lookup by name, and some are in loops over 1024 partitions.
 _READY: Final = int(State.READY)
@@ -65,7 +297,7 @@ _STATE_AFTER: Final = {
 }
 
 
-class ConsumerSession(PositionTable):
+class Consumer:
     """Follows any number of partitions over one call and its successors.
 
     A bucket that was dropped and created anew has another version. A position of the old one keeps its version until
@@ -83,9 +315,11 @@ class ConsumerSession(PositionTable):
             the seqno where it begins counts as a marker, also for a rollback to there.
         restart: whether a rollback undoes everything and begins anew, instead of going back to a marker.
         lasting: whether partitions may be followed later on, so that having none is not the end.
+        bucket: the bucket's name; empty when it is not known.
 
     Raises:
         InvalidArgumentError: a partition is out of range.
+        PositionBucketError: a position is of a bucket of another name.
     """
 
     def __init__(
@@ -99,8 +333,18 @@ class ConsumerSession(PositionTable):
         beginning: Beginning = None,
         restart: bool = False,
         lasting: bool = False,
+        bucket: str = "",
     ) -> None:
-        super().__init__()
+        self.bucket = bucket
+        self._version: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._seqno: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._horizon: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._failover: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._data: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._changed = np.zeros(PARTITIONS, np.bool_)
+        self._markers = MarkerHistories()
+        self._logs: dict[int, FailoverLog | None] = {}
+        self._born: U64 = np.zeros(PARTITIONS, np.uint64)
         self.partitions = sorted({check_partition(partition) for partition in partitions})
         self.bucket_version = 0
         self._until_now, self._lasting = until_now, lasting
@@ -118,12 +362,45 @@ class ConsumerSession(PositionTable):
         self._open: Delivery | None = None
         self._state[self._followed] = _READY
         given = positions or {}
+        self._nameless: list[int] = []
         for partition in given.keys() & set(self.partitions):
             self._set_position(partition, given[partition])
+            if bucket and not given[partition].bucket:
+                self._nameless.append(partition)
         versions = np.unique(self._version[self._version != 0])
         if len(versions) == 1:
             # Of two versions nothing is known but that one of them at least is void.
             self.bucket_version = int(versions[0])
+
+    # Positions, of all partitions as columns.
+
+    def _set_position(self, partition: int, position: Position) -> None:
+        if self.bucket and position.bucket not in ("", self.bucket):
+            raise PositionBucketError(
+                f"the stored position of partition {partition} is of bucket {position.bucket!r}, not of {self.bucket!r}",
+                hint="keep the positions, and the data, of each bucket in a place of their own",
+            )
+        self._version[partition] = position.bucket_version
+        self._seqno[partition] = position.seqno
+        self._horizon[partition] = UNKNOWN_HORIZON if position.horizon is None else position.horizon
+        self._failover[partition] = position.failover_id or 0
+        self._data[partition] = position.data_id or 0
+        self._markers.replace(partition, position.markers)
+        self._set_log(partition, position.log)
+
+    def _set_log(self, partition: int, log: FailoverLog | None) -> None:
+        self._logs[partition] = log
+        self._born[partition] = 0
+
+    def _take_born(self, partitions: Indexes, ids: U64) -> None:
+        """The logs of partitions are these ids at 0; made only when somebody asks."""
+        self._born[partitions] = ids
+
+    def _log(self, partition: int) -> FailoverLog | None:
+        born = int(self._born[partition])
+        if born:
+            self._set_log(partition, FailoverLog.born(born))
+        return self._logs.get(partition)
 
     # What to do.
 
@@ -150,7 +427,8 @@ class ConsumerSession(PositionTable):
         self._state[wanted] = _STARTING
         known = self._version[wanted] == self.bucket_version
         ids = (column[wanted] * known for column in (self._failover, self._data))
-        columns = (wanted, next(ids), self._seqno[wanted], next(ids), self._target[wanted])
+        seqnos, horizons = self._seqno[wanted], self._horizon[wanted]
+        columns = (wanted, next(ids), seqnos, next(ids), horizons, self._target[wanted])
         return start_requests(columns, self._until_now, self._exact, self._beginning)
 
     def plain_starts(self, partitions: Iterable[int]) -> npt.NDArray[np.void] | None:
@@ -163,18 +441,21 @@ class ConsumerSession(PositionTable):
         self._state[wanted] = _STARTING
         known = self._version[wanted] == self.bucket_version
         columns = (self._failover[wanted] * known, self._seqno[wanted], self._data[wanted] * known)
-        return start_records(wanted, *columns)
+        return start_records(wanted, *columns, self._horizon[wanted])
 
     def follow(self, positions: Mapping[int, Position | None]) -> None:
         """Follow more partitions, each from a position or, with None, as new.
 
         Raises:
             InvalidArgumentError: one is followed already, or out of range.
+            PositionBucketError: a position is of a bucket of another name.
         """
         for partition, position in positions.items():
             if self.state(check_partition(partition)) is not State.IDLE:
                 raise InvalidArgumentError(f"partition {partition} is followed already")
-            self._set_position(partition, position or Position.fresh(self.bucket_version))
+            self._set_position(
+                partition, position or Position.fresh(self.bucket_version, self.bucket)
+            )
             self._high[partition] = self._target[partition] = 0
             self._state[partition] = _READY
         self._list_followed()
@@ -220,11 +501,14 @@ class ConsumerSession(PositionTable):
         self._version[followed[self._version[followed] == 0]] = bucket_version
         for partition in followed[self._version[followed] != bucket_version].tolist():
             self._renew(partition)
+        # Positions without a name are this bucket's if they have its version: they are stored with it.
+        self._changed[[p for p in self._nameless if self._version[p] == bucket_version]] = True
+        self._nameless.clear()
 
     def _renew(self, partition: int) -> None:
         """Make a partition of another version of the bucket new where it has nothing that would have to be undone."""
         if self._seqno[partition] == 0 and self._state[partition] < _DONE:
-            self._set_position(partition, Position.fresh(self.bucket_version))
+            self._set_position(partition, Position.fresh(self.bucket_version, self.bucket))
             self._target[partition] = 0
             self._changed[partition] = True
 
@@ -344,7 +628,7 @@ class ConsumerSession(PositionTable):
             ProtocolError: no Start was sent for the partition, or the answer contradicts itself.
         """
         self._expect_starting(partition)
-        told = Told(rollback_seqno, newest_id, rule, words, log)
+        told = RollbackAnswer(rollback_seqno, newest_id, rule, words, log)
         try:
             pending, undo = decide_rollback(
                 partition,
@@ -481,6 +765,39 @@ class ConsumerSession(PositionTable):
         return np.asarray(delivery.is_marker[part] & followed)
 
     # What is known.
+
+    def seqno(self, partition: int) -> int:
+        """The acknowledged seqno of a partition."""
+        return int(self._seqno[partition])
+
+    def position(self, partition: int) -> Position:
+        """The acknowledged position of a partition that is followed."""
+        horizon = int(self._horizon[partition])
+        return Position(
+            int(self._version[partition]),
+            int(self._failover[partition]) or None,
+            int(self._data[partition]) or None,
+            int(self._seqno[partition]),
+            None if horizon == UNKNOWN_HORIZON else horizon,
+            self._markers.of(partition),
+            self._log(partition),
+            self.bucket,
+        )
+
+    def take_changed(self) -> list[int]:
+        """The partitions whose position changed since this was asked last."""
+        changed: list[int] = np.flatnonzero(self._changed).tolist()
+        self._changed[:] = False
+        return changed
+
+    def mark_changed(self, partitions: Iterable[int]) -> None:
+        """Undo ``take_changed`` for partitions whose position could not be stored."""
+        self._changed[list(partitions)] = True
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a position changed since ``take_changed``."""
+        return bool(self._changed.any())
 
     def lag(self) -> dict[int, int]:
         """For each partition, how many seqnos the server was ahead of the position when it told last."""

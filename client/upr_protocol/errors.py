@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions that carry reason, retriable and hint.
+"""Errors: exceptions that carry reason, retriable and hint.
 
 ``reason`` is a stable upper-case token, ``retriable`` says whether the same request may succeed later
 without anybody changing anything, ``hint`` says what to do. A rollback is not an error but an answer: no
@@ -7,6 +7,16 @@ error ever makes a consumer discard data.
 
 from collections.abc import Sequence
 from typing import ClassVar
+
+SHOWN_CHARACTERS = 100
+
+
+def shown(text: str) -> str:
+    """Return what a peer sent as errors show it: quoted, and SHOWN_CHARACTERS of it at most."""
+    quoted = repr(text[:SHOWN_CHARACTERS])
+    if len(text) <= SHOWN_CHARACTERS and len(quoted) <= SHOWN_CHARACTERS:
+        return quoted
+    return f"{quoted[: SHOWN_CHARACTERS - 3]}..."
 
 
 class UprError(Exception):
@@ -82,6 +92,12 @@ class CutNotFoundError(UprError):
     default_reason = "CUT_NOT_FOUND"
 
 
+class ConsumerNotFoundError(UprError):
+    """Nothing is known of a consumer of that name."""
+
+    default_reason = "CONSUMER_NOT_FOUND"
+
+
 class SnapshotGoneError(UprError):
     """The seqno that a stream was to end at exactly is not a marker, or not any more."""
 
@@ -107,10 +123,23 @@ class OutOfOrderError(UprError):
     default_retriable = True
 
 
+class ContentDiffersError(UprError):
+    """The place of a write has another content, or was passed over; nothing of the write was applied."""
+
+    default_reason = "CONTENT_DIFFERS"
+
+
 class NoRoomError(UprError):
     """The disk is down to its reserve; the write was refused before it was numbered."""
 
     default_reason = "NO_ROOM"
+    default_retriable = True
+
+
+class QuotaExceededError(UprError):
+    """The bucket holds what it may hold; the write was refused before it was numbered."""
+
+    default_reason = "QUOTA_EXCEEDED"
     default_retriable = True
 
 
@@ -215,6 +244,12 @@ class PositionDamagedError(UprError):
     default_reason = "POSITION_DAMAGED"
 
 
+class PositionBucketError(UprError):
+    """A stored position is of a bucket of another name; nothing was undone or stored."""
+
+    default_reason = "POSITION_BUCKET"
+
+
 class FencedError(UprError):
     """Another one owns the consumer, or the partition, by now; nothing was stored."""
 
@@ -244,3 +279,10 @@ class ClosedError(UprError):
     """The client, stream or writer was used after it was closed."""
 
     default_reason = "CLOSED"
+
+
+class ProtocolError(UprError):
+    """The server broke the protocol: what it sent does not continue the stream. Nothing of it was used."""
+
+    default_reason = "PROTOCOL"
+    default_retriable = True

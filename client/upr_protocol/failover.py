@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from upr_protocol.errors import InvalidArgumentError
-from upr_protocol.limits import FAILOVER_ID_MAX, FAILOVER_LOG_MAX, PARTITIONS, SEQNO_MAX
+from upr_protocol.limits import (
+    EPOCH_MAX,
+    FAILOVER_ID_MAX,
+    FAILOVER_LOG_RECORDS,
+    PARTITIONS,
+    SEQNO_MAX,
+)
 
 _HEX_ID = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16})")
 
@@ -103,6 +109,7 @@ class FailoverRecord:
         failover_id: random, 1 to 2^64 - 1.
         seqno: the last complete marker of the node that took over, 0 to 2^48 - 1; what lies above it belongs to
             this id, up to the next record.
+        epoch: the partition's epoch in which the record was made; 0 where it is not told.
 
     Raises:
         InvalidArgumentError: a number is out of range.
@@ -110,10 +117,12 @@ class FailoverRecord:
 
     failover_id: int
     seqno: int
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         check_failover_id(self.failover_id)
         check_seqno(self.seqno, "seqno of a failover record")
+        _check_range(self.epoch, "epoch of a failover record", 0, EPOCH_MAX)
 
     def __str__(self) -> str:
         return f"{format_failover_id(self.failover_id)} at {self.seqno}"
@@ -151,7 +160,7 @@ class FailoverLog:
             seen.add(record.failover_id)
 
     @classmethod
-    def born(cls, failover_id: int) -> Self:
+    def born(cls, failover_id: int, epoch: int = 0) -> Self:
         """The log of a new partition: one record at seqno 0.
 
         Source: specification, "Example Handshakes": a brand new client is given an id.
@@ -159,7 +168,7 @@ class FailoverLog:
         Raises:
             InvalidArgumentError: the id is out of range.
         """
-        return cls((FailoverRecord(failover_id, 0),))
+        return cls((FailoverRecord(failover_id, 0, epoch),))
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[int, int]]) -> Self:
@@ -223,7 +232,7 @@ class FailoverLog:
         return self.records[0].failover_id
 
     def with_record(
-        self, failover_id: int, seqno: int, limit: int = FAILOVER_LOG_MAX
+        self, failover_id: int, seqno: int, limit: int = FAILOVER_LOG_RECORDS, *, epoch: int = 0
     ) -> "FailoverLog":
         """The log after a failover onto a node whose last complete marker is ``seqno``.
 
@@ -236,7 +245,7 @@ class FailoverLog:
         """
         if limit < 1:
             raise InvalidArgumentError(f"the limit of a failover log is {limit}, at least 1 needed")
-        record = FailoverRecord(failover_id, seqno)
+        record = FailoverRecord(failover_id, seqno, epoch)
         kept = tuple(old for old in self.records if old.seqno <= seqno)
         return FailoverLog((*kept, record)[-limit:])
 

@@ -1,13 +1,14 @@
-"""The handshake: what a server answers to Hello and Start, and where a client resumes.
+"""The handshake: what a server answers to Hello and Start, what a client makes of it, and where it resumes.
 
 Source: specification, "Handshakes"; the project's design, "Handshake". Nothing here keeps state: asked again with
 the same values, each function answers the same.
 """
 
 import enum
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
 
+from upr_protocol.errors import ProtocolError, SnapshotGoneError
 from upr_protocol.failover import (
     FailoverLog,
     FailoverRecord,
@@ -157,6 +158,7 @@ def answer_start(
     high_seqno: int,
     purge_seqno: int = 0,
     active: bool = True,
+    horizon: int | None = None,
 ) -> StartAnswer:
     """Answer a Start for what is above ``seqno``. The caller opens the cursor in the same step.
 
@@ -170,6 +172,8 @@ def answer_start(
         high_seqno: the partition's newest seqno, 0 to 2^48 - 1.
         purge_seqno: tombstones at or below it may be gone, 0 to 2^48 - 1.
         active: whether the partition is active here, else replica.
+        horizon: what the client has may lack rows that newer ones up to it superseded, 0 to 2^48 - 1; None when that is
+            not known, and then it proves nothing.
 
     Raises:
         InvalidArgumentError: an id or a seqno is out of range. Never a rollback: that would destroy data.
@@ -179,6 +183,9 @@ def answer_start(
     check_seqno(purge_seqno, "purge seqno")
     if data_id is not None:
         check_failover_id(data_id)
+    # What the client was told of: the rows up to the horizon existed where it was received.
+    seen = seqno if horizon is None else max(seqno, check_seqno(horizon, "horizon"))
+    what = f"seqno {seqno}" if seen == seqno else f"horizon {seen}"
     hello = answer_hello(log, failover_id)
     newest = log.newest
     newest_id = newest.failover_id
@@ -207,27 +214,27 @@ def answer_start(
                     f"{len(log)}, roll back to 0",
                 )
             following = log.records[log.index(data_id) + 1]
-            if seqno > following.seqno:
+            if seen > following.seqno:
                 return rollback(
                     following.seqno,
                     Rule.DATA_ABOVE_NEXT_RECORD,
-                    f"the data up to {seqno} was received under {held}, which was followed by {following}, "
+                    f"the data up to {what} was received under {held}, which was followed by {following}, "
                     f"roll back to {following.seqno} or before",
                 )
-        if seqno > high_seqno:
+        if seen > high_seqno:
             if not active:
                 return StartAnswer(
                     "behind",
                     None,
                     newest_id,
                     Rule.BEHIND,
-                    f"seqno {seqno} is above this replica's high seqno {high_seqno}, ask again when it has "
+                    f"{what} is above this replica's high seqno {high_seqno}, ask again when it has "
                     "caught up",
                 )
             return rollback(
                 newest.seqno,
                 Rule.ABOVE_HIGH,
-                f"seqno {seqno} is above the active's high seqno {high_seqno} under its newest record {newest}, "
+                f"{what} is above the active's high seqno {high_seqno} under its newest record {newest}, "
                 f"so a failover record is missing, roll back to {newest.seqno} or before",
                 alarm=True,
             )
@@ -332,3 +339,172 @@ def boundary(server_rollback: int | None, own_next: int) -> int:
     if server_rollback is None:
         return own_next
     return min(check_seqno(server_rollback, "seqno to roll back to"), own_next)
+
+
+BUCKET_GONE_RULE: Final = "bucket_gone"
+"""The rule of a rollback whose reason is that the bucket was dropped and created anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackAnswer:
+    """A server's answer "roll back".
+
+    Args:
+        seqno: to where.
+        newest_id: its newest failover id.
+        rule, words: which of its rules decided, as a token and for people.
+        log: its failover log, None when it gave none.
+    """
+
+    seqno: int
+    newest_id: int
+    rule: str
+    words: str
+    log: FailoverLog | None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRollback:
+    """Data that has to be undone before the partition may be started again.
+
+    Args:
+        partition: 0 to 1023.
+        from_seqno: the position's seqno; everything above ``seqno`` is to be undone.
+        seqno: the marker to go back to, or 0.
+        old_id: the id that the server was asked with; None when it was lost.
+        new_id: the server's newest id.
+        rule: which rule of the server decided, as a token.
+        words: both sides' decisions in words.
+        after: the position to store once the data is undone.
+    """
+
+    partition: int
+    from_seqno: int
+    seqno: int
+    old_id: int | None
+    new_id: int
+    rule: str
+    words: str
+    after: Position
+
+
+def decide_rollback(
+    partition: int,
+    position: Position,
+    bucket_version: int,
+    told: RollbackAnswer,
+    *,
+    inclusive: bool,
+    restart: bool,
+) -> tuple[PendingRollback, bool]:
+    """Return what becomes of a position, and whether anything has to be undone for it.
+
+    Args:
+        bucket_version: of the bucket that answered; a position of another one goes to 0.
+        inclusive: whether a marker at the seqno told may be gone back to.
+        restart: whether all is to be undone whenever something is.
+
+    Raises:
+        InvalidArgumentError: the answer contradicts itself.
+    """
+    seqno, rule, words = told.seqno, told.rule, told.words
+    if position.bucket_version != bucket_version:
+        seqno, rule = 0, BUCKET_GONE_RULE
+        words = (
+            f"the bucket was dropped and created anew: the data is of version {position.bucket_version:016x}, "
+            f"the bucket of version {bucket_version:016x}"
+        )
+        position = replace(position, log=None)
+    target, tried = _older(position, seqno, told.log)
+    resume = resume_after_rollback(position, target, inclusive=inclusive)
+    to, why = resume.seqno, resume.words
+    if restart and resume.undo and to:
+        to, why = 0, f"{why}, and this consumer begins anew"
+    after = position.rolled_back(to, told.newest_id, told.log)
+    pending = PendingRollback(
+        partition,
+        position.seqno,
+        to,
+        position.failover_id,
+        told.newest_id,
+        rule,
+        f"{words}{tried}; {why}",
+        replace(after, bucket_version=bucket_version),
+    )
+    return pending, resume.undo
+
+
+def _older(position: Position, rollback_seqno: int, log: FailoverLog | None) -> tuple[int, str]:
+    """Where to roll back to when the newest id is not known to the server but an older one may be.
+
+    The answer carries the whole log that decided, so what Hello would say to an older id is known here.
+    """
+    if rollback_seqno or log is None or position.failover_id in log:
+        return rollback_seqno, ""
+    for older_id, own_next in older_ids_to_try(position):
+        if older_id in log:
+            target = boundary(answer_hello(log, older_id).rollback_seqno, own_next)
+            return (
+                target,
+                f"; the older id {format_failover_id(older_id)} is known: back to {target}",
+            )
+    return rollback_seqno, ""
+
+
+class Pin(NamedTuple):
+    """Where a partition is to end exactly.
+
+    Args:
+        failover_id: the id that was newest when the seqno was the last complete marker; None: not known.
+        seqno: that marker; 0 for an empty partition.
+    """
+
+    failover_id: int | None
+    seqno: int
+
+
+def check_pin(
+    partition: int, pin: Pin, failover_id: int, until_seqno: int | None, log: FailoverLog | None
+) -> None:
+    """Check the answer to a Start that asked for an exact end.
+
+    Args:
+        failover_id, until_seqno: as answered.
+        log: the partition's failover log, as far as it is known.
+
+    Raises:
+        ProtocolError: the server took no note of the end.
+        SnapshotGoneError: the pin lies in a history that was left before it.
+    """
+    if until_seqno != pin.seqno:
+        raise ProtocolError(
+            f"partition {partition} was to end exactly at {pin.seqno}, the server ends it at {until_seqno}",
+            hint="the server may be older than cuts",
+        )
+    if log is None or pin.failover_id is None or pin.failover_id == failover_id:
+        return
+    left_at = answer_hello(log, pin.failover_id).rollback_seqno
+    if left_at is not None and left_at < pin.seqno:
+        raise SnapshotGoneError(
+            f"partition {partition}: seqno {pin.seqno} was pinned under id "
+            f"{format_failover_id(pin.failover_id)}, whose history was left at {left_at}",
+            hint="make a new cut and follow to that one",
+        )
+
+
+def check_complete(partition: int, seqno: int, horizon: int | None) -> None:
+    """Check that a stream that finished at its exact end has missed nothing on the way there.
+
+    Args:
+        seqno, horizon: the position; None for a horizon that is not known.
+
+    Raises:
+        SnapshotGoneError: it may have: parts of it came from where other rows were left out.
+    """
+    if horizon is not None and horizon <= seqno:
+        return
+    where = "later" if horizon is None else f"at {horizon}"
+    raise SnapshotGoneError(
+        f"partition {partition}: the position at seqno {seqno} is in a range that is complete only {where}",
+        hint="follow to a newer cut, or begin the partition again at 0",
+    )

@@ -1,11 +1,14 @@
-"""Every limit and default of the protocol, in one place.
+"""Limits and defaults of the protocol, all in one place, and the checks of names and choices.
 
 Units are in the names. A limit that bounds what a peer may send is checked where the message enters, and
 the error names the value and the limit. Source: the specification ("Terminology"), and the project's design
 for what the specification leaves open.
 """
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+from upr_protocol.errors import InvalidArgumentError
 
 PARTITIONS: Final = 1024
 SEQNO_BITS: Final = 48
@@ -14,8 +17,15 @@ SEQNO_MAX: Final = 2**SEQNO_BITS - 1
 
 FAILOVER_ID_MAX: Final = 2**64 - 1
 """Failover ids are random, 64 bits, never 0."""
-FAILOVER_LOG_MAX: Final = 25
-"""Records kept in a failover log; the oldest leave first."""
+FAILOVER_LOG_RECORDS: Final = 25
+"""Records that a server keeps in a failover log unless it is told otherwise; the oldest leave first."""
+FAILOVER_LOG_MIN: Final = 2
+FAILOVER_LOG_MAX: Final = 1000
+"""Bounds of that setting. The logs of all partitions go in one message, at most 19 bytes a record."""
+EPOCH_MAX: Final = 2**64 - 1
+"""Epochs count the changes of a partition's state, from 1; 0 where one is not told."""
+REASON_BYTES_MAX: Final = 500
+"""Why a partition is in its state, in words; the rest is cut off."""
 
 KEY_BYTES_MIN: Final = 1
 KEY_BYTES_MAX: Final = 4096
@@ -39,6 +49,27 @@ MESSAGE_BYTES_MAX: Final = 24 * 2**20
 WRITE_BLOCK_BYTES_MAX: Final = MESSAGE_BYTES_MAX - 64 * 2**10
 """Columns of one Write, so that the numbered block fits into a frame with its envelope."""
 
+REQUEST_BYTES_MAX: Final = 256 * 2**10
+"""A request of a method with one, and the Open of a call, unless the method is one of the next two."""
+GET_BYTES_MAX: Final = 5 * 2**20
+SAVE_BYTES_MAX: Final = 4 * 2**20
+"""Get, with GET_KEYS_MAX keys, and SavePositions, with whole failover logs and markers of PARTITIONS."""
+FOLLOW_REQUEST_BYTES_MAX: Final = 2**20
+"""A message of the client in a Follow call."""
+STREAM_WINDOW_BYTES: Final = 2**20
+"""What gRPC takes in for a call of which nothing is read yet; a message that is read is not held to it."""
+RECEIVE_WATCH_BYTES: Final = 176 * 2**20
+RECEIVE_LIMIT_BYTES: Final = 248 * 2**20
+"""Anonymous memory of a server: from the second on the connections on which most arrives lose their calls, until it
+would be down to the first."""
+RECEIVE_CLOSE_BYTES: Final = 288 * 2**20
+"""And from here on these connections are shut down."""
+WAITING_BYTES_MAX: Final = 64 * 2**20
+"""Large writes that wait for room in a tail, in all buckets of a server; further ones are refused."""
+SMALL_WRITE_BYTES: Final = 256 * 2**10
+SMALL_WAITING_BYTES_MAX: Final = 48 * 2**20
+"""The same for writes of at most SMALL_WRITE_BYTES, so that large ones leave them their room."""
+
 CREDIT_BYTES: Final = 8 * 2**20
 """Default window of a Follow call."""
 CREDIT_BYTES_MAX: Final = 256 * 2**20
@@ -51,6 +82,9 @@ HEARTBEAT_SECONDS_MAX: Final = 3600.0
 SILENT_INTERVALS: Final = 3
 """Silence for this many heartbeat intervals ends the call, at either side."""
 
+READER_SECONDS: Final = 60.0
+"""A consumer whose connection takes nothing for so long, while something waits to be sent, is ended as too slow."""
+
 MARKERS_NEWEST: Final = 16
 """The newest markers of a position are all kept; older ones are thinned exponentially."""
 MARKERS_MIN: Final = 2
@@ -59,16 +93,24 @@ MARKERS_MAX: Final = MARKERS_NEWEST + SEQNO_BITS
 
 WRITES_IN_FLIGHT_MAX: Final = 64
 """Writes of one call whose answer is outstanding; the server reads no further until some are answered."""
-WRITE_CALLS_MAX: Final = 1000
-FOLLOW_CALLS_MAX: Final = 1000
-"""Open calls of each kind at one server; further ones are refused, unary calls are not affected."""
+WRITE_CALLS_MAX: Final = 1250
+FOLLOW_CALLS_MAX: Final = 1250
+OTHER_CALLS_MAX: Final = 1250
+"""Open calls of each kind at one server, from their arrival on; further ones are refused."""
+PEER_CALLS: Final = 0.8
+"""The part of them that one peer may have: clients at one address."""
 OPEN_SECONDS: Final = 10.0
 """The first message of a call, Open, must come within this."""
 WRITE_OUTCOME_SECONDS: Final = 30.0
 """A write that is not durable by then is answered "unknown": it stays numbered and may become durable."""
+WRITE_NUMBER_MAX: Final = 2**63 - 1
 PRODUCER_SECONDS: Final = 24 * 3600
 PRODUCERS_MAX: Final = 10_000
 """Producers are remembered for a day after their last write, the newest 10,000 of them."""
+PRODUCER_BYTES: Final = 640
+"""About what a producer takes in memory, besides its name, while it has an open call or something in the tail."""
+PRODUCER_MEMORY_BYTES: Final = 8 * 2**20
+"""What all producers of a bucket may take in memory: about 12,000. WRITE_CALLS_MAX of them can be connected."""
 
 GET_KEYS_MAX: Final = 1000
 """Keys of one Get."""
@@ -81,11 +123,20 @@ TOMBSTONE_SECONDS: Final = 3 * 24 * 3600.0
 """Tombstones of this age may be purged, when everybody has passed them."""
 PURGE_HOLD_SECONDS: Final = 7 * 24 * 3600.0
 """From this age on no stream and no consumer holds a tombstone up; only a cut does, while its lease lasts."""
+CLOCK_JUMP_SECONDS: Final = 3600.0
+"""An absence beyond this may be a step of the day's clock: nothing gets older by it before the server has run so long."""
 CUT_LEASE_SECONDS: Final = 3600.0
 """Default lease of a cut."""
 CUT_LEASE_SECONDS_MAX: Final = 30 * 24 * 3600.0
 CUTS_MAX: Final = 64
 """Cuts of one bucket: each keeps merging from joining what lies on its two sides."""
+BACKUP_CUTS: Final = 8
+"""Of these, kept for cuts of backups, whose names begin with BACKUP_CUTS_NAME."""
+BACKUP_CUTS_NAME: Final = "upr-backup-"
+CUTS_HALF: Final = CUTS_MAX // 2
+"""The cuts of backups together have no more than this, and of the others no peer has."""
+CONSUMER_SECONDS: Final = 30 * 24 * 3600.0
+"""A registered consumer that nobody has used for so long is forgotten."""
 CONSUMERS_MAX: Final = 1000
 """Registered consumers of one bucket."""
 LEASE_SECONDS: Final = 30.0
@@ -98,12 +149,41 @@ OWNERS_REMEMBERED: Final = 2000
 """Consumers whose last call without a member may still save, open or not; FOLLOW_CALLS_MAX of them can be open."""
 BUCKETS_MAX: Final = 32
 """Buckets of one server: each has a journal, a store and threads of its own."""
+CONNECTIONS_MAX: Final = 2500
+"""Connections to one server; fewer where the process may not open as many files."""
 
-DISK_RESERVE_BYTES: Final = 256 * 2**20
-DISK_RESERVE_FRACTION: Final = 0.02
-"""Room kept for flushing, which frees the journal: the smaller of the two."""
+QUOTA_BYTES_MAX: Final = 2**60
+"""The largest quota of a bucket."""
 
 assert VALUE_BYTES_MAX + KEY_BYTES_MAX + 4096 <= WRITE_BLOCK_BYTES_MAX < MESSAGE_BYTES_MAX
 assert MARKERS_MIN <= MARKERS_NEWEST
+assert PARTITIONS * FAILOVER_LOG_MAX * 19 < MESSAGE_BYTES_MAX
 assert FRAME_BYTES < BLOCK_COLUMN_BYTES < CREDIT_BYTES <= CREDIT_BYTES_MAX
 assert BLOCK_ROWS_MAX <= RUN_SPAN_MAX < SEQNO_MAX
+
+T = TypeVar("T")
+
+
+def check_name(name: str, what: str) -> str:
+    """Return the name when it is 1 to 200 bytes of UTF-8 without control characters.
+
+    Raises:
+        InvalidArgumentError: it is not.
+    """
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        # What a shell hands over that is not UTF-8 becomes lone surrogates.
+        raise InvalidArgumentError(f"{what} {name[:60]!r} is not UTF-8") from None
+    if not 1 <= size <= NAME_BYTES_MAX or any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name):
+        raise InvalidArgumentError(
+            f"{what} {name[:60]!r} of {size} bytes, a name has 1 to {NAME_BYTES_MAX} without control characters"
+        )
+    return name
+
+
+def choice(table: Mapping[str, T], name: str, what: str) -> T:
+    """Return the value of a name, or raise InvalidArgumentError that lists the names there are."""
+    if name not in table:
+        raise InvalidArgumentError(f"{what} is {name!r}, known are {', '.join(sorted(table))}")
+    return table[name]

@@ -1,4 +1,4 @@
-"""Which partition a key belongs to: the one that Couchbase's clients would choose."""
+"""Partition of a key: the one that Couchbase's clients would choose."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -1,16 +1,21 @@
-"""What a consumer remembers of one partition, and how it is stored.
+"""Positions: what a consumer remembers of one partition, its stored form, and the thinned history of its markers.
 
-Source: specification, "Handshakes" and "Snapshot Markers and Deduplication"; the project's design, "Words,
-limits, defaults" (a position) and "Handshake".
+Source: specification, "Handshakes" and "Snapshot Markers and Deduplication" (clients keep some history of received
+markers); the project's design, "Words, limits, defaults" (a position) and "Handshake" (the newest 16 markers, then
+exponentially, at least 2).
 """
 
 import json
 import zlib
-from bisect import bisect_right
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
+import numpy as np
+import numpy.typing as npt
+
+from upr_protocol.block import U64
 from upr_protocol.errors import InvalidArgumentError, PositionDamagedError
 from upr_protocol.failover import (
     FailoverLog,
@@ -19,7 +24,7 @@ from upr_protocol.failover import (
     format_failover_id,
     parse_failover_id,
 )
-from upr_protocol.markers import check_markers
+from upr_protocol.limits import MARKERS_MAX, MARKERS_NEWEST, NAME_BYTES_MAX
 
 _FORMAT: Final = 1
 _VERSION_MAX: Final = 2**64 - 1
@@ -39,6 +44,7 @@ class Position:
             None when it is not known, which counts as above every seqno of a rollback.
         markers: received snapshot markers that it could go back to, ascending, none above ``seqno``.
         log: the failover log that the server gave last, None when it gave none.
+        bucket: the name of the bucket; empty when it is not known, as in what was stored by older versions.
 
     Raises:
         InvalidArgumentError: a field is out of range or contradicts another.
@@ -51,12 +57,17 @@ class Position:
     horizon: int | None
     markers: tuple[int, ...]
     log: FailoverLog | None
+    bucket: str = ""
 
     def __post_init__(self) -> None:
         # A seqno without ids is legal: the consumer lost them, and the handshake then sends it back to 0.
         if not 0 <= self.bucket_version <= _VERSION_MAX:
             raise InvalidArgumentError(
                 f"bucket_version is {self.bucket_version}, it must be from 0 to {_VERSION_MAX}"
+            )
+        if len(self.bucket.encode("utf-8", "surrogatepass")) > NAME_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"bucket is {self.bucket[:60]!r}, it must be a name of up to {NAME_BYTES_MAX} bytes"
             )
         if self.failover_id is not None:
             check_failover_id(self.failover_id)
@@ -74,13 +85,13 @@ class Position:
             )
 
     @classmethod
-    def fresh(cls, bucket_version: int = 0) -> Self:
+    def fresh(cls, bucket_version: int = 0, bucket: str = "") -> Self:
         """The position of a consumer that has nothing yet.
 
         Raises:
-            InvalidArgumentError: the version is out of range.
+            InvalidArgumentError: the version or the name is out of range.
         """
-        return cls(bucket_version, None, None, 0, 0, (), None)
+        return cls(bucket_version, None, None, 0, 0, (), None, bucket)
 
     def rolled_back(self, resume_seqno: int, newest_id: int, log: FailoverLog | None) -> "Position":
         """The position to store, in one write, when the data above ``resume_seqno`` is undone.
@@ -131,6 +142,7 @@ class Position:
         """
         return {
             "format": _FORMAT,
+            "bucket": self.bucket,
             "bucket_version": f"{self.bucket_version:016x}",
             "failover_id": _id_to_json(self.failover_id),
             "data_id": _id_to_json(self.data_id),
@@ -177,6 +189,8 @@ class Position:
                 horizon,
                 tuple(markers),
                 _log_from_json(_field(document, "log", list, type(None))),
+                # Positions that were stored without a name are completed when they are stored next.
+                _field(document, "bucket", str) if "bucket" in document else "",
             )
         except InvalidArgumentError as error:
             # The message begins with, or holds, the name of the field.
@@ -281,3 +295,216 @@ def _log_from_json(value: list[Any] | None) -> FailoverLog | None:
         return FailoverLog.from_pairs(pairs)
     except InvalidArgumentError as error:
         raise _damaged("log", f"is no failover log: {error.message}") from error
+
+
+# A history is thinned when it reaches twice its bound, so that thinning costs a constant a marker.
+_THIN_AT = 2 * MARKERS_MAX
+
+
+def _thin(markers: Sequence[int], newest: int) -> tuple[int, ...]:
+    split = len(markers) - newest
+    if split <= 0:
+        return tuple(markers)
+    last = markers[-1]
+    kept: list[int] = []
+    scale = -1
+    for marker in markers[:split]:
+        # Ascending markers have falling distances, so the first one of a scale is its oldest. The oldest must
+        # stay: were it the newest, one that has just grown into a scale would always push out the one about to
+        # grow out of it, and the far scales would run dry.
+        its_scale = (last - marker).bit_length()
+        if its_scale != scale:
+            kept.append(marker)
+            scale = its_scale
+    kept.extend(markers[split:])
+    return tuple(kept)
+
+
+def thin_markers(markers: Sequence[int], newest: int = MARKERS_NEWEST) -> tuple[int, ...]:
+    """Return the markers worth keeping, ascending.
+
+    The ``newest`` ones (1 or more) all stay, and of the older ones the oldest in each power of two of distance
+    from the newest marker. So at most ``newest`` + 48 are left, 64 by default, at least 2 where there were 2, and
+    the oldest is always among them. Thinning the result again changes nothing.
+
+    Args:
+        markers: seqnos, 0 to 2^48 - 1, strictly ascending.
+        newest: how many of the newest stay whatever their distance.
+
+    Raises:
+        InvalidArgumentError: a seqno is out of range or not above the one before it, or ``newest`` is below 1.
+    """
+    if newest < 1:
+        raise InvalidArgumentError(f"newest is {newest}, at least 1 marker is kept")
+    return _thin(check_markers(markers), newest)
+
+
+def check_markers(markers: Iterable[int]) -> tuple[int, ...]:
+    """Return the markers when they are strictly ascending seqnos, 0 to 2^48 - 1.
+
+    Raises:
+        InvalidArgumentError: one is out of range or not above the one before it.
+    """
+    checked: list[int] = []
+    for marker in markers:
+        seqno = check_seqno(marker, "one of markers")
+        if checked and seqno <= checked[-1]:
+            raise InvalidArgumentError(
+                f"marker {seqno} follows {checked[-1]}, markers must be ascending"
+            )
+        checked.append(seqno)
+    return tuple(checked)
+
+
+class MarkerHistory:
+    """The markers of one partition as a consumer receives them.
+
+    Bounded however many are added: never more than twice ``MARKERS_MAX`` inside, and never more than
+    ``MARKERS_MAX`` in ``as_tuple()``.
+
+    Args:
+        markers: those of a stored position, ascending.
+
+    Raises:
+        InvalidArgumentError: they are not ascending seqnos.
+    """
+
+    __slots__ = ("_seqnos",)
+
+    def __init__(self, markers: Iterable[int] = ()) -> None:
+        self._seqnos: list[int] = []
+        self.add_many(markers)
+
+    def __len__(self) -> int:
+        return len(self._seqnos)
+
+    def __repr__(self) -> str:
+        return f"MarkerHistory({self.as_tuple()!r})"
+
+    @property
+    def newest(self) -> int | None:
+        """The newest marker, None when there is none."""
+        return self._seqnos[-1] if self._seqnos else None
+
+    def add(self, seqno: int) -> None:
+        """Remember a marker at ``seqno``, 0 to 2^48 - 1.
+
+        One that equals the newest is ignored, because an idle partition may repeat its marker; so is one at 0,
+        because starting from 0 needs none.
+
+        Raises:
+            InvalidArgumentError: it is out of range, or below the newest; nothing was changed.
+        """
+        check_seqno(seqno, "marker")
+        seqnos = self._seqnos
+        newest = seqnos[-1] if seqnos else 0
+        if seqno < newest:
+            raise InvalidArgumentError(
+                f"marker {seqno} follows {newest}, markers must be ascending",
+                hint="after a rollback call truncate_above first",
+            )
+        if seqno == newest:
+            return
+        seqnos.append(seqno)
+        if len(seqnos) >= _THIN_AT:
+            seqnos[:] = _thin(seqnos, MARKERS_NEWEST)
+
+    def add_many(self, seqnos: Iterable[int]) -> None:
+        """Remember several markers, ascending.
+
+        Raises:
+            InvalidArgumentError: one is out of range, or below the one before it; those before it were added.
+        """
+        for seqno in seqnos:
+            self.add(seqno)
+
+    def truncate_above(self, seqno: int) -> None:
+        """Forget the markers above ``seqno``; one at it stays.
+
+        Raises:
+            InvalidArgumentError: it is out of range.
+        """
+        check_seqno(seqno)
+        del self._seqnos[bisect_right(self._seqnos, seqno) :]
+
+    def newest_before(self, seqno: int, inclusive: bool = False) -> int | None:
+        """The newest marker below ``seqno`` (with ``inclusive``: at or below it), None when there is none.
+
+        Raises:
+            InvalidArgumentError: it is out of range.
+        """
+        check_seqno(seqno)
+        bisect = bisect_right if inclusive else bisect_left
+        index = bisect(self._seqnos, seqno)
+        return self._seqnos[index - 1] if index else None
+
+    def as_tuple(self) -> tuple[int, ...]:
+        """The markers to store, ascending and thinned.
+
+        What is left out is forgotten: whoever keeps data for each stored marker must not be asked for another one later.
+        """
+        self._seqnos[:] = thinned = _thin(self._seqnos, MARKERS_NEWEST)
+        return thinned
+
+
+Indexes = npt.NDArray[np.int64]
+
+GATHERED_MAX: Final = 2**16
+"""Markers gathered before they are folded into the histories."""
+
+
+class MarkerHistories:
+    """What ``MarkerHistory`` is for one partition, for all."""
+
+    def __init__(self) -> None:
+        self._histories: dict[int, MarkerHistory] = {}
+        self._gathered: list[tuple[Indexes, U64]] = []
+        self._count = 0
+
+    def add(self, partitions: Indexes, seqnos: U64) -> None:
+        """Add markers, for each partition in rising order and above those it has."""
+        if len(partitions):
+            self._gathered.append((partitions, seqnos))
+            self._count += len(partitions)
+            if self._count >= GATHERED_MAX:
+                self._fold()
+
+    def replace(self, partition: int, markers: tuple[int, ...]) -> None:
+        """Forget a partition's markers and take these."""
+        self._fold()
+        self._histories[partition] = MarkerHistory(markers)
+
+    def of(self, partition: int) -> tuple[int, ...]:
+        """Return a partition's markers, oldest first."""
+        self._fold()
+        history = self._histories.get(partition)
+        return history.as_tuple() if history is not None else ()
+
+    def _fold(self) -> None:
+        if not self._gathered:
+            return
+        partitions = np.concatenate([item[0] for item in self._gathered])
+        seqnos = np.concatenate([item[1] for item in self._gathered])
+        self._gathered, self._count = [], 0
+        # Sorting 16 bits is a radix sort.
+        order = np.argsort(partitions.astype(np.uint16), kind="stable")
+        partitions, seqnos = _worth_adding(partitions[order], seqnos[order])
+        edges = [0, *(np.flatnonzero(np.diff(partitions)) + 1).tolist(), len(partitions)]
+        firsts = partitions[edges[:-1]].tolist()
+        numbers = seqnos.tolist()
+        for partition, start, stop in zip(firsts, edges[:-1], edges[1:], strict=True):
+            history = self._histories.setdefault(partition, MarkerHistory())
+            history.add_many(numbers[start:stop])
+
+
+def _worth_adding(partitions: Indexes, seqnos: U64) -> tuple[Indexes, U64]:
+    """Thin the markers of many partitions, sorted by both, as ``thin_markers`` does each partition's."""
+    lasts = np.flatnonzero(np.diff(partitions, append=-1))
+    counts = np.diff(lasts, prepend=-1)
+    from_end = np.repeat(lasts, counts) - np.arange(len(partitions))
+    distance = np.repeat(seqnos[lasts], counts) - seqnos
+    # The exponent is the bit length; seqnos of 48 bits are exact as floats.
+    scale = np.frexp(distance.astype(np.float64))[1]
+    oldest = (np.diff(scale, prepend=-1) != 0) | (np.diff(partitions, prepend=-1) != 0)
+    kept = oldest | (from_end < MARKERS_NEWEST)
+    return partitions[kept], seqnos[kept]

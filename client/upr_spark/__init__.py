@@ -1,7 +1,4 @@
-"""What makes upr-stream useful to Spark and to backups.
-
-The data source needs the extra ``upr-stream[spark]``, ``upr_spark.backup`` the extra ``upr-stream[backup]``.
-"""
+"""Spark's data source and sink ``upr``; they need the extra ``upr-stream[spark]``."""
 
 import os
 import sys

@@ -35,8 +35,17 @@ def test_create_list_and_drop(server_process: StartServer) -> None:
     assert [one["compression"] for one in listed] == ["none", "zstd", "none"]
     assert all(one["problem"] is None and one["used_bytes"] > 0 for one in listed)
     table = admin("list", *target).stdout.splitlines()
-    assert table[0].split() == ["name", "version", "compression", "mutations", "used", "problem"]
+    columns = ["name", "version", "compression", "mutations", "used", "quota", "problem"]
+    assert table[0].split() == columns
     assert table[2].split()[:4] == ["orders", listed[1]["version"], "zstd", "0"]
+
+    given = admin("quota", "plain", str(2**20), *target)
+    assert (given.returncode, given.stderr) == (0, "")
+    assert given.stdout.startswith("quota: plain, 1.0 MiB; ")
+    asked = admin("create", "small", "--quota", "5000", "--json", *target)
+    assert json.loads(asked.stdout)["quota_bytes"] == 5000
+    quotas = [one["quota_bytes"] for one in json.loads(admin("list", "--json", *target).stdout)]
+    assert quotas == [0, 0, 2**20, 5000]
 
     unasked = admin("drop", "orders", *target)
     assert unasked.returncode == 2
@@ -72,7 +81,7 @@ def test_drop_asks_first(
             raise click.Abort
 
     monkeypatch.setattr(click, "confirm", confirm)
-    monkeypatch.setattr("upr.cli.bucket._can_ask", lambda: True)
+    monkeypatch.setattr("upr.cli.admin_commands.bucket._can_ask", lambda: True)
     result = CliRunner().invoke(main, ["bucket", "drop", "default", "--target", server.target])
     assert len(asked) == 1
     assert "12 mutations" in result.stderr

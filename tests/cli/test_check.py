@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.storage.closed import NEVER, Closed, block_of
+from tests.storage.stored_blocks import consumers_of
 from upr.cli import admin
 from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin
 from upr_client import Client
@@ -107,7 +108,7 @@ def test_a_truncated_file_ends_the_server_with_one_line(server_process: StartSer
     server.launch()
     assert server.wait() == 1
     (last,) = [line for line in server.log_text().splitlines() if "its end is missing" in line]
-    assert last.startswith(f"error: {file} has ")
+    assert last.startswith(f"error: {file.relative_to(server.data / 'buckets')} has ")
 
 
 def logs(server: RunningServer) -> dict[int, Any]:
@@ -191,7 +192,7 @@ def test_what_lies_above_the_marker_and_speaks_of_the_future_goes(tmp_path: Path
     assert len(row_of(closed, 5).log) == 1
     store = closed.store()
     assert store.cuts() == {}
-    assert {name: list(rows) for name, rows in store.consumers().items()} == {
+    assert {name: list(rows) for name, rows in consumers_of(store).items()} == {
         b"behind": [3],
         b"replica": [5],
     }
@@ -204,7 +205,7 @@ def test_it_asks_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, records: int
 ) -> None:
     closed = Closed(tmp_path / "data")
-    monkeypatch.setattr("upr.cli.restore_copy.on_terminal", lambda: True)
+    monkeypatch.setattr("upr.cli.admin_commands.restore_copy.on_terminal", lambda: True)
     result = CliRunner().invoke(admin.main, ["restore-copy", str(closed.path)], input=answer)
     assert "Go on?" in result.stderr
     assert len(row_of(closed, 0).log) == records

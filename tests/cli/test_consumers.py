@@ -12,9 +12,9 @@ from tests.conftest import StartServer
 from tests.raw import RawClient
 from tests.service.test_groups import member, two, write
 from tests.service.test_positions import NAME, info, load, position, save
-from upr.cli import exit_codes
 from upr.cli.admin import main
-from upr.cli.times import format_micros, parse_time
+from upr.cli.kit import exit_codes
+from upr.cli.kit.times import format_micros, parse_time
 from upr_protocol.errors import InvalidArgumentError
 
 NOW = datetime(2026, 5, 1, 12, 0, 0, tzinfo=UTC)
@@ -92,7 +92,7 @@ async def test_reset_to_each_place(server_process: StartServer) -> None:
     target = server_process().target
     async with RawClient(target) as client:
         await write(client, 9, 5)
-        shown = await text(target, "reset", NAME, "--to", "now", "--yes")
+        shown = await text(target, "reset", NAME, "--to", "now", "--create", "--yes")
         assert shown == f"reset: {NAME}, all partitions to now; 1024 positions stored\n"
         assert (await load(client))[9].seqno == 5
         told = await document(
@@ -116,8 +116,8 @@ async def test_reset_asks_first(
     refused = await run(target, "reset", NAME, "--to", "now")
     assert refused.exit_code == exit_codes.USAGE
     assert "--yes" in refused.stderr
-    monkeypatch.setattr("upr.cli.consumers._can_ask", lambda: True)
-    command = ["consumers", "reset", NAME, "--to", "now", "--target", target]
+    monkeypatch.setattr("upr.cli.admin_commands.consumers._can_ask", lambda: True)
+    command = ["consumers", "reset", NAME, "--to", "now", "--create", "--target", target]
     declined = await asyncio.to_thread(CliRunner().invoke, main, command, "n\n")
     assert declined.exit_code == exit_codes.INTERRUPTED
     assert await document(target) == []

@@ -292,6 +292,7 @@ def test_admin_formats(server_process: StartServer) -> None:
         "purge_seqno": 0,
         "failover_id": record["failover_id"],
         "problem": None,
+        "dead_since": None,
     }
     assert len(json.loads(run_admin("failover-log", "0-3,9", "7", "--json").stdout)) == 6
     text = run_admin("failover-log", str(partition)).stdout

@@ -9,9 +9,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from upr.cli import entry, exit_codes
-from upr.cli.options import parse_partitions, split_address
-from upr.cli.output import Group, Progress, columns, verbose_option
+from upr.cli import entry
+from upr.cli.kit import exit_codes
+from upr.cli.kit.options import parse_partitions, split_address
+from upr.cli.kit.output import Group, Progress, columns, verbose_option
 from upr_protocol.errors import (
     BucketNotFoundError,
     DataDamagedError,

@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer
-from upr.cli import exit_codes
 from upr.cli.admin import main
-from upr.cli.output import size_text
+from upr.cli.kit import exit_codes
+from upr.cli.kit.output import size_text
 from upr_client import Client, FilePositions
 from upr_protocol.failover import parse_failover_id
 

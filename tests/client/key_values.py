@@ -10,12 +10,10 @@ import grpc
 import grpc.aio
 
 from tests.client.scripted import ID_A, VERSION
-from upr_protocol.block import make_runs
-from upr_protocol.errors import UprError
-from upr_protocol.rows import block_keys, block_partitions, block_values
-from upr_protocol.wire.channel import SERVER_OPTIONS
+from upr_protocol.block import block_keys, block_partitions, block_values, make_runs
+from upr_protocol.errors import OutOfOrderError, UprError
 from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
-from upr_protocol.wire.status import code_of, metadata_of
+from upr_protocol.wire.grpc import SERVER_OPTIONS, code_of, metadata_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1.key_value_service_pb2_grpc import (
     KeyValueServiceServicer,
@@ -119,18 +117,22 @@ class KeyValueServer(KeyValueServiceServicer):
         last = max((n for name, n in self._done if name == opening.producer), default=0)
         opened = kv_pb2.WriteOpened(bucket_version=VERSION, last_number=last, writes_in_flight=64)
         yield kv_pb2.WriteResponse(opened=opened)
-        expected: int | None = None
+        carried = 0
         async for request in request_iterator:
             write = request.write
             self.writes.append(write)
             if write.number >= self.faults.unanswered:
                 await asyncio.Event().wait()
-            assert expected in (None, write.number), "the numbers of a call have no gap"
-            result = self._take(opening.producer, write)
+            if write.previous_number == carried:
+                result = self._take(opening.producer, write)
+            else:
+                behind = problem_of(OutOfOrderError("it would overtake what was refused"))
+                result = kv_pb2.WriteResult(number=write.number, refused=behind)
             if left == 0:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
             left = None if left is None else left - 1
-            expected = write.number + (not result.refused.retriable)
+            if not result.HasField("refused") or result.refused_partitions:
+                carried = write.number
             yield kv_pb2.WriteResponse(result=result)
 
     def _take(self, producer: str, write: kv_pb2.WriteBlock) -> kv_pb2.WriteResult:

@@ -14,11 +14,10 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from upr_protocol.block import Block, make_runs, sealed
+from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.errors import BucketNotFoundError, DataDamagedError, UprError
-from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import block_to_message, encode_runs, problem_of
-from upr_protocol.wire.status import code_of, metadata_of
+from upr_protocol.wire.grpc import code_of, metadata_of
 from upr_protocol.wire.v1 import admin_service_pb2, types_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
@@ -95,7 +94,7 @@ class _Unscripted(ChangeStreamServiceServicer, KeyValueServiceServicer, AdminSer
     CreateCut = RenewCut = ReleaseCut = ListCuts = _refuse
     LoadPositions = SavePositions = Get = ResetConsumer = _refuse
     GetStatus = GetStorage = Purge = ListConsumers = ForgetConsumer = _refuse
-    ListBuckets = CreateBucket = DropBucket = _refuse
+    ListBuckets = CreateBucket = DropBucket = SetBucketQuota = _refuse
 
 
 class ScriptedServer(_Unscripted):
@@ -339,8 +338,13 @@ def write_opened(last_number: int = 0, in_flight: int = 64, version: int = VERSI
     )
 
 
-def applied(number: int, *runs: tuple[int, int, int], duplicate: bool = False) -> Send:
-    """The answer to a write with (partition, start_seqno, end_seqno) runs."""
+def applied(
+    number: int,
+    *runs: tuple[int, int, int],
+    duplicate: bool = False,
+    refused: tuple[int, UprError] | None = None,
+) -> Send:
+    """The answer to a write with (partition, start_seqno, end_seqno) runs, and a partition that refused its part."""
     table = make_runs(
         [r[0] for r in runs],
         [r[2] - r[1] for r in runs],
@@ -354,6 +358,11 @@ def applied(number: int, *runs: tuple[int, int, int], duplicate: bool = False) -
                 runs=encode_runs(table),
                 failover_ids=[ID_A] * len(runs),
                 duplicate=duplicate,
+                refused_partitions=[]
+                if refused is None
+                else [
+                    types_pb2.RefusedPartition(partition=refused[0], problem=problem_of(refused[1]))
+                ],
             )
         )
     )

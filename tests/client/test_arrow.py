@@ -13,9 +13,8 @@ from tests.client.scripted import run_block
 from tests.harness import RunningServer
 from upr_client import ChangeBatch, Client, MissingPackageError
 from upr_client.arrow import record_batch, schema
-from upr_client.events import block_changes
-from upr_protocol.block import Block, check_block, make_runs, sealed
-from upr_protocol.rows import build_block
+from upr_client.changes.events import block_changes
+from upr_protocol.block import Block, build_block, check_block, make_runs, sealed
 
 
 def many_runs(rows: int) -> Block:

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from upr_client import InvalidArgumentError
 from upr_client.arrow import blocks, check_rows, row_sizes
-from upr_protocol.block import Block, check_block
+from upr_protocol.block import Block, block_keys, block_values, build_block, check_block
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
 from upr_protocol.partitioning import partition_of, partitions_of, partitions_of_column
-from upr_protocol.rows import block_keys, block_values, build_block
 
 BINARY = pa.binary()
 Row = tuple[bytes, bytes | None]

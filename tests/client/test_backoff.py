@@ -42,3 +42,13 @@ def test_success_or_a_long_calm_begins_anew() -> None:
     assert retries.failed(1, 1.0, 1.0) == pytest.approx(0.1)
     assert retries.failed(2, 1.0, 1.0) == pytest.approx(0.8)
     assert retries.failed(2, 60.0, 1.0) == pytest.approx(0.1)
+
+
+def test_what_lasts_is_asked_for_more_and_more_seldom() -> None:
+    retries = Retries()
+    now, waits = 0.0, []
+    for _ in range(10):
+        waits.append(retries.failed(1, now, 1.0, lasting=True))
+        now += waits[-1]
+    assert waits == [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    assert retries.failed(2, 0.0, 0.0, lasting=True) == 1.0

@@ -8,11 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.model import ModelPartition, Row, Run, State, apply
-from upr_protocol.block import Block, make_runs, row_bounds, sealed
-from upr_protocol.consumer import ConsumerSession, Delivery
+from upr_protocol.block import (
+    Block,
+    block_keys,
+    block_seqnos,
+    block_values,
+    make_runs,
+    row_bounds,
+    sealed,
+)
+from upr_protocol.consumer import Consumer, Delivery
 from upr_protocol.failover import FailoverLog
 from upr_protocol.position import Position
-from upr_protocol.rows import block_keys, block_seqnos, block_values
 
 PARTITIONS = (3, 700)
 
@@ -54,7 +61,7 @@ class World:
         self.token = 0
         self.server = {p: ModelPartition(self.new_id()) for p in PARTITIONS}
         self.copies: list[dict[int, ModelPartition]] = []
-        self.session = ConsumerSession(PARTITIONS, inclusive=inclusive)
+        self.session = Consumer(PARTITIONS, inclusive=inclusive)
         self.session.opened(77)
         self.stored: dict[int, Position] = {}
         self.state: dict[int, State] = {p: {} for p in PARTITIONS}
@@ -99,7 +106,7 @@ class World:
         positions = {p: Position.from_json(at.to_json()) for p, at in positions.items()}
         for partition, position in positions.items():
             assert set(position.markers) <= self.at_marker[partition].keys()
-        self.session = ConsumerSession(PARTITIONS, positions, inclusive=self.inclusive)
+        self.session = Consumer(PARTITIONS, positions, inclusive=self.inclusive)
 
     def start(self) -> None:
         for request in self.session.starts(self.session.ready().tolist()):
@@ -250,7 +257,7 @@ def test_a_block_with_late_runs_is_cut_to_what_belongs_to_open_streams(
             0,
         )
     )
-    session = ConsumerSession(parts)
+    session = Consumer(parts)
     session.starts(parts)
     for partition, (late, _) in zip(parts, shape, strict=True):
         session.started(partition, 50 + partition if late else partition, 9, 0, None, None)

@@ -17,15 +17,20 @@ from tests.client.scripted import (
     started,
 )
 from upr_client import MemoryPositions, NoRoomError, Position, Rollback
-from upr_client.changes_options import ChangesOptions
-from upr_client.events import Change
-from upr_client.following import Following
-from upr_client.incoming import Clock
-from upr_client.steps import Step
-from upr_protocol.errors import FencedError, InvalidArgumentError, RollbackError
+from upr_client.changes.events import Change
+from upr_client.changes.link import Clock
+from upr_client.changes.options import ChangesOptions
+from upr_client.changes.session import Following, Step
+from upr_protocol.block import START
+from upr_protocol.errors import (
+    FencedError,
+    InvalidArgumentError,
+    PartitionNotActiveError,
+    RollbackError,
+    UprError,
+)
 from upr_protocol.failover import FailoverLog
-from upr_protocol.records import START
-from upr_protocol.wire.positions import position_to_message
+from upr_protocol.wire.codec import position_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 NO_HIGHS = np.zeros(1024, np.uint64)
@@ -399,3 +404,90 @@ def test_a_partition_that_goes_on_is_no_problem_any_more() -> None:
     assert made.starts() == [(1, 0)]
     made.take(answers(started(1, 11, log=[(ID_A, 0)])))
     assert made.following.status(True).problems == {}
+
+
+# What somebody has to mend.
+
+DEAD = PartitionNotActiveError("partition 1 is dead")
+
+
+def test_a_dead_partition_is_a_problem_and_the_others_go_on() -> None:
+    made = World(ChangesOptions(), [1, 2])
+    made.open()
+    made.starts()
+    made.take(answers(refused(1, DEAD), started(2, 12, log=[(ID_A, 0)])))
+    made.take(frame((12, run_block(2, 0, 2))))
+    made.following.acknowledge()
+    problem = made.following.status(True).problems[1]
+    assert (problem.reason, problem.words) == ("PARTITION_NOT_ACTIVE", "partition 1 is dead")
+
+
+@pytest.mark.parametrize("how", ["refused", "ended"])
+def test_it_is_asked_for_again_at_a_growing_interval_and_said_once(how: str) -> None:
+    made = World(ChangesOptions(), [1, 2])
+    made.open()
+    made.starts()
+    made.take(answers(started(2, 12, log=[(ID_A, 0)]), started(1, 11, log=[(ID_A, 0)])))
+    waits = []
+    made.take(ended("STORAGE_ERROR", (1, 11)))
+    for _ in range(12):
+        began = made.now
+        _, seconds = made.following.due()
+        assert seconds is not None
+        made.now += seconds
+        assert made.starts() == [(1, 0)]
+        waits.append(made.now - began)
+        if how == "refused":
+            made.take(answers(refused(1, DEAD)))
+        else:
+            made.take(answers(started(1, 11, log=[(ID_A, 0)])), ended("STORAGE_ERROR", (1, 11)))
+    assert waits == pytest.approx([2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300, 300])
+    reasons = ["STORAGE_ERROR"] + ["PARTITION_NOT_ACTIVE"] * (how == "refused")
+    assert [words.split(": ")[1].split(" ")[0] for words in made.said] == reasons
+    assert made.following.status(True).problems[1].attempts == 13
+
+
+def test_what_is_mended_goes_on() -> None:
+    made = World(ChangesOptions(until_now=True), [1, 2])
+    made.open()
+    made.starts()
+    made.take(answers(refused(1, DEAD), started(2, 12, log=[(ID_A, 0)], until=2)))
+    made.now += 2
+    assert made.starts() == [(1, 0)]
+    made.take(answers(started(1, 11, log=[(ID_A, 0)], until=2)))
+    made.take(ended("FINISHED", (2, 12)), ended("FINISHED", (1, 11)))
+    assert made.following.next_step(True) is Step.FINISH
+    assert made.following.status(True).problems == {}
+
+
+def test_an_end_is_an_error_when_only_what_cannot_be_read_is_left() -> None:
+    made = World(ChangesOptions(until_now=True), [1, 2, 3])
+    made.open()
+    made.starts()
+    made.take(answers(refused(1, DEAD), started(2, 12, log=[(ID_A, 0)], until=2)))
+    made.take(answers(started(3, 13, log=[(ID_A, 0)], until=2)))
+    made.take(frame((12, run_block(2, 0, 2))))
+    made.following.acknowledge()
+    made.take(ended("FINISHED", (2, 12)))
+    with pytest.raises(
+        PartitionNotActiveError, match="partition 1 cannot be read: partition 1 is dead; the others"
+    ):
+        made.take(ended("FINISHED", (3, 13)))
+
+
+def test_a_stream_that_ends_twice_at_the_same_damage_has_come_to_its_end() -> None:
+    made = World(ChangesOptions(until_now=True), [1])
+    made.open()
+    made.starts()
+    made.take(answers(started(1, 11, log=[(ID_A, 0)], until=9)), ended("STORAGE_ERROR", (1, 11)))
+    made.now += 2
+    assert made.starts() == [(1, 0)]
+    made.take(answers(started(1, 12, log=[(ID_A, 0)], until=9)))
+    with pytest.raises(UprError, match="partition 1 cannot be read: storage_error"):
+        made.take(ended("STORAGE_ERROR", (1, 12)))
+
+
+def test_a_member_of_a_group_keeps_its_share_when_all_of_it_is_dead() -> None:
+    made = member()
+    made.take(ended("STORAGE_ERROR", (1, 11), (2, 12)))
+    assert set(made.following.status(True).problems) == {1, 2}

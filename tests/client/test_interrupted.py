@@ -39,7 +39,7 @@ from upr_client import (
     WriteResult,
 )
 from upr_client._async.view import AsyncView
-from upr_client._sync.follow import Follow
+from upr_client._sync.call import Follow
 from upr_client._sync.view import View
 from upr_protocol.failover import FailoverLog
 

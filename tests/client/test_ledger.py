@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.client.test_consumer_model import block_of
 from tests.model import Row, Run
-from upr_client.events import Change, ChangeBatch
-from upr_client.ledger import Ledger
+from upr_client.changes.events import Change, ChangeBatch
+from upr_client.changes.ledger import Ledger
 from upr_protocol.consumer import Delivery
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.position import Position

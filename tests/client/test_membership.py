@@ -2,9 +2,8 @@
 
 import pytest
 
-from upr_client.membership import Membership
-from upr_protocol.consumer import ProtocolError
-from upr_protocol.errors import InvalidArgumentError
+from upr_client.changes.groups import Membership
+from upr_protocol.errors import InvalidArgumentError, ProtocolError
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 

@@ -1,9 +1,9 @@
 """What an owner does about what it finds stored in the server."""
 
-from upr_client.ownership import Ownership
+from upr_client.changes.groups import Ownership
 from upr_protocol.failover import FailoverLog
 from upr_protocol.position import Position
-from upr_protocol.wire.positions import position_to_message
+from upr_protocol.wire.codec import position_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 A = 0xA

@@ -1,6 +1,6 @@
 """Silence that may be slowness."""
 
-from upr_client.patience import Patience
+from upr_client.changes.link import Patience
 
 
 def test_the_interval_doubles_until_something_is_brought() -> None:

@@ -20,7 +20,7 @@ from upr_client import (
     PositionStoreError,
     SqlitePositions,
     UprError,
-    sqlite_positions,
+    positions,
 )
 from upr_client.testing.positions import positions_to_keep
 
@@ -268,7 +268,7 @@ def test_a_table_of_somebody_else_is_left_alone(path: Path) -> None:
 def test_a_locked_database_is_told_and_may_be_tried_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_positions, "_BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(positions, "_BUSY_SECONDS", 0.05)
     store = SqlitePositions(path)
     store.save({1: at(1)})
     with closing(sqlite3.connect(path, isolation_level=None)) as other:

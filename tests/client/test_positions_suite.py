@@ -144,6 +144,8 @@ class Faulty(MemoryPositions):
         match self.mistake:
             case "no bucket version":
                 return replace(at, bucket_version=0)
+            case "no bucket name":
+                return replace(at, bucket="")
             case "no data id":
                 return replace(at, data_id=at.failover_id)
             case "no failover id":
@@ -174,6 +176,7 @@ MISTAKES = {
     "only the newest seqno": "of partition",
     "bounded": "all 1024 partitions",
     "no bucket version": "bucket_version of partition",
+    "no bucket name": "bucket of partition",
     "no data id": "data_id of partition",
     "no failover id": "failover_id of partition",
     "no horizon": "horizon of partition",

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.client.test_consumer_model import block_of
 from tests.model import Row, Run
-from upr_client.recent_keys import RecentKeys
+from upr_client.changes.events import RecentKeys
 
 
 def run_of(start: int, end: int) -> Run:

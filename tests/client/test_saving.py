@@ -23,11 +23,10 @@ from tests.client.scripted import (
     started,
 )
 from upr_client import AsyncClient, MemoryPositions, Position
-from upr_client._async.adapter import run_blocking
-from upr_client.changes_options import ChangesOptions
-from upr_client.following import Following
-from upr_client.incoming import Clock
-from upr_client.steps import Step
+from upr_client._async.io import run_blocking
+from upr_client.changes.link import Clock
+from upr_client.changes.options import ChangesOptions
+from upr_client.changes.session import Following, Step
 from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 

@@ -33,7 +33,7 @@ from upr_client import (
 )
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import resume_after_rollback
-from upr_protocol.markers import MarkerHistory
+from upr_protocol.position import MarkerHistory
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "sqlite_mirror.py"
 ROUNDS = int(os.environ.get("UPR_MIRROR_ROUNDS", "6"))

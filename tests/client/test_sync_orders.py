@@ -39,11 +39,11 @@ from upr_client import (
     WriteResult,
 )
 from upr_client._sync.writer import Write
+from upr_protocol.block import build_block
 from upr_protocol.errors import ShuttingDownError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.partitioning import partition_of
-from upr_protocol.rows import build_block
-from upr_protocol.wire.status import code_of, metadata_of
+from upr_protocol.wire.grpc import code_of, metadata_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
@@ -347,8 +347,8 @@ def test_after_a_passing_refusal_everything_behind_it_is_sent_again(channel: Any
         call.end()
         call = write_call(channel)
         begin(call)
-        assert numbers(call, 2) == [(1, b"1"), (2, b"2")]
-        call.say(applied(1, (P, 0, 1)), applied(2, (P, 1, 2)))
+        assert numbers(call, 2) == [(3, b"1"), (4, b"2")]
+        call.say(applied(3, (P, 0, 1)), applied(4, (P, 1, 2)))
         call.half_closed()
         call.end()
     assert outcomes == [1, 2]
@@ -373,10 +373,10 @@ def test_no_more_are_outstanding_than_the_server_allows(channel: Any) -> None:
         call = write_call(channel)
         begin(call, in_flight=2)
         assert numbers(call, 2) == [(1, b"1"), (2, b"2")]
-        assert [write.sent for write in queued] == [True, True, False, False]
+        assert [write.number for write in queued] == [1, 2, 0, 0]
         call.say(applied(1, (P, 0, 1)))
         assert numbers(call, 1) == [(3, b"3")]
-        assert not queued[3].sent
+        assert not queued[3].number
         call.say(applied(2, (P, 1, 2)), applied(3, (P, 2, 3)))
         assert numbers(call, 1) == [(4, b"4")]
         call.say(applied(4, (P, 3, 4)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tests.crash.recording import PARTITIONS
 from tests.model import Row, State, apply
 from upr_client import AsyncBucket, ChangeBatch, MemoryPositions, Position, backoff
-from upr_client.events import block_changes
+from upr_client.changes.events import block_changes
 
 if TYPE_CHECKING:
     from tests.crash.world import World

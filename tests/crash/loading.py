@@ -10,7 +10,7 @@ import grpc
 from tests.crash.recording import Recorder
 from tests.harness import RunningServer
 from tests.raw import RawClient, RawWriter, all_rows, start_at
-from upr_protocol.rows import build_block
+from upr_protocol.block import build_block
 from upr_protocol.wire.codec import block_to_message
 
 Row = tuple[bytes, bytes | None]

@@ -53,6 +53,9 @@ ELSEWHERE = {
     "bucket.after_drop": "service/test_buckets.py::test_killed_while_a_bucket_is_dropped",
     "merge.before_commit": "service/test_merging.py::test_killed_while_merging",
     "merge.after_commit": "service/test_merging.py::test_killed_while_merging",
+    "recovery.before_aside": "service/test_dead_partitions.py::test_killed_in_the_recovery_of_a_dead_partition",
+    "accept.before_commit": "service/test_dead_partitions.py::test_killed_while_a_loss_is_accepted",
+    "accept.after_commit": "service/test_dead_partitions.py::test_killed_while_a_loss_is_accepted",
     "cuts.before_commit": "service/test_cuts.py::test_sigkill_before_the_answer_leaves_a_whole_cut_or_none",
     "cuts.after_commit": "service/test_cuts.py::test_sigkill_before_the_answer_leaves_a_whole_cut_or_none",
 }

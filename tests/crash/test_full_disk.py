@@ -161,7 +161,7 @@ async def until_stuck(disk: Disk, world: World) -> None:
         assert await refusal(world) == "NO_ROOM"
         return
     async with asyncio.timeout(20):
-        while "journal append failed" not in world.server.log_text():
+        while "storage trouble" not in world.server.log_text():
             assert await read_durable(world) > 0
 
 

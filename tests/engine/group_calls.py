@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from upr.engine.members import Group
-from upr.engine.owners import Owners
+from upr.engine.groups import Group, Owners
 from upr.engine.streams import EndReason
 
 NAME = "indexer"

@@ -11,10 +11,9 @@ from tests.engine.test_cuts import entry
 from tests.engine.test_follower_steps import MINE, OTHER, bucket, commit, write
 from tests.raw import all_rows
 from tests.storage.stored_blocks import store_of
-from upr.engine.beginnings import Beginnings, DurableMarkers
-from upr.engine.bucket import Bucket
-from upr.engine.flush import FlushPlan
-from upr.engine.follower import Follower
+from upr.engine.bucket import Bucket, FlushPlan
+from upr.engine.follower import Beginnings, Follower
+from upr.engine.partitions import DurableMarkers
 from upr.engine.streams import (
     Answer,
     FollowOptions,
@@ -24,14 +23,13 @@ from upr.engine.streams import (
     StartRequest,
 )
 from upr.engine.tail import MARK_EVERY
-from upr.storage.by_time import StoredBeginning, search
-from upr.storage.merge import FlushSlice
-from upr.storage.reading import read_blocks
+from upr.storage.compact import FlushSlice
+from upr.storage.read import read_blocks
+from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import Store
-from upr_protocol.block import make_runs, sealed
-from upr_protocol.credit import CreditWindow
+from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import DataDamagedError
-from upr_protocol.rows import build_block
+from upr_protocol.flow import CreditWindow
 from upr_protocol.wire.codec import decode_block
 
 WINDOW = 1 << 22
@@ -137,16 +135,21 @@ def test_the_ends_are_looked_at_from_where_it_begins() -> None:
     assert answer.error.reason == "SNAPSHOT_GONE"
 
 
-def test_purged_tombstones_below_do_not_matter_to_who_has_nothing() -> None:
+@pytest.mark.parametrize(("found", "begins"), [(2, 0), (3, 0), (4, 4), (5, 5)])
+def test_from_a_time_nobody_begins_between_0_and_the_purge_seqno(found: int, begins: int) -> None:
     b = bucket()
     for _ in range(5):
         write(b, MINE)
     commit(b)
     b.partitions.purge[MINE] = 4
-    request = StartRequest(MINE, None, 0, None, from_time=0, stored=StoredBeginning(2, True))
-    _, answer = following(b, request)
+    request = StartRequest(MINE, None, 0, None, from_time=0, stored=StoredBeginning(found, True))
+    follower, answer = following(b, request)
     assert isinstance(answer, Started)
-    assert (answer.start_seqno, answer.purge_seqno) == (2, 4)
+    assert (answer.start_seqno, answer.purge_seqno) == (begins, 4)
+    # As after a lost call, with what it was told and nothing more.
+    resumed = StartRequest(MINE, MINE + 1, begins, MINE + 1 if begins else None)
+    (answer,) = follower.start([resumed])
+    assert isinstance(answer, Started)
     (again,) = Follower(b, FollowOptions(), CreditWindow(9), lambda: None).start(
         [StartRequest(MINE, MINE + 1, 2, MINE + 1)]
     )
@@ -167,7 +170,7 @@ def test_durable_markers_are_the_complete_ones(seed: int) -> None:
     high: dict[int, int] = dict.fromkeys(range(4), 0)
     horizon = dict(high)
     expected = dict(high)
-    markers = DurableMarkers(np.zeros(1024, np.uint64))
+    markers = DurableMarkers(np.zeros(1024, np.uint64), np.zeros(1024, np.uint64))
     for _ in range(30):
         tables = []
         for _ in range(rng.randint(1, 4)):
@@ -249,7 +252,7 @@ def test_from_a_time_misses_nothing_and_is_exact_without_a_flush(seed: int, tmp_
         world.step()
         partition = world.rng.choice([MINE, OTHER])
         time = world.rng.randint(95, world.now + 5)
-        (found,) = search(world.store, [(partition, time)])
+        (found,) = search_time(world.store, [(partition, time)])
         assert isinstance(found, StoredBeginning)
         stored = b.partitions.stored.copy()
         for _ in range(world.rng.choice([0, 0, 0, 2, 5])):
@@ -286,7 +289,7 @@ def test_what_was_flushed_between_search_and_start_makes_it_begin_earlier(tmp_pa
     b = world.bucket
     put(b, MINE, 2, 10)
     put(b, MINE, 2, 20)
-    (found,) = search(world.store, [(MINE, 15)])
+    (found,) = search_time(world.store, [(MINE, 15)])
     assert found == StoredBeginning(0, False)
     commit(b)
     assert Beginnings(b.markers.seqno, b.tail).at_time(MINE, 15, found) == 2
@@ -300,7 +303,7 @@ def test_what_was_flushed_between_search_and_start_makes_it_begin_earlier(tmp_pa
     assert Beginnings(b.markers.seqno, b.tail).at_time(MINE, 15, found) == 2
     b.end_flush(complete=True)
     assert Beginnings(b.markers.seqno, b.tail).at_time(MINE, 15, found) == 0
-    (again,) = search(world.store, [(MINE, 15)])
+    (again,) = search_time(world.store, [(MINE, 15)])
     assert isinstance(again, StoredBeginning)
     assert Beginnings(b.markers.seqno, b.tail).at_time(MINE, 15, again) >= 2
     world.store.close()

@@ -8,21 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.storage.stored_blocks import store_of
+from tests.storage.stored_blocks import consumers_of, store_of
 from upr.engine import consumers as consumers_module
 from upr.engine.bucket import Bucket
-from upr.engine.consumers import NO_LIMIT, Consumers, read_positions
+from upr.engine.consumers import NO_LIMIT, Consumers, Save, read_positions
 from upr.engine.follower import Follower
 from upr.engine.partitions import ACTIVE, Partitions
 from upr.engine.streams import FollowOptions, Started, StartRequest
 from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow, PartitionRow
 from upr.storage.store import Identity
-from upr_protocol.block import I64, U64, make_runs, sealed
-from upr_protocol.credit import CreditWindow
+from upr_protocol.block import I64, U64, build_block, make_runs, sealed
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import FailoverLog, FailoverRecord
+from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import CONSUMERS_MAX
-from upr_protocol.rows import build_block
 
 
 def position(partition: int, seqno: int) -> tuple[I64, U64, U64]:
@@ -248,16 +247,20 @@ def test_what_is_not_stored_is_handed_out_once_and_loaded_again() -> None:
     consumer.generation = 2
     rows = rows_of(consumers)
     assert rows == {
-        (b"c", 5): ConsumerRow(2, 6, 8, 11),
-        (b"c", 6): ConsumerRow(2, 7, 9, 11),
+        (b"c", 5): ConsumerRow(2, 6, 8, 11, None),
+        (b"c", 6): ConsumerRow(2, 7, 9, 11, None),
     }
     assert consumers.take_changes(100) is None
     acknowledge(consumers, "c", (6, 10), now=12)
-    assert rows_of(consumers) == {(b"c", 6): ConsumerRow(2, 7, 10, 12)}
+    assert rows_of(consumers) == {(b"c", 6): ConsumerRow(2, 7, 10, 12, None)}
 
     loaded = Consumers()
     loaded.load(
-        {b"c": {5: ConsumerRow(2, 6, 8, 11), 6: ConsumerRow(3, 7, 10, 12)}, b"d": {1: DAMAGED}}
+        [
+            (b"c", 5, ConsumerRow(2, 6, 8, 11)),
+            (b"c", 6, ConsumerRow(3, 7, 10, 12)),
+            (b"d", 1, DAMAGED),
+        ]
     )
     assert loaded.limit(IDS)[[1, 5, 6]].tolist() == [0, 8, 10]
     assert loaded.take_changes(100) is None
@@ -288,7 +291,7 @@ def test_what_could_not_be_stored_is_handed_out_again() -> None:
     assert changes is not None
     acknowledge(consumers, "c", (5, 9))
     consumers.put_back(changes)
-    assert rows_of(consumers) == {(b"c", 5): ConsumerRow(0, 6, 9, 1)}
+    assert rows_of(consumers) == {(b"c", 5): ConsumerRow(0, 6, 9, 1, None)}
 
 
 def test_forget_removes_the_rows_and_a_later_ack_registers_anew() -> None:
@@ -303,7 +306,7 @@ def test_forget_removes_the_rows_and_a_later_ack_registers_anew() -> None:
     assert changes.rows() == {(b"c", 5): None, (b"c", 6): None}
     consumers.put_back(changes)
     assert rows_of(consumers) == {(b"c", 5): None, (b"c", 6): None}
-    assert rows_of(consumers) == {(b"c", 6): ConsumerRow(0, 7, 10, 1)}
+    assert rows_of(consumers) == {(b"c", 6): ConsumerRow(0, 7, 10, 1, None)}
 
 
 def test_an_ack_of_all_partitions_does_not_work_position_by_position() -> None:
@@ -357,6 +360,41 @@ def test_a_row_whose_key_is_damaged_is_left_out(tmp_path: Path, key: bytes) -> N
     with store._env.begin(write=True) as txn:
         txn.put(key, b"some value", db=store._consumers)
         txn.put(b"d\0\0\2", b"a damaged value", db=store._consumers)
-    assert store.consumers() == {b"c": {1: row}, b"d": {2: DAMAGED}}
+    assert consumers_of(store) == {b"c": {1: row}, b"d": {2: DAMAGED}}
     Consumers().load(store.consumers())
     store.close()
+
+
+def registered(*times: tuple[str, int]) -> Consumers:
+    known = Consumers()
+    for name, time_ in times:
+        known.load(
+            [
+                (name.encode(), 5, ConsumerRow(1, 6, 7, time_)),
+                (name.encode(), 6, ConsumerRow(1, 7, 7, 1)),
+            ]
+        )
+    return known
+
+
+def test_one_that_is_in_use_has_its_time_to_go_from_then_also_after_a_restart() -> None:
+    known = registered(("used", 100), ("fresh", 900), ("unused", 100))
+    assert known.expire(500, 1000, {"used", "fresh"}) == ["unused"]
+    changes = known.take_changes(100)
+    assert changes is not None
+    rows = {key: row and row.time for key, row in changes.rows().items()}
+    assert rows == {(b"unused", 5): None, (b"unused", 6): None, (b"used", 5): 1000}
+    # Its call has ended for a moment; nothing is to be stored again and again while it is in use.
+    assert known.expire(501, 1001, set()) == []
+    assert known.expire(502, 1002, {"used"}) == []
+    assert not known.changed
+    assert known.expire(1001, 1501, {"fresh"}) == ["used"]
+
+
+def test_one_that_is_saving_or_whose_rows_are_damaged_does_not_expire() -> None:
+    known = registered(("saving", 100))
+    known.load([(b"damaged", 5, ConsumerRow(0, 0, 0, 0, DAMAGED_POSITION))])
+    columns = (np.array([5]), np.array([6], np.uint64), np.array([8], np.uint64))
+    known.saves.add(Save("saving", 2, *columns, [b"8"], 1000))
+    assert known.expire(500, 1000, set()) == []
+    assert {name for name, _ in known} == {"saving", "damaged"}

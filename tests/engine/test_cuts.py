@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.test_follower_steps import bucket, commit, write
-from upr.engine.bucket import Bucket
+from upr.engine.bucket import Bucket, FlushPlan
 from upr.engine.cuts import NO_PIN, Cut, Cuts, fences_of
-from upr.engine.flush import FlushPlan
 from upr.engine.partitions import DEAD, PENDING
 from upr.engine.tail import Tail, TailEntry
 from upr.storage.keyspace import CutRow, Pin
-from upr_protocol.block import make_runs, sealed
+from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import (
     AlreadyExistsError,
     CutNotFoundError,
@@ -23,8 +22,7 @@ from upr_protocol.errors import (
     StorageFailedError,
     TooManyError,
 )
-from upr_protocol.limits import CUTS_MAX
-from upr_protocol.rows import build_block
+from upr_protocol.limits import BACKUP_CUTS, BACKUP_CUTS_NAME, CUTS_HALF, CUTS_MAX
 from upr_protocol.wire.codec import decode_block, encode_block
 
 HOUR = 3600 * 10**6
@@ -262,15 +260,47 @@ def test_what_cannot_be_cut() -> None:
     for state, name in ((DEAD, "dead"), (PENDING, "pending")):
         b.partitions.state[B] = state
         with pytest.raises(PartitionNotActiveError, match=f"partition {B} is {name}"):
-            b.create_cut("y", range(1024), 1, 0)
+            b.create_cut("y", [B], 1, 0)
     made(b, "y", A, C)
-    for number in range(CUTS_MAX - 2):
+    for number in range(CUTS_MAX - BACKUP_CUTS - 2):
         made(b, f"more {number}", A)
-    with pytest.raises(TooManyError, match=f"{CUTS_MAX} cuts"):
+    with pytest.raises(TooManyError, match=f"{CUTS_MAX - BACKUP_CUTS} cuts besides"):
         b.create_cut("z", [A], 1, 0)
+    for number in range(BACKUP_CUTS):
+        made(b, f"{BACKUP_CUTS_NAME}{number}", A)
+    with pytest.raises(TooManyError, match=f"{CUTS_MAX} cuts, the limit"):
+        b.create_cut(f"{BACKUP_CUTS_NAME}z", [A], 1, 0)
     b.fail(StorageFailedError("gone"))
     with pytest.raises(StorageFailedError):
         b.create_cut("z", [A], 1, 0)
+
+
+def test_a_cut_goes_on_without_dead_partitions_and_names_them() -> None:
+    b = bucket()
+    b.partitions.state[B] = DEAD
+    cut = b.create_cut("x", [A, B, C], HOUR, 0)
+    assert list(cut.pins) == [A, C]
+    assert {p: why.message for p, why in cut.left_out.items()} == {B: f"partition {B} is dead here"}
+
+
+def test_nobody_has_all_cuts() -> None:
+    b = bucket()
+    for number in range(CUTS_HALF):
+        b.create_cut(f"{number}", [A], 1000, 0, "10.0.0.1")
+    with pytest.raises(TooManyError, match=rf"{CUTS_HALF} cuts of 10\.0\.0\.1, the limit"):
+        b.create_cut("more", [A], 1000, 0, "10.0.0.1")
+    b.create_cut("more", [A], 1000, 0, "10.0.0.2")
+    for number in range(CUTS_MAX - CUTS_HALF - 1):
+        # Its place in the bucket does not depend on who has it; backups have half of them at most.
+        b.create_cut(f"{BACKUP_CUTS_NAME}{number}", [A], 1000, 0, "10.0.0.1")
+    assert len(b.cuts.live(0)) == 0, "none of them is durable yet"
+    with pytest.raises(TooManyError, match=f"{CUTS_MAX} cuts, the limit"):
+        b.create_cut("last", [A], 1000, 0, "10.0.0.3")
+    empty = bucket()
+    for number in range(CUTS_HALF):
+        empty.create_cut(f"{BACKUP_CUTS_NAME}{number}", [A], 1000, 0, f"10.0.0.{number}")
+    with pytest.raises(TooManyError, match=f"{CUTS_HALF} cuts of backups, the limit"):
+        empty.create_cut(f"{BACKUP_CUTS_NAME}more", [A], 1000, 0, "10.0.0.9")
 
 
 names = st.sampled_from("abc")

@@ -5,22 +5,20 @@ from dataclasses import replace
 import pytest
 
 from tests.raw import all_rows
-from upr.engine.bucket import PRODUCERS_IN_MEMORY, Bucket
-from upr.engine.flush import FlushPlan
+from upr.engine.bucket import Bucket, FlushPlan
 from upr.engine.follower import Follower
-from upr.engine.groups import ENTRIES_AT_ONCE
 from upr.engine.partitions import ACTIVE, Partitions
 from upr.engine.streams import FollowOptions, RolledBack, Started, StartRequest
 from upr.engine.tail import MARK_EVERY
+from upr.engine.tail_readers import ENTRIES_AT_ONCE
+from upr.storage.blocks import Encoded
 from upr.storage.keyspace import PartitionRow
-from upr.storage.merge import Encoded
-from upr.storage.reading import ReadResult
+from upr.storage.read import ReadResult
 from upr.storage.store import Identity
-from upr_protocol.block import Block, make_runs, sealed
-from upr_protocol.credit import CreditWindow
-from upr_protocol.errors import CorruptBlockError, DataDamagedError, TooManyError
+from upr_protocol.block import Block, block_values, build_block, make_runs, sealed
+from upr_protocol.errors import CorruptBlockError, DataDamagedError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.rows import block_values, build_block
+from upr_protocol.flow import CreditWindow
 from upr_protocol.wire.codec import decode_block, encode_block
 
 MINE, OTHER = 5, 6
@@ -190,22 +188,6 @@ def test_what_was_read_for_a_stream_that_began_anew_elsewhere_is_dropped() -> No
     again = follower.next_read()
     assert again is not None
     assert again[0][0].above == 5
-
-
-def test_a_producer_whose_writes_are_not_stored_is_not_forgotten() -> None:
-    b = bucket()
-    for i in range(PRODUCERS_IN_MEMORY):
-        name = b"p%d" % i
-        producer = b.open_producer(name, {})
-        block = sealed(replace(build_block([b"k"], [b"v"]), runs=make_runs([MINE], [1])))
-        b.write(block, name, producer, 1, 1)
-        producer.calls -= 1
-    with pytest.raises(TooManyError):
-        b.open_producer(b"one more", {})
-    assert b.knows_producer(b"p0")
-    commit(b)
-    flush(b)
-    assert b.open_producer(b"one more", {})
 
 
 @pytest.mark.parametrize("at", ["values", "table"])

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from tests.engine.group_calls import LEASE, NAME, Call, allowed, group, join, owner_of, settle
-from upr.engine import members as members_module
-from upr.engine.members import Seat
-from upr.engine.owners import Owners
+from upr.engine import groups as members_module
+from upr.engine.groups import Owners, Seat
 from upr.engine.streams import POSITIONS_RESET, SUPERSEDED
 from upr_protocol.errors import FencedError, InvalidArgumentError, TooManyError
 from upr_protocol.limits import OWNERS_REMEMBERED, PARTITIONS

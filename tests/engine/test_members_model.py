@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.engine.group_calls import LEASE, NAME, Call, join, owner_of, settle
-from upr.engine.owners import Hold, Owners
+from upr.engine.groups import Hold, Owners
 from upr.engine.streams import SUPERSEDED
 from upr_protocol.limits import PARTITIONS
 

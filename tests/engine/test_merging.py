@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.storage.stored_blocks import heads_of
-from upr.engine.merging import BLOCK_COST, FAN_IN, plan_merge, plan_whole, segments
-from upr.storage.heads import Head, last_complete
+from upr.engine.compaction import BLOCK_COST, FAN_IN, plan_merge, plan_whole, segments
+from upr.storage.blocks import Head, last_complete
 
 P = 5
 

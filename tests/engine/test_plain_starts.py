@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 
 from tests.engine.test_follower_steps import commit, flush, write
 from upr.engine.bucket import Bucket
-from upr.engine.follower import Follower
+from upr.engine.follower import Follower, PlainStarts
 from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Partitions
-from upr.engine.plain_starts import PlainStarts
 from upr.engine.streams import FollowOptions, Started, StartRequest
 from upr.storage.keyspace import PartitionRow
 from upr.storage.store import Identity
-from upr_protocol.credit import CreditWindow
+from upr_protocol.block import START
 from upr_protocol.errors import InvalidArgumentError, StorageFailedError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.records import START
+from upr_protocol.flow import CreditWindow
 
 LOGS = (
     FailoverLog.born(0xA),
@@ -33,6 +32,7 @@ class Ask:
     failover_id: int
     seqno: int
     data_id: int
+    horizon: int
 
 
 def world(logs: list[int], states: list[int], purges: list[int], highs: list[int]) -> Bucket:
@@ -60,7 +60,9 @@ def six(of: st.SearchStrategy[int]) -> st.SearchStrategy[list[int]]:
 
 
 IDS = st.sampled_from([0, 0xA, 0xB, 0xC, 0xD])
-ASKS = st.lists(st.builds(Ask, IDS, st.integers(0, 7), IDS), min_size=6, max_size=6)
+ASKS = st.lists(
+    st.builds(Ask, IDS, st.integers(0, 7), IDS, st.integers(0, 8)), min_size=6, max_size=6
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -85,7 +87,7 @@ def test_the_answers_are_those_of_one_by_one(
     bucket = world(logs, states, purges, highs)
     table = np.zeros(len(asks), START)
     table["partition"] = SOME
-    for name in ("failover_id", "seqno", "data_id"):
+    for name in ("failover_id", "seqno", "data_id", "horizon"):
         table[name] = [getattr(ask, name) for ask in asks]
     both = []
     for _ in range(2):
@@ -140,9 +142,9 @@ def test_most_of_them_are_plain() -> None:
     ("data", "word"),
     [
         (b"x" * 27, "27 bytes"),
-        (b"\0" * 28 * 1025, "at most 1024"),
-        (b"\xff" * 28, "partition 4294967295"),
-        (b"\0" * 56, "twice"),
+        (b"\0" * 36 * 1025, "at most 1024"),
+        (b"\xff" * 36, "partition 4294967295"),
+        (b"\0" * 72, "twice"),
     ],
 )
 def test_a_table_that_cannot_be(data: bytes, word: str) -> None:

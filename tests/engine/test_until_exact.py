@@ -8,9 +8,9 @@ from tests.raw import all_rows
 from upr.engine.bucket import Bucket
 from upr.engine.follower import Follower
 from upr.engine.streams import Answer, FollowOptions, Refused, RolledBack, Started, StartRequest
-from upr.storage.merge import Encoded
-from upr.storage.reading import ReadResult
-from upr_protocol.credit import CreditWindow
+from upr.storage.blocks import Encoded
+from upr.storage.read import ReadResult
+from upr_protocol.flow import CreditWindow
 from upr_protocol.wire.codec import decode_block
 
 MINE, OTHER = 5, 6

@@ -13,7 +13,7 @@ FLAVOURS = ("_async", "_sync")
 RETURNED = [
     f"upr_client.{flavour}.{module}"
     for flavour in FLAVOURS
-    for module in ("asking", "changes", "cuts", "view")
+    for module in ("bucket", "changes", "view")
 ]
 """Modules with classes that nobody makes by name: they are returned, or brought along by their parts."""
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from upr_spark.connection import CONNECTION_OPTIONS
-from upr_spark.options import Option
+from upr_spark.options import CONNECTION_OPTIONS, Option
 from upr_spark.sink.options import WRITE_OPTIONS
 from upr_spark.source.options import READING_OPTIONS
 

@@ -11,26 +11,24 @@ from hypothesis import strategies as st
 from tests.model import partition_of as model_partition_of
 from upr_protocol.block import (
     Block,
-    check_block,
-    cut_runs,
-    make_runs,
-    sealed,
-    slice_above,
-    slice_runs,
-    without_values,
-)
-from upr_protocol.errors import CorruptBlockError, InvalidArgumentError
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, VALUE_BYTES_MAX
-from upr_protocol.partitioning import partition_of, partitions_of
-from upr_protocol.rows import (
     block_keys,
     block_ops,
     block_partitions,
     block_seqnos,
     block_values,
     build_block,
+    check_block,
+    make_runs,
+    sealed,
+    select_runs,
+    slice_above,
+    slice_runs,
     split_rows,
+    without_values,
 )
+from upr_protocol.errors import CorruptBlockError, InvalidArgumentError
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_protocol.partitioning import partition_of, partitions_of
 from upr_protocol.wire.codec import (
     block_from_message,
     block_to_message,
@@ -137,7 +135,7 @@ def test_a_cut_out_tells_of_its_partitions_what_the_whole_does(rows: Rows, data:
     )
     if not keep.any():
         return
-    cut = cut_runs(block, keep)
+    cut = select_runs(block, keep)
     check_block(cut)
     kept = set(block.runs["partition"][keep].tolist())
     assert table(cut) == [row for row in table(block) if row[0] in kept]

@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from upr_protocol.block import check_block, make_runs, sealed
+from upr_protocol.block import build_block, check_block, make_runs, sealed
 from upr_protocol.errors import CorruptBlockError
 from upr_protocol.limits import VALUE_BYTES_MAX
-from upr_protocol.rows import build_block
 
 
 def test_offsets_that_wrap_around_are_refused() -> None:

@@ -26,12 +26,12 @@ from upr_protocol.wire.codec import (
     decompress_block,
     encode_block,
     is_compressed,
+    joined_blocks,
     open_checked,
     open_columns,
     plain_bytes,
 )
 from upr_protocol.wire.compression import zstd_available
-from upr_protocol.wire.joining import joined_blocks
 from upr_protocol.wire.v1 import types_pb2
 
 ROWS: list[tuple[bytes, bytes | None]] = [

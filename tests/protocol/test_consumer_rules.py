@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from upr_protocol.block import Block, make_runs, sealed
-from upr_protocol.consumer import BUCKET_GONE_RULE, ConsumerSession, ProtocolError, State
+from upr_protocol.block import Block, build_block, make_runs, sealed
+from upr_protocol.consumer import Consumer, State
+from upr_protocol.errors import ProtocolError
 from upr_protocol.failover import FailoverLog
+from upr_protocol.handshake import BUCKET_GONE_RULE
 from upr_protocol.position import Position
-from upr_protocol.rows import build_block
 
 A, B, C, D = 0xA, 0xB, 0xC, 0xD
 P = 7
@@ -24,8 +25,8 @@ def block(start: int, end: int) -> Block:
     return sealed(replace(built, runs=make_runs([P], len(rows), start, end, end, 1)))
 
 
-def live(token: int, failover_id: int, position: Position) -> ConsumerSession:
-    session = ConsumerSession([P], {P: position})
+def live(token: int, failover_id: int, position: Position) -> Consumer:
+    session = Consumer([P], {P: position})
     session.opened(VERSION)
     session.starts([P])
     session.started(P, token, failover_id, 9, None, LOG)
@@ -63,7 +64,7 @@ def test_the_end_of_a_stream_that_was_replaced_ends_nothing() -> None:
 
 
 def test_a_position_of_a_dropped_bucket_goes_back_to_0_whatever_is_answered() -> None:
-    session = ConsumerSession([P], {P: AT_3})
+    session = Consumer([P], {P: AT_3})
     session.opened(NEW_VERSION)
     session.starts([P])
     pending = session.rollback(P, 3, B, "next_record", "", LOG)
@@ -80,10 +81,26 @@ def test_a_run_that_does_not_go_on_where_the_partition_stands_is_refused() -> No
 
 def test_an_older_id_that_the_server_knows_saves_what_can_be_saved() -> None:
     own = FailoverLog.from_pairs([(A, 0), (B, 3), (C, 6)])
-    session = ConsumerSession([P], {P: Position(VERSION, C, C, 8, 8, (2, 5, 8), own)})
+    session = Consumer([P], {P: Position(VERSION, C, C, 8, 8, (2, 5, 8), own)})
     session.opened(VERSION)
     session.starts([P])
     server = FailoverLog.from_pairs([(A, 0), (B, 3), (D, 4)])
     pending = session.rollback(P, 0, D, "unknown_id", "", server)
     assert pending is not None
     assert pending.seqno == 2
+
+
+def test_starts_tell_the_horizon_where_it_is_known() -> None:
+    positions = {
+        p: Position(VERSION, A, A, seqno, horizon, (), FailoverLog.born(A))
+        for p, (seqno, horizon) in enumerate(((5, 9), (5, 5), (5, None), (0, 0)))
+    }
+    told = [9, 5, None, None]
+    session = Consumer(positions, positions)
+    session.opened(VERSION)
+    assert [request.horizon for request in session.starts(positions)] == told
+    session = Consumer(positions, positions)
+    session.opened(VERSION)
+    records = session.plain_starts(positions)
+    assert records is not None
+    assert records["horizon"].tolist() == [horizon or 0 for horizon in told]

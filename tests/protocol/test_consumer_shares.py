@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.client.scripted import run_block
-from upr_protocol.consumer import ConsumerSession, State
+from upr_protocol.consumer import Consumer, State
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.position import Position
@@ -18,8 +18,8 @@ def at(seqno: int, *markers: int) -> Position:
     return Position(77, A, A, seqno, seqno, markers, LOG)
 
 
-def session() -> ConsumerSession:
-    found = ConsumerSession((), lasting=True)
+def session() -> Consumer:
+    found = Consumer((), lasting=True)
     found.opened(77)
     return found
 
@@ -86,7 +86,7 @@ def test_a_pending_rollback_goes_with_its_partition() -> None:
 
 
 def test_a_beginning_is_asked_for_where_nothing_is_held() -> None:
-    found = ConsumerSession([P, Q], {Q: at(3)}, beginning="now")
+    found = Consumer([P, Q], {Q: at(3)}, beginning="now")
     found.opened(77)
     one, other = found.starts([P, Q])
     assert (one.beginning, one.failover_id, one.data_id) == ("now", None, None)
@@ -99,7 +99,7 @@ def test_a_beginning_is_asked_for_where_nothing_is_held() -> None:
 
 
 def test_after_a_rollback_to_0_the_beginning_holds_again() -> None:
-    found = ConsumerSession([P], {P: at(3, 3)}, beginning=1_000_000)
+    found = Consumer([P], {P: at(3, 3)}, beginning=1_000_000)
     found.opened(77)
     found.starts([P])
     pending = found.rollback(P, 2, 0xB, "r", "w", FailoverLog.from_pairs([(A, 0), (0xB, 2)]))
@@ -110,7 +110,7 @@ def test_after_a_rollback_to_0_the_beginning_holds_again() -> None:
 
 
 def test_a_rollback_to_where_it_began_goes_no_further() -> None:
-    found = ConsumerSession([P], {P: Position(77, A, A, 5, 5, (3, 5), LOG)}, beginning="now")
+    found = Consumer([P], {P: Position(77, A, A, 5, 5, (3, 5), LOG)}, beginning="now")
     found.opened(77)
     found.starts([P])
     log = FailoverLog.from_pairs([(A, 0), (0xB, 3)])
@@ -122,13 +122,13 @@ def test_a_rollback_to_where_it_began_goes_no_further() -> None:
 def test_restarting_undoes_everything_whenever_something_is() -> None:
     log = FailoverLog.from_pairs([(A, 0), (0xB, 3)])
     for restart, to in ((False, 2), (True, 0)):
-        found = ConsumerSession([P], {P: at(4, 1, 2)}, restart=restart)
+        found = Consumer([P], {P: at(4, 1, 2)}, restart=restart)
         found.opened(77)
         found.starts([P])
         pending = found.rollback(P, 3, 0xB, "r", "w", log)
         assert pending is not None
         assert pending.seqno == to
-    found = ConsumerSession([P], {P: at(3, 3)}, restart=True)
+    found = Consumer([P], {P: at(3, 3)}, restart=True)
     found.opened(77)
     found.starts([P])
     assert found.rollback(P, 3, 0xB, "r", "w", log) is None, "nothing was to be undone"

@@ -1,11 +1,14 @@
 """A consumer whose positions belong to a bucket that was dropped and created anew."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from upr_protocol.consumer import BUCKET_GONE_RULE, ConsumerSession, ProtocolError, State
+from upr_protocol.consumer import Consumer, State
+from upr_protocol.errors import PositionBucketError, ProtocolError
 from upr_protocol.failover import FailoverLog
+from upr_protocol.handshake import BUCKET_GONE_RULE
 from upr_protocol.position import Position
 
 OLD, NEW, NEWER = 11, 12, 13
@@ -13,7 +16,7 @@ LOG = FailoverLog.from_pairs([(5, 0), (6, 3)])
 OLD_AT_7 = Position(OLD, 6, 6, 7, 7, (3, 7), LOG)
 
 
-def rolled(session: ConsumerSession, partition: int, newest_id: int) -> None:
+def rolled(session: Consumer, partition: int, newest_id: int) -> None:
     """Have the server answer the Start, and the application undo."""
     pending = session.rollback(
         partition, 0, newest_id, "new_client", "", FailoverLog.born(newest_id)
@@ -25,7 +28,7 @@ def rolled(session: ConsumerSession, partition: int, newest_id: int) -> None:
 
 def test_only_what_has_something_is_rolled_back() -> None:
     empty = Position(OLD, 6, None, 0, 0, (), LOG)
-    session = ConsumerSession([1, 2, 3], {1: OLD_AT_7, 2: empty})
+    session = Consumer([1, 2, 3], {1: OLD_AT_7, 2: empty})
     session.opened(NEW)
     assert session.position(1) == OLD_AT_7
     assert session.position(2) == session.position(3) == Position.fresh(NEW)
@@ -39,7 +42,7 @@ def test_only_what_has_something_is_rolled_back() -> None:
 
 
 def test_positions_of_two_versions_are_what_a_crash_while_undoing_leaves() -> None:
-    session = ConsumerSession([1, 2], {1: OLD_AT_7, 2: Position(NEW, 9, 9, 4, 4, (4,), None)})
+    session = Consumer([1, 2], {1: OLD_AT_7, 2: Position(NEW, 9, 9, 4, 4, (4,), None)})
     assert session.bucket_version == 0
     session.opened(NEW)
     assert session.position(2).seqno == 4
@@ -51,7 +54,7 @@ def test_positions_of_two_versions_are_what_a_crash_while_undoing_leaves() -> No
 
 
 def test_a_third_version_while_the_data_of_the_first_is_undone() -> None:
-    session = ConsumerSession([1], {1: OLD_AT_7})
+    session = Consumer([1], {1: OLD_AT_7})
     session.opened(NEW)
     session.starts([1])
     pending = session.rollback(1, 0, 9, "new_client", "", FailoverLog.born(9))
@@ -66,7 +69,7 @@ def test_a_third_version_while_the_data_of_the_first_is_undone() -> None:
 
 
 def test_a_server_that_starts_the_old_position_is_not_believed() -> None:
-    session = ConsumerSession([1], {1: OLD_AT_7})
+    session = Consumer([1], {1: OLD_AT_7})
     session.opened(NEW)
     session.starts([1])
     with pytest.raises(ProtocolError, match="without an id"):
@@ -82,7 +85,7 @@ def test_no_stored_position_ever_pairs_a_version_with_the_data_of_another(seed: 
     newest = {p: next(ids) for p in partitions}
     data: dict[int, tuple[int, int]] = {p: (0, 0) for p in partitions}
     stored: dict[int, Position] = {}
-    session = ConsumerSession(partitions)
+    session = Consumer(partitions)
     rollbacks = 0
     for _ in range(300):
         kind = rng.choice(["drop", "lose", "crash", "go", "go", "go", "save"])
@@ -93,7 +96,7 @@ def test_no_stored_position_ever_pairs_a_version_with_the_data_of_another(seed: 
         elif kind == "lose":
             session.disconnected()
         elif kind == "crash":
-            session = ConsumerSession(partitions, stored)
+            session = Consumer(partitions, stored)
         elif kind == "save":
             for p in session.take_changed():
                 stored[p] = session.position(p)
@@ -123,3 +126,43 @@ def test_no_stored_position_ever_pairs_a_version_with_the_data_of_another(seed: 
         for p, position in stored.items():
             assert position.seqno == 0 or position.bucket_version == data[p][0] or data[p][1] == 0
     assert rollbacks
+
+
+def named(position: Position, bucket: str) -> Position:
+    return replace(position, bucket=bucket)
+
+
+def test_a_position_of_a_bucket_of_another_name_is_refused() -> None:
+    for version in (OLD, NEW):
+        other = replace(OLD_AT_7, bucket="orders", bucket_version=version)
+        with pytest.raises(PositionBucketError, match="'orders', not of 'people'"):
+            Consumer([1], {1: other}, bucket="people")
+        session = Consumer([], lasting=True, bucket="people")
+        with pytest.raises(PositionBucketError):
+            session.follow({1: other})
+    # Only the same name with another version is a bucket that was made anew.
+    session = Consumer([1], {1: named(OLD_AT_7, "orders")}, bucket="orders")
+    session.opened(NEW)
+    session.starts([1])
+    rolled(session, 1, 9)
+    assert session.position(1) == Position(
+        NEW, 9, None, 0, 0, (), FailoverLog.born(9), bucket="orders"
+    )
+
+
+def test_a_position_without_a_name_is_completed_once_its_bucket_is_met() -> None:
+    session = Consumer([1, 2, 3], {1: OLD_AT_7, 2: OLD_AT_7}, bucket="orders")
+    assert session.take_changed() == []
+    session.opened(OLD)
+    assert session.take_changed() == [1, 2]
+    assert session.position(1) == named(OLD_AT_7, "orders")
+    session.disconnected()
+    session.opened(OLD)
+    assert session.take_changed() == []
+    # Of another version it may be of another bucket: nothing is said until its data is undone.
+    session = Consumer([1], {1: OLD_AT_7}, bucket="orders")
+    session.opened(NEW)
+    assert session.take_changed() == []
+    session.starts([1])
+    rolled(session, 1, 9)
+    assert session.take_changed() == [1]

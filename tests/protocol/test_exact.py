@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from upr_protocol.block import Block, make_runs, sealed
-from upr_protocol.consumer import ConsumerSession, Fate, Pin, ProtocolError, State, fate_of
-from upr_protocol.errors import SnapshotGoneError
+from upr_protocol.block import Block, build_block, make_runs, sealed
+from upr_protocol.consumer import Consumer, Fate, State, fate_of
+from upr_protocol.errors import ProtocolError, SnapshotGoneError
 from upr_protocol.failover import FailoverLog
+from upr_protocol.handshake import Pin
 from upr_protocol.position import Position
-from upr_protocol.rows import build_block
 
 A, B = 0xA, 0xB
 P, TOKEN = 7, 1
@@ -23,8 +23,8 @@ def log(*records: tuple[int, int]) -> FailoverLog:
     return made
 
 
-def session(pin: Pin, position: Position | None = None) -> ConsumerSession:
-    made = ConsumerSession([P], {P: position} if position else {}, exact={P: pin})
+def session(pin: Pin, position: Position | None = None) -> Consumer:
+    made = Consumer([P], {P: position} if position else {}, exact={P: pin})
     made.opened(1)
     return made
 
@@ -36,7 +36,7 @@ def block(start: int, end: int, horizon: int) -> Block:
     return sealed(replace(built, runs=runs))
 
 
-def receive(to: ConsumerSession, *runs: tuple[int, int, int]) -> None:
+def receive(to: Consumer, *runs: tuple[int, int, int]) -> None:
     for run in runs:
         delivery = to.frame([block(*run)], np.array([TOKEN]))
         assert delivery is not None

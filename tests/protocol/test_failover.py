@@ -15,7 +15,7 @@ from upr_protocol.failover import (
     format_failover_id,
     parse_failover_id,
 )
-from upr_protocol.limits import FAILOVER_LOG_MAX, SEQNO_MAX
+from upr_protocol.limits import FAILOVER_LOG_RECORDS, SEQNO_MAX
 
 A, B, C = 0xA, 0xB, 0xC
 
@@ -123,9 +123,9 @@ def test_a_new_record_needs_a_new_id_and_room() -> None:
 
 def test_the_oldest_records_leave_first() -> None:
     grown = FailoverLog.born(1)
-    for number in range(2, FAILOVER_LOG_MAX + 4):
+    for number in range(2, FAILOVER_LOG_RECORDS + 4):
         grown = grown.with_record(number, number)
-    assert len(grown) == FAILOVER_LOG_MAX == 25
+    assert len(grown) == FAILOVER_LOG_RECORDS == 25
     assert grown.to_pairs()[0] == (4, 4)
     assert grown.newest == FailoverRecord(28, 28)
     assert grown.with_record(99, 99, limit=2).to_pairs() == [(28, 28), (99, 99)]

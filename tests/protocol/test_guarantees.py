@@ -59,6 +59,34 @@ def position(kind: str, failover_id: int, seqno: int, markers: list[int]) -> Eve
     return reading(kind, **ids, seqno=seqno, horizon=seqno, markers=markers)
 
 
+def of_consumer(kind: str, **fields: Any) -> Event:
+    return event(kind, consumer="g", **fields)
+
+
+def kept_in_the_server() -> History:
+    """One member hands in seqno 2 and goes; the next is told so, and hands in 3."""
+    first, second = "member 1 in call 1", "member 2 in call 2"
+    return [
+        of_consumer("granted", owner=first, partitions=[5], shared=True),
+        {**position("handed_in", A, 1, []), "kept_as": "g", "save": 1, "reader": "m1"},
+        of_consumer("accepted", owner=first, saves={5: 1}),
+        of_consumer("kept", partition=5, save=1),
+        of_consumer("saved", saves={5: 1}),
+        of_consumer("granted", owner=first, partitions=[], shared=True),
+        of_consumer("granted", owner=second, partitions=[5], shared=True),
+        of_consumer("told", owner=second, saves={5: 1}),
+        {**position("handed_in", A, 2, []), "kept_as": "g", "save": 2, "reader": "m2"},
+        of_consumer("accepted", owner=second, saves={5: 2}),
+        of_consumer("kept", partition=5, save=2),
+        event("no_owner"),
+        of_consumer("told", owner=second, saves={5: 2}),
+        of_consumer("forgetting"),
+        of_consumer("forgotten"),
+        of_consumer("unkept", partition=5),
+        of_consumer("told", owner=second, saves={5: None}),
+    ]
+
+
 def good() -> History:
     """Seqnos 1 to 4 under A, of which 1 to 3 are durable at the crash; 4 and 5 under B, 4 a tombstone."""
     return [
@@ -159,6 +187,15 @@ def log_of_26(history: History) -> None:
     told_at_restart(before=log, after=[*log, (B, 3)])(history)
 
 
+OF_OWNERS: list[tuple[str, Change]] = [
+    ("saved by a former owner", at("accepted", 1, owner="member 1 in call 1")),
+    ("stored when another owns it", after("granted", 2, of_consumer("kept", partition=5, save=1))),
+    ("goes back", at("handed_in", 1, seqno=0)),
+    ("answered, and not stored", without("kept", 0)),
+    ("another place after a restart", at("told", 1, saves={5: 1})),
+    ("gone after a restart", at("told", 1, saves={5: None})),
+    ("forgotten, and there again", at("told", 2, saves={5: 2})),
+]
 BAD: list[tuple[str, str, Change]] = [
     ("identity", "another value", at("run", 0, rows=[(1, b"x", b"1"), (2, b"y", b"other")])),
     ("identity", "nobody wrote it", at("run", 3, rows=[(5, b"z", b"4")])),
@@ -194,7 +231,7 @@ BAD: list[tuple[str, str, Change]] = [
     ("convergence", "not at the end", without("run", 3)),
     ("convergence", "another state", at("run", 3, rows=[(5, b"x", b"5")])),
     ("bounded_memory", "tail", at("tail", 0, bytes=121)),
-    ("bounded_memory", "credit", at("frame", 0, outstanding=1)),
+    ("bounded_memory", "credit", at("frame", 0, outstanding=2**20)),
     ("liveness", "stands still", both(without("ended"), at("settled", 0, high={5: 6}))),
     ("liveness", "ended without a reason", at("ended", 0, reason="")),
     ("liveness", "finished before its end", at("start", 2, until=6)),
@@ -236,7 +273,19 @@ def test_a_bad_one_is_refused(name: str, what: str, change: Change) -> None:
 
 
 def test_no_validator_is_without_a_bad_history() -> None:
-    assert {name for name, _, _ in BAD} == {v.__name__ for v in VALIDATORS}
+    assert {name for name, _, _ in BAD} | {"ownership"} == {v.__name__ for v in VALIDATORS}
+
+
+def test_a_good_history_of_owners_is_accepted() -> None:
+    guarantees.ownership(kept_in_the_server())
+
+
+@pytest.mark.parametrize(("what", "change"), OF_OWNERS, ids=[what for what, _ in OF_OWNERS])
+def test_a_bad_history_of_owners_is_refused(what: str, change: Change) -> None:
+    history = kept_in_the_server()
+    change(history)
+    with pytest.raises(AssertionError):
+        guarantees.ownership(history)
 
 
 def test_each_has_its_entry_in_the_document() -> None:

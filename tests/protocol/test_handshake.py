@@ -21,8 +21,7 @@ from upr_protocol.handshake import (
     resume_after_rollback,
     resume_new,
 )
-from upr_protocol.markers import thin_markers
-from upr_protocol.position import Position
+from upr_protocol.position import Position, thin_markers
 
 A, B, C, X = 0xA, 0xB, 0xC, 0xF
 LOG = FailoverLog.from_pairs([(A, 0), (B, 100), (C, 200)])
@@ -35,6 +34,7 @@ def start(
     high: int = 300,
     purge: int = 0,
     active: bool = True,
+    horizon: int | None = None,
 ) -> tuple[str, int | None, Rule, bool]:
     answer = answer_start(
         LOG,
@@ -44,6 +44,7 @@ def start(
         high_seqno=high,
         purge_seqno=purge,
         active=active,
+        horizon=horizon,
     )
     assert answer.newest_id == C
     assert answer.words
@@ -133,6 +134,26 @@ def test_start_checks_under_which_id_the_data_was_received() -> None:
 def test_a_seqno_above_the_high_one() -> None:
     assert start(301, data_id=C) == ("rollback", 200, Rule.ABOVE_HIGH, True)
     assert start(301, data_id=C, active=False) == ("behind", None, Rule.BEHIND, False)
+
+
+def test_a_horizon_proves_what_a_seqno_proves() -> None:
+    # Whoever is told of a horizon was told by a server that had the rows up to there.
+    for data_id in (C, None):
+        for seqno in (250, 300):
+            known = start(seqno, data_id=data_id, horizon=301)
+            assert known == start(301, data_id=data_id) == ("rollback", 200, Rule.ABOVE_HIGH, True)
+        behind = start(250, data_id=data_id, horizon=301, active=False)
+        assert behind == ("behind", None, Rule.BEHIND, False)
+        for horizon in (None, 250, 300):
+            assert start(250, data_id=data_id, horizon=horizon)[0] == "started"
+    # What was not received proves nothing.
+    assert start(0, horizon=301)[0] == "started"
+    # Rows may be missing that newer ones superseded which came after the histories parted.
+    assert start(150, data_id=B, horizon=200)[0] == "started"
+    parted = ("rollback", 200, Rule.DATA_ABOVE_NEXT_RECORD, False)
+    assert start(150, data_id=B, horizon=201) == start(201, data_id=B) == parted
+    with pytest.raises(InvalidArgumentError, match="horizon"):
+        start(5, horizon=2**48)
     assert start(300, data_id=C, active=False)[0] == "started"
 
 

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol import histories
-from upr_protocol.histories import MarkerHistories
+from upr_protocol import position
 from upr_protocol.limits import MARKERS_MAX, MARKERS_NEWEST
-from upr_protocol.markers import MarkerHistory
+from upr_protocol.position import MarkerHistories, MarkerHistory
 
 steps = st.lists(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2**20)), max_size=60), max_size=30
@@ -22,7 +21,7 @@ def test_the_same_markers_are_kept(frames: list[list[tuple[int, int]]], gathered
     batched = MarkerHistories()
     single = {p: MarkerHistory() for p in range(4)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(histories, "GATHERED_MAX", gathered)
+        patch.setattr(position, "GATHERED_MAX", gathered)
         for frame in frames:
             partitions, ends = [], []
             for partition, step in frame:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tests.raw import all_rows
 from upr_protocol.block import Block, check_block, make_runs, sealed
 from upr_protocol.errors import CorruptBlockError
-from upr_protocol.wire import joining
-from upr_protocol.wire.codec import block_from_message, block_to_message
-from upr_protocol.wire.joining import joined_blocks
+from upr_protocol.wire import codec
+from upr_protocol.wire.codec import block_from_message, block_to_message, joined_blocks
 from upr_protocol.wire.v1 import types_pb2
 
 Rows = list[tuple[bytes, bytes | None]]
@@ -94,7 +93,7 @@ def test_each_partition_s_first_blocks_become_one_then_its_second() -> None:
 
 
 def test_large_and_keys_only_blocks_stay_by_themselves() -> None:
-    large = stored(2, [(b"k", b"v" * (joining.JOINED_BYTES_MAX + 1))])
+    large = stored(2, [(b"k", b"v" * (codec.JOINED_BYTES_MAX + 1))])
     bare = stored(3, [(b"k", b"")], values=False)
     messages = [stored(1, PAIR), large, bare, stored(4, PAIR)]
     assert sizes(messages) == [1, 1, 1, 1]

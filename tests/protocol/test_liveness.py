@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.flow import Liveness
 from upr_protocol.limits import HEARTBEAT_SECONDS_MAX, HEARTBEAT_SECONDS_MIN
-from upr_protocol.liveness import Liveness
 
 
 @pytest.mark.parametrize("interval", [0.0, -1.0, 0.049, 3600.1, math.nan, math.inf])

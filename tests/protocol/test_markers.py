@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import MARKERS_MAX, MARKERS_NEWEST, SEQNO_MAX
-from upr_protocol.markers import MarkerHistory, check_markers, thin_markers
+from upr_protocol.position import MarkerHistory, check_markers, thin_markers
 
 SEQNOS = st.one_of(st.integers(1, 300), st.integers(1, SEQNO_MAX))
 MARKERS = st.lists(SEQNOS, unique=True, max_size=300).map(sorted)

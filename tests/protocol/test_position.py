@@ -115,8 +115,9 @@ def test_a_position_survives_its_storing(position: Position) -> None:
 
 
 def test_ids_are_stored_as_hex_and_seqnos_as_numbers() -> None:
-    assert replace(AT_434, bucket_version=C).to_json() == {
+    assert replace(AT_434, bucket_version=C, bucket="kö").to_json() == {
         "format": 1,
+        "bucket": "kö",
         "bucket_version": "ffffffffffffffff",
         "failover_id": "000000000000000a",
         "data_id": "000000000000000a",
@@ -135,12 +136,19 @@ def test_ids_are_stored_as_hex_and_seqnos_as_numbers() -> None:
 )
 def test_a_malformed_field_is_named(field: str, value: object) -> None:
     document = AT_434.to_json()
-    document[field] = value
+    # A name of a bucket may be any text, only not so long.
+    document[field] = value * 20 if field == "bucket" and isinstance(value, str) else value
     with pytest.raises(PositionDamagedError, match=field):
         Position.from_json(document)
 
 
-@pytest.mark.parametrize("field", list(AT_434.to_json()))
+def test_a_position_that_was_stored_without_the_name_of_its_bucket_is_read() -> None:
+    document = replace(AT_434, bucket="orders").to_json()
+    del document["bucket"]
+    assert Position.from_json(document) == AT_434
+
+
+@pytest.mark.parametrize("field", sorted(AT_434.to_json().keys() - {"bucket"}))
 def test_a_missing_field_is_named(field: str) -> None:
     document = AT_434.to_json()
     del document[field]

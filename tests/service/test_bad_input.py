@@ -9,10 +9,9 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.raw import RawClient, RawFollow, seqnos_of, start_at
-from upr_protocol.block import Block, make_runs, sealed
-from upr_protocol.rows import build_block
+from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.wire.codec import block_to_message
-from upr_protocol.wire.status import error_from_call
+from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -104,19 +103,22 @@ async def test_a_block_may_belong_to_partitions_its_keys_do_not_hash_to(
 
 
 @pytest.mark.asyncio
-async def test_numbers_out_of_order_are_refused_until_the_right_one_comes(
+async def test_a_write_that_misses_the_one_before_it_is_refused(
     server_process: StartServer,
 ) -> None:
     server = server_process()
     async with RawClient(server.target) as client:
         writer = await client.writer("p")
         await writer.write([(b"a", b"1")], number=1)
-        result = await writer.write([(b"a", b"3")], number=3)
+        before = await client.partitions()
+        result = await writer.write([(b"a", b"3")], number=3, previous=2)
         assert (result.refused.reason, result.refused.retriable) == ("WRITE_OUT_OF_ORDER", True)
-        assert "number 3, expected 2" in result.refused.message
-        assert not (await writer.write([(b"a", b"2")], number=2)).HasField("refused")
-        assert not (await writer.write([(b"a", b"3")], number=3)).HasField("refused")
-        assert "write number 0" in (await writer.write([(b"a", b"3")], number=0)).refused.message
+        assert "names 2 as the number before it, this call's last was 1" in result.refused.message
+        assert await client.partitions() == before
+        assert not (await writer.write([(b"a", b"2")], number=12)).HasField("refused")
+        assert not (await writer.write([(b"a", b"3")], number=13)).HasField("refused")
+        told = (await writer.write([(b"a", b"3")], number=0)).refused.message
+        assert "write number is 0; must be 1 to" in told
 
 
 async def failing(call: Any) -> Any:

@@ -17,12 +17,12 @@ from tests.service.bucket_state import until
 from tests.service.keys import some_keys
 from tests.service.test_compression import zstd_server
 from upr.config import ServerConfig
-from upr.service import beginnings as beginnings_module
-from upr.service.beginnings import beginnings
-from upr.service.host import now_micros
+from upr.service import follow as beginnings_module
+from upr.service.clock import Clock
+from upr.service.conversation import Found
+from upr.service.follow import beginnings
 from upr.service.server import Server
-from upr.service.starts import Found
-from upr.storage import by_time
+from upr.storage import search as by_time
 from upr.storage.store import Store
 from upr_protocol.block import Block
 from upr_protocol.wire.codec import block_from_message
@@ -106,7 +106,7 @@ async def test_from_now_while_it_is_written_to_misses_nothing(server_process: St
                     return
 
         tasks.create_task(write())
-        for time in (None, 0, None, now_micros()) * 3:
+        for time in (None, 0, None, Clock().now()) * 3:
             (before,) = await client.partitions(P)
             follow = await client.follow()
             chosen = {"from_now": True} if time is None else {"from_time": time}
@@ -183,14 +183,14 @@ class HeldSearch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
         self.begun = 0
-        search = by_time.search
+        search = by_time.search_time
 
         def held(store: Store, wanted: Sequence[tuple[int, int]]) -> list[Found]:
             self.begun += 1
             assert self.go.wait(20)
             return search(store, wanted)
 
-        monkeypatch.setattr(beginnings_module, "search", held)
+        monkeypatch.setattr(beginnings_module, "search_time", held)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.service.bucket_state import WAIT_SECONDS, folders_are, rows_of
 from upr.config import ServerConfig
-from upr.service.catalog import Catalog, DamagedBucket, create_bucket
+from upr.service.buckets.catalog import Catalog, DamagedBucket, create_bucket
 from upr.storage.directory import DataDirectory
 from upr_client import (
     AlreadyExistsError,
@@ -19,7 +19,7 @@ from upr_client import (
     DataDamagedError,
     StorageFailedError,
 )
-from upr_protocol.rows import build_block
+from upr_protocol.block import build_block
 
 
 def break_journal(server: RunningServer, version: int) -> None:

@@ -1,6 +1,8 @@
 """What consumers and writers of a bucket that was dropped learn, whether it was created anew or not."""
 
 import asyncio
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,14 @@ from upr_client import (
     FilePositions,
     Marker,
     MemoryPositions,
+    PositionBucketError,
     Rollback,
     RollbackError,
+    SqlitePositions,
 )
+from upr_client import positions as positions_module
+from upr_client.changes.options import Policy
+from upr_client.positions import PositionStore
 
 (KEY,) = some_keys(7, 1)
 
@@ -171,3 +178,61 @@ async def test_a_writer_does_not_go_over_to_the_new_bucket(server_process: Start
         assert (await client.buckets())[1].mutations == 0
         await client.bucket("orders").set(b"a", b"4")
         assert await rows_of(client, "orders") == {b"a": b"4"}
+
+
+@pytest.mark.asyncio
+async def test_positions_of_a_bucket_of_another_name_are_an_error_that_changes_nothing(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client:
+        for name in ("orders", "people"):
+            await client.create_bucket(name)
+            await client.bucket(name).write_many([(KEY, name.encode())])
+        stores: list[Callable[[], PositionStore]] = [
+            lambda: FilePositions(tmp_path / "positions"),
+            lambda: SqlitePositions(tmp_path / "positions.db"),
+        ]
+        policies: tuple[Policy, ...] = ("event", "restart")
+        for store in stores:
+            async with client.bucket("orders").changes(
+                positions=store(), until_now=True
+            ) as changes:
+                assert [event.value async for event in changes if isinstance(event, Change)] == [
+                    b"orders"
+                ]
+            before = store().load(range(1024))
+            assert {position.bucket for position in before.values()} == {"orders"}
+            for policy in policies:
+                with pytest.raises(PositionBucketError, match="'orders', not of 'people'") as told:
+                    async with client.bucket("people").changes(
+                        positions=store(), on_rollback=policy
+                    ) as changes:
+                        await anext(changes)
+                assert told.value.hint
+                assert store().load(range(1024)) == before
+
+
+@pytest.mark.asyncio
+async def test_positions_that_were_stored_without_a_name_are_completed(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server, path = server_process(), tmp_path / "positions"
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket("default")
+        await bucket.write_many([(KEY, b"value")])
+        async with bucket.changes(positions=FilePositions(path), until_now=True) as changes:
+            async for _ in changes:
+                pass
+        document = json.loads(path.read_text())
+        texts = {}
+        for partition, position in document["positions"].items():
+            del position["bucket"]
+            texts[int(partition)] = positions_module._compact(position)
+        path.write_bytes(positions_module._document(texts))
+        assert FilePositions(path).load([7])[7].bucket == ""
+        async with bucket.changes(positions=FilePositions(path), until_now=True) as changes:
+            assert [event async for event in changes if isinstance(event, Change)] == []
+        found = FilePositions(path).load(range(1024))
+        assert {position.bucket for position in found.values()} == {"default"}
+        assert found[7].seqno == 1

@@ -25,10 +25,10 @@ from upr_client import (
     InvalidArgumentError,
     TooManyError,
 )
+from upr_protocol.block import build_block
 from upr_protocol.limits import BUCKETS_MAX
-from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import block_to_message
-from upr_protocol.wire.status import error_from_call
+from upr_protocol.wire.grpc import error_from_call
 
 (KEY,) = some_keys(7, 1)
 
@@ -260,7 +260,7 @@ async def test_who_waits_for_room_learns_that_the_bucket_was_dropped(tmp_path: P
             for number in range(1, 9):
                 await writer.send_block(block, number=number)
             tail = host.bucket.tail
-            await until(lambda: bool(host._waiting) and tail.durable == tail.end)
+            await until(lambda: bool(host.disk._waiting) and tail.durable == tail.end)
             numbered = tail.end
             assert numbered < 8
             await client.drop_bucket("default")

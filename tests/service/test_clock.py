@@ -1,40 +1,390 @@
-"""A clock that is set back while the bucket is served."""
+"""Time that is simulated, and steps of the day's clock: what was made ages by the time that passes, and by nothing else."""
 
 import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.conftest import StartServer
+from tests.service.keys import some_keys
+from tests.service.test_purging import ends, purge, write
 from upr.config import ServerConfig
-from upr.service import host as host_module
-from upr.service.catalog import create_bucket
-from upr.service.host import BucketHost
+from upr.engine.consumers import Consumers
+from upr.service import clock as clock_module
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import create_bucket
+from upr.service.buckets.keepers import expire_consumers
+from upr.service.clock import CLOCK, Clock, Known, read_clock, write_clock
 from upr.storage.directory import DataDirectory
-from upr_protocol.rows import build_block
+from upr.storage.store import Identity
+from upr_client import AsyncClient, CutNotFoundError
+from upr_protocol.block import build_block
 
-HOUR = 3_600_000_000
+SECOND = 1_000_000
+MINUTE = 60 * SECOND
+HOUR = 60 * MINUTE
+DAY = 24 * HOUR
+START = 20_000 * DAY
+P = 9
 WAIT_SECONDS = 30.0
 
 
-@pytest.mark.asyncio
-async def test_a_clock_set_back_does_not_put_the_flush_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Time:
+    """A machine's clocks. ``pass_`` is time that passes, ``step`` somebody who sets the day's clock."""
+
+    def __init__(self) -> None:
+        self.day, self.boot = START, 5 * HOUR
+
+    def pass_(self, micros: int) -> None:
+        self.day += micros
+        self.boot += micros
+
+    def run(self, clock: Clock, micros: int) -> None:
+        """Let time pass, while the clock is asked every second."""
+        for _ in range(micros // SECOND):
+            self.pass_(SECOND)
+            clock.now()
+
+    def step(self, micros: int) -> None:
+        self.day += micros
+
+    def start(self, known: Known | None = None) -> Clock:
+        return Clock(known, day=lambda: self.day, boot=lambda: self.boot)
+
+
+@pytest.mark.parametrize("step", [DAY, -DAY, 400 * DAY, -400 * DAY])
+def test_a_step_of_the_days_clock_makes_nothing_older(
+    step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    time = Time()
+    clock = time.start()
+    assert clock.now() == START
+    time.step(step)
+    time.run(clock, HOUR)
+    assert abs(clock.now() - START - HOUR) <= HOUR // 100 + SECOND
+    assert abs(clock.before(HOUR) - START) <= HOUR // 100 + SECOND
+    assert clock.jumped_seconds == 0
+    assert clock.off_seconds == pytest.approx(step / SECOND, abs=60)
+    assert ["is far from" in r.getMessage() for r in caplog.records] == [True]
+    time.step(-step)
+    time.run(clock, 10 * SECOND)
+    assert clock.off_seconds == 0
+    assert ["is near" in r.getMessage() for r in caplog.records] == [False, True]
+
+
+def test_the_clock_never_goes_back_and_follows_the_days_clock_slowly() -> None:
+    time = Time()
+    clock = time.start()
+    time.step(-30 * SECOND)
+    before = clock.now()
+    for _ in range(20_000):
+        time.pass_(300_000)
+        now = clock.now()
+        assert 0.98 * 300_000 <= now - before <= 1.02 * 300_000
+        before = now
+    assert abs(clock.now() - time.day) < 0.1 * SECOND
+
+
+def test_a_sleep_of_the_machine_is_time_that_passed() -> None:
+    time = Time()
+    clock = time.start()
+    clock.now()
+    time.pass_(3 * HOUR)
+    assert abs(clock.now() - START - 3 * HOUR) <= SECOND
+
+
+def test_a_short_absence_counts_at_once() -> None:
+    time = Time()
+    known = time.start().known()
+    time.pass_(59 * MINUTE)
+    clock = time.start(known)
+    assert clock.now() == START + 59 * MINUTE
+    assert clock.before(30 * MINUTE) == START + 29 * MINUTE
+    assert clock.until(START + 30 * MINUTE, HOUR) == START + 30 * MINUTE
+    assert (clock.jumped_seconds, clock.left_seconds) == (0, 0)
+
+
+def test_a_long_absence_counts_when_the_server_has_run_for_an_hour(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    time = Time()
+    known = time.start().known()
+    time.pass_(2 * DAY)
+    clock = time.start(known)
+    assert clock.now() == START + 2 * DAY
+    assert (clock.jumped_seconds, clock.left_seconds) == (2 * 86_400, 3600)
+    assert "far ahead of the newest time" in caplog.text
+    # What was made before it ages by the time that the server runs.
+    assert clock.before(0) >= START
+    assert clock.before(1) < START
+    time.run(clock, 10 * MINUTE)
+    assert clock.before(10 * MINUTE) >= START
+    assert clock.before(11 * MINUTE) < START
+    # What is made since is as old as it is.
+    assert clock.before(5 * MINUTE) == START + 2 * DAY + 5 * MINUTE
+    time.run(clock, 51 * MINUTE)
+    assert (clock.jumped_seconds, clock.left_seconds) == (0, 0)
+    assert clock.before(2 * DAY) >= START
+    assert "counts from now on" in caplog.text
+
+
+def test_leases_of_before_a_jump_end_by_the_time_that_the_server_runs() -> None:
+    time = Time()
+    known = time.start().known()
+    time.step(DAY)
+    clock = time.start(known)
+    now = clock.now()
+    # Ten minutes were left of the first; of the second more than an hour, but the jump takes it when it counts.
+    assert clock.until(START + 10 * MINUTE, HOUR) == now + 10 * MINUTE
+    assert clock.until(START + 3 * HOUR, 4 * HOUR) == now + HOUR
+    assert clock.until(START + 30 * HOUR, 31 * HOUR) == START + 30 * HOUR
+    assert clock.until(START - HOUR, HOUR) <= now
+
+
+def test_a_restart_within_the_hour_begins_no_sooner(tmp_path: Path) -> None:
+    time = Time()
+    known = time.start().known()
+    time.step(DAY)
+    clock = time.start(known)
+    time.run(clock, 20 * MINUTE)
+    write_clock(tmp_path / CLOCK, clock.known())
+    again = read_clock(tmp_path / CLOCK)
+    clock = time.start(again)
+    assert clock.left_seconds == pytest.approx(40 * 60, abs=2)
+    assert clock.before(HOUR) < START
+    time.step(DAY)
+    clock = time.start(clock.known())
+    assert clock.jumped_seconds == pytest.approx(2 * 86_400, abs=2)
+    assert clock.left_seconds == 3600
+    time.run(clock, 30 * MINUTE)
+    assert clock.before(HOUR) < START
+
+
+def test_a_clock_that_is_set_right_within_the_hour_makes_nothing_older(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    time = Time()
+    known = time.start().known()
+    time.step(DAY)
+    clock = time.start(known)
+    time.run(clock, 10 * MINUTE)
+    time.step(-DAY)
+    clock = time.start(clock.known())
+    # An hour and ten minutes were left of a lease of the time before, and of one of the jump's time.
+    assert clock.until(START + 80 * MINUTE, DAY) - clock.now() == pytest.approx(
+        70 * MINUTE, abs=2 * SECOND
+    )
+    end = clock.now() + 30 * MINUTE
+    assert clock.until(end, 30 * MINUTE) == end
+    time.run(clock, 3 * HOUR)
+    # Three hours and ten minutes have passed, less the hundredth by which the clock goes back to the day's.
+    assert clock.before(3 * HOUR) >= START
+    assert clock.before(4 * HOUR) < START
+    assert "counts from now on" not in caplog.text
+    clock = time.start(clock.known())
+    time.run(clock, 2 * HOUR)
+    assert clock.before(6 * HOUR) < START
+
+
+def test_a_clock_that_was_ahead_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Times go on from the newest that was stored, so that nothing is younger than it is, or comes from the future."""
+    time = Time()
+    known = replace(time.start().known(), time=START + DAY)
+    clock = time.start(known)
+    assert clock.now() == START + DAY
+    assert clock.off_seconds == -86_400
+    assert clock.jumped_seconds == 0
+    time.run(clock, HOUR)
+    assert START + DAY + 0.98 * HOUR < clock.now() < START + DAY + HOUR
+    assert "is far from" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["cut", "number", "empty", "list", "negative"])
+def test_of_a_damaged_file_nothing_is_known(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / CLOCK
+    assert read_clock(path) is None
+    write_clock(path, Known(START, 1, 2, 3))
+    assert read_clock(path) == Known(START, 1, 2, 3)
+    text = path.read_text()
+    wrong = {
+        "cut": text[:20],
+        "number": text.replace(str(START), str(START + 1)),
+        "empty": "",
+        "list": "[1]",
+        "negative": json.dumps({**json.loads(text), "time": -1}),
+    }
+    path.write_text(wrong[damage])
+    assert read_clock(path) == Known(0)
+    clock = Time().start(Known(0))
+    assert clock.now() == START
+    assert clock.before(1) <= 0
+    assert clock.until(START - DAY, HOUR) == START + HOUR
+
+
+@pytest.mark.asyncio
+async def test_consumers_outlive_a_step_of_the_clock_and_an_hour_after_a_restart() -> None:
+    time = Time()
+    known = time.start().known()
+    time.step(40 * DAY)
+    clock = time.start(known)
+    looks = iter([True, False] * 3)
+
+    async def rest(_: float) -> bool:
+        return next(looks)
+
+    consumers = Consumers()
+    seqnos = np.zeros(1, np.uint64)
+    consumers.acknowledge("c", np.arange(1), seqnos, seqnos, START)
+    bucket: Any = SimpleNamespace(
+        owners=(), consumers={}, consumer_positions=consumers, identity=Identity("b", 1)
+    )
+    disk: Any = SimpleNamespace(clock=clock)
+    time.run(clock, 50 * MINUTE)
+    await expire_consumers(disk, bucket, 30 * 86_400, rest)
+    assert "c" in consumers
+    time.run(clock, 11 * MINUTE)
+    await expire_consumers(disk, bucket, 41 * 86_400, rest)
+    assert "c" in consumers
+    await expire_consumers(disk, bucket, 30 * 86_400, rest)
+    assert "c" not in consumers
+
+
+# A bucket
+
+
+def hosted(folder: Path, clock: Clock) -> BucketService:
+    config = ServerConfig(data=folder, tombstone_seconds=3600.0, purge_hold_seconds=7200.0)
+    return BucketService(folder, config, clock=clock)
+
+
+async def look(host: BucketService) -> tuple[list[str], int]:
+    """Have what is too old go; returns the cuts that are left and the purge seqno."""
+    host.cuts._expire()
+    await host.cuts.finish()
+    await purge(host)
+    return [cut.name for cut in host.cuts.live()], int(host.bucket.partitions.purge[P])
+
+
+@pytest.mark.asyncio
+async def test_cuts_and_tombstones_outlive_steps_of_the_clock_and_an_hour_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    time = Time()
     directory = DataDirectory(tmp_path / "data")
     folder = create_bucket(directory, "default")
-    clock = [100 * HOUR]
-    monkeypatch.setattr(host_module, "now_micros", lambda: clock[0])
-    host = BucketHost(folder, ServerConfig(data=tmp_path / "data", flush_seconds=0.05))
+    clock = time.start()
+    host = hosted(folder, clock)
+    gone, kept, last = some_keys(P, 3)
+    await write(host, [(gone, b"v"), (kept, b"v")])
+    await write(host, [(gone, None), (last, b"v")])
+    await host.cuts.create("pinned", [0], 2 * HOUR)
+    await host.cuts.create("short", [0], 30 * MINUTE)
+    time.step(8 * DAY)
+    assert await look(host) == (["pinned", "short"], 0)
+    known = clock.known()
+    assert await host.close()
+
+    clock = time.start(known)
+    host = hosted(folder, clock)
+    assert await look(host) == (["pinned", "short"], 0)
+    time.run(clock, 31 * MINUTE)
+    await host.cuts.create("new", [0], 20 * MINUTE)
+    assert await look(host) == (["pinned", "new"], 0)
+    time.run(clock, 28 * MINUTE)
+    assert await look(host) == (["pinned"], 0)
+    time.run(clock, 2 * MINUTE)
+    assert await look(host) == ([], 3)
+    assert ends(host) == [4]
+    assert await host.close()
+    directory.close()
+
+
+@pytest.mark.asyncio
+async def test_a_clock_set_back_before_a_start_does_not_put_the_flush_off(tmp_path: Path) -> None:
+    """A crash leaves the stored time behind what was dated."""
+    time = Time()
+    directory = DataDirectory(tmp_path / "data")
+    folder = create_bucket(directory, "default")
+    config = ServerConfig(data=tmp_path / "data", flush_seconds=0.05)
+    host = BucketService(folder, config, clock=time.start())
 
     async def failed() -> None:
         pass
 
     host.start(failed)
     written = await host.write(build_block([b"a"], [b"v"]), b"", None, 0)
-    clock[0] -= 2 * HOUR
+    time.step(-2 * HOUR)
+    host.disk.clock = time.start()
     await host.durable(written.entry)
     async with asyncio.timeout(WAIT_SECONDS):
         while host.bucket.tail.first <= written.entry:
-            await host._next_change()
+            await host.disk.next_change()
     assert await host.close()
     directory.close()
+
+
+# A server
+
+
+@pytest.mark.asyncio
+async def test_a_real_server_whose_hour_is_some_seconds(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    """The day's clock is set forward by ten days while it runs, and before a start."""
+    ahead = tmp_path / "ahead"
+    options = ("--clock-jump", "6", "--tombstone-age", "3600", "--flush-seconds", "0.2")
+    server = server_process(*options, environment={"UPR_FAILPOINTS": f"clock.day=number:{ahead}"})
+    gone, kept = some_keys(P, 2)
+
+    async def state(client: AsyncClient) -> tuple[list[str], int]:
+        bucket = client.bucket("default")
+        told = await bucket.purge([P])
+        return [cut.name for cut in await bucket.cuts()], sum(one.purged for one in told)
+
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket("default")
+        await bucket.write_many([(gone, b"v"), (gone, None), (kept, b"v")])
+        await bucket.create_cut("pinned", lease=3600)
+        await bucket.changes(consumer="reader", until_now=True).__aenter__()
+        async with asyncio.timeout(WAIT_SECONDS):
+            while (await bucket.storage()).tail_bytes:
+                pass
+        ahead.write_text(str(10 * 86_400))
+        async with asyncio.timeout(WAIT_SECONDS):
+            while (await client.status()).clock_off_seconds < 9 * 86_400:
+                pass
+        assert await state(client) == (["pinned"], 0)
+        await bucket.renew_cut("pinned")
+    server.kill()
+    server.start()
+    async with AsyncClient(server.target) as client:
+        status = await client.status()
+        assert status.clock_off_seconds == 0
+        assert status.clock_jumped_seconds == pytest.approx(10 * 86_400, abs=60)
+        if status.clock_left_seconds > 3:
+            assert await state(client) == (["pinned"], 0)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while (await client.status()).clock_left_seconds:
+                pass
+            # Now it counts: who was away for ten days has nothing left.
+            while (await state(client))[0]:
+                pass
+        assert (await client.status()).clock_jumped_seconds == 0
+        with pytest.raises(CutNotFoundError):
+            await client.bucket("default").renew_cut("pinned")
+        async with asyncio.timeout(WAIT_SECONDS):
+            while int((await client.bucket("default").partitions([P]))[0].purge_seqno) != 2:
+                pass
+
+
+def test_a_server_that_stops_cleanly_knows_when(server_process: StartServer) -> None:
+    server = server_process()
+    server.terminate()
+    known = read_clock(server.data / CLOCK)
+    assert known is not None
+    assert abs(known.time - clock_module._day()) < 60 * SECOND

@@ -14,16 +14,17 @@ from tests.raw import RawClient, RawFollow, all_rows, start_at
 from tests.service.test_follow import fill
 from upr.storage import keyspace
 from upr.storage.store import Store
-from upr_client import Client, delivered
-from upr_protocol.block import Block
-from upr_protocol.rows import build_block
+from upr_client import Client
+from upr_client.changes import events
+from upr_protocol.block import Block, build_block
 from upr_protocol.wire.codec import (
+    Tokens,
     block_from_message,
     compress_block,
     encode_block,
     is_compressed,
+    joined_blocks,
 )
-from upr_protocol.wire.joining import Tokens, joined_blocks
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -66,7 +67,7 @@ def restart(server: RunningServer) -> None:
 
 def damage(path: Path, partition: int) -> None:
     """Flip a bit in the middle of a partition's first block."""
-    environment = lmdb.open(str(path), max_dbs=8, map_size=2**30)
+    environment = lmdb.open(str(path), max_dbs=16, map_size=2**30)
     blocks = environment.open_db(b"blocks")
     with environment.begin(write=True) as txn, txn.cursor(db=blocks) as cursor:
         assert cursor.set_range(keyspace.partition_key(partition))
@@ -182,7 +183,7 @@ def test_the_sdk_reads_with_and_without_the_library(
             compressed.extend(bool(message.zstd) for message in messages)
             return joined_blocks(messages, tokens)
 
-        monkeypatch.setattr(delivered, "joined_blocks", decode)
+        monkeypatch.setattr(events, "joined_blocks", decode)
         assert everything(client, 20_000) == sorted(ROWS)
         assert any(compressed) == installed
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.engine.test_saves import IDS, acknowledge, save
-from upr.engine.consumers import Consumers
-from upr.engine.saves import Save
-from upr.service.consumer_saver import ConsumerSaver, Rows
+from upr.engine.consumers import Consumers, Save
+from upr.service.buckets.keepers import ConsumerSaver, Rows
+from upr.service.trouble import Troubles
 from upr_protocol.errors import FencedError, StorageFailedError
 
 
@@ -23,7 +23,7 @@ class Store:
         self.may_go = asyncio.Event()
         self.asked = asyncio.Event()
         self.consumers = Consumers()
-        self.saver = ConsumerSaver(self.consumers, self.write)
+        self.saver = ConsumerSaver(self.consumers, self.write, Troubles("b", lambda: None))
         self.ended: list[Save] = []
 
     async def write(self, rows: object) -> None:
@@ -129,6 +129,47 @@ async def test_settled_waits_for_the_saves_of_its_consumer_only() -> None:
     await store.saver.finish()
 
 
+@pytest.mark.parametrize("under_way", [True, False])
+@pytest.mark.asyncio
+async def test_settled_waits_until_what_was_forgotten_is_gone_from_the_store(
+    under_way: bool,
+) -> None:
+    store = Store()
+    store.may_go.set()
+    await store.begin(save((1, 1)))
+    store.may_go.clear()
+    store.asked.clear()
+    store.consumers.forget("c")
+    forgetting = asyncio.create_task(store.saver.save()) if under_way else None
+    if forgetting is not None:
+        await store.asked.wait()
+    settled = asyncio.create_task(store.saver.settled("c"))
+    await store.asked.wait()
+    await store.saver.settled("another")
+    assert not settled.done()
+    assert store.rows
+    store.may_go.set()
+    await settled
+    assert store.rows == {}
+    if forgetting is not None:
+        await forgetting
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_settled_while_what_was_forgotten_cannot_be_removed() -> None:
+    store = Store()
+    store.may_go.set()
+    await store.begin(save((1, 1)))
+    store.consumers.forget("c")
+    store.failing = True
+    for _ in range(2):
+        with pytest.raises(lmdb.DiskError, match="no space"):
+            await store.saver.settled("c")
+    store.failing = False
+    await store.saver.settled("c")
+    assert store.rows == {}
+
+
 @pytest.mark.asyncio
 async def test_all_that_waits_is_stored_in_bites() -> None:
     store = Store()
@@ -138,3 +179,18 @@ async def test_all_that_waits_is_stored_in_bites() -> None:
     await asyncio.gather(*tasks)
     assert (store.transactions, len(store.rows)) == (3, 9 * 1024)
     assert np.all(store.consumers.limit(IDS) == 1)
+
+
+@pytest.mark.asyncio
+async def test_a_save_that_was_refused_is_not_stored_later() -> None:
+    store = Store()
+    store.may_go.set()
+    await store.begin(save((1, 1)))
+    store.consumers.forget("c")
+    store.failing = True
+    with pytest.raises(StorageFailedError, match="no space"):
+        await store.begin(save((1, 7), name="refused"))
+    assert not store.consumers.saves.of("refused")
+    store.failing = False
+    await store.begin(save((2, 3), name="other"))
+    assert list(store.rows) == [(b"other", 2)]

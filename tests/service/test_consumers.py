@@ -15,8 +15,10 @@ from tests.raw import RawClient, RawFollow, start_at
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.engine.consumers import Consumers
-from upr.service.consumer_saver import ConsumerSaver, Rows
+from upr.service import admin as consumer_methods
+from upr.service.buckets.keepers import ConsumerSaver, Rows
 from upr.service.server import Server
+from upr.service.trouble import Troubles
 from upr_client import AsyncClient as Client
 from upr_client import FilePositions
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -143,7 +145,7 @@ async def test_positions_are_stored_while_the_server_runs(server_process: StartS
         await follow.send(ack=ack((PARTITION, 6)))
         await until_seqno(client, "indexer", 6)
         store = next((server.data / "buckets").glob("*/store"))
-        environment = lmdb.open(str(store), readonly=True, max_dbs=8)
+        environment = lmdb.open(str(store), readonly=True, max_dbs=16)
         table = environment.open_db(b"consumers", create=False)
         async with asyncio.timeout(WAIT_SECONDS):
             while not _entries(environment, table):
@@ -300,10 +302,88 @@ async def test_what_could_not_be_stored_is_stored_later() -> None:
             raise lmdb.DiskError("no space")
         written.update(rows())
 
-    saver = ConsumerSaver(known, write)
+    saver = ConsumerSaver(known, write, Troubles("b", lambda: None))
     known.acknowledge("c", np.array([5]), np.array([8], np.uint64), np.array([6], np.uint64), now=1)
     with pytest.raises(lmdb.DiskError):
         await saver.save()
     failing = False
     await saver.save()
     assert [(key, row.seqno) for key, row in written.items() if row] == [((b"c", 5), 8)]
+
+
+@pytest.mark.asyncio
+async def test_more_consumers_than_go_into_one_message_are_listed_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer_methods, "LIST_BYTES", 300)
+    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0"))
+    await server.start()
+    names = [f"consumer-{i:03}" for i in range(40)]
+    try:
+        host = server._catalog.find("default")
+        partitions = np.arange(4)
+        for name in names:
+            seqnos = np.zeros(4, np.uint64)
+            host.bucket.consumer_positions.acknowledge(name, partitions, seqnos, seqnos, 5)
+        async with RawClient(server.address) as client:
+            request = admin.ListConsumersRequest(bucket="default", with_positions=True)
+            first = await client.admin.ListConsumers(request, timeout=WAIT_SECONDS)
+            assert first.more
+            assert 0 < len(first.consumers) < 20
+        async with Client(server.address) as client:
+            found = await client.bucket("default").consumers(with_positions=True)
+            assert [info.name for info in found] == names
+            assert all(len(info.positions) == 4 for info in found)
+    finally:
+        await server.stop()
+
+
+@pytest.mark.asyncio
+async def test_a_consumer_that_nobody_uses_is_forgotten_after_a_time(
+    server_process: StartServer,
+) -> None:
+    server = server_process("--consumer-expiry", "3", "--log-format", "text")
+    async with RawClient(server.target) as client:
+        await fill(client, 10)
+        stays = await following(client, "stays")
+        await stays.send(ack=ack((PARTITION, 5)))
+        goes = await following(client, "goes")
+        await goes.send(ack=ack((PARTITION, 5)))
+        await until_seqno(client, "goes", 5)
+        await goes.close()
+        await until_seqno(client, "goes", None)
+        assert "nobody has used it for long" in server.log_text()
+        assert "consumer=goes" in server.log_text()
+        # Who is connected uses it, whatever it says.
+        assert await seqno_of(client, "stays") == 5
+        assert "consumer=stays" not in server.log_text()
+    assert server.terminate() == 0
+    server.start()
+    async with RawClient(server.target) as client:
+        assert [info.name for info in await consumers(client)] in ([], ["stays"])
+
+
+@pytest.mark.asyncio
+async def test_a_consumer_that_cannot_be_removed_is_told_without_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0"))
+    await server.start()
+
+    def fail(_: object) -> None:
+        raise lmdb.DiskError(f"{tmp_path}: No space left on device")
+
+    try:
+        host = server._catalog.find("default")
+        seqnos = np.zeros(1, np.uint64)
+        host.bucket.consumer_positions.acknowledge("c", np.arange(1), seqnos, seqnos, 5)
+        with monkeypatch.context() as failing:
+            failing.setattr(host.disk.store, "put_consumers", fail)
+            async with RawClient(server.address) as client:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await forget(client, "c")
+        words = caught.value.details() or ""
+        assert "No space left on device" in words
+        assert str(tmp_path) not in words
+    finally:
+        await server.stop()

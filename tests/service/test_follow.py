@@ -10,8 +10,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
 from tests.service.keys import some_keys
-from upr_protocol.block import make_runs, sealed
-from upr_protocol.rows import block_keys, block_ops, block_values, build_block
+from upr_protocol.block import block_keys, block_ops, block_values, build_block, make_runs, sealed
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types

@@ -11,8 +11,9 @@ import pytest
 from upr.config import ServerConfig
 from upr.engine.streams import SHUTTING_DOWN
 from upr.service import follow as follow_module
-from upr.service.catalog import Catalog
-from upr.service.follow import ChangeStreamMethods
+from upr.service.buckets.catalog import Catalog
+from upr.service.change_stream import ChangeStreamMethods
+from upr.service.overload.intake import Intake
 from upr.storage.directory import DataDirectory
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -33,7 +34,7 @@ class Transport:
         self.say(open=wire.Open(bucket="default", **opening))
 
     def say(self, **message: Any) -> None:
-        self._requests.put_nowait(wire.FollowRequest(**message))
+        self._requests.put_nowait(wire.FollowRequest(**message).SerializeToString())
 
     def half_close(self) -> None:
         self._requests.put_nowait(grpc.aio.EOF)
@@ -66,7 +67,7 @@ class Transport:
 def methods(tmp_path: Path) -> Iterator[ChangeStreamMethods]:
     directory = DataDirectory(tmp_path / "data")
     catalog = Catalog(directory, ServerConfig(data=tmp_path / "data"))
-    yield ChangeStreamMethods(catalog, 1, 5.0)
+    yield ChangeStreamMethods(catalog, Intake(), 1, 5.0)
     directory.close()
 
 

@@ -16,10 +16,10 @@ from tests.service.test_beginnings import serving
 from tests.service.test_compression import damage, zstd_server
 from tests.service.test_merging import Writer
 from tests.storage.stored_blocks import block_of
-from upr.service import gets as gets_module
-from upr.service.gets import find_newest
-from upr.storage.heads import Replacement
-from upr.storage.lookup import Lookup, StoreSearch
+from upr.service import key_value as gets_module
+from upr.service.key_value import find_newest
+from upr.storage.blocks import Replacement
+from upr.storage.search import Lookup, StoreSearch
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.limits import GET_CALLS_MAX, GET_KEYS_MAX
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
@@ -152,7 +152,7 @@ async def test_a_key_that_is_written_stored_and_merged_behind_the_search_is_foun
     async with serving(tmp_path) as (server, client):
         host = server._catalog.find("default")
         writer = await client.writer("")
-        await host.merger.turn.acquire()
+        await host.compactor.turn.acquire()
         await writer.write([(keys[0], b"old")])
         await host.flush()
         for i in range(40):
@@ -170,7 +170,7 @@ async def test_a_key_that_is_written_stored_and_merged_behind_the_search_is_foun
                 assert go.wait(20)
             return bite(search)
 
-        monkeypatch.setattr("upr.storage.lookup.BITE_BYTES", 1)
+        monkeypatch.setattr("upr.storage.search.BITE_BYTES", 1)
         monkeypatch.setattr(StoreSearch, "bite", held)
         asking = asyncio.create_task(client.get(keys[0], keys[2]))
         await until(reached.is_set)
@@ -179,11 +179,13 @@ async def test_a_key_that_is_written_stored_and_merged_behind_the_search_is_foun
         await host.flush()
         # As a large merge does, which writes only the blocks anew that lose rows.
         left = block_of(P, 0, [], end=1, horizon=42, time=0)
-        await host.in_store_thread(lambda: host.store.replace([Replacement(P, [1], [left[1:]])]))
+        await host.disk.in_store_thread(
+            lambda: host.disk.store.replace([Replacement(P, [1], [left[1:]])])
+        )
         go.set()
         found, missing = await asking
         # Not before: a merge would bring what moved up to where the search stands.
-        host.merger.turn.release()
+        host.compactor.turn.release()
         assert (found.value, found.seqno) == (b"new", 42)
         assert missing.seqno == 0
 
@@ -200,7 +202,7 @@ async def test_a_flush_between_tail_and_store_loses_nothing(
         await host.flush()
         await writer.write([(keys[1], b"in the tail")])
         step = asyncio.Event()
-        in_reader = host.in_reader
+        in_reader = host.disk.in_reader
 
         async def slowly(call: Callable[[], bool]) -> bool:
             result = await in_reader(call)
@@ -209,7 +211,7 @@ async def test_a_flush_between_tail_and_store_loses_nothing(
                 await host.flush()
             return result
 
-        monkeypatch.setattr(host, "in_reader", slowly)
+        monkeypatch.setattr(host.disk, "in_reader", slowly)
         lookup = Lookup(keys, 1000)
         await find_newest(host, lookup)
         assert {i: one.value for i, one in lookup.found.items()} == {

@@ -12,19 +12,22 @@ import pytest
 
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
-from upr.service import host as host_module
-from upr.service.catalog import Catalog, create_bucket
-from upr.service.host import BucketHost
-from upr.service.writes import KeyValueMethods
+from upr.service import key_value as writes_module
+from upr.service.buckets import room as room_module
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog, create_bucket
+from upr.service.key_value import KeyValueMethods
+from upr.service.overload.intake import Intake
 from upr.storage.directory import DataDirectory
-from upr.storage.keyspace import PartitionRow, producer_key
-from upr_protocol.block import Block
+from upr.storage.keyspace import PartitionRow, producer_key, producer_time_key
+from upr_protocol.block import Block, build_block
 from upr_protocol.errors import (
     DataDirectoryError,
     NoRoomError,
+    ShuttingDownError,
     StorageFailedError,
+    UprError,
 )
-from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -45,7 +48,7 @@ def config(folder: Path, **settings: Any) -> ServerConfig:
     return ServerConfig(data=folder, **settings)
 
 
-async def started(host: BucketHost) -> BucketHost:
+async def started(host: BucketService) -> BucketService:
     async def failed() -> None:
         pass
 
@@ -59,10 +62,14 @@ def rows(*keys: bytes) -> Block:
 
 @pytest.mark.asyncio
 async def test_a_damaged_producer_row_does_not_stop_flushing(folder: Path) -> None:
-    host = BucketHost(folder, config(folder))
-    with host.store._env.begin(write=True) as txn:
-        txn.put(producer_key(b"somebody", 1), b"not a row", db=host.store._producers)
-    await host.flusher.forget_producers()
+    host = BucketService(folder, config(folder))
+    with host.disk.store._env.begin(write=True) as txn:
+        txn.put(producer_key(b"somebody"), b"not a row", db=host.disk.store._producers)
+        txn.put(producer_key(b"somebody", 1), b"not a row", db=host.disk.store._producers)
+        txn.put(producer_time_key(0, b"somebody"), b"", db=host.disk.store._producer_times)
+    assert await host.producers.forget() == 1
+    assert host.disk.store.producer_number(b"somebody") == 0
+    assert host.disk.store.producer_rows(b"somebody") == {}
     await started(host)
     await host.write(rows(b"a"), b"", None, 0)
     assert not any(task.done() for task in host._tasks)
@@ -70,17 +77,60 @@ async def test_a_damaged_producer_row_does_not_stop_flushing(folder: Path) -> No
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("way", ["panic", "flusher", "compactor"])
+async def test_what_no_retry_mends_fails_the_bucket_and_its_health(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    told = asyncio.Event()
+    tries = 0
+
+    async def failed() -> None:
+        assert host.problem is not None
+        told.set()
+
+    async def unexpected(*_: object) -> None:
+        raise ValueError("/secret/place")
+
+    def panics(*_: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise lmdb.PanicError("mdb_txn_begin: MDB_PANIC: Update of meta page failed")
+
+    host = BucketService(folder, config(folder))
+    host.start(failed)
+    await host.write(rows(b"a"), b"", None, 0)
+    await host.durable(0)
+    if way == "panic":
+        monkeypatch.setattr(host.disk.store, "put_flush", panics)
+        host.flusher.wanted.set()
+    elif way == "flusher":
+        monkeypatch.setattr(host.flusher, "flush", unexpected)
+        host.flusher.wanted.set()
+    else:
+        monkeypatch.setattr(host.compactor, "_merge", unexpected)
+        host.compactor.note([1])
+    await asyncio.wait_for(told.wait(), WAIT_SECONDS)
+    with pytest.raises(StorageFailedError) as refused:
+        await host.write(rows(b"b"), b"", None, 0)
+    assert "/secret" not in str(refused.value)
+    assert not await asyncio.wait_for(host.close(), WAIT_SECONDS)
+    if way == "panic":
+        assert tries == 1
+        assert "storage failed: no more writes are taken" in caplog.messages
+
+
+@pytest.mark.asyncio
 async def test_a_store_that_fails_at_shutdown_is_not_a_clean_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketHost(folder, config(folder)))
+    host = await started(BucketService(folder, config(folder)))
     written = await host.write(rows(b"a"), b"", None, 0)
     await host.durable(written.entry)
 
     def full(*_: Any) -> None:
         raise lmdb.DiskError("mdb_txn_commit: No space left on device")
 
-    monkeypatch.setattr(host.store, "put_flush", full)
+    monkeypatch.setattr(host.disk.store, "put_flush", full)
     assert not await host.close()
 
 
@@ -88,7 +138,7 @@ async def test_a_store_that_fails_at_shutdown_is_not_a_clean_one(
 async def test_a_write_given_up_while_the_proof_goes_leaves_a_clean_shutdown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketHost(folder, config(folder)))
+    host = await started(BucketService(folder, config(folder)))
     loop = asyncio.get_running_loop()
     cleared = asyncio.Event()
     clear = host._clear_proof_now
@@ -107,7 +157,7 @@ async def test_a_write_given_up_while_the_proof_goes_leaves_a_clean_shutdown(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await host.close()
-    again = BucketHost(folder, config(folder))
+    again = BucketService(folder, config(folder))
     assert {len(log) for log in again.bucket.partitions.logs} == {1}
     await again.close()
 
@@ -116,14 +166,14 @@ async def test_a_write_given_up_while_the_proof_goes_leaves_a_clean_shutdown(
 async def test_a_full_disk_refuses_also_when_the_tail_is_full(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketHost(folder, config(folder, tail_bytes=1)))
+    host = await started(BucketService(folder, config(folder, tail_bytes=1)))
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(host.store, "put_flush", full)
+    monkeypatch.setattr(host.disk.store, "put_flush", full)
     await host.write(rows(b"a"), b"", None, 0)
-    monkeypatch.setattr(host_module, "disk_room", lambda _: 0)
+    monkeypatch.setattr(room_module, "free_bytes", lambda _: 0)
     with pytest.raises(NoRoomError):
         await asyncio.wait_for(host.write(rows(b"a"), b"", None, 0), 1)
     monkeypatch.undo()
@@ -137,20 +187,39 @@ class Script:
         self.messages: asyncio.Queue[Any] = asyncio.Queue()
         self.said: asyncio.Queue[Any] = asyncio.Queue()
         for message in messages:
-            self.messages.put_nowait(message)
+            self.messages.put_nowait(message.SerializeToString())
         self.broken = False
+        self.lost_reads = 0
+
+    def peer(self) -> str:
+        return "test"
 
     async def read(self) -> Any:
-        return await self.messages.get()
+        try:
+            return await self.messages.get()
+        except asyncio.CancelledError:
+            self.lost_reads += 1
+            raise
 
     async def write(self, message: Any) -> None:
         if self.broken:
             raise asyncio.CancelledError
         self.said.put_nowait(message)
 
-    def send(self, number: int, block: Block, durability: int = types.DURABILITY_DISK) -> None:
-        write = kv.WriteBlock(number=number, durability=durability, block=block_to_message(block))  # type: ignore[arg-type]
-        self.messages.put_nowait(kv.WriteRequest(write=write))
+    def send(
+        self,
+        number: int,
+        block: Block,
+        durability: int = types.DURABILITY_DISK,
+        previous: int | None = None,
+    ) -> None:
+        write = kv.WriteBlock(
+            number=number,
+            durability=durability,  # type: ignore[arg-type]
+            block=block_to_message(block),
+            previous_number=number - 1 if previous is None else previous,
+        )
+        self.messages.put_nowait(kv.WriteRequest(write=write).SerializeToString())
 
 
 def opening(producer: str) -> kv.WriteRequest:
@@ -172,21 +241,44 @@ async def test_a_writer_gone_before_it_was_answered_gives_the_producer_back(
     context: Any = Script(opening("p"))
     context.broken = True
     with pytest.raises(asyncio.CancelledError):
-        await KeyValueMethods(catalog).Write(None, context)
-    assert host.bucket._producers[b"p"].calls == 0
+        await KeyValueMethods(catalog, Intake()).Write(None, context)
+    assert not host.bucket.knows_producer(b"p")
     await host.close()
 
 
 @pytest.mark.asyncio
-async def test_a_first_write_that_is_refused_for_now_keeps_its_place(
+async def test_a_writer_that_came_while_the_server_stops_is_told_so(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call was not open yet when the others were told, and the stop waited for it in vain."""
+
+    async def abort(_: object, error: UprError) -> None:
+        raise error
+
+    monkeypatch.setattr(writes_module, "abort", abort)
+    host = await started(catalog.find("default"))
+    context: Any = Script(opening("p"))
+    methods = KeyValueMethods(catalog, Intake())
+    methods.shut_down()
+    async with asyncio.timeout(WAIT_SECONDS):
+        with pytest.raises(ShuttingDownError):
+            await methods.Write(None, context)
+    assert not host.bucket.knows_producer(b"p")
+    await host.close()
+
+
+@pytest.mark.asyncio
+async def test_nothing_overtakes_a_write_that_was_refused_as_a_whole(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = await started(catalog.find("default"))
     key, other = some_keys(3, 2)
     context: Any = Script(opening("p"))
-    call = asyncio.create_task(KeyValueMethods(catalog).Write(None, context))
+    call = asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context))
     assert (await context.said.get()).HasField("opened")
-    monkeypatch.setattr(host_module, "disk_room", lambda _: 2000)
+    free = room_module.BUCKET_BYTES + 2000 * (1 + room_module.GROWTH)
+    monkeypatch.setattr(room_module, "free_bytes", lambda _: free)
+    monkeypatch.setattr(room_module, "LOOK_SECONDS", 0)
     # The large one does not fit, the small one behind it would.
     context.send(1, build_block([key], [b"v" * 5000]))
     context.send(2, build_block([other], [b"small"]))
@@ -195,8 +287,8 @@ async def test_a_first_write_that_is_refused_for_now_keeps_its_place(
     assert second.refused.reason == "WRITE_OUT_OF_ORDER", second
     monkeypatch.undo()
     # As the hint says: the refused one again, then those behind it.
-    context.send(1, build_block([key], [b"v" * 5000]))
-    context.send(2, build_block([other], [b"small"]))
+    context.send(3, build_block([key], [b"v" * 5000]), previous=0)
+    context.send(4, build_block([other], [b"small"]))
     again = [(await context.said.get()).result for _ in range(2)]
     assert [result.duplicate for result in again] == [False, False]
     assert host.bucket.partitions.high[3] == 2
@@ -209,13 +301,13 @@ async def test_a_first_write_that_is_refused_for_now_keeps_its_place(
 async def test_a_repeated_write_is_not_acknowledged_before_the_first_is_durable(
     folder: Path, tmp_path: Path
 ) -> None:
-    host = BucketHost(folder, config(folder))
+    host = BucketService(folder, config(folder))
     host.bucket.proven = False
-    producer = host.bucket.open_producer(b"p", {})
+    call = host.bucket.open_producer(b"p", 0)
     # Nothing is committed: the host's loops do not run.
     for number in range(1, 200):
-        host.bucket.write(rows(b"a"), b"p", producer, number, 1)
-    again = host.bucket.write(rows(b"a"), b"p", producer, 1, 1)
+        host.bucket.write(rows(b"a"), b"p", call, number, 1)
+    again = host.bucket.write(rows(b"a"), b"p", call, 1, 1, {})
     assert again.duplicate
     assert again.entry >= host.bucket.tail.durable
     host.bucket.fail(StorageFailedError("test over"))
@@ -235,19 +327,19 @@ def test_a_start_cut_short_does_not_spoil_the_directory(tmp_path: Path) -> None:
 async def test_after_a_failed_fsync_no_proof_is_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketHost(folder, config(folder)))
+    host = await started(BucketService(folder, config(folder)))
     written = await host.write(rows(b"a"), b"", None, 0)
     await host.durable(written.entry)
 
     def failed(*_: Any) -> None:
         raise StorageFailedError("fsync failed")
 
-    monkeypatch.setattr(host.journal, "append", failed)
+    monkeypatch.setattr(host.disk.journal, "append", failed)
     written = await host.write(rows(b"a"), b"", None, 0)
     with pytest.raises(StorageFailedError):
         await host.durable(written.entry)
     proofs: list[int] = []
-    monkeypatch.setattr(host.store, "write_proof", lambda: proofs.append(1))
+    monkeypatch.setattr(host.disk.store, "write_proof", lambda _: proofs.append(1))
     assert not await host.close()
     assert not proofs
 
@@ -256,15 +348,15 @@ async def test_after_a_failed_fsync_no_proof_is_written(
 async def test_writes_wait_when_the_tail_holds_twice_its_size(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketHost(folder, config(folder, tail_bytes=1000)))
+    host = await started(BucketService(folder, config(folder, tail_bytes=1000)))
     held = threading.Event()
-    put = host.store.put_flush
+    put = host.disk.store.put_flush
 
     def hold(*args: Any) -> None:
         assert held.wait(WAIT_SECONDS)
         put(*args)
 
-    monkeypatch.setattr(host.store, "put_flush", hold)
+    monkeypatch.setattr(host.disk.store, "put_flush", hold)
     tasks = [asyncio.create_task(host.write(rows(b"a"), b"", None, 0)) for _ in range(20)]
     await tasks[0]
     for _ in range(TURNS):
@@ -282,17 +374,17 @@ async def test_writes_wait_when_the_tail_holds_twice_its_size(
 async def test_nothing_is_numbered_while_the_proof_is_on_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketHost(folder, config(folder)))
+    host = await started(BucketService(folder, config(folder)))
     number, proofs = host.bucket.write, []
 
     def look(*args: Any) -> Any:
-        proofs.append(host.store.proof())
+        proofs.append(host.disk.store.proof())
         return number(*args)
 
     monkeypatch.setattr(host.bucket, "write", look)
     async with asyncio.timeout(WAIT_SECONDS):
         await asyncio.gather(*(host.write(rows(b"a"), b"", None, 0) for _ in range(5)))
-    assert proofs == [False] * 5
+    assert proofs == [None] * 5
     assert await host.close()
 
 
@@ -302,15 +394,15 @@ async def test_answers_wait_for_the_disk_in_order(
 ) -> None:
     host = await started(catalog.find("default"))
     held = threading.Event()
-    append = host.journal.append
+    append = host.disk.journal.append
 
     def hold(commit: Any) -> None:
         assert held.wait(WAIT_SECONDS)
         append(commit)
 
-    monkeypatch.setattr(host.journal, "append", hold)
+    monkeypatch.setattr(host.disk.journal, "append", hold)
     context: Any = Script(opening(""))
-    call = asyncio.create_task(KeyValueMethods(catalog).Write(None, context))
+    call = asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context))
     assert (await context.said.get()).HasField("opened")
     context.send(1, rows(b"a"), types.DURABILITY_MEMORY)
     assert (await context.said.get()).result.number == 1
@@ -336,17 +428,17 @@ async def test_the_answer_to_a_repeated_write_waits_for_the_disk_too(
 ) -> None:
     host = await started(catalog.find("default"))
     held = threading.Event()
-    append = host.journal.append
+    append = host.disk.journal.append
 
     def hold(commit: Any) -> None:
         assert held.wait(WAIT_SECONDS)
         append(commit)
 
-    monkeypatch.setattr(host.journal, "append", hold)
+    monkeypatch.setattr(host.disk.journal, "append", hold)
     calls, contexts = [], []
     for _ in range(2):
         context: Any = Script(opening("p"))
-        calls.append(asyncio.create_task(KeyValueMethods(catalog).Write(None, context)))
+        calls.append(asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context)))
         assert (await context.said.get()).HasField("opened")
         context.send(1, rows(b"a"))
         contexts.append(context)
@@ -368,12 +460,12 @@ async def test_the_answer_to_a_repeated_write_waits_for_the_disk_too(
 
 @pytest.mark.asyncio
 async def test_what_recovery_decided_is_stored_before_anything_is_served(folder: Path) -> None:
-    host = BucketHost(folder, config(folder))
-    host.store.clear_proof()
+    host = BucketService(folder, config(folder))
+    host.disk.store.clear_proof()
     host.close_files()
-    host = BucketHost(folder, config(folder))
-    rows_now = host.store.partitions()
-    proof = host.store.proof()
+    host = BucketService(folder, config(folder))
+    rows_now = host.disk.store.partitions()
+    proof = host.disk.store.proof()
     host.close_files()
     assert proof
     for partition, log in enumerate(host.bucket.partitions.logs):
@@ -387,17 +479,17 @@ async def test_what_recovery_decided_is_stored_before_anything_is_served(folder:
 async def test_a_disk_that_is_full_at_the_first_write_refuses_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketHost(folder, config(folder)))
-    clear = host.store.clear_proof
+    host = await started(BucketService(folder, config(folder)))
+    clear = host.disk.store.clear_proof
 
     def full() -> None:
         raise lmdb.DiskError("mdb_txn_commit: No space left on device")
 
-    monkeypatch.setattr(host.store, "clear_proof", full)
+    monkeypatch.setattr(host.disk.store, "clear_proof", full)
     with pytest.raises(NoRoomError, match="No space left"):
         await host.write(rows(b"a"), b"", None, 0)
     assert host.bucket.tail.end == 0
-    monkeypatch.setattr(host.store, "clear_proof", clear)
+    monkeypatch.setattr(host.disk.store, "clear_proof", clear)
     await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
     assert await host.close()
 
@@ -406,7 +498,7 @@ async def test_a_disk_that_is_full_at_the_first_write_refuses_it(
 async def test_producers_that_cannot_be_forgotten_do_not_end_flushing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = BucketHost(folder, config(folder))
+    host = BucketService(folder, config(folder))
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -414,39 +506,39 @@ async def test_producers_that_cannot_be_forgotten_do_not_end_flushing(
         loop.call_soon_threadsafe(asked.set)
         raise lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
 
-    monkeypatch.setattr(host.store, "forget_producers", full)
+    monkeypatch.setattr(host.disk.store, "forget_producers", full)
     await started(host)
     await asyncio.wait_for(asked.wait(), WAIT_SECONDS)
     await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
     host.flusher.wanted.set()
     while host.bucket.tail.first != host.bucket.tail.end:
-        await asyncio.wait_for(host._next_change(), WAIT_SECONDS)
+        await asyncio.wait_for(host.disk.next_change(), WAIT_SECONDS)
     assert host.bucket.failure is None
     assert await host.close()
 
 
 @pytest.mark.asyncio
 async def test_what_was_numbered_and_not_stored_leaves_no_proof(folder: Path) -> None:
-    host = BucketHost(folder, config(folder))
-    host.store.clear_proof()
+    host = BucketService(folder, config(folder))
+    host.disk.store.clear_proof()
     host.bucket.proven = False
     # Its loops do not run, so that it is never committed.
     host.bucket.write(rows(b"a"), b"", None, 0, 1)
     assert not await host.close()
-    again = BucketHost(folder, config(folder))
+    again = BucketService(folder, config(folder))
     again.close_files()
     assert all(len(log) == 2 for log in again.bucket.partitions.logs)
 
 
 @pytest.mark.asyncio
 async def test_a_bucket_that_failed_leaves_no_proof_though_all_is_stored(folder: Path) -> None:
-    host = await started(BucketHost(folder, config(folder)))
+    host = await started(BucketService(folder, config(folder)))
     written = await host.write(rows(b"a"), b"", None, 0)
     await host.durable(written.entry)
     assert await host.flush()
     host.bucket.fail(StorageFailedError("a task of the bucket failed"))
     assert not await host.close()
-    again = BucketHost(folder, config(folder))
+    again = BucketService(folder, config(folder))
     again.close_files()
     assert all(len(log) == 2 for log in again.bucket.partitions.logs)
 
@@ -455,19 +547,19 @@ async def test_a_bucket_that_failed_leaves_no_proof_though_all_is_stored(folder:
 async def test_a_cut_is_held_until_no_restart_can_bring_it_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketHost(folder, config(folder)))
+    host = await started(BucketService(folder, config(folder)))
     await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
     partition = int(np.flatnonzero(host.bucket.partitions.high)[0])
     await host.cuts.create("c", [partition], 10**9)
     there, go_on = threading.Event(), threading.Event()
-    put = host.store.put_cuts
+    put = host.disk.store.put_cuts
 
     def slow(changes: Any) -> None:
         there.set()
         assert go_on.wait(WAIT_SECONDS)
         put(changes)
 
-    monkeypatch.setattr(host.store, "put_cuts", slow)
+    monkeypatch.setattr(host.disk.store, "put_cuts", slow)
     release = asyncio.create_task(host.cuts.release("c"))
     try:
         assert await asyncio.to_thread(there.wait, WAIT_SECONDS)
@@ -477,3 +569,134 @@ async def test_a_cut_is_held_until_no_restart_can_bring_it_back(
     assert await release
     assert host.bucket.cuts.pinned(partition) == ()
     assert await host.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ending", ["shed", "shut_down", "cancelled"])
+async def test_a_call_that_ends_leaves_its_read_to_grpc(catalog: Catalog, ending: str) -> None:
+    """A read that is cancelled never frees the message that had come for it."""
+    host = await started(catalog.find("default"))
+    methods = KeyValueMethods(catalog, Intake())
+    context: Any = Script(opening(""))
+    call = asyncio.create_task(methods.Write(None, context))
+    assert (await context.said.get()).HasField("opened")
+    context.send(1, rows(b"k"))
+    assert (await context.said.get()).result.number == 1
+    (served,) = methods._calls
+    if ending == "cancelled":
+        call.cancel()
+    else:
+        getattr(served, ending)()
+    await asyncio.gather(call, return_exceptions=True)
+    assert context.lost_reads == 0
+    # It comes too late, and is neither numbered nor answered.
+    context.send(2, rows(b"k"))
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert not context.messages.qsize()
+    assert context.said.empty()
+    assert int(host.bucket.partitions.high.max()) == 1
+    await host.close()
+
+
+class CountedTurns:
+    """Turns that are given at once, and remember what was charged."""
+
+    def __init__(self) -> None:
+        self.charged: list[float] = []
+
+    async def turn(self) -> None:
+        pass
+
+    def charge(self, seconds: float) -> None:
+        self.charged.append(seconds)
+
+
+@pytest.mark.asyncio
+async def test_large_writes_take_turns_and_smaller_ones_do_while_the_loop_is_late(
+    catalog: Catalog,
+) -> None:
+    """Else four writers of large values leave those who write a row each a few of their writes a second."""
+    host = await started(catalog.find("default"))
+    methods = KeyValueMethods(catalog, Intake())
+    turns: Any = CountedTurns()
+    methods.bulk = turns
+    calls, contexts = [], []
+    for _ in range(2):
+        context: Any = Script(opening(""))
+        calls.append(asyncio.create_task(methods.Write(None, context)))
+        assert (await context.said.get()).HasField("opened")
+        contexts.append(context)
+
+    async def charged(value_bytes: int) -> int:
+        """Write a value twice; how often a turn was charged. The second is read when the first has had its turn."""
+        before = len(turns.charged)
+        for number in (1, 2):
+            contexts[0].send(number, build_block([b"k"], [bytes(value_bytes)]))
+            assert (await contexts[0].said.get()).result.number == number
+        return len(turns.charged) - before
+
+    assert await charged(100 * 2**10) == 0
+    assert await charged(2 * 2**20) >= 1
+    assert turns.charged[0] >= 2 * 2**20 * writes_module.BYTE_SECONDS
+    methods.delays.recent = 2 * writes_module.LATE_SECONDS
+    assert await charged(100 * 2**10) >= 1
+    await charged(100)
+    assert await charged(100) == 0
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await host.close()
+
+
+class HeldTurns:
+    """Turns that nobody gets before ``given`` is set."""
+
+    def __init__(self) -> None:
+        self.given = asyncio.Event()
+
+    async def turn(self) -> None:
+        await self.given.wait()
+
+    def charge(self, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.asyncio
+async def test_a_large_write_waits_for_its_turn_before_it_is_numbered_and_few_may_wait(
+    catalog: Catalog,
+) -> None:
+    """Else each of sixty new calls has its first large write sent to all followers at once."""
+    host = await started(catalog.find("default"))
+    methods = KeyValueMethods(catalog, Intake())
+    turns: Any = HeldTurns()
+    methods.bulk = turns
+    block = build_block([b"k"], [bytes(15 * 2**20)])
+    calls, contexts = [], []
+    for _ in range(6):
+        context: Any = Script(opening(""))
+        calls.append(asyncio.create_task(methods.Write(None, context)))
+        assert (await context.said.get()).HasField("opened")
+        contexts.append(context)
+    contexts[0].send(1, rows(b"small"))
+    assert len((await contexts[0].said.get()).result.runs) > 0
+    for context in contexts:
+        context.send(2, block)
+    answers = [asyncio.ensure_future(context.said.get()) for context in contexts]
+    while len([one for one in answers if one.done()]) < 2:
+        await asyncio.wait(
+            [one for one in answers if not one.done()], return_when="FIRST_COMPLETED"
+        )
+    for one in answers:
+        if one.done():
+            refused = one.result().result.refused
+            assert (refused.reason, refused.retriable) == ("TOO_MANY", True)
+    assert int(host.bucket.partitions.high.sum()) == 1
+    turns.given.set()
+    results = [one.result for one in await asyncio.gather(*answers)]
+    assert sum(result.HasField("refused") for result in results) == 2
+    assert int(host.bucket.partitions.high.sum()) == 5
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await host.close()

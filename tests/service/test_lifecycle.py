@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import lmdb
+import numpy as np
 import pytest
+from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -16,8 +19,11 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.raw import RawClient, all_rows, seqnos_of, start_at
 from tests.service.keys import some_keys
+from upr.cli.admin import main as admin
 from upr.storage.store import Store
-from upr_protocol.limits import SEQNO_MAX
+from upr_protocol.errors import DataDamagedError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.limits import FAILOVER_LOG_MAX, SEQNO_MAX
 from upr_protocol.wire.codec import block_from_message
 
 
@@ -41,6 +47,14 @@ def test_a_second_server_on_the_same_directory_is_refused(
     server = server_process()
     (tmp_path / "data").symlink_to(server.data)
     assert "in use by another server" in refused(tmp_path)
+    # Who makes the file anew would have a lock that nobody else has.
+    (server.data / "lock").unlink()
+    (tmp_path / "server.log").unlink()
+    assert "in use by another server" in refused(tmp_path)
+    for command in (["check"], ["restore-copy", "--yes"]):
+        result = CliRunner().invoke(admin, [*command, str(server.data)])
+        assert result.exit_code == 2
+        assert "is in use by" in result.output
 
 
 def test_a_port_in_use_is_refused(server_process: StartServer, tmp_path: Path) -> None:
@@ -67,17 +81,20 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     assert "cannot be used" in refused(tmp_path)
 
 
-def test_a_directory_of_a_newer_format_is_refused(
-    server_process: StartServer, tmp_path: Path
+@pytest.mark.parametrize(
+    ("told", "way_out"), [(99, "a newer one"), (2, "restore that into a new directory")]
+)
+def test_a_directory_of_another_format_is_refused(
+    server_process: StartServer, tmp_path: Path, told: int, way_out: str
 ) -> None:
     server = server_process()
     assert server.terminate() == 0
     mark = server.data / "upr-stream.json"
-    mark.write_text(json.dumps({**json.loads(mark.read_text()), "format": 99}))
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "format": told}))
     (tmp_path / "data").symlink_to(server.data)
     line = refused(tmp_path)
-    assert "format 99" in line
-    assert "format 2" in line
+    assert f"has format {told}, this program knows format 3" in line
+    assert way_out in line
 
 
 def test_a_damaged_journal_is_refused_with_its_place(
@@ -134,6 +151,53 @@ async def test_a_kill_without_a_write_makes_no_record(server_process: StartServe
     server.start()
     async with RawClient(server.target) as client:
         assert await client.logs() == before
+
+
+@pytest.mark.asyncio
+async def test_the_failover_log_is_as_long_as_the_server_is_told(
+    server_process: StartServer,
+) -> None:
+    server = server_process("--failover-log-records", "3")
+    ids: list[int] = []
+    for _ in range(4):
+        async with RawClient(server.target) as client:
+            writer = await client.writer("")
+            await writer.write([(some_keys(12, 1)[0], b"value")])
+            ((*_, newest),) = await client.logs(12)
+            ids.append(newest[0])
+        server.kill()
+        server.start()
+    async with RawClient(server.target) as client:
+        assert [i for i, _ in (await client.logs(12))[0][:2]] == ids[2:]
+        assert {len(log) for log in await client.logs()} == {3}
+
+
+@pytest.mark.asyncio
+async def test_the_longest_failover_logs_fit_everywhere(
+    server_process: StartServer,
+) -> None:
+    server = server_process("--failover-log-records", "1000")
+    assert server.terminate() == 0
+    first, end = 2**48 - 1100, 2**48 - 50
+    longest = FailoverLog.from_pairs((2**64 - 1 - i, first + i) for i in range(FAILOVER_LOG_MAX))
+    with closing(Store(next(server.data.glob("buckets/*/store")))) as store:
+        rows = {
+            p: replace(row, log=longest, stored_high=end, complete=end, horizon=end)
+            for p, row in store.partitions().items()
+            if not isinstance(row, DataDamagedError)
+        }
+        store.put_flush([], rows, {})
+        store.write_proof(np.full(1024, end, np.uint64))
+    server.start()
+    everything = dict.fromkeys(range(1024))
+    async with RawClient(server.target) as client:
+        assert await client.logs() == [longest.to_pairs()] * 1024
+        answers = (await client.hello(everything, with_log=True)).answers
+        assert {len(answer.failover_log) for answer in answers} == {1000}
+        follow = await client.follow()
+        started = await follow.start(*map(start_at, everything))
+        assert {len(answer.started.failover_log) for answer in started} == {1000}
+        await follow.close()
 
 
 @pytest.mark.asyncio
@@ -212,7 +276,8 @@ async def test_the_last_seqno_is_given_and_then_the_partition_refuses_alone(
     store = Store(store_folder)
     row = store.partitions()[20]
     assert not isinstance(row, Exception)
-    store.put_flush([], {20: replace(row, stored_high=SEQNO_MAX - 1)}, {})
+    end = SEQNO_MAX - 1
+    store.put_flush([], {20: replace(row, stored_high=end, complete=end, horizon=end)}, {})
     store.close()
     server.start()
     (full,), (other,) = some_keys(20, 1), some_keys(21, 1)
@@ -286,7 +351,7 @@ async def test_a_full_disk_delays_what_is_numbered_and_loses_nothing(
         await writer.write([(b"a", b"1")])
         seqnos_of(await writer.write([(b"a", b"2")]))
         seqnos_of(await writer.write([(b"b", b"3")]))
-    assert "journal append failed" in server.log_text()
+    assert "storage trouble" in server.log_text()
     server.kill()
     server.start()
     async with RawClient(server.target) as client:

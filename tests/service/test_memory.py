@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.raw import RawClient, RawFollow, all_rows, start_at
+from upr_protocol.block import block_values, build_block
 from upr_protocol.partitioning import partition_of
-from upr_protocol.rows import block_values, build_block
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import types_pb2 as types

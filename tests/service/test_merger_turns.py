@@ -1,4 +1,4 @@
-"""The merger's turns: every partition is looked at, however fast others change."""
+"""The compactor's turns: every partition is looked at, however fast others change."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from upr.config import ServerConfig
-from upr.service.catalog import create_bucket
-from upr.service.host import BucketHost
-from upr.service.merger import LOOK_PARTITIONS
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import create_bucket
+from upr.service.buckets.compactor import LOOK_PARTITIONS
 from upr.storage.directory import DataDirectory
 from upr_protocol.limits import PARTITIONS
 
@@ -18,19 +18,19 @@ async def test_those_that_wait_longest_are_looked_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = DataDirectory(tmp_path / "data")
-    host = BucketHost(create_bucket(directory, "default"), ServerConfig(tmp_path / "data"))
-    merger = host.merger
+    host = BucketService(create_bucket(directory, "default"), ServerConfig(tmp_path / "data"))
+    compactor = host.compactor
     looked: list[int] = []
 
     async def look(partitions: Sequence[int]) -> None:
         looked.extend(partitions)
         # As flushes do, that touch every partition again and again.
-        merger.note(range(PARTITIONS))
+        compactor.note(range(PARTITIONS))
         if len(looked) >= PARTITIONS:
-            merger.stop()
+            compactor.stop()
 
-    monkeypatch.setattr(merger, "_merge", look)
-    await merger.run()
+    monkeypatch.setattr(compactor, "_merge", look)
+    await compactor.run()
     assert PARTITIONS % LOOK_PARTITIONS == 0
     assert len(looked) == PARTITIONS
     assert sorted(looked) == list(range(PARTITIONS))

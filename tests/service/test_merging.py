@@ -15,11 +15,10 @@ from tests.model import ModelPartition, Row, State, apply, partition_of
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
-from upr.service.catalog import create_bucket
-from upr.service.host import BucketHost, now_micros
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import create_bucket
 from upr.storage.directory import DataDirectory
-from upr_protocol.block import Block
-from upr_protocol.rows import build_block
+from upr_protocol.block import Block, build_block
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -233,7 +232,7 @@ async def test_followers_of_every_kind_beside_merging_and_purging(
     assert server.terminate() == 0
 
 
-async def write_and_flush(host: BucketHost, keys: list[bytes]) -> None:
+async def write_and_flush(host: BucketService, keys: list[bytes]) -> None:
     block = build_block(keys, [b"v" for _ in keys])
     await host.durable((await host.write(block, b"", None, 0)).entry)
     assert await host.flush()
@@ -244,27 +243,27 @@ async def test_a_cut_made_while_ranges_are_chosen_is_not_crossed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = DataDirectory(tmp_path / "data")
-    host = BucketHost(create_bucket(directory, "default"), ServerConfig(data=tmp_path))
-    merger, partition = host.merger, 9
+    host = BucketService(create_bucket(directory, "default"), ServerConfig(data=tmp_path))
+    compactor, partition = host.compactor, 9
 
     async def failed() -> None:
         pass
 
     host.start(failed)
-    async with merger.turn:
-        look = merger._look
+    async with compactor.turn:
+        look = compactor._look
         # It was asked what is pinned before the cut was made.
-        monkeypatch.setattr(merger, "_look", lambda pins: look(dict.fromkeys(pins, ())))
+        monkeypatch.setattr(compactor, "_look", lambda pins: look(dict.fromkeys(pins, ())))
         await write_and_flush(host, some_keys(partition, 3))
-        cut = host.bucket.create_cut("cut", [partition], 10**9, now_micros())
+        cut = host.bucket.create_cut("cut", [partition], 10**9, host.disk.clock.now())
         await write_and_flush(host, some_keys(partition, 3))
-        merger._waiting.clear()
-        await merger._merge([partition])
-        assert [head.end for head in host.store.heads(partition)] == [3, 6]
-        assert merger.waiting == 1, "it is not looked at again"
+        compactor._waiting.clear()
+        await compactor._merge([partition])
+        assert [head.end for head in host.disk.store.heads(partition)] == [3, 6]
+        assert compactor.waiting == 1, "it is not looked at again"
         host.bucket.cuts.forget(cut)
-        await merger._merge([partition])
-        assert [head.end for head in host.store.heads(partition)] == [6]
+        await compactor._merge([partition])
+        assert [head.end for head in host.disk.store.heads(partition)] == [6]
     assert await host.close()
     directory.close()
 

@@ -16,14 +16,13 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.raw import RawClient, start_at
 from tests.service.keys import some_keys
-from tests.storage.stored_blocks import store_of
+from tests.storage.stored_blocks import consumers_of, store_of
 from upr.storage import keyspace
-from upr.storage.check_findings import Finding
-from upr.storage.check_rows import check_consumers
+from upr.storage.check.contents import Finding, check_consumers
 from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow
-from upr.storage.restore import forget_future
+from upr.storage.store import forget_future
 from upr_protocol.errors import UprError
-from upr_protocol.wire.status import error_from_call
+from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -91,6 +90,13 @@ async def load(
     return {one.partition: one for one in answer.positions}
 
 
+async def is_saving(client: RawClient) -> bool:
+    """Whether a save is under way: loading waits for it."""
+    request = wire.LoadPositionsRequest(bucket="default", consumer=NAME)
+    loading = client.changes.LoadPositions(request, timeout=0.1)
+    return bool(await loading.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
 async def own(client: RawClient, consumer: str = NAME) -> int:
     """Become the owner, and return the generation."""
     return (await client.follow(consumer=consumer)).opened.generation
@@ -110,8 +116,8 @@ async def info(client: RawClient, consumer: str = NAME) -> admin.ConsumerInfo:
     return found[0]
 
 
-async def reset(client: RawClient, **to: Any) -> dict[int, int]:
-    request = admin.ResetConsumerRequest(bucket="default", name=NAME, **to)
+async def reset(client: RawClient, *, create: bool = True, **to: Any) -> dict[int, int]:
+    request = admin.ResetConsumerRequest(bucket="default", name=NAME, create=create, **to)
     answer = await client.admin.ResetConsumer(request, timeout=WAIT_SECONDS)
     return {one.partition: one.seqno for one in answer.positions}
 
@@ -252,7 +258,7 @@ async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
         "horizon is 1": [position(5, horizon=1)],
         "markers reach 6": [position(5, markers=[6])],
         "65 markers, the limit is 64": [position(9, markers=range(65))],
-        "26 failover records, the limit is 25": [position(9, failover_log=log_of(26))],
+        "1001 failover records, the limit is 1000": [position(9, failover_log=log_of(1001))],
         "failover id is 0": [position(5, failover_id=0)],
     }
     async with RawClient(server.target) as client:
@@ -266,6 +272,10 @@ async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
         good = [position(9, markers=range(10), failover_log=log_of(25))]
         assert await save(client, generation, *good) == []
         assert list((await load(client)).values()) == good
+        # Of a log that another server kept longer, what this one would keep.
+        longer = position(9, failover_log=log_of(40))
+        assert await save(client, generation, longer) == []
+        assert list((await load(client))[PARTITION].failover_log) == log_of(40)[-25:]
 
 
 @pytest.mark.asyncio
@@ -333,7 +343,7 @@ async def test_a_forgotten_consumer_has_no_positions_until_it_saves_again(
 def damage(server: RunningServer, partitions: Iterable[int]) -> None:
     """Change a byte of stored rows of the consumer, while the server is down."""
     store = next((server.data / "buckets").glob("*/store"))
-    with lmdb.open(str(store), max_dbs=8) as environment:
+    with lmdb.open(str(store), max_dbs=16) as environment:
         table = environment.open_db(b"consumers", create=False)
         with environment.begin(write=True) as txn:
             for partition in partitions:
@@ -396,6 +406,70 @@ async def test_a_reset_to_the_beginning_removes_positions_and_fences_their_owner
 
 
 @pytest.mark.asyncio
+async def test_a_reset_of_an_unknown_name_changes_nothing(server_process: StartServer) -> None:
+    async with RawClient(server_process().target) as client:
+        for to in ({"to_now": True}, {"to_beginning": True}, {"to_time": 1}):
+            error = await problem(reset(client, create=False, **to))
+            assert (error.reason, error.retriable) == ("CONSUMER_NOT_FOUND", False)
+        assert await load(client) == {}
+        # One that follows is known, although nothing was acknowledged or saved yet.
+        generation = await own(client)
+        await reset(client, create=False, to_now=True, partitions=[PARTITION])
+        assert (await info(client)).generation > generation
+        await reset(client, create=False, to_beginning=True)
+
+
+@pytest.mark.asyncio
+async def test_saves_of_one_owner_are_applied_in_the_order_in_which_they_came(
+    server_process: StartServer,
+) -> None:
+    async with RawClient(server_process().target) as client:
+        await fill(client, 3, 0)
+        generation = await own(client)
+        everything = [position(0, p) for p in range(1, 1024)]
+        for _ in range(10):
+            # The check of the first one takes several turns of the loop.
+            both = (
+                save(client, generation, position(1, 0), *everything),
+                save(client, generation, position(2, 0)),
+            )
+            await asyncio.gather(*both)
+            assert (await load(client, 0))[0].seqno == 2
+
+
+@pytest.mark.asyncio
+async def test_a_consumer_that_is_forgotten_stays_so_although_a_stream_began_during_its_first_save(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    hold = tmp_path / "hold"
+    server = server_process(environment={"UPR_FAILPOINTS": f"positions.before_commit=hold:{hold}"})
+    async with RawClient(server.target) as client:
+        await fill(client, 3)
+        newest = (await client.partitions(PARTITION))[0].failover_id
+        follow = await client.follow(consumer=NAME)
+        hold.touch()
+        at = position(3, failover_id=newest, data_id=newest, failover_log=())
+        saving = asyncio.create_task(save(client, follow.opened.generation, at))
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not await is_saving(client):
+                pass
+        await follow.start(start_at(PARTITION, 3, newest, data_id=newest))
+        hold.unlink()
+        assert await saving == []
+        assert [(at.partition, at.seqno) for at in (await info(client)).positions] == [
+            (PARTITION, 3)
+        ]
+        await follow.close()
+        forget = admin.ForgetConsumerRequest(bucket="default", name=NAME)
+        assert (await client.admin.ForgetConsumer(forget)).forgotten
+        assert await load(client) == {}
+    server.kill()
+    server.start()
+    async with RawClient(server.target) as client:
+        assert await load(client) == {}
+
+
+@pytest.mark.asyncio
 async def test_a_reset_to_now_registers_a_consumer_at_the_newest_markers(
     server_process: StartServer,
 ) -> None:
@@ -446,7 +520,7 @@ def test_a_copy_that_is_restored_keeps_saved_positions_that_are_ahead(tmp_path: 
     saved = ConsumerRow(1, 5, 9, 3, position(9).SerializeToString())
     store.put_consumers({(b"acked", 1): ConsumerRow(1, 5, 9, 3), (b"saved", 1): saved})
     assert forget_future(store, {1: 4}).consumers == (("acked", 1, 9),)
-    assert store.consumers() == {b"saved": {1: saved}}
+    assert consumers_of(store) == {b"saved": {1: saved}}
     store.close()
 
 

@@ -14,16 +14,15 @@ import pytest_asyncio
 
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
-from upr.service import merger as merger_module
-from upr.service.catalog import create_bucket
-from upr.service.host import BucketHost
-from upr.service.purge_methods import PurgeMethods
-from upr.service.purger import purge_partition
+from upr.service.admin import AdminMethods, Process
+from upr.service.buckets import compactor as compactor_module
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import create_bucket
+from upr.storage.blocks import Replacement
 from upr.storage.directory import DataDirectory
-from upr.storage.heads import Replacement
 from upr.storage.keyspace import partition_key
+from upr_protocol.block import build_block
 from upr_protocol.errors import NoRoomError
-from upr_protocol.rows import build_block
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
 WAIT_SECONDS = 20.0
@@ -31,17 +30,17 @@ P, Q = 9, 11
 
 
 @pytest_asyncio.fixture
-async def host(tmp_path: Path) -> AsyncIterator[BucketHost]:
+async def host(tmp_path: Path) -> AsyncIterator[BucketService]:
     """A bucket whose partition P has a tombstone at 3 that may go; nothing is merged by itself."""
     async with hosting(tmp_path) as made:
         yield made
 
 
 @asynccontextmanager
-async def hosting(folder: Path, compression: str = "") -> AsyncIterator[BucketHost]:
+async def hosting(folder: Path, compression: str = "") -> AsyncIterator[BucketService]:
     directory = DataDirectory(folder / "data")
     config = ServerConfig(data=folder, tombstone_seconds=1e-6)
-    host = BucketHost(create_bucket(directory, "default", compression), config)
+    host = BucketService(create_bucket(directory, "default", compression), config)
     for partition in (P, Q):
         gone, kept, last = some_keys(partition, 3)
         await write(host, [(gone, b"v"), (kept, b"v")])
@@ -51,7 +50,7 @@ async def hosting(folder: Path, compression: str = "") -> AsyncIterator[BucketHo
     directory.close()
 
 
-async def write(host: BucketHost, rows: Sequence[tuple[bytes, bytes | None]]) -> None:
+async def write(host: BucketService, rows: Sequence[tuple[bytes, bytes | None]]) -> None:
     """Number, commit and flush, without the tasks that would do so."""
     await host.write(build_block([k for k, _ in rows], [v for _, v in rows]), b"", None, 0)
     commit = host.bucket.take_commit()
@@ -61,35 +60,35 @@ async def write(host: BucketHost, rows: Sequence[tuple[bytes, bytes | None]]) ->
     assert await host.flush()
 
 
-def ends(host: BucketHost, partition: int = P) -> list[int]:
-    return [head.end for head in host.store.heads(partition)]
+def ends(host: BucketService, partition: int = P) -> list[int]:
+    return [head.end for head in host.disk.store.heads(partition)]
 
 
-async def merge(host: BucketHost, *partitions: int) -> None:
-    async with host.merger.turn:
-        await host.merger._merge(partitions)
+async def merge(host: BucketService, *partitions: int) -> None:
+    async with host.compactor.turn:
+        await host.compactor._merge(partitions)
 
 
-async def purge(host: BucketHost) -> admin.PurgeResponse:
+async def purge(host: BucketService) -> admin.PurgeResponse:
     """Call Purge as gRPC does."""
-    methods = PurgeMethods()
-    methods._catalog = SimpleNamespace(find=lambda _: host)  # type: ignore[assignment]
+    catalog: Any = SimpleNamespace(find=lambda _: host)
+    methods = AdminMethods(catalog, Process(1, lambda: 0, lambda: 0))
     return await methods.Purge(admin.PurgeRequest(bucket="default", partitions=[P]), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.asyncio
 async def test_a_purge_whose_caller_leaves_is_not_stopped_half_way(
-    host: BucketHost, monkeypatch: pytest.MonkeyPatch
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, go_on = threading.Event(), threading.Event()
-    replace = host.store.replace
+    replace = host.disk.store.replace
 
     def slow(replacements: Sequence[Replacement]) -> None:
         there.set()
         assert go_on.wait(WAIT_SECONDS)
         replace(replacements)
 
-    monkeypatch.setattr(host.store, "replace", slow)
+    monkeypatch.setattr(host.disk.store, "replace", slow)
     call = asyncio.create_task(purge(host))
     try:
         assert await asyncio.to_thread(there.wait, WAIT_SECONDS)
@@ -97,48 +96,48 @@ async def test_a_purge_whose_caller_leaves_is_not_stopped_half_way(
         await asyncio.wait({call})
         # Until it is stored a reader at 0 would get what the tombstone deletes, and go on behind it.
         assert host.bucket.purging[P] == 3
-        assert host.merger.turn.locked()
+        assert host.compactor.turn.locked()
     finally:
         go_on.set()
-    async with asyncio.timeout(WAIT_SECONDS), host.merger.turn:
+    async with asyncio.timeout(WAIT_SECONDS), host.compactor.turn:
         assert ends(host) == [4]
     assert not host.bucket.purging.any()
 
 
 @pytest.mark.asyncio
 async def test_a_shutdown_waits_for_a_purge_whose_caller_left(
-    host: BucketHost, monkeypatch: pytest.MonkeyPatch
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replaced = threading.Event()
-    replace = host.store.replace
+    replace = host.disk.store.replace
 
     def slow(replacements: Sequence[Replacement]) -> None:
         replace(replacements)
         replaced.set()
 
-    monkeypatch.setattr(host.store, "replace", slow)
+    monkeypatch.setattr(host.disk.store, "replace", slow)
     call = asyncio.create_task(purge(host))
     await asyncio.sleep(0)
     call.cancel()
     await asyncio.wait({call})
-    host.merger.stop()
-    await host.merger.finish()
-    assert not host.merger.turn.locked()
+    host.compactor.stop()
+    await host.compactor.finish()
+    assert not host.compactor.turn.locked()
     assert not host.bucket.purging.any()
 
 
 @pytest.mark.asyncio
 async def test_a_purge_waits_for_its_transactions_before_readers_go_on(
-    host: BucketHost, monkeypatch: pytest.MonkeyPatch
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    replace = host.store.replace
+    replace = host.disk.store.replace
 
     def watched(replacements: Sequence[Replacement]) -> None:
         seen.append((int(host.bucket.purging[P]), int(host.bucket.partitions.purge[P])))
         replace(replacements)
 
-    monkeypatch.setattr(host.store, "replace", watched)
+    monkeypatch.setattr(host.disk.store, "replace", watched)
     await merge(host, P)
     assert seen == [(3, 3)]
     assert not host.bucket.purging.any()
@@ -146,20 +145,20 @@ async def test_a_purge_waits_for_its_transactions_before_readers_go_on(
 
 @pytest.mark.asyncio
 async def test_a_purge_without_room_ends_at_once_and_holds_up_no_reader(
-    host: BucketHost, monkeypatch: pytest.MonkeyPatch
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host.merger, "_room", lambda: 0)
+    monkeypatch.setattr(host.compactor, "_room", lambda: 0)
     with pytest.raises(NoRoomError, match="room for 0 bytes"):
-        await asyncio.wait_for(purge_partition(host, P), WAIT_SECONDS)
+        await asyncio.wait_for(host.compactor.purge(P), WAIT_SECONDS)
     assert not host.bucket.purging.any()
     assert ends(host) == [2, 4]
 
 
 @pytest.mark.asyncio
 async def test_a_merge_that_waits_for_room_lets_others_have_their_turn(
-    host: BucketHost, monkeypatch: pytest.MonkeyPatch
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merger_module, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(compactor_module, "_RETRY_SECONDS", 0.01)
     asked = asyncio.Event()
     size = 0
 
@@ -167,40 +166,40 @@ async def test_a_merge_that_waits_for_room_lets_others_have_their_turn(
         asked.set()
         return size
 
-    monkeypatch.setattr(host.merger, "_room", room)
-    task = asyncio.create_task(host.merger.run())
+    monkeypatch.setattr(host.compactor, "_room", room)
+    task = asyncio.create_task(host.compactor.run())
     async with asyncio.timeout(WAIT_SECONDS):
         await asked.wait()
-        assert (await purge_partition(host, P, dry_run=True)).purged == 1
+        assert (await host.compactor.purge(P, dry_run=True)).purged == 1
         assert ends(host) == [2, 4]
         size = 1 << 40
         while ends(host) != [4]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    host.merger.stop()
+    host.compactor.stop()
     await task
 
 
 @pytest.mark.asyncio
 async def test_a_damaged_row_of_a_partition_keeps_only_that_one_from_being_merged(
-    host: BucketHost,
+    host: BucketService,
 ) -> None:
-    with host.store._env.begin(write=True) as txn:
-        txn.put(partition_key(P), b"not a row", db=host.store._partitions)
+    with host.disk.store._env.begin(write=True) as txn:
+        txn.put(partition_key(P), b"not a row", db=host.disk.store._partitions)
     await merge(host, P, Q)
     assert set(host.bucket.partitions.problems) == {P}
     assert (ends(host), ends(host, Q)) == ([2, 4], [4])
-    assert P not in host.merger._waiting, "it is merged in vain for ever"
+    assert P not in host.compactor._waiting, "it is merged in vain for ever"
     assert not host.bucket.purging.any()
 
 
 @pytest.mark.asyncio
 async def test_who_purges_is_told_that_the_store_cannot_be_written(
-    host: BucketHost, monkeypatch: pytest.MonkeyPatch
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: Any) -> None:
         raise lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
 
-    monkeypatch.setattr(host.store, "replace", full)
+    monkeypatch.setattr(host.disk.store, "replace", full)
     (answer,) = (await purge(host)).partitions
     assert (answer.problem.reason, answer.problem.retriable) == ("STORAGE_FAILED", True)
     assert not host.bucket.purging.any()
@@ -214,16 +213,16 @@ async def test_little_that_is_much_when_not_compressed_is_not_merged_as_a_whole(
         (key,) = some_keys(P, 1)
         for _ in range(6):
             await write(host, [(key, b"v" * 2**20)])
-        monkeypatch.setattr(merger_module, "BATCH_BYTES", 4 * 2**20)
+        monkeypatch.setattr(compactor_module, "BATCH_BYTES", 4 * 2**20)
         whole: list[int] = []
-        direct = host.merger._direct
+        direct = host.compactor._direct
 
         async def noted(ranges: Any, limits: Any) -> Any:
             whole.extend(one.plain for one in ranges)
             return await direct(ranges, limits)
 
-        monkeypatch.setattr(host.merger, "_direct", noted)
-        assert sum(head.size for head in host.store.heads(P)) < 2**16
+        monkeypatch.setattr(host.compactor, "_direct", noted)
+        assert sum(head.size for head in host.disk.store.heads(P)) < 2**16
         await merge(host, P, Q)
-        assert sum(head.rows for head in host.store.heads(P)) == 3
+        assert sum(head.rows for head in host.disk.store.heads(P)) == 3
         assert all(size <= 4 * 2**20 for size in whole)

@@ -1,15 +1,38 @@
 """Room on the disk and in the tail: checked before a mutation is numbered."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.raw import RawClient, seqnos_of, start_at
 from upr.config import ServerConfig
-from upr.service import host
+from upr.engine.tail import Tail
+from upr.service.buckets import room as room_module
+from upr.service.buckets.room import WaitingRoom
 from upr.service.server import Server
+from upr_protocol.errors import TooManyError
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+
+
+def test_writes_that_wait_are_bounded_in_bytes_and_small_ones_have_a_room_of_their_own() -> None:
+    room = WaitingRoom()
+    with ExitStack() as large:
+        for _ in range(3):
+            large.enter_context(room.waiting(20 * 2**20))
+        with pytest.raises(TooManyError, match="62914560 bytes wait") as refused:
+            large.enter_context(room.waiting(20 * 2**20))
+        assert refused.value.retriable
+        with ExitStack() as small:
+            for _ in range(192):
+                small.enter_context(room.waiting(256 * 2**10))
+            with pytest.raises(TooManyError):
+                small.enter_context(room.waiting(1))
+        with room.waiting(1):
+            pass
+    assert (room.large, room.small) == (0, 0)
 
 
 @asynccontextmanager
@@ -28,7 +51,8 @@ async def test_a_full_disk_refuses_writes_before_numbering_and_resumes_by_itself
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 10**9
-    monkeypatch.setattr(host, "disk_room", lambda path: room)
+    monkeypatch.setattr(room_module, "free_bytes", lambda path: room)
+    monkeypatch.setattr(room_module, "LOOK_SECONDS", 0)
     config = ServerConfig(tmp_path / "data", "127.0.0.1:0")
     async with serving(config) as target, RawClient(target) as client:
         writer = await client.writer("p")
@@ -37,16 +61,19 @@ async def test_a_full_disk_refuses_writes_before_numbering_and_resumes_by_itself
         await follow.start(*(start_at(p) for p in range(1024)))
         await follow.until("frame")
         before = await client.partitions()
-        room = 10
+        room = room_module.BUCKET_BYTES
         refusal = (await writer.write([(b"a", b"2")], number=2)).refused
         assert (refusal.reason, refusal.retriable) == ("NO_ROOM", True)
-        assert "room for 10 bytes above the reserve" in refusal.message
+        assert "room for 0 bytes above the reserve" in refusal.message
         # A write behind the refused one may not overtake it.
+        writer.previous = 2
         later = (await writer.write([(b"a", b"3")], number=3)).refused
         assert later.reason == "WRITE_OUT_OF_ORDER"
         assert await client.partitions() == before
         room = 10**9
-        assert list(seqnos_of(await writer.write([(b"a", b"2")], number=2)).values()) == [(1, 2)]
+        # A definite refusal burns the number: what was refused comes again under another one.
+        writer.previous = 1
+        assert list(seqnos_of(await writer.write([(b"a", b"2")], number=4)).values()) == [(1, 2)]
         await follow.until("frame")
 
 
@@ -71,3 +98,57 @@ async def test_the_tail_stays_bounded_under_writes(tmp_path: Path) -> None:
         await follow.close()
     assert bucket_host.bucket.tail.first > 0, "nothing was flushed"
     await server.stop()
+
+
+def test_the_reserve_is_what_storing_the_tails_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mib, free = 2**20, 100 * 2**20
+    asked = 0
+    wanted: list[str] = []
+
+    def free_bytes(path: Path) -> int:
+        nonlocal asked
+        asked += 1
+        return free
+
+    monkeypatch.setattr(room_module, "free_bytes", free_bytes)
+    monkeypatch.setattr(room_module, "LOOK_SECONDS", 3600.0)
+    disk, tails = room_module.DiskRoom(Path()), {"a": Tail(), "b": Tail()}
+    for name, tail in tails.items():
+        disk.add(tail, partial(wanted.append, name))
+    # A byte of a tail is one in the journal and two in the store.
+    assert disk.left() == (100 - 2 * 2) * mib // 3
+    tails["a"].bytes, tails["a"].volatile_bytes = 20 * mib, 5 * mib
+    disk.changed()
+    assert disk.left() == (100 - 2 * 2 - 2 * 20 - 5) * mib // 3
+    assert disk.above_reserve() == disk.left() * 3
+    # Between two looks what is numbered is counted, and nobody is asked.
+    before = asked
+    disk.take(mib)
+    assert disk.left() == (100 - 2 * 2 - 2 * 20 - 5 - 3) * mib // 3
+    assert asked == before
+    with disk.claimed(30 * mib):
+        assert disk.left() == (100 - 2 * 2 - 2 * 20 - 5 - 30) * mib // 3
+    assert disk.left() == (100 - 2 * 2 - 2 * 20 - 5) * mib // 3
+    disk.wanted()
+    assert wanted == ["a"]
+    disk.remove(tails["a"])
+    assert disk.left() == (100 - 2) * mib // 3
+
+
+@pytest.mark.asyncio
+async def test_who_finds_no_room_waits_for_the_tail_to_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room_module, "LOOK_SECONDS", 0)
+    room = 10**9
+    monkeypatch.setattr(room_module, "free_bytes", lambda path: room)
+    config = ServerConfig(tmp_path / "data", "127.0.0.1:0")
+    async with serving(config) as target, RawClient(target) as client:
+        writer = await client.writer("")
+        await writer.write([(b"a", b"v" * 300_000)])
+        # With the tail as it is nothing fits; once it is stored there is room for as much again.
+        room = room_module.BUCKET_BYTES + 3 * 310_000
+        for _ in range(3):
+            assert not (await writer.write([(b"a", b"v" * 300_000)])).HasField("refused")
+        status = await client.admin.GetStatus(admin.GetStatusRequest(), timeout=30)
+        assert status.buckets[0].tail_limit_bytes < 500_000

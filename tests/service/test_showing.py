@@ -11,8 +11,8 @@ from tests.service.keys import some_keys
 from tests.service.test_compression import ROWS, zstd_server
 from tests.service.test_follow import fill
 from tests.service.test_merging import Writer
+from upr_protocol.block import build_block
 from upr_protocol.limits import MESSAGE_BYTES_MAX
-from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 

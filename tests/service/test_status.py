@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.raw import RawClient, start_at
-from upr.service import memory
+from upr.service.overload import process
 from upr_client import AsyncClient
 from upr_protocol.errors import BucketNotFoundError
 from upr_protocol.partitioning import partition_of
@@ -123,5 +123,5 @@ async def test_a_bucket_that_is_not_there_is_not_found(server_process: StartServ
 def test_without_proc_the_memory_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "nothing")
-    assert memory.memory_bytes() == (0, 0)
+    monkeypatch.setattr(process, "_STATUS", tmp_path / "nothing")
+    assert process.memory_bytes() == (0, 0)

@@ -18,11 +18,11 @@ from tests.raw import RawClient, start_at
 from tests.service.test_bad_input import failing
 from upr.storage.journal import Commit, Journal, JournalEntry
 from upr.storage.store import Store
-from upr_protocol.block import make_runs, sealed
+from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.handshake import boundary, older_ids_to_try, resume_after_rollback, resume_new
+from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
-from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import encode_block
 
 VECTORS: list[dict[str, Any]] = json.loads(
@@ -70,7 +70,9 @@ def seed(server: RunningServer, vectors: list[dict[str, Any]]) -> None:
             if event.get("clean") is False
             else state["high_seqno"]
         )
-        rows[partition] = replace(old, stored_high=high, log=log_of(state["failover_log"]))
+        rows[partition] = replace(
+            old, stored_high=high, complete=high, horizon=high, log=log_of(state["failover_log"])
+        )
         blocks.append((partition, high, run_of(partition, 0, high, high)))
         if event.get("clean") is False:
             # Rows behind the marker whose own marker never came: part of a stretch.
@@ -82,6 +84,11 @@ def seed(server: RunningServer, vectors: list[dict[str, Any]]) -> None:
         list(journal.replay())
         journal.append(Commit(1, tuple(JournalEntry(b"", 0, tail) for tail in tails)))
         journal.close()
+    else:
+        highs = np.zeros(PARTITIONS, np.uint64)
+        for partition, row in rows.items():
+            highs[partition] = row.stored_high
+        store.write_proof(highs)
     store.close()
     server.start()
 

@@ -12,9 +12,9 @@ import pytest
 from tests.conftest import StartServer
 from tests.raw import RawClient, RawWriter, all_rows, seqnos_of, start_at
 from tests.service.keys import some_keys
+from upr_protocol.block import build_block
 from upr_protocol.handshake import resume_after_rollback
 from upr_protocol.position import Position
-from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types

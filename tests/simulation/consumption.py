@@ -3,7 +3,7 @@
 from tests.model import Row, apply
 from tests.simulation.recording import Recorder
 from tests.simulation.serving import Sent
-from upr_client.events import Change, ChangeBatch
+from upr_client.changes.events import Change, ChangeBatch
 from upr_protocol.wire.codec import block_from_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -30,6 +30,7 @@ class Consumption:
 
     Attributes:
         events: how many changes and markers of the batch were consumed; ``EVERYTHING`` for all.
+        passed_over: partitions of the batch that were lost since it came: what is left of them is not consumed.
     """
 
     def __init__(self, recorder: Recorder, reader: str, data: Data) -> None:
@@ -40,6 +41,7 @@ class Consumption:
         self._left: list[tuple[int, Received, list[Row], bool]] = []
         self._recorded = 0
         self.events = 0
+        self.passed_over: set[int] = set()
 
     def begin(self, frame: wire.Frame, sent: Sent, batch: ChangeBatch, keys_only: bool) -> None:
         """Take note of what a batch consists of, by what came over the wire."""
@@ -49,7 +51,7 @@ class Consumption:
         for change in batch.changes:
             rows.setdefault(change.partition, []).append(self.row(change, keys_only))
         markers = {(marker.partition, marker.seqno) for marker in batch.markers}
-        self._left, self._recorded, self.events = [], 0, 0
+        self.forget()
         for block in batch.blocks:
             for run in block.runs:
                 p, start, end = (
@@ -97,9 +99,10 @@ class Consumption:
     def forget(self) -> None:
         """There is no batch."""
         self._left, self._recorded, self.events = [], 0, 0
+        self.passed_over = set()
 
     def _record_run(self, p: int, run: Received, end: int, rows: list[Row]) -> None:
-        if end == run.start:
+        if end == run.start or p in self.passed_over:
             return
         where = p, run.start, end, run.horizon
         self._recorder.run(self._reader, run.token, where, rows)
@@ -107,6 +110,8 @@ class Consumption:
         run.start = end
 
     def _record_marker(self, p: int, run: Received) -> None:
+        if p in self.passed_over:
+            return
         state = apply({}, [row for row in self._data.get(p, []) if row.seqno <= run.end])
         self._recorder.add(
             "marker",

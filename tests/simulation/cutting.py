@@ -8,8 +8,8 @@ from tests.simulation.world import USED, World
 from upr.engine.follower import Follower
 from upr.engine.streams import FollowOptions, Refused, Started, StartRequest
 from upr.storage.keyspace import CutRow
-from upr.storage.reading import ReadResult, read_blocks
-from upr_protocol.credit import CreditWindow
+from upr.storage.read import ReadResult, read_blocks
+from upr_protocol.flow import CreditWindow
 from upr_protocol.wire.codec import decode_block
 
 LEASE = 20_000

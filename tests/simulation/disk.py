@@ -135,7 +135,7 @@ class SimulatedDisk:
     """The disk under one folder.
 
     Args:
-        folder: empty and durable when the disk is made.
+        folder: durable when the disk is made, with what is in it.
         rng: decides what goes wrong, and what a power loss leaves.
 
     Attributes:
@@ -148,9 +148,14 @@ class SimulatedDisk:
         self._rng = rng
         self._sector = rng.choice(SECTORS)
         self._names: dict[str, SimulatedFile] = {}
-        self._durable_names: dict[str, SimulatedFile] = {}
+        for path in folder.glob("*"):
+            file = self._names[path.name] = SimulatedFile(self._sector)
+            file.write(0, path.read_bytes())
+            file.sync()
+        self._durable_names = dict(self._names)
         self._open: dict[int, SimulatedFile | None] = {}
         """By descriptor; None for the folder."""
+        self._others: set[int] = set()
         self.faults: list[Fault] = []
         self._dead = False
         self.power_lost = False
@@ -226,6 +231,11 @@ class SimulatedDisk:
     # The module
 
     def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
+        if self._folder not in (path, path.parent):
+            # The store's folder, where the file of a proof is made: the store's transaction fails instead.
+            fd = os.open(path, flags, mode)
+            self._others.add(fd)
+            return fd
         self._check("create" if flags & os.O_CREAT else "open")
         if path == self._folder:
             fd = os.open(path, flags, mode)
@@ -242,6 +252,10 @@ class SimulatedDisk:
         return fd
 
     def close(self, fd: int) -> None:
+        if fd in self._others:
+            self._others.remove(fd)
+            os.close(fd)
+            return
         if self._dead:
             raise Killed
         if fd in self._open:
@@ -274,6 +288,9 @@ class SimulatedDisk:
         return size
 
     def fsync(self, fd: int) -> None:
+        if fd in self._others:
+            os.fsync(fd)
+            return
         fault = self._due("fsync")
         file = self._open[fd]
         if fault is not None:

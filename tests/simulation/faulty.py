@@ -120,7 +120,7 @@ class FaultyWorld(CutWorld):
             if self.bucket.tail.first != self.bucket.tail.end:
                 return False
             super().save_consumers()
-            self.store.write_proof()
+            self.store.write_proof(self.bucket.partitions.high)
         except FAILED:
             return False
         return True
@@ -229,7 +229,7 @@ class FaultyWorld(CutWorld):
             self.expire_cuts()
             return super().step_merge()
         except FAILED:
-            self.merger.give_up()
+            self.compactor.give_up()
             self.count("merges repeated")
             return True
 
@@ -250,7 +250,7 @@ class FaultyWorld(CutWorld):
             if one[2] is not None and int(one[2].runs["time"].max()) >= before
         ]
         try:
-            if self.store.forget_producers(before, PRODUCERS_MAX):
+            if self.store.forget_producers(before, PRODUCERS_MAX).names:
                 self.count("producers forgotten")
         except FAILED:
             self.count("producers not forgotten")

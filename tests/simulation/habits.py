@@ -4,9 +4,9 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from upr_client.changes_options import ChangesOptions
+from upr_client.changes.options import ChangesOptions
 from upr_client.positions import MemoryPositions
-from upr_protocol.consumer import Pin
+from upr_protocol.handshake import Pin
 
 
 @dataclass(frozen=True)

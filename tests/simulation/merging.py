@@ -1,4 +1,4 @@
-"""The merger's part of the simulated world: its steps apart, so that anything may happen between them."""
+"""The compactor's part of the simulated world: its steps apart, so that anything may happen between them."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from tests.model import ModelPartition
 from tests.simulation.recording import Recorder
 from upr.engine.bucket import Bucket
-from upr.engine.merging import plan_merge, plan_whole, segments
-from upr.engine.purging import PurgeAges, begin_purge, end_purge, purge_limits
-from upr.storage.direct_merge import merge_direct
-from upr.storage.heads import Head, MergeRange, Replacement, last_complete
-from upr.storage.large_merge import examine, rewrite_group
+from upr.engine.compaction import (
+    PurgeAges,
+    begin_purge,
+    end_purge,
+    plan_merge,
+    plan_whole,
+    purge_limits,
+    segments,
+)
+from upr.storage.blocks import Head, MergeRange, Replacement, last_complete
+from upr.storage.compact import Purge, examine, merge_direct, rewrite_group
 from upr.storage.store import Store
-from upr.storage.tombstones import Purge
 
 PURGE_HASTE = 0.25
 """How likely a purge that has begun is stored in a step: much may happen in between."""
@@ -41,7 +46,7 @@ class SimulatedMerger:
         self._times = times
         self._rng = rng
         self._recorder = recorder
-        self._settled: dict[int, list[tuple[int, int]]] = {p: [] for p in model}
+        self._settled: dict[int, list[tuple[int, int]]] = {p: [] for p in times}
         self._todo: list[Replacement] = []
         self._raised: dict[int, int] = {}
         self.counts: dict[str, int] = {}
@@ -62,7 +67,7 @@ class SimulatedMerger:
         """The store failed: what is left of the merge is not done; it is chosen anew."""
         end_purge(self._bucket, self._raised)
         self._raised, self._todo = {}, []
-        self._settled = {p: [] for p in self._model}
+        self._settled = {p: [] for p in self._times}
 
     def _choose(self, now: int) -> bool:
         ranges = []

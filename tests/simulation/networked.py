@@ -1,6 +1,8 @@
 """The simulated world with a network: clients that run the SDK's state machine over connections that fail."""
 
+import random
 from pathlib import Path
+from typing import Any
 
 from tests.model import State
 from tests.simulation.cutting import CutWorld
@@ -10,7 +12,8 @@ from tests.simulation.serving import ServedCall
 from tests.simulation.session import SimulatedClient
 from tests.simulation.world import USED, Batch
 from upr.engine.streams import SHUTTING_DOWN
-from upr_protocol.consumer import Pin
+from upr.service.buckets.catalog import Catalog
+from upr_protocol.handshake import Pin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -24,12 +27,20 @@ HABITS = (
 )
 
 
+def _catalog(hosts: dict[str, Any]) -> Catalog:
+    catalog = Catalog.__new__(Catalog)
+    catalog._hosts, catalog._damaged = hosts, {}
+    return catalog
+
+
 class NetworkedWorld(CutWorld):
     """Its clients follow over a network, beside the readers that have none.
 
     Attributes:
         restarts: of the server so far.
         calls: those that the server knows.
+        hosts: the buckets by name, as the catalog has them; a world does for the host of its one.
+        catalog: finds them by name and version, as the service does.
         clients: each has one place to store.
     """
 
@@ -37,18 +48,31 @@ class NetworkedWorld(CutWorld):
         self.restarts = 0
         self.calls: list[ServedCall] = []
         self.clients: list[SimulatedClient] = []
+        self.hosts: dict[str, NetworkedWorld] = {}
+        self.catalog = _catalog(self.hosts)
         self._written: set[int] = set()
+        self.network = Network(random.Random(seed))
         super().__init__(folder, seed)
-        self.network = Network(self.rng)
-        self.clients = [
+        self.network.rng = self.rng
+        self.clients = self.first_clients()
+
+    def first_clients(self) -> list[SimulatedClient]:
+        """Return the clients that it begins with."""
+        clients = [
             SimulatedClient(self, f"client {number}", habits, USED)
             for number, habits in enumerate(HABITS)
         ]
-        self.clients.append(
-            SimulatedClient(self, "client of some", Habits(stability="memory"), USED[::2])
-        )
+        return [
+            *clients,
+            SimulatedClient(self, "client of some", Habits(stability="memory"), USED[::2]),
+        ]
 
     # The server's process
+
+    def open(self) -> None:
+        """The bucket is served."""
+        super().open()
+        self.hosts["default"] = self
 
     def crash(self) -> None:
         """Also every connection ends."""
@@ -127,6 +151,12 @@ class NetworkedWorld(CutWorld):
         connection.send_to_server(None)
         self.count("intruders")
 
+    def call_opened(self, call: ServedCall) -> None:
+        """A call was accepted."""
+
+    def said(self, call: ServedCall, message: wire.FollowResponse) -> None:
+        """The server sends a message of a call, other than a frame."""
+
     def client_of(self, connection: Connection) -> SimulatedClient | None:
         """Return the client that uses a connection."""
         return next((c for c in self.clients if c.connection is connection), None)
@@ -169,11 +199,15 @@ class NetworkedWorld(CutWorld):
             assert self.settled(client), f"{client.name} stalled: {client.where()}"
         self.recorder.add(
             "settled",
-            readers=[c.name for c in self.clients if c.pins is None and c.partitions == USED],
+            readers=self.whole_readers(),
             high={p: model.high for p, model in self.model.items()},
         )
         for what, count in self.network.counts.items():
             self.counts[what] = self.counts.get(what, 0) + count
+
+    def whole_readers(self) -> list[str]:
+        """Return the clients that have everything in the end, by name."""
+        return [c.name for c in self.clients if c.pins is None and c.partitions == USED]
 
     def settled(self, client: SimulatedClient) -> bool:
         """Whether a client has consumed everything, and it is what is true."""

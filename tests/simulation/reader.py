@@ -7,7 +7,7 @@ from tests.raw import all_rows
 from tests.simulation.recording import Recorder, Saved
 from upr.engine.follower import Follower
 from upr.engine.streams import StartRequest
-from upr.storage.reading import ReadResult
+from upr.storage.read import ReadResult
 from upr_protocol.block import Block
 
 KEYS = [b"key%d" % i for i in range(40)]

@@ -30,8 +30,15 @@ class Recorder:
         self._before: dict[int, dict[str, Any]] = {}
 
     def add(self, kind: str, **fields: Any) -> None:
-        """Append one event."""
+        """Append one event; nothing of partitions that are never written."""
+        if fields.get("partition", self._partitions[0]) not in self._partitions:
+            return
         self.history.append({"event": kind, **fields})
+
+    def leave_out(self, partitions: Iterable[int]) -> None:
+        """Partitions are dead: the newest restart says nothing of them."""
+        for partition in partitions:
+            self._before.pop(partition, None)
 
     # The process
 

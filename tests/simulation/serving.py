@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.simulation.network import Connection
 from tests.simulation.recording import Recorder
-from upr.engine.plain_starts import PlainStarts
+from upr.engine.follower import PlainStarts
 from upr.engine.streams import (
     Answer,
     FollowOptions,
@@ -17,12 +17,13 @@ from upr.engine.streams import (
     Started,
     StartRequest,
 )
-from upr.service.conversation import Conversation, Saying
-from upr.service.handshake import hello_answer
-from upr.storage.reading import ReadResult, read_blocks
-from upr_protocol.credit import CreditWindow
+from upr.service.buckets.keepers import micros
+from upr.service.change_stream import hello_answer
+from upr.service.conversation import Conversation, Outgoing
+from upr.storage.read import ReadResult, read_blocks
+from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.liveness import Liveness
+from upr_protocol.flow import CreditWindow, Liveness
 from upr_protocol.wire.codec import decode_block
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -49,6 +50,7 @@ class ServedCall:
 
     Attributes:
         talk: None before the Open.
+        options: what its Open asked for.
     """
 
     def __init__(self, world: "NetworkedWorld", connection: Connection) -> None:
@@ -59,7 +61,7 @@ class ServedCall:
         self._read: list[ReadResult] | None = None
         self._half_closed = False
         self._said_end_at: float | None = None
-        self._options = FollowOptions()
+        self.options = FollowOptions()
         self._interval = 0.0
 
     @property
@@ -107,7 +109,7 @@ class ServedCall:
         self.connection.server_open = False
         self.connection.to_server.lose()
         if self.talk is not None:
-            self.talk.close()
+            self.talk.close(self.world.network.now, left=self._half_closed)
             self.told_over()
         self.world.calls.remove(self)
 
@@ -131,11 +133,21 @@ class ServedCall:
 
     def _open(self, opening: wire.Open, now: float) -> None:
         world = self.world
-        self._options = FollowOptions(
+        try:
+            world.catalog.of(opening)
+        except UprError as error:
+            self.connection.send_to_client(None, error)
+            self.close()
+            return
+        known = opening.bucket_version if opening.HasField("bucket_version") else None
+        assert known in (None, world.bucket.identity.version), "opened with another version"
+        self.options = FollowOptions(
             opening.consumer,
             opening.stability == types.STABILITY_MEMORY,
             opening.keys_only,
             accept_zstd=False,
+            member=opening.member,
+            lease=micros(opening.lease_seconds),
         )
         self._interval = opening.heartbeat_seconds
         credit = CreditWindow(opening.credit_bytes)
@@ -145,9 +157,11 @@ class ServedCall:
             call
             for call in world.calls
             if call is not self and call.talk is not None and opening.consumer
-            if call._options.consumer == opening.consumer
+            if (call.options.consumer, call.options.member) == (opening.consumer, opening.member)
         ]
-        self.talk = Conversation(world.bucket, self._options, credit, liveness, wake=lambda: None)
+        self.talk = Conversation(
+            world.bucket, self.options, credit, liveness, wake=lambda: None, now=now
+        )
         for call in older:
             assert call.talk is not None
             assert call.talk.ending, f"two calls of {opening.consumer}, and the older one goes on"
@@ -177,23 +191,29 @@ class ServedCall:
         self.talk.follower.start = start  # type: ignore[method-assign]
         self.talk.follower.start_plain = start_plain  # type: ignore[method-assign]
         opened = wire.Opened(
-            server_id=1,
+            server_id=1 + world.restarts,
             bucket_version=world.bucket.identity.version,
             credit_bytes=credit.window,
             heartbeat_seconds=opening.heartbeat_seconds,
+            generation=self.talk.follower.generation,
+            lease_seconds=opening.lease_seconds,
         )
+        world.call_opened(self)
         self.talk.say(wire.FollowResponse(opened=opened))
 
     def _decided(self, request: StartRequest, answer: Answer) -> None:
         """Compare the answer to a Start with the model, also one that nobody will hear."""
         p = request.partition
+        if p not in self.world.model:
+            return
         expected = self.world.model[p].start(request.failover_id, request.seqno, request.data_id)
         told: tuple[str, int | None] = ("started", None)
         if isinstance(answer, RolledBack):
             told = "rollback", answer.answer.rollback_seqno
             self.world.count("rollbacks told")
         if isinstance(answer, Refused):
-            assert answer.error.reason == "SNAPSHOT_GONE", answer.error
+            expected_reason = "NOT_OWNER" if self.options.member else "SNAPSHOT_GONE"
+            assert answer.error.reason == expected_reason, answer.error
         else:
             assert told == expected, (told, expected, request)
         if self.heard_by_client():
@@ -205,10 +225,14 @@ class ServedCall:
 
     # What the server says
 
-    def _send(self, saying: Saying, outstanding: int, now: float) -> None:
+    def _send(self, saying: Outgoing, outstanding: int, now: float) -> None:
         assert self.talk is not None
         message = saying.message
-        data = message if isinstance(message, bytes) else message.SerializeToString()
+        if isinstance(message, bytes):
+            data = message
+        else:
+            self.world.said(self, message)
+            data = message.SerializeToString()
         note = None
         if saying.frame is not None:
             note = self._note(saying.frame, outstanding)
@@ -225,7 +249,7 @@ class ServedCall:
             for run in decode_block(data).runs:
                 p, end = int(run["partition"]), int(run["end_seqno"])
                 reached[p] = end
-                if self._options.keys_only:
+                if self.options.keys_only:
                     for row in self.world.model[p].rows[int(run["start_seqno"]) : end]:
                         values[p, row.seqno] = row.value
         fields = {"reached": reached} if self.heard_by_client() else {}
@@ -250,7 +274,7 @@ class ServedCall:
                 follower.feed(self._read)
                 self._read = None
         elif (wanted := follower.next_read()) is not None:
-            keys_only = self._options.keys_only
+            keys_only = self.options.keys_only
             self._read = read_blocks(self.world.store, *wanted, keys_only=keys_only)
 
 
@@ -258,6 +282,8 @@ def ask_hello(
     world: "NetworkedWorld", reader: str, partition: int, failover_id: int | None
 ) -> None:
     """Ask the server step 1 of the handshake, as the wire has it, and record the answer."""
+    if not world.hosts:
+        return
     asked = wire.HelloPartition(partition=partition, failover_id=failover_id)
     asked = wire.HelloPartition.FromString(asked.SerializeToString())
     encoded = hello_answer(world.bucket, asked, with_log=True).SerializeToString()

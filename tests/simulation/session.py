@@ -7,7 +7,7 @@ may happen: the process may die at each pause, and goes on with what it has stor
 import json
 from collections import deque
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -16,16 +16,16 @@ from tests.simulation.consumption import Consumption
 from tests.simulation.habits import Habits
 from tests.simulation.network import Connection
 from tests.simulation.serving import Sent, ask_hello
-from upr_client.call_state import MOMENT_SECONDS, CallState
-from upr_client.events import Change, ChangeBatch, Rollback
-from upr_client.following import Following
-from upr_client.incoming import Clock
-from upr_client.steps import Step
-from upr_protocol.consumer import Pin
+from upr_client.changes.events import Change, ChangeBatch, Rollback
+from upr_client.changes.groups import is_of_group
+from upr_client.changes.link import MOMENT_SECONDS, CallState, Clock
+from upr_client.changes.session import Following, Step
+from upr_protocol.block import STARTED
 from upr_protocol.consumer import State as PartitionState
 from upr_protocol.errors import UnavailableError, UprError
+from upr_protocol.handshake import Pin
+from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
-from upr_protocol.records import STARTED
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ class SimulatedClient:
         done: every partition ended for good, exactly at a cut.
         cut: the name of that.
     """
+
+    may_raise: ClassVar = {"SUPERSEDED", "SNAPSHOT_GONE"}
+    """Reasons with which an error may come up to the application."""
 
     def __init__(
         self,
@@ -70,6 +73,8 @@ class SimulatedClient:
         self.cut = ""
         self.settling = False
         self._inbox: deque[object] = deque()
+        self._shares: deque[wire.FollowResponse] = deque()
+        """What concerns its share of a group, which waits for nothing else."""
         self._state: CallState | None = None
         self._half_closed = self._doomed = False
         self._interval = 0.0
@@ -134,7 +139,7 @@ class SimulatedClient:
         self._leave()
         deque(self._save(), maxlen=0)
         self.world.count(f"raised {error.reason}")
-        assert error.reason in ("SUPERSEDED", "SNAPSHOT_GONE"), error
+        assert error.reason in self.may_raise, error
         if error.reason == "SNAPSHOT_GONE":
             assert self.pins is not None
             gone = [
@@ -156,7 +161,8 @@ class SimulatedClient:
         now = self.world.network.now
         while (parcel := connection.to_client.take(now)) is not None:
             if parcel.data is None:
-                self._inbox.append(_NO_END)
+                # With an error the call was refused.
+                self._inbox.append(parcel.note or _NO_END)
                 break
             message = wire.FollowResponse.FromString(parcel.data)
             if parcel.note is not None:
@@ -168,7 +174,7 @@ class SimulatedClient:
             if arrived.half_close:
                 self._half_close()
             if arrived.keep:
-                self._inbox.append(message)
+                (self._shares if is_of_group(message) else self._inbox).append(message)
         if connection.client_knows() and (not self._inbox or self._inbox[-1] is not _NO_END):
             self._inbox.append(_NO_END)
 
@@ -198,10 +204,16 @@ class SimulatedClient:
                     yield from self._connect()
                 elif step is Step.SAVE:
                     yield from self._save()
-                else:
+                elif step is Step.RECEIVE:
                     batch = yield from self._receive()
+                else:
+                    yield from self._of_owner(step)
                 yield
             yield from self._consume(batch)
+
+    def _of_owner(self, step: Step) -> Pause:
+        """Do what only those do whose positions are kept in the server."""
+        raise AssertionError(f"{step} of a client that stores by itself")
 
     # What is stored.
 
@@ -341,6 +353,7 @@ class SimulatedClient:
         """Drop the call; whether the server learns of it is the network's affair."""
         connection, self.connection, self._state = self.connection, None, None
         self._inbox.clear()
+        self._shares.clear()
         self._notes.clear()
         if connection is None:
             return
@@ -371,13 +384,21 @@ class SimulatedClient:
             opened = self._state.accepted(message, network.now)
         except UprError as error:
             if self.following.not_opened(error):
-                raise AssertionError("no bucket is dropped here") from None
+                self.told_gone()
+                self._leave()
+                return
             yield from self._lost(error)
             return
         self.following.opened(opened)
 
+    def told_gone(self) -> None:
+        """Take note that the bucket is said to have another version."""
+        raise AssertionError("no bucket is dropped here")
+
     def _next(self) -> wire.FollowResponse:
         message = self._inbox.popleft()
+        if isinstance(message, UprError):
+            raise message
         if not isinstance(message, wire.FollowResponse):
             raise UnavailableError("the connection was lost")
         return message
@@ -419,15 +440,18 @@ class SimulatedClient:
             self._send(start)
             if network.rng.random() < 0.1:
                 p = network.rng.choice(self.partitions)
-                known = self.following.session.position(p).failover_id
-                ask_hello(self.world, self.name, p, known)
+                if self.following.session.state(p) is not PartitionState.IDLE:
+                    known = self.following.session.position(p).failover_id
+                    ask_hello(self.world, self.name, p, known)
         waited = seconds is None or seconds >= MOMENT_SECONDS
         longest = state.patience(network.now)
         until = network.now + (longest if seconds is None else min(seconds, longest))
         yield
-        while not self._inbox and network.now < until:
+        while not self._inbox and not self._shares and network.now < until:
             yield
         try:
+            if self._shares:
+                return (yield from self._take(self._shares.popleft(), state))
             if not self._inbox:
                 if waited:
                     state.check_heard(network.now)
@@ -451,6 +475,7 @@ class SimulatedClient:
         kind = message.WhichOneof("message")
         note = self._notes.pop(id(message), None)
         live = self._live(message.ended)
+        stale = {a.partition for a in message.start_answers.answers if self._is_stale(a.partition)}
         try:
             outcome = self.following.take(message, state.highs)
         finally:
@@ -462,7 +487,7 @@ class SimulatedClient:
                     "ended", reader=self.name, partition=p, token=token, reason=why
                 )
             if kind == "start_answers":
-                self._heard_answers(message.start_answers)
+                self._heard_answers(message.start_answers, stale)
         if outcome.batch is not None:
             assert note is not None
             keys_only = self.habits.keys_only
@@ -484,14 +509,18 @@ class SimulatedClient:
         streams = ((s.partition, s.token) for s in ended.streams)
         return {(p, token): None for p, token in streams if state(p) is PartitionState.LIVE}
 
-    def _heard_answers(self, answers: wire.StartAnswers) -> None:
+    def _is_stale(self, p: int) -> bool:
+        """Whether an answer is to a Start of before the partition changed hands."""
+        return p < PARTITIONS and bool(self.following.session._stale[p])
+
+    def _heard_answers(self, answers: wire.StartAnswers, stale: set[int]) -> None:
         undoing = {pending.partition for pending in self.following.session.undoing}
         for record in np.frombuffer(answers.started, STARTED):
             self.unheard.discard(int(record["partition"]))
         for answer in answers.answers:
             p = answer.partition
             self.unheard.discard(p)
-            if answer.WhichOneof("answer") == "rollback":
+            if answer.WhichOneof("answer") == "rollback" and p not in stale:
                 self._told[p] = answer.rollback.rollback_seqno, answer.rollback.failover_id
                 if p not in undoing:
                     self.world.count("rollbacks with nothing to undo")

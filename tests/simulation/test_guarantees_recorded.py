@@ -10,6 +10,7 @@ from tests import guarantees
 from tests.guarantees import VALIDATORS
 from tests.history import Event, History
 from tests.simulation.cutting import CutWorld
+from tests.simulation.grouped import GroupWorld
 from tests.simulation.networked import NetworkedWorld
 from tests.simulation.world import World
 
@@ -46,6 +47,15 @@ def over_a_network(tmp_path: Path) -> History:
         world.run(400)
         _recorded["network"] = world.recorder.history
     return list(_recorded["network"])
+
+
+@pytest.fixture
+def of_groups(tmp_path: Path) -> History:
+    if "groups" not in _recorded:
+        world = GroupWorld(tmp_path, SEED)
+        world.run(400)
+        _recorded["groups"] = world.recorder.history
+    return list(_recorded["groups"])
 
 
 def of(history: History, kind: str) -> Iterator[tuple[int, Event]]:
@@ -236,6 +246,23 @@ def lose_a_cut_that_is_held(history: History) -> Changed:
             yield i, [{**event, "outcome": "SNAPSHOT_GONE"}]
 
 
+def save_as_another(history: History) -> Changed:
+    for i, accepted in of(history, "accepted"):
+        if accepted["saves"]:
+            yield i, [{**accepted, "owner": "another"}]
+
+
+def lose_what_is_kept(history: History) -> Changed:
+    for i, told in of(history, "told"):
+        if any(told["saves"].values()):
+            yield i, [{**told, "saves": dict.fromkeys(told["saves"])}]
+
+
+def hand_in_too_much(history: History) -> Changed:
+    for i, handed in of(history, "handed_in"):
+        yield i, [{**handed, "seqno": handed["seqno"] + 1, "horizon": handed["horizon"] + 1}]
+
+
 def start_before_it_is_stored(history: History) -> Changed:
     """The position after a rollback is stored, and a Start was sent before."""
     went_back: set[tuple[str, int]] = set()
@@ -301,6 +328,11 @@ OVER_A_NETWORK: list[tuple[str, Change]] = [
     ("no_hole", drop_a_row),
     ("liveness", send_for_another_token),
 ]
+OF_GROUPS: list[tuple[str, Change]] = [
+    ("ownership", save_as_another),
+    ("ownership", lose_what_is_kept),
+    ("positions", hand_in_too_much),
+]
 OF_CUTS: list[tuple[str, Change]] = [
     ("cuts", serve_another_cut),
     ("cuts", lose_a_cut_that_is_held),
@@ -331,6 +363,15 @@ def test_a_changed_history_of_cuts_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("name", "change"), OF_GROUPS, ids=lambda one: getattr(one, "__name__", one)
+)
+def test_a_changed_history_of_groups_is_refused(
+    of_groups: History, name: str, change: Change
+) -> None:
+    check_refused(of_groups, name, change)
+
+
+@pytest.mark.parametrize(
     ("name", "change"), OVER_A_NETWORK, ids=lambda one: getattr(one, "__name__", one)
 )
 def test_a_changed_history_of_a_network_is_refused(
@@ -358,4 +399,6 @@ def test_a_row_of_which_no_writer_was_told_is_refused(history: History) -> None:
 
 
 def test_every_validator_has_its_change() -> None:
-    assert {name for name, _ in [*CHANGES, *OF_CUTS]} == {v.__name__ for v in VALIDATORS}
+    assert {name for name, _ in [*CHANGES, *OF_CUTS, *OF_GROUPS]} == {
+        v.__name__ for v in VALIDATORS
+    }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.simulation import worlds
-from upr.storage import large_merge, merge
+from upr.storage import compact
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 SEEDS = range(1, 31)
@@ -15,24 +15,24 @@ SEEDS = range(1, 31)
 
 def keep_the_markers_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group of a large merge ends in a marker, though rows newer than it made others go."""
-    rebuild = large_merge.rebuild  # type: ignore[attr-defined]
+    rebuild = compact.rebuild
 
     def lying(chunk: Any, rows: Any, run: tuple[int, int, int, int], *rest: Any) -> Iterator[Any]:
         partition, start, end, _ = run
         return iter(rebuild(chunk, rows, (partition, start, end, end), *rest))
 
-    monkeypatch.setattr(large_merge, "rebuild", lying)
+    monkeypatch.setattr(compact, "rebuild", lying)
 
 
 def keep_a_marker_at_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block of a merged stretch ends in a marker."""
-    block = merge._Columns._block
+    block = compact._Columns._block
 
     def lying(self: Any, rows: tuple[int, int], run: tuple[int, int, int, int]) -> Any:
         partition, start, end, _ = run
         return block(self, rows, (partition, start, end, end))
 
-    monkeypatch.setattr(merge._Columns, "_block", lying)
+    monkeypatch.setattr(compact._Columns, "_block", lying)
 
 
 @pytest.mark.parametrize("fault", [keep_the_markers_of_groups, keep_a_marker_at_every_block])

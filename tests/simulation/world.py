@@ -16,20 +16,19 @@ from tests.model import ModelPartition, partition_of
 from tests.simulation.merging import SimulatedMerger
 from tests.simulation.reader import KEYS, USED, Reader
 from tests.simulation.recording import Recorder
-from upr.engine.bucket import Bucket, Written
-from upr.engine.flush import FlushPlan
+from upr.engine.bucket import Bucket, FlushPlan, Written
 from upr.engine.follower import Follower
-from upr.engine.producers import Producer
+from upr.engine.producers import ProducerCall
 from upr.engine.recovery import recover
-from upr.engine.streams import FollowOptions, RolledBack, Started
-from upr.service.catalog import create_bucket
+from upr.engine.streams import FollowOptions, Refused, RolledBack, Started
+from upr.service.buckets.catalog import create_bucket
+from upr.storage.compact import FlushSlice
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Commit, Journal
-from upr.storage.merge import FlushSlice
-from upr.storage.reading import read_blocks
+from upr.storage.read import read_blocks
 from upr.storage.store import Store
-from upr_protocol.credit import CreditWindow
-from upr_protocol.rows import build_block
+from upr_protocol.block import build_block
+from upr_protocol.flow import CreditWindow
 from upr_protocol.wire.codec import decode_block
 
 __all__ = ["KEYS", "USED", "Reader", "World"]
@@ -61,6 +60,8 @@ class World:
             Reader("reader 3", self.recorder, memory=False, restless=True),
         ]
         self.producer_number = 0
+        self.logs_before: dict[int, list[tuple[int, int]]] = {}
+        """The log of each partition in the process that ended last."""
         self.unanswered: list[tuple[int, Batch, Written | None]] = []
         self.open()
         for p in USED:
@@ -81,45 +82,49 @@ class World:
         identity = self.store.identity()
         assert identity is not None
         self.journal = Journal(self.bucket_folder / "journal", identity.version)
-        self.proven = self.store.proof()
+        proof = self.store.proof()
+        self.proven = proof is not None
         found = recover(
             self.store.partitions(),
-            self.store.newest_block_end,
-            self.journal.replay(),
-            proven=self.proven,
+            self.store.heads,
+            self.journal.replay(needed=proof is None),
+            proven=None if proof is None else proof.highs,
             new_id=self.new_id,
         )
         if found.rows:
-            self.store.write_recovery(found.rows, found.blocks)
+            self.store.write_recovery(
+                found.rows, found.blocks, found.cut_off, found.highs, found.producers
+            )
         self.bucket = Bucket(identity, found.partitions, found.next_commit, proven=True)
         self.bucket.recovered(found.entries)
         self.bucket.consumer_positions.load(self.store.consumers())
-        self.merger = SimulatedMerger(
+        self.compactor = SimulatedMerger(
             self.bucket, self.store, self.model, self.times, self.rng, self.recorder
         )
         self.commit: Commit | None = None
         self.plan: FlushPlan | None = None
         self.slices: list[FlushSlice] = []
-        self.producer: Producer | None = None
+        self.producer: ProducerCall | None = None
 
     def close(self) -> None:
-        for what, count in self.merger.counts.items():
+        for what, count in self.compactor.counts.items():
             self.counts[what] = self.counts.get(what, 0) + count
         self.journal.close()
         self.store.close()
 
     def crash(self) -> None:
         """Forget everything but the files; the model forgets what was not durable."""
-        before = {p: self.bucket.partitions.logs[p].to_pairs() for p in USED}
+        self.logs_before = {p: self.bucket.partitions.logs[p].to_pairs() for p in self.model}
         self.recorder.ending(self.bucket)
         self.close()
         self.open()
         self.recorder.restarted(self.bucket, clean=self.proven)
         self.settle_doubt()
-        for p in USED:
+        for p in self.model:
             log = self.bucket.partitions.logs[p].to_pairs()
             if not self.proven:
-                assert len(log) == min(len(before[p]) + 1, 25)
+                kept = [record for record in self.logs_before[p] if record[1] <= log[-1][1]]
+                assert len(log) == min(len(kept) + 1, 25)
                 self.model[p].restart_unclean(self.durable_model[p], log[-1][0])
                 del self.times[p][self.model[p].high :]
             assert log == self.model[p].log, (
@@ -145,19 +150,19 @@ class World:
     def restart_clean(self) -> None:
         while self.step_commit(whole=True) or self.step_flush():
             pass
-        while self.merger.step(self.now) and self.rng.random() < 0.9:
+        while self.compactor.step(self.now) and self.rng.random() < 0.9:
             pass
         if not self.bucket.proven:
-            self.store.write_proof()
-        logs = {p: self.bucket.partitions.logs[p] for p in USED}
+            self.store.write_proof(self.bucket.partitions.high)
+        logs = {p: self.bucket.partitions.logs[p] for p in self.model}
         self.recorder.ending(self.bucket)
         self.close()
         self.open()
         self.recorder.restarted(self.bucket, clean=True)
         assert self.bucket.tail.end == 0
-        for p in USED:
+        for p in self.model:
             self.model[p].purged = int(self.bucket.partitions.purge[p])
-        assert logs == {p: self.bucket.partitions.logs[p] for p in USED}
+        assert logs == {p: self.bucket.partitions.logs[p] for p in self.model}
         for reader in self.readers:
             reader.drop_call()
 
@@ -169,13 +174,16 @@ class World:
             self.store.clear_proof()
             self.bucket.proven = False
         if self.producer is None:
-            self.producer = self.bucket.open_producer(b"writer", self.store.producer(b"writer"))
+            self.producer = self.bucket.open_producer(
+                b"writer", self.store.producer_number(b"writer")
+            )
             if self.unanswered and rng.random() < 0.7:
                 self.resend()
                 return True
             self.unanswered = []
+        keys = [key for key in KEYS if partition_of(key) in self.model]
         batch: Batch = [
-            (rng.choice(KEYS), None if rng.random() < 0.3 else b"%d" % rng.randrange(10**6))
+            (rng.choice(keys), None if rng.random() < 0.3 else b"%d" % rng.randrange(10**6))
             for _ in range(rng.randint(1, 6))
         ]
         self.producer_number += 1
@@ -196,7 +204,8 @@ class World:
         self.now += self.rng.randint(1, 1000)
         block = build_block([k for k, _ in batch], [v for _, v in batch])
         self.recorder.sent(number, batch)
-        written = self.bucket.write(block, b"writer", self.producer, number, self.now)
+        stored = self.store.producer_rows(b"writer")
+        written = self.bucket.write(block, b"writer", self.producer, number, self.now, stored)
         self.recorder.written(number, written, self.bucket.tail.durable)
         return written
 
@@ -269,7 +278,7 @@ class World:
         return True
 
     def step_merge(self) -> bool:
-        return self.merger.step(self.now)
+        return self.compactor.step(self.now)
 
     # Readers
 
@@ -341,6 +350,8 @@ class World:
             if isinstance(answer, Started):
                 reader.tokens[answer.partition] = answer.token
                 reader.ids[answer.partition] = answer.failover_id
+            elif answer.partition not in self.model:
+                assert isinstance(answer, Refused), answer
             else:
                 assert isinstance(answer, RolledBack), answer
                 p = answer.partition
@@ -408,7 +419,7 @@ class World:
         """Have every reader read to the end, and compare with the model whole."""
         while self.step_commit(whole=True):
             pass
-        while self.merger.step(self.now):
+        while self.compactor.step(self.now):
             pass
         for reader in self.readers:
             if reader.follower is None:
@@ -416,11 +427,14 @@ class World:
             assert reader.follower is not None
             follower = reader.follower
             for _ in range(10_000):
-                if all(reader.seqnos[p] == self.model[p].high and p in reader.tokens for p in USED):
+                if all(
+                    reader.seqnos[p] == self.model[p].high and p in reader.tokens
+                    for p in self.model
+                ):
                     break
                 self.start_streams(reader, follower)
                 self.read_some(reader, follower)
-            for p in USED:
+            for p in self.model:
                 assert reader.seqnos[p] == self.model[p].high, (
                     f"{reader.name}: partition {p} stalled"
                 )

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.cutting import CutWorld
+from tests.simulation.damaged import DamagedWorld
+from tests.simulation.dropped import DroppedWorld
 from tests.simulation.faulty import FaultyWorld
+from tests.simulation.grouped import GroupWorld
 from tests.simulation.networked import NetworkedWorld
 from tests.simulation.world import World
-from upr.storage import journal, large_merge, merge
+from upr.storage import compact, journal
 from upr_protocol.limits import BLOCK_COLUMN_BYTES
 
-SIZES = ((BLOCK_COLUMN_BYTES, large_merge.GROUP_BYTES), (120, 500), (1, 1))
+SIZES = ((BLOCK_COLUMN_BYTES, compact.GROUP_BYTES), (120, 500), (1, 1))
 """Bytes of blocks and of groups, one pair a seed: usual, some rows each, one row each."""
 
 
@@ -31,6 +34,9 @@ KINDS = {
     "cuts": Kind(CutWorld, 600),
     "faulty": Kind(FaultyWorld, 400),
     "network": Kind(NetworkedWorld, 500),
+    "dropped": Kind(DroppedWorld, 500),
+    "groups": Kind(GroupWorld, 500),
+    "damaged": Kind(DamagedWorld, 500),
 }
 
 
@@ -42,9 +48,9 @@ def kind_of(seed: int) -> str:
 def use_sizes(patch: pytest.MonkeyPatch, seed: int) -> None:
     """Have blocks and groups of the sizes of a seed."""
     block, group = SIZES[seed % len(SIZES)]
-    patch.setattr(merge, "BLOCK_COLUMN_BYTES", block)
-    patch.setattr(large_merge, "GROUP_BYTES", group)
-    patch.setattr(large_merge, "SMALL_BYTES", block // 4)
+    patch.setattr(compact, "BLOCK_COLUMN_BYTES", block)
+    patch.setattr(compact, "GROUP_BYTES", group)
+    patch.setattr(compact, "SMALL_BYTES", block // 4)
 
 
 @contextmanager

@@ -7,18 +7,15 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import BinaryIO
 
-from upr_spark.backup.chain import Chain, Segment, segments
-from upr_spark.backup.documents import Json, sha256
-from upr_spark.backup.engines import InlineEngine
-from upr_spark.backup.errors import HistoryChangedError, LockedError
-from upr_spark.backup.expire import Keep, beginning, expire
-from upr_spark.backup.groups import CutPoint, GroupResult, GroupSpec, PinnedAt, stage_read
-from upr_spark.backup.manifest import Entry, FileRef, RolledBack
-from upr_spark.backup.merge import Folded, Merge, chosen
-from upr_spark.backup.prune import plan, prune
-from upr_spark.backup.repository import Repository, number_in
-from upr_spark.backup.run import Run
-from upr_spark.backup.storage import Sink, Stored
+from upr_backup.backup import Run
+from upr_backup.engines.engine import InlineEngine
+from upr_backup.errors import HistoryChangedError, LockedError
+from upr_backup.repository import Sink, Stored
+from upr_backup.repository.chain import Chain, Keep, Segment, segments
+from upr_backup.repository.documents import Entry, FileRef, Json, RolledBack, sha256
+from upr_backup.repository.repository import Repository, number_in
+from upr_backup.retention import Folded, Merge, beginning, chosen, expire, plan, prune
+from upr_backup.task import CutPoint, GroupResult, GroupSpec, PinnedAt, stage_read
 
 Row = tuple[int, str, str | None]
 """seqno, key, value; None for a delete."""

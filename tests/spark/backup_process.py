@@ -15,10 +15,9 @@ from typing import Any
 import pyarrow.parquet as pq
 from click.testing import CliRunner
 
-from upr_client import Change, Client, MemoryPositions
-from upr_spark.backup.cli import main
-
-State = dict[bytes, bytes]
+from tests.spark.restoring import State, content
+from upr_backup.cli.commands import main
+from upr_client import Client
 
 WAIT_SECONDS = 90.0
 _POLL_SECONDS = 0.01
@@ -77,7 +76,7 @@ class Backup:
     """
 
     def __init__(self, repository: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "upr_spark.backup", str(repository), "backup", *options]
+        command = [sys.executable, "-m", "upr_backup", str(repository), "backup", *options]
         self.repository = repository
         self._words = repository.with_name(f"stderr-{secrets.token_hex(4)}")
         with self._words.open("wb") as words:
@@ -159,21 +158,6 @@ def stored_rows(repository: Path) -> list[tuple[Any, ...]]:
         columns = pq.read_table(path).to_pydict()
         rows += zip(*columns.values(), strict=True)
     return sorted(rows, key=lambda row: row[:2])
-
-
-def content(target: str, bucket: str) -> State:
-    """Return what a bucket holds."""
-    state: State = {}
-    with Client(target) as client:
-        changes = client.bucket(bucket).changes(until_now=True, positions=MemoryPositions())
-        with changes:
-            for event in changes:
-                if isinstance(event, Change):
-                    if event.value is None:
-                        state.pop(event.key, None)
-                    else:
-                        state[event.key] = event.value
-    return state
 
 
 def restored(repository: Path, target: str, number: int) -> State:

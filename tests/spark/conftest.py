@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.spark.s3 import S3Server, s3_server
-from upr_spark.backup.storage import objects
+from upr_backup.repository import objects
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 from tests.harness import RunningServer
+from upr_backup.cli.commands import main
 from upr_client import Change, Client, MemoryPositions
-from upr_spark.backup.cli import main
 
 State = dict[bytes, bytes]
 Rows = list[tuple[bytes, bytes | None]]

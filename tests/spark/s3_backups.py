@@ -3,7 +3,7 @@
 from click.testing import CliRunner, Result
 
 from tests.spark.s3 import ACCESS_KEY, BUCKET, SECRET
-from upr_spark.backup.cli import main
+from upr_backup.cli.commands import main
 
 LOCATION = f"s3://{BUCKET}/some/prefix"
 

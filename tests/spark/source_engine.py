@@ -20,13 +20,12 @@ from tests.spark.source_model import (
     Weather,
     newest,
 )
-from upr_spark.connection import Connection
 from upr_spark.errors import UprSparkError
+from upr_spark.options import Connection
 from upr_spark.source.offsets import parse_offset
-from upr_spark.source.options import Settings
-from upr_spark.source.planner import Planner
-from upr_spark.source.planning import Control, Rules, grouped, plan_ranges
-from upr_spark.source.reading import Reading, Rows
+from upr_spark.source.options import Rules, Settings
+from upr_spark.source.plan import Control, Planner, grouped, plan_ranges
+from upr_spark.source.task import Reading, Rows
 
 
 class Sink:

@@ -12,13 +12,9 @@ from upr_protocol.errors import SnapshotGoneError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import answer_hello, answer_start
 from upr_spark.source.offsets import Offset
-from upr_spark.source.planning import (
-    Answer,
-    CutPoint,
-    PinPoint,
-    Range,
-)
-from upr_spark.source.reading import Told
+from upr_spark.source.plan import Range
+from upr_spark.source.server import Answer, CutPoint, PinPoint
+from upr_spark.source.task import Told
 
 PARTITIONS = 3
 KEYS = 4

@@ -14,12 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.spark.restoring import Source, document, source, upr_backup
+from upr_backup import rows as point_module
+from upr_backup.repository import LocalStorage
+from upr_backup.repository.documents import Manifest, seal, sha256, unseal
 from upr_client import Client
 from upr_protocol.partitioning import partition_of
-from upr_spark.backup import point as point_module
-from upr_spark.backup.documents import seal, sha256, unseal
-from upr_spark.backup.manifest import Manifest
-from upr_spark.backup.storage import LocalStorage
 
 
 @pytest.fixture
@@ -58,9 +57,7 @@ def test_an_equal_server_and_one_with_newer_writes(
     assert (code, told["keys"], told["undecided"]) == (0, 3100, 0)
     assert told["partitions"] == 1024
     real = point_module.grouped
-    monkeypatch.setattr(
-        "upr_spark.backup.against_server.grouped", lambda sizes: real(sizes, 50_000)
-    )
+    monkeypatch.setattr("upr_backup.verify.grouped", lambda sizes: real(sizes, 50_000))
     # A failover record above what the backup has changes nothing.
     made.server.kill()
     made.server.start()
@@ -211,8 +208,10 @@ def test_a_server_that_rolled_back_is_not_comparable(made: Source) -> None:
     shutil.rmtree(server.data)
     copy.rename(server.data)
     partitions = sorted(set(map(partition_of, keys)))
-    # As it is, the copy has no record of what is missing from it.
+    # Taken at its word, the copy has no record of what is missing from it.
+    server.options.append("--data-moved")
     server.start()
+    server.options.remove("--data-moved")
     code, told, stderr = compare(made)
     assert (code, told["differences"], "the server ends before that" in stderr) == (10, [], True)
     assert [one["partition"] for one in told["not_comparable"]] == partitions

@@ -14,16 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.cli.test_check import run_admin
 from tests.harness import RunningServer
-from upr_client import Change, Client, MemoryPositions
+from tests.service import test_dead_partitions as dead
+from tests.spark.restoring import State, content
+from upr_backup.cli.commands import main
+from upr_backup.errors import LockedError
+from upr_backup.repository import LocalSink, LocalStorage
+from upr_backup.repository.lock import Lock
+from upr_backup.repository.repository import Repository
+from upr_client import Client
 from upr_protocol.partitioning import partition_of
-from upr_spark.backup.cli import main
-from upr_spark.backup.errors import LockedError
-from upr_spark.backup.lock import Lock
-from upr_spark.backup.repository import Repository
-from upr_spark.backup.storage import LocalSink, LocalStorage
-
-State = dict[bytes, bytes]
 
 
 def upr_backup(repository: Path, *arguments: str) -> Result:
@@ -57,19 +58,6 @@ def write(server: RunningServer, state: State, rows: list[tuple[bytes, bytes | N
             state[key] = value
 
 
-def content(client: Client, name: str) -> State:
-    """Return what a bucket holds."""
-    state: State = {}
-    with client.bucket(name).changes(until_now=True, positions=MemoryPositions()) as changes:
-        for event in changes:
-            if isinstance(event, Change):
-                if event.value is None:
-                    state.pop(event.key, None)
-                else:
-                    state[event.key] = event.value
-    return state
-
-
 def restored(repository: Path, target: str, number: int, *options: str) -> State:
     """Restore a backup into a new bucket, and return what that holds."""
     name = f"restored-{number}-{len(options)}"
@@ -87,7 +75,7 @@ def restored(repository: Path, target: str, number: int, *options: str) -> State
             *options,
         )
         assert done.exit_code == 0, done.stderr
-        return content(client, name)
+        return content(client.target, name)
 
 
 def later(state: State, salt: int, step: int) -> list[tuple[bytes, bytes | None]]:
@@ -150,7 +138,7 @@ def test_every_point_of_a_chain_is_restored(
         repository, other.target, 5, "--partitions", "0-511", "--key-prefix", "new:4:"
     )
     with Client(other.target) as client:
-        whole = content(client, "restored-5-0")
+        whole = content(client.target, "restored-5-0")
     assert chosen == {
         key: value
         for key, value in whole.items()
@@ -179,7 +167,7 @@ def restored_over(repository: Path, target: str, name: str, number: int) -> Stat
     options = ["--target", target, "--bucket", name, "--at", str(number), "--into-non-empty"]
     assert upr_backup(repository, "restore", *options).exit_code == 0
     with Client(target) as client:
-        return content(client, name)
+        return content(client.target, name)
 
 
 @pytest.fixture
@@ -256,13 +244,13 @@ def test_a_killed_run_is_gone_on_with(
     upr_backup(repository, "init", "--target", server.target)
     program = (
         "import os, signal, sys\n"
-        "from upr_spark.backup import repository\n"
+        "from upr_backup.repository import repository\n"
         "stage = repository.Repository.stage_group\n"
         "def killed(self, attempt, group, record):\n"
         "    stage(self, attempt, group, record)\n"
         "    if group == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
         "repository.Repository.stage_group = killed\n"
-        "from upr_spark.backup.entry import main\n"
+        "from upr_backup.cli.entry import main\n"
         "main()\n"
     )
     with Client(server.target) as client:
@@ -418,9 +406,9 @@ def test_an_interrupted_run_says_so(small: tuple[Path, RunningServer]) -> None:
     repository, _ = small
     program = (
         "import os, signal\n"
-        "from upr_spark.backup import run\n"
+        "from upr_backup import backup as run\n"
         "run.Run._read = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
-        "from upr_spark.backup.entry import main\n"
+        "from upr_backup.cli.entry import main\n"
         "main()\n"
     )
     command = [sys.executable, "-c", program, str(repository), "backup"]
@@ -454,9 +442,50 @@ def test_partitions_whose_deletions_are_gone_are_read_anew(
 
 
 def test_a_missing_package_is_one_line() -> None:
-    program = "from upr_spark.backup import entry; entry.MODULES = ('nowhere',); entry.main()"
+    program = "from upr_backup.cli import entry; entry.MODULES = ('nowhere',); entry.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
         "error: upr-backup needs nowhere, not installed (pip install 'upr-stream[backup]')\n"
     )
+
+
+def test_a_dead_partition_is_left_out_and_named_and_gone_on_with_later(
+    server_process: Callable[..., RunningServer], tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    server = server_process("--flush-seconds", "3600")
+    upr_backup(repository, "init", "--target", server.target)
+    dead.write(server, 0, 3)
+    taken(repository)
+    assert server.terminate() == 0
+    server.start()
+    dead.write(server, 3, 2)
+    server.kill()
+    dead.lose_what_is_stored(server)
+    server.start()
+    document = taken(repository, code=10)
+    why = f"partition {dead.P}: the journal goes on at seqno 3, the store ends at 0"
+    assert document["left_out"] == [{"partition": dead.P, "seqno": 3, "why": why}]
+    assert (document["kind"], document["rows"]) == ("incremental", 2)
+    shown = upr_backup(repository, "info")
+    assert why in shown.stdout
+    assert upr_backup(repository, "verify", "--full").exit_code == 0
+    against = upr_backup(repository, "verify", "--against-server")
+    assert f"{dead.P}" in against.stdout + against.stderr
+    # A restore has of the partition what the first backup had, and says so.
+    with Client(server.target) as client:
+        client.create_bucket("a")
+    point = upr_backup(repository, "restore", "--target", server.target, "--bucket", "a")
+    assert f"partition {dead.P} is older than backup 2" in point.stderr
+    assert server.terminate() == 0
+    assert run_admin("accept-loss", server.data, dead.P, "--yes").exit_code == 0
+    server.start()
+    with Client(server.target) as client:
+        assert client.bucket("a").get(dead.KEY) == b"2"
+        assert client.bucket("a").get(dead.OTHER) == b"4"
+    dead.write(server, 9, 1)
+    later = taken(repository, code=10)
+    assert (later["left_out"], later["rollbacks"]) == ([], 1)
+    state = restored(repository, server.target, 3)
+    assert state == {dead.KEY: b"9", dead.OTHER: b"9"}

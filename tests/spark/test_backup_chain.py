@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 
 from tests.spark.backup_model import World
+from upr_backup import retention as prune_module
+from upr_backup.cli.exit_codes import REFUSED, exit_code_of
+from upr_backup.errors import BackupNotFoundError, MergeRefusedError, RepositoryDamagedError
+from upr_backup.repository import chain as chain_module
+from upr_backup.repository import repository as repository_module
+from upr_backup.repository.chain import Chain, Keep, needed, segments
+from upr_backup.repository.documents import Entry, FileRef, Kind, Manifest, check_link
+from upr_backup.repository.repository import Repository, number_in
+from upr_backup.retention import beginning, chosen
+from upr_backup.rows import grouped
 from upr_protocol.errors import UprError
-from upr_spark.backup import chain as chain_module
-from upr_spark.backup import prune as prune_module
-from upr_spark.backup import repository as repository_module
-from upr_spark.backup.chain import Chain, needed, segments
-from upr_spark.backup.errors import (
-    BackupNotFoundError,
-    MergeRefusedError,
-    RepositoryDamagedError,
-)
-from upr_spark.backup.exit_codes import REFUSED, exit_code_of
-from upr_spark.backup.expire import Keep, beginning
-from upr_spark.backup.manifest import Entry, FileRef, Kind, Manifest, check_link
-from upr_spark.backup.merge import chosen
-from upr_spark.backup.point import grouped
-from upr_spark.backup.repository import Repository, number_in
 
 SEEDS = int(os.environ.get("UPR_BACKUP_WORLDS", "80"))
 FIRST_SEED = int(os.environ.get("UPR_BACKUP_FIRST_WORLD", "0"))

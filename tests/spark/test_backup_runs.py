@@ -15,26 +15,26 @@ import pytest
 
 from tests.harness import RunningServer
 from tests.spark.backup_model import MemoryStorage, ModelSource, World
+from upr_backup.backup import Run
+from upr_backup.engines import jvm
+from upr_backup.engines import spark as engine_module
+from upr_backup.engines.engine import InlineEngine, Rows
+from upr_backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
+from upr_backup.repository import LocalStorage
+from upr_backup.repository.documents import Entry, Json, seal, unseal
+from upr_backup.repository.lock import Lock
+from upr_backup.repository.repository import Repository
+from upr_backup.source import ServerSource, read_group
+from upr_backup.task import CutPoint, GroupSpec, PinnedAt, stage_read
 from upr_client import Client, Position, Rollback
-from upr_client.events import ChangeBatch
+from upr_client.changes.events import ChangeBatch
 from upr_protocol.errors import UnavailableError
-from upr_spark.backup.documents import Json, seal, unseal
-from upr_spark.backup.engines import InlineEngine, Rows, jvm
-from upr_spark.backup.engines import spark as engine_module
-from upr_spark.backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
-from upr_spark.backup.groups import CutPoint, GroupSpec, PinnedAt, stage_read
-from upr_spark.backup.lock import Lock
-from upr_spark.backup.manifest import Entry
-from upr_spark.backup.repository import Repository
-from upr_spark.backup.run import Run
-from upr_spark.backup.server import ServerSource, read_group
-from upr_spark.backup.storage import LocalStorage
 
 HOLD = (
     "import os, signal, sys\n"
     "from pathlib import Path\n"
-    "from upr_spark.backup.lock import Lock\n"
-    "from upr_spark.backup.storage import LocalStorage\n"
+    "from upr_backup.repository.lock import Lock\n"
+    "from upr_backup.repository import LocalStorage\n"
     "with Lock(LocalStorage(Path(sys.argv[1]))):\n"
     "    print('held', flush=True)\n"
     "    sys.stdin.read()\n"

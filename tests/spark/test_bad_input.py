@@ -18,19 +18,19 @@ from click.testing import CliRunner
 from obstore.store import MemoryStore
 
 from tests.spark.restoring import Source, source, upr_backup
+from upr_backup import export as export_module
+from upr_backup import rows as point_module
+from upr_backup.cli import entry, exit_codes
+from upr_backup.cli.commands import main
+from upr_backup.cli.options import RestorePoint
+from upr_backup.cli.output import Progress, note
+from upr_backup.errors import StorageNotFoundError, StorageUnreachableError, is_damage
+from upr_backup.export import _delta_failure
+from upr_backup.repository import LocalStorage, ObjectStorage, open_storage
+from upr_backup.repository.objects import interruptible
+from upr_backup.rows import in_order, takeable
 from upr_client import Client
 from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_spark.backup import entry, exit_codes
-from upr_spark.backup import export as export_module
-from upr_spark.backup import point as point_module
-from upr_spark.backup.cli import main
-from upr_spark.backup.errors import StorageNotFoundError, StorageUnreachableError, is_damage
-from upr_spark.backup.export import _delta_failure
-from upr_spark.backup.options import RestorePoint
-from upr_spark.backup.output import Progress, note
-from upr_spark.backup.storage import LocalStorage, ObjectStorage, open_storage
-from upr_spark.backup.storage.waiting import interruptible
-from upr_spark.backup.tables import in_order, takeable
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_what_is_said_does_not_stand_in_the_line_of_the_progress(
 ) -> None:
     said = _Terminal()
     monkeypatch.setattr(sys, "stderr", said)
-    monkeypatch.setattr("upr_spark.backup.output._TERMINAL_SECONDS", 0.0)
+    monkeypatch.setattr("upr_backup.cli.output._TERMINAL_SECONDS", 0.0)
     progress = Progress()
     progress.show("1 of 2 files read")
     note("damage: a file is missing")
@@ -327,8 +327,8 @@ def test_what_deltalake_says_is_understood(
 def test_rows_are_taken_of_tables_beyond_the_reach_of_offsets(
     monkeypatch: pytest.MonkeyPatch, offsets: int
 ) -> None:
-    monkeypatch.setattr("upr_spark.backup.tables._OFFSETS_BYTES", offsets)
-    monkeypatch.setattr("upr_spark.backup.tables._TAKEN_BYTES", 20)
+    monkeypatch.setattr("upr_backup.rows._OFFSETS_BYTES", offsets)
+    monkeypatch.setattr("upr_backup.rows._TAKEN_BYTES", 20)
     values = [None, *(b"%07d" % n for n in range(9)), b"x" * 50, b"y"]
     table = pa.table({"value": pa.chunked_array([values[:4], values[4:]], pa.binary())})
     assert takeable(table).schema.field("value").type == (

@@ -16,14 +16,14 @@ import pytest
 from tests.harness import RunningServer
 from tests.spark.backup_process import (
     children,
-    content,
     restored,
     staged,
     upr_backup,
     wait_until,
 )
+from tests.spark.restoring import content
+from upr_backup import ship
 from upr_client import Client
-from upr_spark.backup import ship
 
 ROWS = 6_000
 SPARK = Path(pyspark.__file__).parent
@@ -133,7 +133,7 @@ def test_a_job_outlives_a_worker(
         client.bucket().write_many((b"key:%d" % n, None) for n in range(0, ROWS, 9))
     assert upr_backup(repository, "init", "--target", server.target)[0] == 0
     shipped = tmp_path / "upr.zip"
-    command = [sys.executable, "-m", "upr_spark.backup.ship", str(shipped)]
+    command = [sys.executable, "-m", "upr_backup.ship", str(shipped)]
     subprocess.run(command, check=True, capture_output=True)
     settings = {
         "spark.executor.memory": "512m",

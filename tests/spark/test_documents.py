@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from upr_spark.backup import documents
-from upr_spark.backup.documents import seal, unseal
-from upr_spark.backup.errors import RepositoryDamagedError, RepositoryError
+from upr_backup.errors import RepositoryDamagedError, RepositoryError
+from upr_backup.repository import documents
+from upr_backup.repository.documents import seal, unseal
 
 CONTENT: dict[str, Any] = {"partitions": {"7": {"from": 418, "to": 450}}, "text": "ü", "none": None}
 

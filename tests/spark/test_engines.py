@@ -27,6 +27,16 @@ from tests.spark.backup_process import (
     wait_until,
     workers,
 )
+from upr_backup.backup import GROUP_SEQNOS, GROUP_SEQNOS_MIN, group_size, split
+from upr_backup.cli.commands import main
+from upr_backup.engines import jvm
+from upr_backup.engines.engine import Finished, TaskError, from_text, to_text
+from upr_backup.engines.local import LocalEngine
+from upr_backup.errors import HistoryChangedError, LockedError
+from upr_backup.repository import open_storage
+from upr_backup.repository.lock import Lock
+from upr_backup.repository.repository import Repository
+from upr_backup.task import CutPoint, GroupSpec, PinnedAt
 from upr_client import Client
 from upr_protocol.errors import (
     InvalidArgumentError,
@@ -34,16 +44,6 @@ from upr_protocol.errors import (
     UnavailableError,
     UprError,
 )
-from upr_spark.backup.cli import main
-from upr_spark.backup.engines import Finished, jvm
-from upr_spark.backup.engines.local import LocalEngine
-from upr_spark.backup.errors import HistoryChangedError, LockedError
-from upr_spark.backup.failures import TaskError, from_text, to_text
-from upr_spark.backup.groups import CutPoint, GroupSpec, PinnedAt
-from upr_spark.backup.lock import Lock
-from upr_spark.backup.repository import Repository
-from upr_spark.backup.run import GROUP_SEQNOS, GROUP_SEQNOS_MIN, group_size, split
-from upr_spark.backup.storage import open_storage
 
 ROWS = 12_000
 POOL = ("--processes", "2", "--group-seqnos", "300")
@@ -382,7 +382,7 @@ def test_spark_reads_the_same(server: RunningServer, tmp_path: Path, spark: Any)
     with Client(server.target) as client:
         client.bucket().set(b"new", b"")
     specs = [dataclasses.replace(one, bucket="gone") for one in specs_of(server, other)]
-    from upr_spark.backup.engines.spark import SparkEngine
+    from upr_backup.engines.spark import SparkEngine
 
     engine = SparkEngine(None, {})
     with pytest.raises(Exception, match="gone") as failed:

@@ -17,11 +17,11 @@ from deltalake import DeltaTable
 from obstore.store import MemoryStore
 
 from tests.spark.restoring import Source, document, source, upr_backup
+from upr_backup import export as export_module
+from upr_backup import rows as point_module
+from upr_backup.repository import LocalSink, ObjectStorage
 from upr_client import Change, Client
 from upr_protocol.partitioning import partition_of
-from upr_spark.backup import export as export_module
-from upr_spark.backup import point as point_module
-from upr_spark.backup.storage import LocalSink, ObjectStorage
 
 LITTER_AGE = 7200
 
@@ -183,7 +183,7 @@ def test_a_killed_export_keeps_nobody_from_it(made: Source, tmp_path: Path) -> N
     to = tmp_path / "table"
     program = (
         "import os, signal\n"
-        "from upr_spark.backup import export, point\n"
+        "from upr_backup import export, rows as point\n"
         "grouped = point.grouped\n"
         "point.grouped = lambda sizes, _: grouped(sizes, 60_000)\n"
         "real = export._write_part\n"
@@ -191,7 +191,7 @@ def test_a_killed_export_keeps_nobody_from_it(made: Source, tmp_path: Path) -> N
         "    real(storage, name, table)\n"
         "    if '00001' in name: os.kill(os.getpid(), signal.SIGKILL)\n"
         "export._write_part = killed\n"
-        "from upr_spark.backup.entry import main\n"
+        "from upr_backup.cli.entry import main\n"
         "main()\n"
     )
     arguments = [str(made.repository), "export", "--format", "parquet", "--to", str(to)]

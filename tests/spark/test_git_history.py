@@ -15,7 +15,6 @@ import pytest
 from tests.harness import RunningServer
 from tests.spark.backup_process import (
     Backup,
-    State,
     alive,
     children,
     restored,
@@ -23,6 +22,7 @@ from tests.spark.backup_process import (
     upr_backup,
     wait_until,
 )
+from tests.spark.restoring import State
 from upr_client import Client
 
 COMMITS = 120

@@ -13,16 +13,16 @@ import pytest
 from click.testing import CliRunner
 
 from tests.harness import RunningServer
+from tests.spark.restoring import State, content
 from tests.spark.s3 import BUCKET, s3_server
-from tests.spark.test_backup import State, content, later, restored, taken, upr_backup, write
+from tests.spark.test_backup import later, restored, taken, upr_backup, write
+from upr_backup import retention, rows
+from upr_backup.cli.commands import main
+from upr_backup.repository import LocalStorage
+from upr_backup.repository.lock import Lock
+from upr_backup.repository.repository import Repository
+from upr_backup.retention import FileFold, Merge
 from upr_client import Client
-from upr_spark.backup import fold, tables
-from upr_spark.backup.cli import main
-from upr_spark.backup.fold import FileFold
-from upr_spark.backup.lock import Lock
-from upr_spark.backup.merge import Merge
-from upr_spark.backup.repository import Repository
-from upr_spark.backup.storage import LocalStorage
 
 
 def said(repository: Path, *arguments: str) -> Any:
@@ -204,8 +204,8 @@ def test_damage_to_what_was_merged_and_expired_is_found(
 
 KILLED = (
     "import os, signal, sys\n"
-    "from upr_spark.backup import fold, prune\n"
-    "from upr_spark.backup.storage import LocalStorage\n"
+    "from upr_backup import retention as fold, retention as prune\n"
+    "from upr_backup.repository import LocalStorage\n"
     "step = int(sys.argv.pop(1))\n"
     "def counted(real):\n"
     "    def then(*arguments):\n"
@@ -217,7 +217,7 @@ KILLED = (
     "    return then\n"
     "if 'merge' in sys.argv: fold.FileFold.__call__ = counted(fold.FileFold.__call__)\n"
     "if 'prune' in sys.argv: LocalStorage.delete = counted(LocalStorage.delete)\n"
-    "from upr_spark.backup.entry import main\n"
+    "from upr_backup.cli.entry import main\n"
     "main()\n"
 )
 
@@ -270,8 +270,8 @@ def test_a_merge_in_small_portions_is_the_same(
     chain_of_six: tuple[Path, RunningServer, State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository, server, state = chain_of_six
-    monkeypatch.setattr(fold, "_GROUP_BYTES", 2_000)
-    monkeypatch.setattr(tables, "_FOLD_BYTES", 100)
+    monkeypatch.setattr(retention, "_GROUP_BYTES", 2_000)
+    monkeypatch.setattr(rows, "_FOLD_BYTES", 100)
     storage = LocalStorage(repository)
     opened = Repository.open(storage)
     with Lock(storage) as lock:
@@ -344,4 +344,4 @@ def test_the_same_on_an_object_store(
         assert sorted(name.split("/")[1] for name in parquet) == ["data", "data", "merged"]
         client.create_bucket("restored")
         run("restore", "--target", server.target, "--bucket", "restored")
-        assert content(client, "restored") == state
+        assert content(client.target, "restored") == state

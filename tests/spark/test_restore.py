@@ -16,16 +16,15 @@ import pytest
 
 from tests.harness import RunningServer
 from tests.spark.restoring import Source, State, content, document, source, upr_backup
+from upr_backup import restore as restore_module
+from upr_backup import rows as point_module
+from upr_backup.cli import commands as command
+from upr_backup.repository import LocalStorage
+from upr_backup.restore import Journal, Restore
+from upr_backup.rows import differences
 from upr_client import Bucket, Client
 from upr_client.arrow import blocks as real_blocks
 from upr_protocol.partitioning import partition_of
-from upr_spark.backup import point as point_module
-from upr_spark.backup import restore as restore_module
-from upr_spark.backup.commands import restore as command
-from upr_spark.backup.journal import Journal
-from upr_spark.backup.readback import differences
-from upr_spark.backup.restore import Restore
-from upr_spark.backup.storage import LocalStorage
 
 Start = Callable[..., RunningServer]
 
@@ -95,7 +94,7 @@ def broken_off(made: Source, target: str, monkeypatch: pytest.MonkeyPatch, *opti
 
 def upr_backup_raising(made: Source, target: str, *options: str) -> None:
     """Run the command as Python runs it; what is no error of its own comes through."""
-    from upr_spark.backup.cli import main
+    from upr_backup.cli.commands import main
 
     main.main(
         [str(made.repository), "restore", "--target", target, *options], standalone_mode=False
@@ -106,7 +105,7 @@ KILLED = """
 import os, signal
 from upr_client import Bucket
 from upr_client.arrow import blocks as real_blocks
-from upr_spark.backup import journal, point, restore
+from upr_backup import restore as journal, rows as point, restore
 grouped = point.grouped
 point.grouped = lambda sizes, _: grouped(sizes, 40_000)
 calls = []
@@ -124,7 +123,7 @@ def some_blocks(real, self, blocks):
     real(self, [next(iter(blocks))])
 restore.blocks = lambda keys, values: real_blocks(keys, values, block_rows=100)
 %s
-from upr_spark.backup.entry import main
+from upr_backup.cli.entry import main
 main()
 """
 

@@ -1,5 +1,6 @@
 """The sink's writers, driven as Spark drives them, against a real server."""
 
+import dataclasses
 import pickle
 import socket
 import threading
@@ -30,9 +31,11 @@ from tests.spark.sink_rows import (
     refusal,
     some_rows,
 )
-from upr_client import Bucket, PartlyWrittenError
+from upr_client import Bucket, PartitionNotActiveError
 from upr_client.testing import ScriptedServer
+from upr_protocol.partitioning import partition_of
 from upr_spark.sink import batch_writer, stream_writer
+from upr_spark.sink.writers import Chunks
 
 StartServer = Callable[..., RunningServer]
 
@@ -301,6 +304,87 @@ def test_other_tasks_jobs_and_batches_are_no_repetition(
         assert place.mutations() == expected
 
 
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names that were used to write."""
+    used: set[str] = set()
+    write = Bucket.write_blocks
+
+    def noting(bucket: Bucket, *args: Any, **more: Any) -> Any:
+        used.add(more["once"])
+        return write(bucket, *args, **more)
+
+    monkeypatch.setattr(Bucket, "write_blocks", noting)
+    return used
+
+
+def with_small_chunks(writer: Any, size: int) -> Any:
+    """The writer, with chunks of so many bytes instead of at least half a MiB."""
+    writer._options = dataclasses.replace(writer._options, chunk_bytes=size)
+    return writer
+
+
+def test_a_task_of_a_hundred_chunks_has_one_name(place: Place, names: set[str]) -> None:
+    rows = some_rows(2000, keys=900)
+    writer = with_small_chunks(batch_writer(place.options(), UPSERT, overwrite=False), 2300)
+    columns = [pa.array(column) for column in zip(*rows, strict=True)]
+    assert len(list(Chunks(b"", 2300, 100).add(*columns))) > 100
+    for _ in range(2):
+        writer.write(batches(rows))
+    assert (len(names), place.mutations()) == (1, 2000)
+    # Rows in another order take one more, however many chunks differ.
+    for _ in range(2):
+        writer.write(batches(rows[::-1]))
+    assert (len(names), place.mutations()) == (2, 4000)
+    assert place.state() == {**dict(rows), **dict(rows[::-1])}
+
+
+def test_the_batches_of_a_query_share_names(
+    place: Place, monkeypatch: pytest.MonkeyPatch, names: set[str]
+) -> None:
+    writer = with_small_chunks(stream_writer(place.options(), UPSERT, overwrite=False), 2300)
+    for batch in (*range(50), 49, 48):
+        as_task(
+            monkeypatch, 0, **{"sql.streaming.queryId": "q", "streaming.sql.batchId": f"{batch}"}
+        )
+        writer.write(batches(some_rows(60, tag=batch)))
+    assert (len(names), place.mutations()) == (1, 3000)
+    # Batches that are larger have one of their own besides.
+    rows = some_rows(2000, tag=50)
+    as_task(monkeypatch, 0, **{"sql.streaming.queryId": "q", "streaming.sql.batchId": "50"})
+    for _ in range(2):
+        writer.write(batches(rows))
+    assert (len(names), place.mutations()) == (2, 5000)
+
+
+@pytest.mark.parametrize("more", [0, 60])
+def test_a_query_that_goes_back_with_other_rows_has_them_all_applied(
+    place: Place, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    """Its checkpoint was put back, say: later batches under the name are there already."""
+    writer = with_small_chunks(stream_writer(place.options(), UPSERT, overwrite=False), 2300)
+    rows = {batch: some_rows(60, tag=batch) for batch in (1, 2)}
+    other = [*rows[1], *some_rows(more, tag=3)] if more else rows[1][::-1]
+    for batch, given in ((1, rows[1]), (2, rows[2]), (1, other)):
+        as_task(
+            monkeypatch, 0, **{"sql.streaming.queryId": "q", "streaming.sql.batchId": f"{batch}"}
+        )
+        writer.write(batches(given))
+    # The chunks that are the same are known.
+    assert place.state() == {**dict(rows[2]), **dict(other[60:] or other)}
+    if not more:
+        assert place.mutations() == 180
+
+
+def test_few_rows_in_a_block_make_more_chunks(place: Place) -> None:
+    rows = some_rows(5000, size=1, keys=900)
+    writer = batch_writer(place.options(batchRows="1"), UPSERT, overwrite=False)
+    for _ in range(2):
+        writer.write(batches(rows))
+    assert place.state() == dict(rows)
+    assert place.mutations() == 5000
+
+
 def test_a_write_with_a_name_is_applied_once_also_by_another_job(place: Place) -> None:
     rows = some_rows(10)
     for name, expected in (("load 1", 10), ("load 1", 10), ("load 2", 20)):
@@ -320,31 +404,18 @@ def test_a_stream_that_is_not_told_its_batch_is_refused(
     assert place.mutations() == 0
 
 
-def test_after_a_refused_part_everything_is_applied_under_other_names(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_partitions_refused_is_applied_by_the_next_attempt() -> None:
     rows = some_rows(20_000, keys=9000)
-    writer = batch_writer(place.options(**SMALL), UPSERT, overwrite=False)
-    writer.write(batches(rows))
-    names: list[str] = []
-    real = Bucket.write_blocks
-
-    def write_blocks(self: Bucket, blocks: Any, durability: str, *, once: str) -> Any:
-        names.append(once)
-        if len(names) == 2:
-            raise PartlyWrittenError("some of it had been refused")
-        return real(self, blocks, durability, once=once)
-
-    monkeypatch.setattr(Bucket, "write_blocks", write_blocks)
-    writer.write(batches(rows))
-    first, second, *rest = names
-    assert len(rest) > 3
-    assert {name.count("-") for name in (first, second)} == {1}
-    assert {name.rsplit("-", 1)[1] for name in rest} == {rest[0].rsplit("-", 1)[1]}
-    assert rest[0].startswith(second + "-")
-    assert len(set(names)) == len(names)
-    assert place.state() == dict(rows)
-    assert 30_000 < place.mutations() < 40_000
+    refusing = partition_of(rows[7000][0])
+    with ScriptedServer() as server:
+        writer = batch_writer({"endpoint": server.target, **SMALL}, UPSERT, overwrite=False)
+        server.refuse(refusing, PartitionNotActiveError("dead", hint="ask"))
+        error = refusal(lambda: writer.write(batches(rows)))
+        assert error.code == "PARTITION_NOT_ACTIVE"
+        server.accept(refusing)
+        assert writer.write(batches(rows)).rows == 20_000
+        assert server.state() == dict(rows)
+        assert Place(server.target).mutations() == 20_000
 
 
 # Rows that end too early

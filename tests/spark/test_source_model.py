@@ -10,11 +10,9 @@ import pytest
 from tests.spark.source_engine import Engine, model_settings
 from tests.spark.source_model import ModelServer, Weather
 from upr_protocol.limits import PARTITIONS
-from upr_spark.connection import read_connection
 from upr_spark.errors import UprSparkError, find_error
-from upr_spark.options import size
-from upr_spark.source import planning
-from upr_spark.source.batch import plan_batch
+from upr_spark.options import read_connection, size
+from upr_spark.source import plan
 from upr_spark.source.offsets import (
     Entry,
     Offset,
@@ -22,19 +20,17 @@ from upr_spark.source.offsets import (
     parse_offset,
     parse_partitions,
 )
-from upr_spark.source.options import OPTIONS, read_settings
-from upr_spark.source.planner import Planner
-from upr_spark.source.planning import (
-    Answer,
-    CutPoint,
-    PinPoint,
+from upr_spark.source.options import OPTIONS, Rules, read_settings
+from upr_spark.source.plan import (
+    Planner,
     Range,
-    Rules,
     grouped,
     next_offset,
+    plan_batch,
     plan_ranges,
     thinned,
 )
+from upr_spark.source.server import Answer, CutPoint, PinPoint
 
 _WEATHERS = {
     "rollbacks": Weather(),
@@ -90,7 +86,7 @@ def test_going_back_to_the_newest_point_instead_of_one_that_is_left_ends_wrong(
     def all_of_them(entry: Entry, back_to: int, purge: int) -> list[int]:
         return [entry.seqno, *entry.points] if entry.holds else []
 
-    monkeypatch.setattr(planning, "_usable", all_of_them)
+    monkeypatch.setattr(plan, "_usable", all_of_them)
     wrong, _ = _run(range(60), "emit", Weather())
 
     assert wrong > 10
@@ -102,7 +98,7 @@ def test_going_back_to_the_servers_seqno_instead_of_a_point_ends_wrong(
     def right_there(entry: Entry, back_to: int, purge: int) -> list[int]:
         return [min(entry.seqno, back_to)] if entry.holds else []
 
-    monkeypatch.setattr(planning, "_usable", right_there)
+    monkeypatch.setattr(plan, "_usable", right_there)
     wrong, _ = _run(range(150), "emit", Weather())
 
     assert wrong > 0

@@ -11,7 +11,9 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
+from tests.conftest import StartServer
 from tests.harness import RunningServer
+from tests.service import test_dead_partitions as dead
 from upr_client import Bucket, Client
 from upr_spark.errors import UprSparkError
 from upr_spark.source.data_source import UprDataSource, UprStreamReader
@@ -29,11 +31,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def bucket(server: RunningServer, request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """A bucket of its own for each test, and a client."""
+def client(server: RunningServer) -> Iterator[Client]:
+    """A client for each test."""
     with Client(server.target) as client:
-        client.create_bucket(request.node.name)
-        yield client.bucket(request.node.name)
+        yield client
+
+
+@pytest.fixture
+def bucket(client: Client, request: pytest.FixtureRequest) -> Bucket:
+    """A bucket of its own for each test."""
+    client.create_bucket(request.node.name)
+    return client.bucket(request.node.name)
 
 
 def _source(server: RunningServer, bucket: Bucket, /, **options: str) -> UprDataSource:
@@ -186,7 +194,9 @@ def test_a_batch_says_when_what_it_pinned_is_gone(server: RunningServer, bucket:
     assert "load()" in raised.value.hint
 
 
-def test_what_does_not_belong_together_is_refused(server: RunningServer, bucket: Bucket) -> None:
+def test_what_does_not_belong_together_is_refused(
+    server: RunningServer, client: Client, bucket: Bucket
+) -> None:
     _write(bucket, 0, 100)
     reader = _stream(server, bucket)
     start = reader.initialOffset()
@@ -196,7 +206,6 @@ def test_what_does_not_belong_together_is_refused(server: RunningServer, bucket:
         _stream(server, bucket, partitions="0-9").latestOffset(end, _ALL)
     assert raised.value.details["option"] == "partitions"
 
-    client = bucket._client
     client.create_bucket("other")
     for option in ("startingoffsets", "endingoffsets"):
         source = _source(server, bucket, bucket="other", **{option: json.dumps(end)})
@@ -215,9 +224,8 @@ def test_what_does_not_belong_together_is_refused(server: RunningServer, bucket:
 
 
 def test_a_planned_batch_of_a_bucket_that_is_made_anew_is_refused(
-    server: RunningServer, bucket: Bucket
+    server: RunningServer, client: Client, bucket: Bucket
 ) -> None:
-    client = bucket._client
     client.create_bucket("other")
     _write(client.bucket("other"), 0, 100)
     reader = _stream(server, bucket, bucket="other", onrollback="reset")
@@ -318,3 +326,21 @@ def test_discovery_imports_nothing_heavy() -> None:
     done = subprocess.run(run, capture_output=True, check=True, text=True, timeout=60)
 
     assert done.stdout.strip() == "[]"
+
+
+def test_a_dead_partition_is_an_error_that_names_it_and_the_others_can_be_read(
+    server_process: StartServer,
+) -> None:
+    running = dead.with_a_gap(server_process)
+    running.start()
+    options = {"endpoint": running.target, "bucket": "default", "retrytimeout": "20s"}
+    with pytest.raises(UprSparkError, match=f"partition {dead.P}: the journal goes on") as caught:
+        _batch_of(options)
+    assert "UPR_DATA_DAMAGED" in str(caught.value)
+    others = ",".join(f"{first}-{last}" for first, last in ((0, dead.P - 1), (dead.P + 1, 1023)))
+    assert _batch_of({**options, "partitions": others})
+
+
+def _batch_of(options: dict[str, str]) -> object:
+    source = UprDataSource(options)
+    return source.reader(source.schema()).partitions()

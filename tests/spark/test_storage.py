@@ -23,16 +23,16 @@ from obstore.store import MemoryStore
 
 from tests.spark.s3 import BUCKET, S3Server
 from tests.spark.s3_backups import LOCATION, upr_backup
-from upr_protocol.errors import InvalidArgumentError
-from upr_spark.backup.errors import (
+from upr_backup.errors import (
     LockedError,
     RepositoryError,
     StorageTimeoutError,
     StorageUnreachableError,
 )
-from upr_spark.backup.lock import Lock
-from upr_spark.backup.storage import LocalStorage, Storage, check_storage, open_storage
-from upr_spark.backup.storage.objects import ObjectStorage
+from upr_backup.repository import LocalStorage, Storage, check_storage, open_storage
+from upr_backup.repository.lock import Lock
+from upr_backup.repository.objects import ObjectStorage
+from upr_protocol.errors import InvalidArgumentError
 
 REAL = os.environ.get("UPR_TEST_STORAGE")
 """A location of a real object store, as s3://BUCKET/PREFIX: the contract is then checked there too."""
@@ -221,7 +221,7 @@ def test_a_location_is_opened_again_elsewhere(
         assert pickle.loads(pickle.dumps(opened)).location == same
     program = (
         "import sys\n"
-        "from upr_spark.backup.storage import open_storage\n"
+        "from upr_backup.repository import open_storage\n"
         "assert 'obstore' not in sys.modules\n"
         "print(open_storage(sys.argv[1]).read('chain/1').decode())\n"
     )
@@ -342,7 +342,7 @@ def test_an_interrupt_is_heard_while_a_store_is_silent(s3: S3Server) -> None:
         return True
 
     s3.hook = never
-    command = [sys.executable, "-m", "upr_spark.backup", LOCATION, "list"]
+    command = [sys.executable, "-m", "upr_backup", LOCATION, "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         assert asked.wait(60)
         started.send_signal(signal.SIGINT)

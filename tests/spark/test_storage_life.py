@@ -10,22 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.harness import RunningServer
+from tests.spark.restoring import State, content
 from tests.spark.s3 import S3Server
 from tests.spark.s3_backups import LOCATION, upr_backup
-from upr_client import Change, Client, MemoryPositions
-from upr_spark.backup.cli import main
-
-State = dict[bytes, bytes]
-
-
-def content(client: Client, name: str) -> State:
-    """Return what a bucket holds."""
-    state: State = {}
-    with client.bucket(name).changes(until_now=True, positions=MemoryPositions()) as changes:
-        for event in changes:
-            if isinstance(event, Change) and event.value is not None:
-                state[event.key] = event.value
-    return state
+from upr_backup.cli.commands import main
+from upr_client import Client
 
 
 def killed_at(s3: S3Server, folder: str, done: bool) -> None:
@@ -39,7 +28,7 @@ def killed_at(s3: S3Server, folder: str, done: bool) -> None:
         process[0].wait()
         return True
 
-    command = [sys.executable, "-m", "upr_spark.backup", LOCATION, "backup"]
+    command = [sys.executable, "-m", "upr_backup", LOCATION, "backup"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as started:
         process.append(started)
         s3.hook = kill
@@ -96,7 +85,7 @@ def test_a_whole_life_on_an_object_store(
             into = ["--target", server.target, "--bucket", f"r{number}", "--at", str(number)]
             done = upr_backup("restore", *into)
             assert done.exit_code == 0, done.stderr
-            assert content(client, f"r{number}") == point
+            assert content(client.target, f"r{number}") == point
     key = next(key for key in s3.objects if key.endswith(".parquet"))
     data, metadata = s3.objects[key]
     s3.objects[key] = (data[:-9] + b"?" + data[-8:], metadata)

@@ -2,14 +2,23 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from upr.service.catalog import create_bucket
+from upr.service.buckets.catalog import create_bucket
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Commit, Journal, JournalEntry
-from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin, ProducerRow
+from upr.storage.keyspace import (
+    ConsumerRow,
+    CutRow,
+    PartitionRow,
+    Pin,
+    ProducerNumbers,
+    ProducerRow,
+)
 from upr.storage.store import Store
 from upr_protocol.block import Block, make_runs, sealed
 from upr_protocol.limits import PARTITIONS
@@ -63,16 +72,19 @@ class Closed:
     def store(self) -> Store:
         return Store(self.bucket / "store")
 
-    def put(self, *blocks: Block, **row: int) -> None:
-        """Store blocks of one partition; its row says that the last of them ends it, and what else is given."""
+    def put(self, *blocks: Block, **row: Any) -> None:
+        """Store blocks of one partition; its row says what they say, and what else is given."""
         partition = int(blocks[0].runs["partition"][0])
         store = self.store()
         old = store.partitions()[partition]
         assert isinstance(old, PartitionRow)
-        values = {name: getattr(old, name) for name in PartitionRow.__slots__}
-        values["stored_high"] = int(blocks[-1].runs["end_seqno"][0])
-        values.update(row)
-        rows = {partition: PartitionRow(**values)}
+        horizon, complete = old.horizon, old.complete
+        for block in blocks:
+            end = int(block.runs["end_seqno"][0])
+            horizon = max(horizon, int(block.runs["horizon"][0]))
+            complete = end if horizon == end else complete
+        told = {"stored_high": end, "complete": complete, "horizon": horizon}
+        rows = {partition: replace(old, **{**told, **row})}
         ends = [int(block.runs["end_seqno"][0]) for block in blocks]
         store.put_flush(
             [(partition, e, encode_block(b)) for e, b in zip(ends, blocks, strict=True)], rows, {}
@@ -112,8 +124,8 @@ def filled(folder: Path, seed: int) -> Closed:
         high = highs[partition]
         pins[partition] = Pin(failover_id, high)
         store.put_consumers({(b"indexer", partition): ConsumerRow(1, failover_id, high, 5)})
-        told = ProducerRow(3, failover_id, 0, high, 9)
-        store.put_flush([], {}, {(b"loader", partition): told})
+        told = ProducerNumbers.of({partition: ProducerRow(3, failover_id, 0, high)}, 9)
+        store.put_flush([], {}, {b"loader": told})
     store.put_cuts({b"nightly": CutRow(1, NEVER, 1, pins)})
     store.close()
     for number in range(1, 9):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
-from upr.storage.reading import read_blocks
+from upr.storage.read import read_blocks
 from upr.storage.store import ReadRequest, Store
 from upr_protocol.errors import UprError
 

@@ -8,11 +8,11 @@ import numpy as np
 from tests.model import ModelPartition, Row, State, apply
 from tests.raw import all_rows
 from upr.engine.partitions import ACTIVE
-from upr.storage.heads import Head, MergeRange
-from upr.storage.keyspace import PartitionRow
-from upr.storage.reading import read_blocks
+from upr.storage.blocks import Head, MergeRange
+from upr.storage.compact import PurgeLimits
+from upr.storage.keyspace import ConsumerRow, PartitionRow
+from upr.storage.read import read_blocks
 from upr.storage.store import Identity, ReadRequest, Store
-from upr.storage.tombstones import PurgeLimits
 from upr_protocol.block import Block, make_runs, sealed
 from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import decode_block, encode_block
@@ -151,3 +151,11 @@ def filled(store: Store, partition: int, *blocks: list[Change]) -> ModelPartitio
 
 def ends_of(store: Store, partition: int) -> list[int]:
     return [head.end for head in store.heads(partition)]
+
+
+def consumers_of(store: Store) -> dict[bytes, dict[int, ConsumerRow]]:
+    """Return the consumers' rows by name and partition."""
+    rows: dict[bytes, dict[int, ConsumerRow]] = {}
+    for name, partition, row in store.consumers():
+        rows.setdefault(name, {})[partition] = row
+    return rows

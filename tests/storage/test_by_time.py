@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.model import Row
 from tests.storage.stored_blocks import block_of, store_of
-from upr.storage.by_time import SEARCH_PARTITIONS, StoredBeginning, search
+from upr.storage.search import SEARCH_PARTITIONS, StoredBeginning, search_time
 from upr.storage.store import Store
 from upr_protocol.block import sealed
 from upr_protocol.errors import DataDamagedError
@@ -72,7 +72,7 @@ def test_it_is_right_below_the_first_row_at_or_after_the_time(
     end = blocks[-1][1] if blocks else 0
     newest = max((time for _, time in rows), default=10)
     times = [0, 10, newest, newest + 1, 2**63, 2**64 - 1, *range(11, newest, 3)]
-    for time, found in zip(times, search(store, [(P, time) for time in times]), strict=True):
+    for time, found in zip(times, search_time(store, [(P, time) for time in times]), strict=True):
         first = next((seqno for seqno, at in rows if at >= time), None)
         expected = (
             StoredBeginning(end, False) if first is None else StoredBeginning(first - 1, True)
@@ -92,7 +92,7 @@ def test_where_the_clock_was_set_back_it_is_a_place_where_the_time_was_passed(
     fill(store, blocks, "")
     flat = {seqno: time for _, _, rows in blocks for seqno, time in rows}
     for time in range(1, 22):
-        (found,) = search(store, [(P, time)])
+        (found,) = search_time(store, [(P, time)])
         assert isinstance(found, StoredBeginning)
         if found.found:
             assert flat[found.seqno + 1] >= time
@@ -104,7 +104,7 @@ def test_where_the_clock_was_set_back_it_is_a_place_where_the_time_was_passed(
 def test_a_search_of_many_partitions_is_done_in_bites(store: Store) -> None:
     fill(store, [(0, 2, [(1, 10), (2, 20)])], "")
     wanted = [(P, 15)] * (SEARCH_PARTITIONS + 5)
-    assert search(store, wanted) == [StoredBeginning(1, True)] * SEARCH_PARTITIONS
+    assert search_time(store, wanted) == [StoredBeginning(1, True)] * SEARCH_PARTITIONS
 
 
 @pytest.mark.parametrize("damage", ["time", "times", "gap", "no block"])
@@ -122,7 +122,7 @@ def test_damage_is_an_error_of_its_partition(store: Store, damage: str) -> None:
             txn.delete(key, db=store._blocks)
         else:
             txn.put(key, bytes(data) if damage != "no block" else b"?", db=store._blocks)
-    found, other = search(store, [(P, 42), (P + 1, 5)])
+    found, other = search_time(store, [(P, 42), (P + 1, 5)])
     assert isinstance(found, DataDamagedError)
     assert f"partition {P}" in found.message
     assert other == StoredBeginning(0, True)
@@ -130,5 +130,5 @@ def test_damage_is_an_error_of_its_partition(store: Store, damage: str) -> None:
 
 def test_an_empty_partition_begins_at_0(tmp_path: Path) -> None:
     empty = store_of(tmp_path / "store")
-    assert search(empty, [(1023, 0), (0, 9)]) == [StoredBeginning(0, False)] * 2
+    assert search_time(empty, [(1023, 0), (0, 9)]) == [StoredBeginning(0, False)] * 2
     empty.close()

@@ -9,16 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 import pytest
 
 from tests.storage.closed import NEVER, Closed, block_of, filled
 from upr.storage import keyspace
-from upr.storage.check import BucketReport, check_directory
-from upr.storage.check_findings import DAMAGE, NOTE, Finding
-from upr.storage.check_pages import PageFile, check_length
-from upr.storage.check_worker import Task, check_bucket
+from upr.storage.check.contents import DAMAGE, NOTE, Finding
+from upr.storage.check.directory import BucketReport, check_directory
+from upr.storage.check.worker import Task, check_bucket
 from upr.storage.directory import DataDirectory
-from upr.storage.keyspace import ConsumerRow, CutRow, Pin, ProducerRow, block_key, partition_key
+from upr.storage.keyspace import (
+    ConsumerRow,
+    CutRow,
+    PartitionRow,
+    Pin,
+    ProducerNumbers,
+    ProducerRow,
+    block_key,
+    partition_key,
+)
+from upr.storage.lmdb_file import PageFile, check_length
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import encode_block
@@ -45,7 +55,7 @@ def only(report: BucketReport) -> Finding:
 
 def change(closed: Closed, table: bytes, key: bytes, value: bytes | None) -> None:
     """Write or remove a value behind the store's back."""
-    with lmdb.open(str(closed.bucket / "store"), max_dbs=8, map_size=2**30) as env:
+    with lmdb.open(str(closed.bucket / "store"), max_dbs=16, map_size=2**30) as env:
         db = env.open_db(table)
         with env.begin(write=True) as txn:
             if value is None:
@@ -116,6 +126,13 @@ BAD_BLOCKS: list[tuple[str, list[Any], dict[str, int], str]] = [
     ("row ends behind", [block_of(3, 0, 10)], {"stored_high": 11}, "the blocks end at 10"),
     ("marker", [block_of(3, 0, 10, seqnos=[1, 9])], {}, "the marker at 10 is not true"),
     ("horizon", [block_of(3, 0, 10, horizon=12, seqnos=[1])], {}, "the data ends at 10"),
+    (
+        "complete",
+        [block_of(3, 0, 10)],
+        {"complete": 9},
+        "are (9, 10), of the blocks they are (10, 10)",
+    ),
+    ("horizon told", [block_of(3, 0, 10)], {"horizon": 12}, "are (10, 12), of the blocks they are"),
     ("purge", [block_of(3, 0, 10)], {"purge_seqno": 11}, "purge seqno is 11"),
     ("state", [block_of(3, 0, 10)], {"state": 9}, "its state is 9"),
 ]
@@ -146,7 +163,7 @@ def test_a_key_that_is_no_block_key(closed: Closed) -> None:
 
 def test_a_failover_record_above_the_data(closed: Closed) -> None:
     log = FailoverLog.born(5).with_record(6, 11)
-    closed.put(block_of(3, 0, 10), log=log)  # type: ignore[arg-type]
+    closed.put(block_of(3, 0, 10), log=log)
     assert "a record at 11" in only(checked(closed)).what
 
 
@@ -156,7 +173,7 @@ def test_a_row_that_fails_its_checksum(closed: Closed, table: bytes) -> None:
         b"partitions": partition_key(3),
         b"cuts": b"nightly",
         b"consumers": keyspace.consumer_key(b"me", 3),
-        b"producers": keyspace.producer_key(b"me", 3),
+        b"producers": keyspace.producer_key(b"me", 0),
         b"meta": b"clean_shutdown_proof",
     }[table]
     change(closed, table, key, b"x" * 44)
@@ -229,7 +246,8 @@ def test_positions_above_the_data(closed: Closed) -> None:
             (b"older", 3): ConsumerRow(1, known + 1, 99, 1),
         }
     )
-    store.put_flush([], {}, {(b"loader", 3): ProducerRow(1, known, 9, 12, 1)})
+    told = ProducerNumbers.of({3: ProducerRow(1, known, 9, 12)}, 1)
+    store.put_flush([], {}, {b"loader": told})
     store.close()
     words = [finding.what for finding in checked(closed).findings]
     assert words == [
@@ -330,7 +348,7 @@ def test_a_proof_that_the_journal_contradicts(closed: Closed) -> None:
     assert "everything was stored at shutdown" in only(checked(closed)).what
     # The proof that recovery writes says only that nothing was numbered since.
     store = closed.store()
-    store.write_recovery({}, [])
+    store.write_recovery({}, [], {}, np.zeros(1024, np.uint64))
     store.close()
     assert checked(closed).findings == []
 
@@ -479,3 +497,29 @@ def test_only_some_partitions(closed: Closed) -> None:
     assert checked(closed, [4]).findings == []
     assert checked(closed, [4]).readable == {4: [[0, 11]]}
     assert checked(closed, [3, 4]).damaged
+
+
+def test_what_is_kept_aside_of_dead_partitions_is_checked(tmp_path: Path) -> None:
+    closed = Closed(tmp_path / "data")
+    row = PartitionRow(4, 1, 0, 0, 0, FailoverLog.born(6), reason="the store ends at 0")
+    good = encode_block(block_of(5, 3, 5))
+    store = closed.store()
+    store.put_flush([], {5: row}, {})
+    store.put_aside({(5, 2, 0): good, (6, 2, 0): encode_block(block_of(6, 3, 5))})
+    store.put_aside({(5, 3, 0): good[:-1] + bytes([good[-1] ^ 1]), (5, 4, 0): good[:9]})
+    store.close()
+    findings = checked(closed).findings
+    found = [(f.severity, f.partition, f.above, f.end, f.what) for f in findings]
+    assert [one[-1].split(":")[0] for one in found if one[0] == "damage"] == [
+        "a block that is kept aside is damaged",
+        "a block that is kept aside is damaged",
+        "it is dead",
+    ]
+    assert (
+        "damage",
+        5,
+        3,
+        5,
+        "it is dead: the store ends at 0; 2 rows of it are kept aside",
+    ) in found
+    assert ("note", 6, 3, 5, "2 rows of it are kept aside, and it is not dead") in found

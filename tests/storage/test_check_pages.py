@@ -6,8 +6,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from upr.storage.check_pages import PageFile, check_length
-from upr.storage.check_tree import TABLES, check_pages
+from upr.storage.check.trees import TABLES, check_pages
+from upr.storage.lmdb_file import PageFile, check_length
 
 SIZES = (10, 10, 100, 1500, 3000, 9000, 60_000)
 
@@ -17,7 +17,7 @@ def test_files_after_random_transactions(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     there: dict[tuple[int, bytes], None] = {}
     checked = 0
-    with lmdb.open(str(tmp_path), map_size=2**34, max_dbs=8, sync=False) as env:
+    with lmdb.open(str(tmp_path), map_size=2**34, max_dbs=16, sync=False) as env:
         tables = [env.open_db(name) for name in sorted(TABLES)]
         for _ in range(25):
             removing = rng.random() < 0.4

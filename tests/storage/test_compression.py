@@ -10,24 +10,15 @@ from hypothesis import given, settings
 
 from tests.raw import all_rows
 from tests.storage.test_merge import Batch, Numbering, batches_strategy
-from upr.storage import merge, reading
-from upr.storage.compression import compressor
-from upr.storage.merge import (
-    Encoded,
-    FlushSlice,
-    chunks_of,
-    keys_of,
-    make_chunk,
-    merge_slice,
-    rebuild,
-    tombstones_of,
-)
-from upr.storage.reading import ReadResult, read_blocks
+from upr.storage import compact
+from upr.storage import read as reading
+from upr.storage.blocks import Encoded, compressor, keys_of, tombstones_of
+from upr.storage.compact import FlushSlice, chunks_of, make_chunk, merge_slice, rebuild
+from upr.storage.read import ReadResult, read_blocks
 from upr.storage.store import ReadRequest, Store
-from upr_protocol.block import make_runs, sealed
+from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.limits import FRAME_PLAIN_BYTES
-from upr_protocol.rows import build_block
 from upr_protocol.wire import codec
 from upr_protocol.wire.codec import (
     compress_block,
@@ -88,7 +79,7 @@ def test_flushed_blocks_are_compressed_and_noise_is_not() -> None:
 def test_a_stretch_is_cut_by_what_it_has_before_compressing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(merge, "BLOCK_COLUMN_BYTES", 20_000)
+    monkeypatch.setattr(compact, "BLOCK_COLUMN_BYTES", 20_000)
     data = block_of(3, 0, 1000, b"v" * 100)
     chunk = make_chunk([Encoded(decode_block(data).runs, data)])
     for found in (
@@ -126,7 +117,7 @@ def test_chunks_are_as_large_as_what_they_hold_when_decompressed() -> None:
         blocks.append(Encoded(decode_block(data).runs, data))
     sizes = [int(chunk.column_bytes().sum()) for chunk in chunks_of(blocks)]
     assert len(sizes) > 3
-    assert max(sizes) < merge.CHUNK_BYTES + 2**21
+    assert max(sizes) < compact.CHUNK_BYTES + 2**21
 
 
 def filled(folder: Path, blocks: list[tuple[int, int, bytes]]) -> Store:

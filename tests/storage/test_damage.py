@@ -17,12 +17,21 @@ import lmdb
 import pytest
 
 from tests.storage.closed import Closed, filled
-from upr.storage.check import BucketReport, check_directory
-from upr.storage.check_pages import PageFile
+from upr.storage.check.directory import BucketReport, check_directory
+from upr.storage.lmdb_file import PageFile
 
 SEEDS = int(os.environ.get("UPR_DAMAGE_SEEDS", "20"))
 READ_SECONDS = 60.0
-TABLES = (b"meta", b"partitions", b"blocks", b"producers", b"cuts", b"consumers")
+TABLES = (
+    b"meta",
+    b"partitions",
+    b"blocks",
+    b"producers",
+    b"producer_times",
+    b"cuts",
+    b"consumers",
+    b"aside",
+)
 _PAGE = 4096
 _META_BYTES = 152
 
@@ -42,7 +51,7 @@ def stored_values(closed: Closed) -> list[bytes]:
     """Every value in every table."""
     values = []
     store = str(closed.bucket / "store")
-    with lmdb.open(store, max_dbs=8, readonly=True, lock=False) as env, env.begin() as txn:
+    with lmdb.open(store, max_dbs=16, readonly=True, lock=False) as env, env.begin() as txn:
         for name in TABLES:
             with txn.cursor(db=env.open_db(name, txn=txn, create=False)) as cursor:
                 values += [bytes(value) for _, value in cursor]

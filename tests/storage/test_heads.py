@@ -6,7 +6,7 @@ import pytest
 
 from tests.model import Row
 from tests.storage.stored_blocks import block_of, heads_of, put, rows_of, store_of
-from upr.storage.heads import HEAD_BYTES, Head, MergeRange, head_of, last_complete, stretches
+from upr.storage.blocks import HEAD_BYTES, Head, MergeRange, head_of, last_complete, stretches
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.wire.codec import compress_block
 

@@ -161,6 +161,23 @@ def test_after_a_failed_fsync_nothing_is_appended(
     journal.close()
 
 
+def test_nothing_is_durable_in_a_segment_that_was_deleted(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", VERSION)
+    assert list(journal.replay()) == []
+    journal.append(commit(1))
+    assert not journal.lost()
+    (segment,) = (tmp_path / "j").iterdir()
+    segment.unlink()
+    assert "deleted" in journal.lost()
+    for _ in range(2):
+        with pytest.raises(StorageFailedError, match="deleted"):
+            journal.append(commit(2))
+    # And a copy that was put in its place is not the file that is written.
+    segment.write_bytes(b"")
+    assert "another journal" in journal.lost()
+    journal.close()
+
+
 def test_unknown_failpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="unknown failpoint 'nowhere'"):
         arm(monkeypatch, "nowhere=kill")

@@ -117,11 +117,10 @@ def test_a_segment_found_by_a_start_has_a_durable_name(
     for seed in range(20):
         life = Life(tmp_path / str(seed), seed)
         monkeypatch.setattr(journal_module, "os", life.disk)
-        life.start()
         # The header is synced, and the process ends before the folder is.
         life.disk.faults = [Fault(("fsync",), 2)]
         with pytest.raises(Killed):
-            life.append()
+            list(Journal(life.folder, 7).replay())
         life.disk.crash(power=False)
         life.start()
         life.append()

@@ -10,13 +10,12 @@ import pytest
 from tests.model import Row, partition_of
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import block_of, store_of
-from upr.storage import lookup as lookup_module
-from upr.storage.heads import Replacement
-from upr.storage.lookup import Lookup, Newest, StoreSearch, TailSearch
+from upr.storage import search as lookup_module
+from upr.storage.blocks import Replacement
+from upr.storage.search import Lookup, Newest, StoreSearch, TailSearch
 from upr.storage.store import Store
-from upr_protocol.block import Runs, make_runs
+from upr_protocol.block import Runs, build_block, make_runs
 from upr_protocol.errors import DataDamagedError
-from upr_protocol.rows import build_block
 from upr_protocol.wire.codec import compress_block, decode_block, encode_block
 
 P, Q = 7, 900

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.model import Row, apply, partition_of
 from tests.raw import all_rows
-from upr.storage import merge
-from upr.storage.merge import Encoded, FlushSlice, make_chunk, merge_slice, plan_slices
-from upr_protocol.block import Block, make_runs
-from upr_protocol.rows import build_block
+from upr.storage import compact
+from upr.storage.blocks import Encoded
+from upr.storage.compact import FlushSlice, make_chunk, merge_slice, plan_slices
+from upr_protocol.block import Block, build_block, make_runs
 from upr_protocol.wire.codec import decode_block, encode_block
 
 KEYS = [b"k%d" % i for i in range(12)]
@@ -116,7 +116,7 @@ def test_merging_keeps_the_newest_row_of_each_key(
 
 
 def test_what_is_larger_than_a_block_becomes_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "BLOCK_COLUMN_BYTES", 200)
+    monkeypatch.setattr(compact, "BLOCK_COLUMN_BYTES", 200)
     numbering = Numbering()
     same = [k for k in (b"x%d" % i for i in range(200_000)) if partition_of(k) == 3][:30]
     blocks = [numbering.block([(key, b"v" * 40)]) for key in same + same[:10]]
@@ -132,7 +132,7 @@ def test_what_is_larger_than_a_block_becomes_a_stretch(monkeypatch: pytest.Monke
 
 
 def test_one_large_partition_is_stored_in_several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "SLICE_BYTES", 2000)
+    monkeypatch.setattr(compact, "SLICE_BYTES", 2000)
     numbering = Numbering()
     chunks = [
         make_chunk([numbering.block([(b"hot", b"%d" % i * 300)]) for i in range(3)])
@@ -150,7 +150,7 @@ def test_slices_cover_every_partition_once(monkeypatch: pytest.MonkeyPatch) -> N
     slices = plan_slices(chunks)
     covered = [p for part in slices for p in range(part.first, part.last)]
     assert covered == list(range(1024))
-    assert all(part.last - part.first <= merge.SLICE_PARTITIONS for part in slices)
+    assert all(part.last - part.first <= compact.SLICE_PARTITIONS for part in slices)
     blocks = merged_blocks(chunks, np.zeros(1024, np.uint64))
     assert sum(block.rows for block in blocks) == 3000
 

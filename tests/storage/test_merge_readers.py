@@ -21,14 +21,10 @@ from tests.storage.stored_blocks import (
     store_of,
     stored_rows,
 )
-from upr.engine.merging import segments
-from upr.storage import large_merge, merge
-from upr.storage.direct_merge import merge_direct
-from upr.storage.heads import Head, MergeRange, last_complete
-from upr.storage.large_merge import (
-    examine,
-    rewrite_group,
-)
+from upr.engine.compaction import segments
+from upr.storage import compact
+from upr.storage.blocks import Head, MergeRange, last_complete
+from upr.storage.compact import examine, merge_direct, rewrite_group
 from upr.storage.store import Store
 from upr_protocol.block import Block, slice_above
 
@@ -52,9 +48,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Blocks of a few rows, and groups of a few blocks."""
-    monkeypatch.setattr(merge, "BLOCK_COLUMN_BYTES", 120)
-    monkeypatch.setattr(large_merge, "GROUP_BYTES", 700)
-    monkeypatch.setattr(large_merge, "SMALL_BYTES", 0)
+    monkeypatch.setattr(compact, "BLOCK_COLUMN_BYTES", 120)
+    monkeypatch.setattr(compact, "GROUP_BYTES", 700)
+    monkeypatch.setattr(compact, "SMALL_BYTES", 0)
     return monkeypatch
 
 
@@ -127,11 +123,11 @@ def test_every_reader_goes_on_rightly_after_every_merge(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lmdb, "open", functools.partial(lmdb.open, sync=False))
-        patch.setattr(merge, "BLOCK_COLUMN_BYTES", data.draw(st.sampled_from([1, 90, 300])))
-        patch.setattr(large_merge, "GROUP_BYTES", data.draw(st.sampled_from([1, 400, 1 << 20])))
-        patch.setattr(large_merge, "SMALL_BYTES", data.draw(st.sampled_from([0, 160, 1 << 20])))
+        patch.setattr(compact, "BLOCK_COLUMN_BYTES", data.draw(st.sampled_from([1, 90, 300])))
+        patch.setattr(compact, "GROUP_BYTES", data.draw(st.sampled_from([1, 400, 1 << 20])))
+        patch.setattr(compact, "SMALL_BYTES", data.draw(st.sampled_from([0, 160, 1 << 20])))
         for name in ("WORTH_FRACTION", "BLOCK_FRACTION"):
-            patch.setattr(large_merge, name, data.draw(st.sampled_from([0.0001, 0.3])))
+            patch.setattr(compact, name, data.draw(st.sampled_from([0.0001, 0.3])))
         store = store_of(tmp_path_factory.mktemp("merging") / "store")
         try:
             merge_at_random(store, histories, data)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.test_vectors_live import run_of
-from upr.storage.reading import read_blocks
+from upr.storage.read import read_blocks
 from upr.storage.store import ReadRequest, Store
 from upr_protocol.block import RUN
 

@@ -5,12 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr.storage import plain_rows
-from upr.storage.plain_rows import plain_bytes_of, plain_messages
-from upr.storage.showing import Showing, with_prefix
-from upr_protocol.block import Block, check_block, make_runs, sealed
+from upr.storage import read
+from upr.storage.read import Showing, plain_bytes_of, plain_messages, with_prefix
+from upr_protocol.block import (
+    Block,
+    block_keys,
+    block_ops,
+    block_seqnos,
+    block_values,
+    check_block,
+    make_runs,
+    sealed,
+)
 from upr_protocol.errors import CorruptBlockError
-from upr_protocol.rows import block_keys, block_ops, block_seqnos, block_values
 from upr_protocol.wire.codec import encode_block
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -115,8 +122,8 @@ def test_plain_rows_are_the_blocks_rows_and_as_large_as_was_computed(
 
 
 def test_a_large_run_becomes_several_with_one_horizon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_rows, "PLAIN_RUN_BYTES", 300)
-    monkeypatch.setattr(plain_rows, "MESSAGE_BYTES", 700)
+    monkeypatch.setattr(read, "PLAIN_RUN_BYTES", 300)
+    monkeypatch.setattr(read, "MESSAGE_BYTES", 700)
     count = 100
     block = sealed(
         Block(

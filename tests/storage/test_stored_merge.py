@@ -24,20 +24,20 @@ from tests.storage.stored_blocks import (
     stored_rows,
     whole_range,
 )
-from upr.storage import large_merge, merge
-from upr.storage.direct_merge import merge_direct
-from upr.storage.heads import MergeRange, Replacement
-from upr.storage.large_merge import (
+from upr.storage import compact
+from upr.storage.blocks import MergeRange, Replacement, checked, tombstones_of
+from upr.storage.compact import (
     BLOCK_FRACTION,
     WORTH_FRACTION,
     Examined,
+    Purge,
+    PurgeLimits,
     RangeTooLargeError,
     examine,
+    merge_direct,
     rewrite_group,
 )
-from upr.storage.merge import checked, tombstones_of
 from upr.storage.store import Store
-from upr.storage.tombstones import Purge, PurgeLimits
 from upr_protocol.errors import CorruptBlockError, DataDamagedError
 from upr_protocol.limits import RUN_SPAN_MAX
 from upr_protocol.wire.codec import compress_block, decode_block
@@ -55,9 +55,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Blocks of a few rows, and groups of a few blocks."""
-    monkeypatch.setattr(merge, "BLOCK_COLUMN_BYTES", 120)
-    monkeypatch.setattr(large_merge, "GROUP_BYTES", 700)
-    monkeypatch.setattr(large_merge, "SMALL_BYTES", 0)
+    monkeypatch.setattr(compact, "BLOCK_COLUMN_BYTES", 120)
+    monkeypatch.setattr(compact, "GROUP_BYTES", 700)
+    monkeypatch.setattr(compact, "SMALL_BYTES", 0)
     return monkeypatch
 
 
@@ -227,7 +227,7 @@ def test_with_a_purge_older_rows_of_its_key_go_first_however_few_they_are(
     count = int(2 / BLOCK_FRACTION)
     blocks = [[(b"a", b"1"), *many(0, count)], many(100, count), [*many(200, count), (b"a", None)]]
     model = filled(store, P, *blocks, many(300, count))
-    tiny.setattr(large_merge, "GROUP_BYTES", 1)
+    tiny.setattr(compact, "GROUP_BYTES", 1)
     limits = limits_of(model.high - 1)
     examined = examine(whole_range(store, P), store.blocks, limits)
     assert examined.purge is not None
@@ -266,7 +266,7 @@ def test_nothing_is_written_when_too_little_goes(store: Store, tiny: pytest.Monk
 
 
 def test_small_neighbours_are_joined(store: Store, tiny: pytest.MonkeyPatch) -> None:
-    tiny.setattr(large_merge, "SMALL_BYTES", 300)
+    tiny.setattr(compact, "SMALL_BYTES", 300)
     model = filled(store, P, many(0, 40), many(100, 1), many(200, 1), many(300, 40), many(400, 1))
     examined = examine(whole_range(store, P), store.blocks, None)
     assert list(examined.groups()) == [range(1, 3)]
@@ -315,13 +315,13 @@ def test_a_range_with_too_many_keys_is_not_compared(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(store, P, many(0, 10), many(20, 10))
-    monkeypatch.setattr(large_merge, "PASSES_MAX", 1)
-    monkeypatch.setattr(large_merge, "ROWS_MAX", 19)
+    monkeypatch.setattr(compact, "PASSES_MAX", 1)
+    monkeypatch.setattr(compact, "ROWS_MAX", 19)
     with pytest.raises(RangeTooLargeError):
         examine(whole_range(store, P), store.blocks, None)
-    monkeypatch.setattr(large_merge, "ROWS_MAX", 20)
+    monkeypatch.setattr(compact, "ROWS_MAX", 20)
     examine(whole_range(store, P), store.blocks, None)
-    monkeypatch.setattr(large_merge, "KEYS_BYTES_MAX", 50)
+    monkeypatch.setattr(compact, "KEYS_BYTES_MAX", 50)
     with pytest.raises(RangeTooLargeError):
         examine(whole_range(store, P), store.blocks, None)
 
@@ -346,7 +346,7 @@ def test_too_many_keys_for_one_look_are_compared_in_several(
         looks.append(len(ends))
         return store.blocks(partition, ends)
 
-    monkeypatch.setattr(large_merge, *limit)
+    monkeypatch.setattr(compact, *limit)
     in_parts = examine(whole, read, limits)
     assert len(looks) >= 4, "all was compared at once"
     assert at_once.purge is not None
@@ -354,7 +354,7 @@ def test_too_many_keys_for_one_look_are_compared_in_several(
     assert [k.tolist() for k in in_parts.keep] == [k.tolist() for k in at_once.keep]
     rewrite_all(store, in_parts)
     check_from_0(store, P, model)
-    monkeypatch.setattr(large_merge, limit[0], limit[1] // 20)
+    monkeypatch.setattr(compact, limit[0], limit[1] // 20)
     with pytest.raises(RangeTooLargeError):
         examine(whole_range(store, P), store.blocks, None)
 
@@ -370,7 +370,7 @@ def test_blocks_that_are_much_when_not_compressed_are_rewritten_a_few_at_a_time(
         put(store, (P, end, packed))
     assert all(size < head.plain < size + 1000 for head in store.heads(P))
     assert whole_range(store, P).plain > 8 * size > 100 * whole_range(store, P).size
-    monkeypatch.setattr(large_merge, "GROUP_PLAIN_BYTES", 3 * size)
+    monkeypatch.setattr(compact, "GROUP_PLAIN_BYTES", 3 * size)
     assert examine(whole_range(store, P), store.blocks, None).groups() == [
         range(0, 2),
         range(2, 4),

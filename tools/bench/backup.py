@@ -49,7 +49,7 @@ def drain(target: str, as_arrow: bool) -> tuple[float, float, int]:
 
 def backup(target: str, folder: Path, processes: int) -> tuple[float, float, int]:
     """Take a full backup into a new repository. Return seconds, seconds of CPU, and rows; the start is included."""
-    command = [sys.executable, "-m", "upr_spark.backup", str(folder)]
+    command = [sys.executable, "-m", "upr_backup", str(folder)]
     subprocess.run([*command, "init", "--target", target], check=True, stderr=subprocess.DEVNULL)
     options = ["backup", "--json", "--processes", str(processes)]
     before = _children_cpu()

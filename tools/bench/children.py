@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from upr_client import AsyncClient
-from upr_protocol.wire.channel import SERVER_OPTIONS
+from upr_protocol.wire.grpc import SERVER_OPTIONS
 
 CHILDREN: Final = Path(__file__)
 BARE_METHOD: Final = "/bench.Bare/Stream"

@@ -1,4 +1,4 @@
-"""What is written, the same in every run; what a measure yields; and the server."""
+"""Rows that are the same in every run, the figures of a measure, and the server."""
 
 import random
 import sys
@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from tests.harness import RunningServer
-from upr_protocol.rows import build_block
+from upr_protocol.block import build_block
 from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.v1 import types_pb2
 

@@ -1,4 +1,4 @@
-"""What merging costs and saves, on overwrites and on keys that are all different."""
+"""Costs and savings of compaction, on overwrites and on keys that are all different."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

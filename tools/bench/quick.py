@@ -24,7 +24,7 @@ from tools.bench.delays import measure_latency, measure_starts
 from tools.bench.merging import measure_merging
 from upr_client import AsyncClient
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
-from upr_protocol.wire.channel import CLIENT_OPTIONS
+from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
 from upr_protocol.wire.v1.key_value_service_pb2_grpc import KeyValueServiceStub
@@ -62,7 +62,10 @@ async def ingest_encoded(target: str, rows: list[Row], size: int) -> float:
     requests = [
         kv.WriteRequest(
             write=kv.WriteBlock(
-                number=number, durability=types.DURABILITY_DISK, block=encoded(batch)
+                number=number,
+                durability=types.DURABILITY_DISK,
+                block=encoded(batch),
+                previous_number=number - 1,
             )
         )
         for number, batch in enumerate(batches(rows, size), 1)

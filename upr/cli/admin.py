@@ -1,33 +1,21 @@
 """``upr-admin``: look at a server and its data, and manage buckets, cuts and consumers."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from upr import __version__
-from upr.cli.bucket import bucket
-from upr.cli.check import check
-from upr.cli.consumers import consumers
-from upr.cli.cut import cut
-from upr.cli.explain import (
-    ServerSide,
-    explain,
-    logs_to_json,
-    logs_to_text,
-    position_of,
-    read_log,
-    to_json,
-    to_text,
-)
-from upr.cli.options import (
-    FAILOVER_ID,
-    PARTITION_SET,
-    SEQNO,
-    SEQNOS,
-    one_list,
-    server_options,
-)
-from upr.cli.output import (
+from upr.cli.admin_commands.accept_loss import accept_loss
+from upr.cli.admin_commands.bucket import bucket
+from upr.cli.admin_commands.check import check
+from upr.cli.admin_commands.consumers import consumers
+from upr.cli.admin_commands.cut import cut
+from upr.cli.admin_commands.purge import purge
+from upr.cli.admin_commands.restore_copy import restore_copy
+from upr.cli.admin_commands.status import status, storage
+from upr.cli.kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, one_list, server_options
+from upr.cli.kit.output import (
     Group,
     columns,
     json_option,
@@ -35,13 +23,13 @@ from upr.cli.output import (
     problem_document,
     verbose_option,
 )
-from upr.cli.purge import purge
-from upr.cli.restore_copy import restore_copy
-from upr.cli.status import status
-from upr.cli.storage import storage
+from upr.cli.kit.times import format_micros
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import PARTITIONS
+
+if TYPE_CHECKING:
+    from upr.cli.admin_commands.explain import ServerSide
 
 _COLUMNS = ("partition", "state", "high_seqno", "durable_seqno", "purge_seqno", "failover_id")
 _PARTITIONS_ARGUMENT = click.argument(
@@ -55,7 +43,7 @@ _PARTITIONS_ARGUMENT = click.argument(
 def main() -> None:
     """Look at a server and its data, and manage buckets, cuts and consumers.
 
-    'check' and 'restore-copy' take the data directory of a stopped server; all others ask a running one.
+    'accept-loss', 'check' and 'restore-copy' take the data directory of a stopped server; all others ask a running one.
     """
 
 
@@ -68,6 +56,7 @@ def failover_log(
     partitions: tuple[list[int], ...], target: str, bucket: str, as_json: bool
 ) -> None:
     """Show failover logs, oldest record first, of all partitions or of those named (5, or 0-63,512)."""
+    from upr.cli.admin_commands.explain import logs_to_json, logs_to_text
     from upr_client import Client
 
     with Client(target) as client:
@@ -95,6 +84,7 @@ def partitions_command(
         {
             **{column: getattr(info, column) for column in _COLUMNS},
             "failover_id": format_failover_id(info.failover_id) if info.failover_id else None,
+            "dead_since": format_micros(info.dead_since),
             "problem": problem_document(info.problem),
         }
         for info in sorted(found, key=lambda info: info.partition)
@@ -103,12 +93,17 @@ def partitions_command(
         print_json(documents)
         return
     rows = [
-        (*list(document.values())[:-1], (document["problem"] or {}).get("message", "-"))
+        (
+            *list(document.values())[:-2],
+            document["dead_since"] or "-",
+            (document["problem"] or {}).get("message", "-"),
+        )
         for document in documents
     ]
-    click.echo(columns((*_COLUMNS, "problem"), rows))
+    click.echo(columns((*_COLUMNS, "dead_since", "problem"), rows))
 
 
+main.add_command(accept_loss)
 main.add_command(bucket)
 main.add_command(check)
 main.add_command(consumers)
@@ -158,6 +153,15 @@ def explain_command(
     as_json: bool,
 ) -> None:
     """Explain what the handshake answers to a client of PARTITION: the answer, the rule, the records, the steps."""
+    from upr.cli.admin_commands.explain import (
+        ServerSide,
+        explain,
+        position_of,
+        read_log,
+        to_json,
+        to_text,
+    )
+
     if high is not None and log_file is None:
         raise click.UsageError("--high goes with --log; a server is asked for its own")
     position = position_of(failover_id, data_id, seqno, horizon, markers)
@@ -172,7 +176,8 @@ def explain_command(
         click.echo(to_text(explanation))
 
 
-def _ask(target: str, bucket_name: str, partition: int) -> ServerSide:
+def _ask(target: str, bucket_name: str, partition: int) -> "ServerSide":
+    from upr.cli.admin_commands.explain import ServerSide
     from upr_client import Client
 
     with Client(target) as client:

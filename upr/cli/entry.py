@@ -1,4 +1,4 @@
-"""What the console scripts call.
+"""Entries of the console scripts.
 
 Imports nothing outside the standard library before it knows that the extra is installed, so that a plain
 ``pip install upr-stream`` answers with the extra's name and not with a traceback.

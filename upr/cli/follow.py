@@ -1,14 +1,47 @@
-"""``upr-cat follow``: changes as JSON lines."""
+"""``upr-cat follow``: changes as JSON lines, and the position file of ``--position``."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from upr.cli.options import PARTITION_SET, FiniteRange, server_options
-from upr.cli.output import note, verbose_option
+from upr.cli.kit.options import PARTITION_SET, FiniteRange, server_options
+from upr.cli.kit.output import note, verbose_option
+
+if TYPE_CHECKING:
+    from upr_client import FilePositions, Position
+
+
+class StartAnew:
+    """A position file whose content is passed over and replaced by the first save."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._store: FilePositions | None = None
+
+    def load(self, partitions: Iterable[int]) -> "dict[int, Position]":
+        """Return no positions, whatever the file holds."""
+        return {}
+
+    def save(self, positions: "Mapping[int, Position]") -> None:
+        """Replace the file at the first call, and write to it like any other from then on."""
+        from upr_client import FilePositions
+
+        if self._store is None:
+            self._path.unlink(missing_ok=True)
+            self._store = FilePositions(self._path)
+        self._store.save(positions)
+
+
+def position_store(path: Path | None, from_start: bool) -> "FilePositions | StartAnew | None":
+    """Return where positions are kept; None for nowhere."""
+    from upr_client import FilePositions
+
+    if path is None:
+        return None
+    return StartAnew(path) if from_start else FilePositions(path)
 
 
 @click.command("follow")
@@ -58,7 +91,8 @@ def follow(
     With --position the file moves past a line only after it was written to stdout.
     """
     from upr.cli.jsonl import batch_lines, rollback_line
-    from upr.cli.positions import position_store
+
+    pass
     from upr_client import Client
 
     with Client(target) as client:

@@ -13,9 +13,9 @@ from json.encoder import encode_basestring_ascii
 from typing import IO, Any
 
 from upr_client import Change, Marker, Rollback
+from upr_protocol.block import check_row
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import format_failover_id
-from upr_protocol.rows import check_row
 
 Row = tuple[bytes, bytes | None]
 

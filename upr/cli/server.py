@@ -1,21 +1,29 @@
 """``upr-server``: run a server on a data directory."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
 import click
 
 from upr import __version__
-from upr.cli.options import ADDRESS, DEFAULT_TARGET, FiniteRange
-from upr.cli.output import Command, verbose_option
+from upr.cli.kit.options import ADDRESS, DEFAULT_TARGET, DirectoryPath, FiniteRange
+from upr.cli.kit.output import Command, verbose_option
 from upr.config import FLUSH_SECONDS, TAIL_BYTES, ServerConfig
 from upr_protocol.limits import (
+    CLOCK_JUMP_SECONDS,
+    CONSUMER_SECONDS,
+    FAILOVER_LOG_MAX,
+    FAILOVER_LOG_MIN,
+    FAILOVER_LOG_RECORDS,
     HEARTBEAT_SECONDS,
     HEARTBEAT_SECONDS_MAX,
     HEARTBEAT_SECONDS_MIN,
     PURGE_HOLD_SECONDS,
+    READER_SECONDS,
     TOMBSTONE_SECONDS,
+    VALUE_BYTES_MAX,
 )
 
 
@@ -38,9 +46,19 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 )
 @click.option(
     "--data",
-    type=click.Path(file_okay=True, path_type=Path),
+    type=DirectoryPath(),
     required=True,
     help="The data directory; made when it is not there.",
+)
+@click.option(
+    "--data-moved",
+    is_flag=True,
+    help="For one start after the data directory was copied: nothing was written to the original after its clean stop.",
+)
+@click.option(
+    "--require-data",
+    is_flag=True,
+    help="Refuse to start unless the data directory is there, with a bucket in it: its volume may not be mounted.",
 )
 @click.option(
     "--listen",
@@ -65,6 +83,12 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     help="What is not in the store yet may take this much memory; then writers wait for a flush.",
 )
 @click.option(
+    "--max-value-bytes",
+    type=click.IntRange(0, VALUE_BYTES_MAX),
+    default=VALUE_BYTES_MAX,
+    help="Refuse writes with a larger value.",
+)
+@click.option(
     "--flush-seconds",
     type=FiniteRange(min=0, min_open=True),
     default=FLUSH_SECONDS,
@@ -77,6 +101,12 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     help="Interval of heartbeats to idle consumers, where they ask for none.",
 )
 @click.option(
+    "--reader-timeout",
+    type=FiniteRange(min=0.1),
+    default=READER_SECONDS,
+    help="Seconds after which a consumer is ended whose connection takes nothing while something waits.",
+)
+@click.option(
     "--tombstone-age",
     type=FiniteRange(min=0),
     default=TOMBSTONE_SECONDS,
@@ -87,6 +117,24 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     type=FiniteRange(min=0),
     default=PURGE_HOLD_SECONDS,
     help="Seconds after which a deletion is purged whoever has not passed it; only a cut holds it longer.",
+)
+@click.option(
+    "--consumer-expiry",
+    type=FiniteRange(min=1),
+    default=CONSUMER_SECONDS,
+    help="Seconds after which a registered consumer is forgotten that nobody has used.",
+)
+@click.option(
+    "--failover-log-records",
+    type=click.IntRange(min=FAILOVER_LOG_MIN, max=FAILOVER_LOG_MAX),
+    default=FAILOVER_LOG_RECORDS,
+    help="Records that the failover log of a partition keeps; who comes back with an older id begins again at 0.",
+)
+@click.option(
+    "--clock-jump",
+    type=FiniteRange(min=1),
+    default=CLOCK_JUMP_SECONDS,
+    help="Seconds: a longer absence may be a step of the day's clock, and counts once the server has run for so long.",
 )
 @click.option(
     "--log-format",
@@ -105,33 +153,49 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 @verbose_option
 def main(
     data: Path,
+    require_data: bool,
+    data_moved: bool,
     listen: str,
     ready_file: Path | None,
     insecure: bool,
     tail_bytes: int,
+    max_value_bytes: int,
     flush_seconds: float,
     heartbeat_seconds: float,
+    reader_timeout: float,
     tombstone_age: float,
     purge_hold: float,
+    consumer_expiry: float,
+    failover_log_records: int,
+    clock_jump: float,
     log_format: str | None,
 ) -> int:
     """Run a server on a data directory, until SIGTERM or Ctrl-C.
 
     Every option can be given in the environment too, as UPR_SERVER_DATA and so on.
     """
+    # Before gRPC is loaded: else each refusal of its own is a line on stderr, as often as a client wants.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # grpc, lmdb and pyarrow cost a third of a second, which --help and a wrong option should not pay.
     from upr.service.server import serve
 
     config = ServerConfig(
         data=data,
+        require_data=require_data,
+        data_moved=data_moved,
         listen=listen,
         ready_file=ready_file,
         insecure=insecure,
         log_format=log_format or ("text" if sys.stderr.isatty() else "json"),
         tail_bytes=tail_bytes,
+        max_value_bytes=max_value_bytes,
         flush_seconds=flush_seconds,
         heartbeat_seconds=heartbeat_seconds,
+        reader_seconds=reader_timeout,
         tombstone_seconds=tombstone_age,
         purge_hold_seconds=purge_hold,
+        consumer_seconds=consumer_expiry,
+        failover_log_records=failover_log_records,
+        clock_jump_seconds=clock_jump,
     )
     return asyncio.run(serve(config))

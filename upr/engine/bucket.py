@@ -1,47 +1,92 @@
-"""One bucket: numbering, committing, flushing, and the followers to be woken.
+"""The bucket: numbers mutations, hands out commits and flushes, and wakes followers.
 
-Everything here runs to completion in one thread. What must be done to the disk is handed out as a value (a
-Commit, a FlushPlan) and reported back when it is done; between the two the bucket goes on.
+Everything here runs to completion in one thread. Work for the disk is handed out as a value (a Commit, a FlushPlan) and
+reported back when it is done; the bucket goes on in between.
+
+A FlushPlan holds the oldest of what the tail held durably when the flush began. Its ``prepare`` and ``merge`` may run in
+another thread: they read entries, which never change, and nothing else of the engine.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from upr.engine.beginnings import DurableMarkers
 from upr.engine.consumers import Consumers
 from upr.engine.cuts import Cut, Cuts
-from upr.engine.flush import FlushPlan
-from upr.engine.owners import Owners
-from upr.engine.partitions import ACTIVE, Partitions
-from upr.engine.producers import Producer
+from upr.engine.groups import Owners, Seat
+from upr.engine.partitions import ACTIVE, DurableMarkers, Partitions
+from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
+from upr.engine.streams import EndReason, FollowOptions
 from upr.engine.tail import Tail, TailEntry
+from upr.storage.blocks import Compress, Encoded
+from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
 from upr.storage.journal import Commit
-from upr.storage.keyspace import PartitionRow, ProducerRow
-from upr.storage.merge import Merged
+from upr.storage.keyspace import PartitionRow, ProducerNumbers, ProducerRow
 from upr.storage.store import Identity
-from upr_protocol.block import U64, Block, Runs, cut_runs
+from upr_protocol.block import U64, Block, Runs, select_runs
 from upr_protocol.errors import (
-    InvalidArgumentError,
     OutOfOrderError,
     SeqnoExhaustedError,
     StorageFailedError,
     TooManyError,
     UprError,
 )
-from upr_protocol.limits import PARTITIONS, SEQNO_MAX
-from upr_protocol.wire.codec import encode_block
+from upr_protocol.failover import FailoverLog
+from upr_protocol.limits import PARTITIONS, PRODUCER_MEMORY_BYTES, SEQNO_MAX
+from upr_protocol.places import FIRST_PLACE_NUMBER
+from upr_protocol.wire.codec import check_encoded, encode_block
 
-if TYPE_CHECKING:
-    from upr.engine.follower import Follower
+
+@dataclass(slots=True)
+class FlushPlan:
+    """What one flush stores.
+
+    Attributes:
+        entries: durable entries from the tail's beginning, oldest first.
+        stored: each partition's stored high, uint64, shape (1024,); advanced slice by slice.
+        logs: the partitions' failover logs when the flush began.
+        compress: what is made of each block before it is stored.
+    """
+
+    entries: Sequence[TailEntry]
+    stored: U64
+    logs: Sequence[FailoverLog]
+    compress: Compress | None = None
+    _chunks: list[Chunk] | None = None
+    _producers: NewestNumbers | None = None
+
+    def prepare(self) -> list[FlushSlice]:
+        """Check and sort the entries' rows, and return the slices to be merged, in order.
+
+        Raises:
+            CorruptBlockError: an entry's bytes changed since they were checked when they came in.
+        """
+        for entry in self.entries:
+            check_encoded(entry.data)
+        self._chunks = list(chunks_of([Encoded(entry.runs, entry.data) for entry in self.entries]))
+        self._producers = NewestNumbers(self.entries, self.logs)
+        return plan_slices(self._chunks)
+
+    def merge(self, part: FlushSlice) -> Merged:
+        """Merge one slice into blocks. Slices are merged in the order in which they were planned."""
+        assert self._chunks is not None
+        merged = merge_slice(self._chunks, part, self.stored, compress=self.compress)
+        for partition, end in merged.ends.items():
+            self.stored[partition] = end
+        return merged
+
+    def producer_rows(self, part: FlushSlice, merged: Merged) -> dict[bytes, ProducerNumbers]:
+        """Return what the store must know of producers once the slice is stored."""
+        assert self._producers is not None
+        return self._producers.of(part.first, part.last, merged.ends)
+
 
 COMMIT_BYTES = 32 * 2**20
 """A commit takes no more than this, so that one fsync stays bounded."""
 FLUSH_BYTES = 24 * 2**20
 """A flush takes no more than this at a time: while it works it holds the rows once more."""
-PRODUCERS_IN_MEMORY = 256
 
 
 @dataclass(slots=True)
@@ -52,8 +97,8 @@ class Written:
         runs: what was applied, with the seqnos given.
         failover_ids: uint64, one a run.
         entry: durable when the tail's ``durable`` is above it; -1: durable already.
-        duplicate: the number had been applied before.
-        refused: why partitions did not take their part.
+        duplicate: nothing was applied now.
+        refused: why partitions did not take their part; when all of them refused, ``runs`` is empty.
     """
 
     runs: Runs
@@ -61,6 +106,40 @@ class Written:
     entry: int
     duplicate: bool
     refused: dict[int, UprError]
+
+
+class OpenFollower(Protocol):
+    """What a bucket, its purges and its operators know of an open Follow call: a ``follower.Follower``."""
+
+    generation: int
+    seat: Seat | None
+
+    @property
+    def options(self) -> FollowOptions:
+        """What the call asked for."""
+
+    @property
+    def name(self) -> str:
+        """How operators know it."""
+
+    @property
+    def peer(self) -> str:
+        """Where it comes from."""
+
+    def wake(self) -> None:
+        """There may be something to send again."""
+
+    def passed(self) -> U64:
+        """Return up to where each partition's tombstones are passed, shape (1024,)."""
+
+    def stream_counts(self) -> tuple[int, int]:
+        """Return how many streams are open, and how many of them go on from the store."""
+
+    def take_away(self, partitions: Sequence[int]) -> None:
+        """End the streams of partitions, in this step: they are not the member's any more."""
+
+    def end_call(self, why: EndReason) -> None:
+        """End all streams and the call."""
 
 
 class Bucket:
@@ -79,79 +158,153 @@ class Bucket:
         self.identity = identity
         self.partitions = partitions
         self.tail = Tail()
-        self.markers = DurableMarkers(partitions.stored)
+        self.markers = DurableMarkers(partitions.complete, partitions.horizon)
         self.proven = proven
         self.failure: StorageFailedError | None = None
-        self.followers: set[Follower] = set()
-        self.consumers: dict[str, Follower] = {}
+        self.followers: set[OpenFollower] = set()
+        self.consumers: dict[str, OpenFollower] = {}
         self.consumer_positions = Consumers()
         self.owners = Owners()
         self.cuts = Cuts()
         self._producers: dict[bytes, Producer] = {}
+        self.producer_memory = 0
+        """About how many bytes the producers in memory take, see PRODUCER_MEMORY_BYTES."""
         self._next_commit = next_commit
         self._flush_end: int | None = None
         self.purging: U64 = np.zeros(PARTITIONS, np.uint64)
         """The purge seqno that is being stored, 0 where none is: see ``purging``."""
         self.purge_raises = 0
         """How often purge seqnos were raised, so that followers see at a glance whether to look."""
+        self.raised_last = np.zeros(PARTITIONS, np.int64)
+        """Which of these raises was the last one of each partition."""
 
     # Writing
 
-    def open_producer(self, name: bytes, rows: Mapping[int, ProducerRow] | None) -> Producer:
-        """Register a Write call of a producer; ``rows`` is what the store knows, None if it was not asked.
+    def open_producer(self, name: bytes, last_number: int | None) -> ProducerCall:
+        """Register a Write call of a producer; ``close_producer`` is to follow.
+
+        Args:
+            last_number: the largest that the store knows, read since the tail was last shortened; None if it was not
+                asked.
 
         Raises:
-            TooManyError: more producers write at once than can be remembered.
+            TooManyError: producers take all the memory that there is for them.
         """
         producer = self._producers.get(name)
         if producer is None:
-            self._evict_producers()
-            producer = self._producers[name] = Producer()
-        if rows is not None:
-            producer.load(rows)
+            size = producer_bytes(name)
+            if self.producer_memory + size > PRODUCER_MEMORY_BYTES:
+                raise TooManyError(
+                    f"{len(self._producers)} producers take {self.producer_memory} bytes of memory, "
+                    f"the limit is {PRODUCER_MEMORY_BYTES}",
+                    hint="write through fewer clients, or without a producer name; what is stored needs no memory",
+                )
+            producer = self._add_producer(name)
+        if last_number is not None:
+            producer.last_number = max(producer.last_number, last_number)
+            producer.loaded = True
         producer.calls += 1
+        return ProducerCall(name, producer)
+
+    def _add_producer(self, name: bytes) -> Producer:
+        producer = self._producers[name] = Producer()
+        self.producer_memory += producer_bytes(name)
         return producer
+
+    def close_producer(self, call: ProducerCall) -> None:
+        """A Write call of a producer ended."""
+        call.producer.calls -= 1
+        self._drop_if_idle(call.name, call.producer)
+
+    def _drop_if_idle(self, name: bytes, producer: Producer) -> None:
+        if not producer.calls and not producer.in_tail:
+            del self._producers[name]
+            self.producer_memory -= producer_bytes(name)
 
     def knows_producer(self, name: bytes) -> bool:
         """Whether the store need not be asked about a producer."""
         producer = self._producers.get(name)
         return producer is not None and producer.loaded
 
-    def _evict_producers(self) -> None:
-        if len(self._producers) < PRODUCERS_IN_MEMORY:
-            return
-        for name, producer in list(self._producers.items()):
-            if not producer.calls and producer.last_entry < self.tail.first:
-                del self._producers[name]
-                return
-        raise TooManyError(
-            f"{len(self._producers)} producers are writing, the limit is {PRODUCERS_IN_MEMORY}",
-            hint="write through fewer clients, or without a producer name",
-        )
-
     def write(
-        self, block: Block, producer_name: bytes, producer: Producer | None, number: int, now: int
+        self,
+        block: Block,
+        name: bytes,
+        call: ProducerCall | None,
+        number: int,
+        now: int,
+        stored: Mapping[int, ProducerRow] | None = None,
     ) -> Written:
         """Number a checked, unnumbered block and put it into the tail.
 
         Args:
-            producer: from ``open_producer``; None writes without protection against repetition.
+            name: the producer's, empty for none.
+            call: from ``open_producer``; None writes without protection against repetition.
             number: the Write's number, from 1; 0 without a producer.
             now: microseconds since the epoch.
+            stored: what the store knows of the producer by partition, read since the tail was last shortened. Needed
+                for a number that is not above the producer's last.
 
         Raises:
+            ContentDiffersError: see ``Producer.check_place``.
             StorageFailedError: the journal failed; nothing is numbered any more.
-            PartitionNotActiveError, SeqnoExhaustedError: no partition of the block could take its part.
         """
-        if producer is not None:
-            answer = producer.known(number, block.runs)
-            if answer is not None:
-                return Written(answer.runs, self._ids(answer.runs), answer.entry, True, {})
+        known = None
+        if call is not None and number <= call.producer.last_number:
+            known = self.known(call, number, block.runs, stored)
+            if known.seen.all():
+                call.carried = number
+                return Written(known.runs, self._ids(known.runs), known.entry, True, {})
+        elif call is not None and number >= FIRST_PLACE_NUMBER:
+            call.producer.check_place(number, {})
         if self.failure is not None:
             # Raised again and again it would gather the frames, with their blocks, of everybody who wrote.
             raise self.failure.with_traceback(None)
         assert not self.proven, "the clean-shutdown proof must be gone before anything is numbered"
-        block, refused = self._admit(block, producer, number)
+        if known is not None:
+            block = select_runs(block, ~known.seen)
+        block, refused = self._admit(block, call)
+        if call is not None:
+            call.carried = number
+        if not len(block.runs):
+            runs = block.runs if known is None else known.runs
+            return Written(
+                runs, self._ids(runs), -1 if known is None else known.entry, True, refused
+            )
+        entry, number_in_tail = self._append(block, name, number, now)
+        runs = entry.runs
+        if call is not None:
+            call.producer.applied(entry, number_in_tail)
+        self._wake(memory=True)
+        if known is None or not known.seen.any():
+            ids = self.partitions.newest_id[runs["partition"]]
+            return Written(runs, ids, number_in_tail, False, refused)
+        runs = np.concatenate((runs, known.runs))
+        runs = runs[np.argsort(runs["partition"])]
+        return Written(runs, self._ids(runs), number_in_tail, False, refused)
+
+    def known(
+        self,
+        call: ProducerCall,
+        number: int,
+        runs: Runs,
+        stored: Mapping[int, ProducerRow] | None,
+    ) -> Known:
+        """Return what of a write was applied before; ``stored`` as in ``write``.
+
+        A stored row whose seqnos are not on the partition's failover log was undone with them.
+
+        Raises:
+            ContentDiffersError: see ``Producer.check_place``.
+        """
+        assert stored is not None, "the store must be asked about a number that was used before"
+        if number >= FIRST_PLACE_NUMBER:
+            call.producer.check_place(number, stored)
+        logs = self.partitions.logs
+        valid = {p: row for p, row in stored.items() if p < PARTITIONS and _is_on(logs[p], row)}
+        return call.producer.known(number, runs, self.tail, valid)
+
+    def _append(self, block: Block, name: bytes, number: int, now: int) -> tuple[TailEntry, int]:
         table = self.partitions
         partitions = block.runs["partition"]
         runs = block.runs.copy()
@@ -162,36 +315,35 @@ class Bucket:
         data = encode_block(replace(block, runs=runs))
         table.high[partitions] = runs["end_seqno"]
         table.complete[partitions] = runs["end_seqno"]
-        entry = TailEntry(runs, data, producer_name, number, now)
-        number_in_tail = self.tail.append(entry)
-        if producer is not None:
-            producer.applied(entry, number_in_tail)
-        self._wake(memory=True)
-        return Written(runs, table.newest_id[partitions], number_in_tail, False, refused)
+        entry = TailEntry(runs, data, name, number, now)
+        return entry, self.tail.append(entry)
 
-    def _admit(
-        self, block: Block, producer: Producer | None, number: int
-    ) -> tuple[Block, dict[int, UprError]]:
+    def _admit(self, block: Block, call: ProducerCall | None) -> tuple[Block, dict[int, UprError]]:
         """Return what of a block can be numbered, and why the rest cannot."""
         table = self.partitions
         partitions = block.runs["partition"]
-        active = table.state[partitions] == ACTIVE
+        admitted = table.state[partitions] == ACTIVE
         room = table.high[partitions] + block.runs["count"] <= SEQNO_MAX
-        if active.all() and room.all():
+        refusing = call.refusing if call is not None else ()
+        if admitted.all() and room.all() and not refusing:
             return block, {}
-        if producer is not None:
-            producer.refused(number, partitions[~(active & room)])
         refused: dict[int, UprError] = {}
-        for partition in partitions[~active].tolist():
+        for partition in partitions[~admitted].tolist():
             refused[partition] = table.refusal(partition)
-        for partition in partitions[active & ~room].tolist():
+        for partition in partitions[admitted & ~room].tolist():
             refused[partition] = SeqnoExhaustedError(
                 f"partition {partition} is at seqno {table.high[partition]}, the limit is {SEQNO_MAX}",
                 hint="create a new bucket and copy the data",
             )
-        if len(refused) == len(partitions):
-            raise next(iter(refused.values()))
-        return cut_runs(block, active & room), refused
+        for partition in partitions.tolist():
+            if partition in refusing and partition not in refused:
+                refused[partition] = OutOfOrderError(
+                    f"partition {partition} refused an earlier write of this call",
+                    hint="open another call, and send there what was refused, under new numbers",
+                )
+        if call is not None:
+            call.refusing.update(refused)
+        return select_runs(block, ~np.isin(partitions, list(refused))), refused
 
     def _ids(self, runs: Runs) -> U64:
         """Return the failover id under which each run's seqnos were given."""
@@ -237,6 +389,9 @@ class Bucket:
     def fail(self, error: StorageFailedError) -> None:
         """Take no more writes: what the disk holds is not known any more."""
         self.failure = error
+        for follower in self.followers:
+            # Who waits for what cannot become durable any more is to learn it.
+            follower.wake()
 
     # Flushing
 
@@ -256,12 +411,17 @@ class Bucket:
 
     def flush_rows(self, merged: Merged) -> dict[int, PartitionRow]:
         """Return the partitions' rows as they must be stored with a merged slice."""
-        return {p: self.partitions.row(p, end) for p, end in merged.ends.items()}
+        table = self.partitions
+        return {
+            p: table.row(p, table.stored_with(p, end, merged.horizons[p]))
+            for p, end in merged.ends.items()
+        }
 
     def slice_stored(self, merged: Merged) -> None:
         """Take note that a slice is in the store: the tail's copy of it counts no more."""
-        for partition, end in merged.ends.items():
-            self.partitions.stored[partition] = end
+        table = self.partitions
+        for p, end in merged.ends.items():
+            table.set_stored(p, *table.stored_with(p, end, merged.horizons[p]))
 
     def end_flush(self, complete: bool) -> int:
         """Drop what was stored whole, and return the commit number through which the journal can go.
@@ -277,11 +437,16 @@ class Bucket:
             # The rest of the commit is not stored yet.
             through -= 1
         self.tail.drop_before(end)
+        for name, producer in list(self._producers.items()):
+            producer.drop_before(end)
+            self._drop_if_idle(name, producer)
         return through
 
     # Cuts
 
-    def create_cut(self, name: str, partitions: Sequence[int], lease: int, now: int) -> Cut:
+    def create_cut(
+        self, name: str, partitions: Sequence[int], lease: int, now: int, holder: str = ""
+    ) -> Cut:
         """Pin partitions as they are in this step; see ``Cuts.create``.
 
         Raises:
@@ -290,11 +455,11 @@ class Bucket:
         if self.failure is not None:
             # Raised again and again it would gather the frames, with their blocks, of everybody who wrote.
             raise self.failure.with_traceback(None)
-        return self.cuts.create(name, partitions, lease, now, self.partitions, self.tail)
+        return self.cuts.create(name, partitions, lease, now, self.partitions, self.tail, holder)
 
     # Following
 
-    def add_follower(self, follower: "Follower", now: int = 0) -> "Follower | None":
+    def add_follower(self, follower: OpenFollower, now: int = 0) -> OpenFollower | None:
         """Register a follower; returns the one that had its consumer name and must end.
 
         One that names a member takes its seat in the group; an older call of the member ends by itself.
@@ -322,7 +487,7 @@ class Bucket:
         self.followers.add(follower)
         return old
 
-    def remove_follower(self, follower: "Follower", now: int = 0, *, left: bool = False) -> None:
+    def remove_follower(self, follower: OpenFollower, now: int = 0, *, left: bool = False) -> None:
         """Forget a follower; ``left``: a member goes by its own wish, and gives up what it has."""
         self.followers.discard(follower)
         if follower.seat is not None:
@@ -341,24 +506,17 @@ class Bucket:
             number = self.tail.append(entry)
             self.partitions.received(entry.runs)
             if entry.producer:
-                producer = self._producers.setdefault(entry.producer, Producer())
+                producer = self._producers.get(entry.producer)
+                if producer is None:
+                    producer = self._add_producer(entry.producer)
                 producer.applied(entry, number)
         self.tail.taken = self.tail.end
         self._became_durable(self.tail.mark_durable(self.tail.end - self.tail.durable))
 
 
-def check_number(expected: int | None, number: int) -> int:
-    """Return the number that must come next in a Write call.
-
-    Raises:
-        InvalidArgumentError: the number is 0 or less than one.
-        OutOfOrderError: it does not follow the one before it; applying it would reorder the producer's writes.
-    """
-    if number < 1 or number >= 2**63:
-        raise InvalidArgumentError(f"write number {number}, numbers are 1 to 2^63 - 1")
-    if expected is not None and number != expected:
-        raise OutOfOrderError(
-            f"write number {number}, expected {expected}",
-            hint="send the refused write again, then those behind it, with their old numbers",
-        )
-    return number + 1
+def _is_on(log: FailoverLog, row: ProducerRow) -> bool:
+    """Whether what a producer's row tells of was not undone, as far as the log goes back."""
+    if log.id_at(row.end_seqno) == row.failover_id:
+        return True
+    # Of the time before the oldest record kept the id is forgotten, and what was stored then is hardly ever undone.
+    return row.end_seqno <= log.records[0].seqno and row.failover_id not in log

@@ -1,7 +1,8 @@
-"""The registered consumers of a bucket: what each of them has acknowledged, partition by partition.
+"""Consumers of a bucket: what each has acknowledged, partition by partition, and the saves of positions under way.
 
 A consumer is registered by its first Ack in a call with a consumer name, or by the first position that it saves
-here. A saved position counts, for purging and for whoever asks, from when it is stored (``saves``).
+here. A saved position counts, for purging and for whoever asks, from when it is stored (``Saves``: in the order in which
+they were decided).
 
 What a consumer acknowledged holds purging up;
 what of it is not stored yet is handed out as a value (Changes) and stored by the service. A crash loses the
@@ -10,22 +11,163 @@ is too high, because its consumer had just gone back, can let purging overtake t
 back to 0: right, though costly.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from upr.engine.saves import Save, Saves
 from upr.storage.keyspace import ConsumerRow
-from upr_protocol.block import I64, U64
+from upr_protocol.block import I64, POSITION, U64
 from upr_protocol.errors import InvalidArgumentError, TooManyError
 from upr_protocol.limits import CONSUMERS_MAX, PARTITIONS, SEQNO_MAX
-from upr_protocol.records import POSITION
+
+_Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(eq=False, slots=True)
+class Save:
+    """Positions of one consumer that are to be stored together, or removed.
+
+    Attributes:
+        partitions: each once, shape (n,).
+        failover_ids, seqnos: what they acknowledge, shape (n,).
+        positions: as ``ConsumerRow.position``, n of them; None to remove what there is.
+        time: when they were handed in, microseconds since the epoch.
+        acknowledged: what counts of the seqnos: less where the consumer has gone back since, shape (n,).
+        newest: where the consumer has acknowledged nothing since, which counts more, shape (n,).
+        under_way: whether it was handed to the store.
+        void: whether the consumer was forgotten meanwhile: none of it counts.
+        ended: whether it is stored, or given up.
+        failure: why it could not be stored.
+    """
+
+    name: str
+    generation: int
+    partitions: I64
+    failover_ids: U64
+    seqnos: U64
+    positions: Sequence[bytes] | None
+    time: int
+    acknowledged: U64 = field(init=False)
+    newest: _Mask = field(init=False)
+    under_way: bool = False
+    void: bool = False
+    ended: bool = False
+    failure: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.acknowledged = self.seqnos
+        self.newest = np.ones(len(self.partitions), bool)
+
+    def rows(self) -> dict[tuple[bytes, int], ConsumerRow | None]:
+        """Return what is to be written; None for rows to be removed."""
+        key, partitions = self.name.encode(), self.partitions.tolist()
+        if self.positions is None:
+            return dict.fromkeys(((key, p) for p in partitions), None)
+        columns = (partitions, self.failover_ids.tolist(), self.seqnos.tolist(), self.positions)
+        return {
+            (key, partition): ConsumerRow(self.generation, failover_id, seqno, self.time, position)
+            for partition, failover_id, seqno, position in zip(*columns, strict=True)
+        }
+
+
+class _Taker(Protocol):
+    def check_room(self, names: Set[str]) -> None: ...
+    def take_saved(self, save: Save) -> None: ...
+
+
+class Saves:
+    """The saves of a bucket that are not stored yet.
+
+    Args:
+        consumers: takes them in when they are.
+    """
+
+    def __init__(self, consumers: _Taker) -> None:
+        self._consumers = consumers
+        self._waiting: list[Save] = []
+
+    def add(self, save: Save) -> None:
+        """Put a save behind those that there are.
+
+        Raises:
+            TooManyError: its consumer is not registered, and CONSUMERS_MAX others are.
+        """
+        if save.positions is not None:
+            self._consumers.check_room({save.name, *(other.name for other in self._waiting)})
+        self._waiting.append(save)
+
+    def of(self, name: str) -> list[Save]:
+        """Return the saves of a consumer."""
+        return [save for save in self._waiting if save.name == name]
+
+    def went_back(self, name: str, partitions: I64, newest_ids: U64, seqnos: U64) -> None:
+        """A consumer has opened streams: of what it is saving under these ids no more counts than where they begin."""
+        for save in self.of(name):
+            _, here, there = np.intersect1d(save.partitions, partitions, return_indices=True)
+            current = save.failover_ids[here] == newest_ids[there]
+            here, there = here[current], there[current]
+            save.acknowledged = save.acknowledged.copy()
+            save.acknowledged[here] = np.minimum(save.acknowledged[here], seqnos[there])
+
+    def overtaken(self, name: str, partitions: I64) -> None:
+        """A consumer has acknowledged in partitions what counts more than what it is saving of them."""
+        for save in self._waiting:
+            if save.name == name:
+                save.newest &= ~np.isin(save.partitions, partitions)
+
+    def void(self, name: str) -> _Mask:
+        """Have none of a consumer's saves count; returns the partitions that they may leave rows of."""
+        left = np.zeros(PARTITIONS, bool)
+        voided = self.of(name)
+        for save in voided:
+            save.void = True
+            left[save.partitions] = True
+        self._end([save for save in voided if not save.under_way])
+        return left
+
+    def take(self, max_rows: int) -> list[Save]:
+        """Return the oldest ones, at most about ``max_rows`` rows of them; ``stored`` or ``failed`` must follow."""
+        taken: list[Save] = []
+        rows = 0
+        for save in self._waiting:
+            if rows >= max_rows:
+                break
+            save.under_way = True
+            taken.append(save)
+            rows += len(save.partitions)
+        return taken
+
+    def stored(self, saves: Sequence[Save]) -> None:
+        """Take note that saves are in the store."""
+        self._end(saves)
+        for save in saves:
+            if not save.void:
+                self._consumers.take_saved(save)
+
+    def failed(self, saves: Sequence[Save], why: BaseException) -> None:
+        """Give saves up: nothing of them was stored."""
+        self._end(saves)
+        for save in saves:
+            save.failure = why
+
+    def _end(self, saves: Sequence[Save]) -> None:
+        for save in saves:
+            save.ended = True
+        self._waiting = [save for save in self._waiting if not save.ended]
+
+
+def rows_of(saves: Sequence[Save]) -> dict[tuple[bytes, int], ConsumerRow | None]:
+    """Return the rows of several saves; of two of the same the later one counts."""
+    rows: dict[tuple[bytes, int], ConsumerRow | None] = {}
+    for save in saves:
+        rows.update(save.rows())
+    return rows
+
 
 NO_LIMIT: Final = np.iinfo(np.uint64).max
-_Mask = npt.NDArray[np.bool_]
 
 
 def read_positions(data: bytes) -> tuple[I64, U64]:
@@ -67,10 +209,10 @@ class Consumer:
         generation: of the ownership under which it acknowledged or saved last.
         known: where it has acknowledged or saved.
         seqno, failover_id: uint64, everything up to this seqno is safe with it, acknowledged under this id.
-        time: uint64, when it was acknowledged, microseconds since the epoch.
+        time: uint64, when it was acknowledged, microseconds since the epoch; now and then also when it was in use.
         dirty: where that is not stored yet.
 
-    And positions: the saved positions by partition, as ``ConsumerRow.position``; all of them are stored.
+        saved: where it has saved a position: the store has it, memory has not.
     """
 
     generation: int
@@ -79,11 +221,11 @@ class Consumer:
     failover_id: U64 = field(default_factory=_zeros)
     time: U64 = field(default_factory=_zeros)
     dirty: _Mask = field(default_factory=_no_partition)
-    positions: dict[int, bytes] = field(default_factory=dict)
+    saved: _Mask = field(default_factory=_no_partition)
 
     @property
     def last_ack_time(self) -> int:
-        """When it acknowledged last, microseconds since the epoch."""
+        """When it acknowledged last, or was seen in use; microseconds since the epoch. 0 when that is not known."""
         return int(self.time.max())
 
     def passed(self, newest_id: U64) -> U64:
@@ -101,18 +243,18 @@ class Changes:
     """Copies of what is to be stored: positions by name, and partitions whose rows are to be removed."""
 
     removed: Mapping[str, I64]
-    written: Mapping[str, tuple[int, I64, U64, U64, U64, list[bytes]]]
+    written: Mapping[str, tuple[int, I64, U64, U64, U64]]
 
     def rows(self) -> dict[tuple[bytes, int], ConsumerRow | None]:
         """Return the rows to be written; None for those to be removed."""
         rows: dict[tuple[bytes, int], ConsumerRow | None] = {}
         for name, partitions in self.removed.items():
             rows.update(dict.fromkeys(((name.encode(), p) for p in partitions.tolist()), None))
-        for name, (generation, partitions, ids, seqnos, times, saved) in self.written.items():
+        for name, (generation, partitions, ids, seqnos, times) in self.written.items():
             key = name.encode()
-            columns = (partitions.tolist(), ids.tolist(), seqnos.tolist(), times.tolist(), saved)
-            for partition, *rest in zip(*columns, strict=True):
-                rows[key, partition] = ConsumerRow(generation, *rest)
+            columns = (partitions.tolist(), ids.tolist(), seqnos.tolist(), times.tolist())
+            for partition, failover_id, seqno, time in zip(*columns, strict=True):
+                rows[key, partition] = ConsumerRow(generation, failover_id, seqno, time, None)
         return rows
 
 
@@ -134,18 +276,19 @@ class Consumers:
         """Yield (name, consumer), by name."""
         return iter(sorted(self._consumers.items()))
 
-    def load(self, rows: Mapping[bytes, Mapping[int, ConsumerRow]]) -> None:
-        """Take in the stored rows, at start."""
-        for key, by_partition in rows.items():
-            consumer = Consumer(max(row.generation for row in by_partition.values()))
-            self._consumers[key.decode("utf-8", "surrogateescape")] = consumer
-            for partition, row in by_partition.items():
-                consumer.known[partition] = True
-                consumer.seqno[partition] = row.seqno
-                consumer.failover_id[partition] = row.failover_id
-                consumer.time[partition] = row.time
-                if row.position:
-                    consumer.positions[partition] = row.position
+    def load(self, rows: Iterable[tuple[bytes, int, ConsumerRow]]) -> None:
+        """Take in the stored rows with their names and partitions, at start."""
+        for key, partition, row in rows:
+            name = key.decode("utf-8", "surrogateescape")
+            consumer = self._consumers.get(name)
+            if consumer is None:
+                consumer = self._consumers[name] = Consumer(0)
+            consumer.generation = max(consumer.generation, row.generation)
+            consumer.known[partition] = True
+            consumer.seqno[partition] = row.seqno
+            consumer.failover_id[partition] = row.failover_id
+            consumer.time[partition] = row.time
+            consumer.saved[partition] = bool(row.position)
 
     def get(self, name: str) -> Consumer | None:
         """Return a registered consumer."""
@@ -158,17 +301,19 @@ class Consumers:
 
     # What consumers do
 
-    def started(self, name: str, partition: int, newest_id: int, seqno: int) -> None:
-        """Have the position come down to where a stream was opened, if it is above: its consumer went back."""
+    def started(self, name: str, partitions: I64, newest_ids: U64, seqnos: U64) -> None:
+        """Have positions come down to where streams were opened, if they are above: their consumer went back.
+
+        So too those that it is saving: what they say is stored, and counts from there.
+        """
+        self.saves.went_back(name, partitions, newest_ids, seqnos)
         consumer = self._consumers.get(name)
-        if (
-            consumer is not None
-            and int(consumer.failover_id[partition]) == newest_id
-            and int(consumer.seqno[partition]) > seqno
-        ):
-            consumer.seqno[partition] = seqno
-            consumer.dirty[partition] = True
-        self.saves.overtaken(name, np.array([partition]))
+        if consumer is None:
+            return
+        current = consumer.failover_id[partitions] == newest_ids
+        above = current & (consumer.seqno[partitions] > seqnos)
+        consumer.seqno[partitions[above]] = seqnos[above]
+        consumer.dirty[partitions[above]] = True
 
     def acknowledge(
         self,
@@ -213,10 +358,37 @@ class Consumers:
         removed |= going if consumer is None else going | consumer.known
         return True
 
+    def expire(self, before: int, now: int, used: Container[str]) -> list[str]:
+        """Forget the consumers of which nothing was heard since a time, and return their names.
+
+        Those that are in use count as heard of now and then, durably: when they go, their time begins.
+
+        Args:
+            before, now: microseconds since the epoch.
+            used: names that are in use now.
+        """
+        gone = []
+        for name, consumer in self._consumers.items():
+            last = consumer.last_ack_time
+            if name in used:
+                if last < (before + now) // 2:
+                    one = np.flatnonzero(consumer.known)[:1]
+                    consumer.time[one], consumer.dirty[one] = now, True
+            # Of rows that are damaged nothing is known, and a position that is being saved is used.
+            elif 0 < last < before and not self.saves.of(name):
+                gone.append(name)
+        for name in gone:
+            self.forget(name)
+        return gone
+
     @property
     def is_removing(self) -> bool:
         """Whether rows of consumers that were forgotten are still to be removed."""
         return bool(self._removed)
+
+    def is_forgetting(self, name: str) -> bool:
+        """Whether rows of one that was forgotten are still to be removed."""
+        return name in self._removed
 
     # What is saved
 
@@ -235,21 +407,24 @@ class Consumers:
         if consumer is None:
             consumer = self._consumers[save.name] = Consumer(save.generation)
         consumer.generation = max(consumer.generation, save.generation)
-        # Where the consumer has said something since, that is the newer word on what it has.
-        counts = save.partitions[save.newest]
+        # Where the consumer has said something since, that is the newer word on what it has, and is to be stored
+        # again: its row was overwritten.
+        counts, overtaken = save.partitions[save.newest], save.partitions[~save.newest]
+        consumer.dirty[overtaken] = consumer.known[overtaken]
         consumer.dirty[counts] = False
         if save.positions is None:
             consumer.known[counts] = False
-            for partition in save.partitions.tolist():
-                consumer.positions.pop(partition, None)
+            consumer.saved[save.partitions] = False
             if not consumer.known.any():
                 del self._consumers[save.name]
             return
-        consumer.known[counts] = True
-        consumer.seqno[counts] = save.seqnos[save.newest]
+        # From here on it has a row in each of them, whatever was said since.
+        consumer.known[save.partitions] = True
+        consumer.seqno[counts] = save.acknowledged[save.newest]
+        consumer.dirty[counts] = (save.acknowledged < save.seqnos)[save.newest]
         consumer.failover_id[counts] = save.failover_ids[save.newest]
         consumer.time[counts] = save.time
-        consumer.positions.update(zip(save.partitions.tolist(), save.positions, strict=True))
+        consumer.saved[save.partitions] = True
 
     # What purging asks
 
@@ -299,7 +474,7 @@ class Consumers:
         """
         left = max_rows
         removed: dict[str, I64] = {}
-        written: dict[str, tuple[int, I64, U64, U64, U64, list[bytes]]] = {}
+        written: dict[str, tuple[int, I64, U64, U64, U64]] = {}
         while self._removed and left > 0:
             name, mask = self._removed.popitem()
             removed[name] = np.flatnonzero(mask)
@@ -311,8 +486,7 @@ class Consumers:
                 continue
             p = np.flatnonzero(consumer.dirty)
             columns = (consumer.failover_id[p], consumer.seqno[p], consumer.time[p])
-            saved = [consumer.positions.get(partition, b"") for partition in p.tolist()]
-            written[name] = (consumer.generation, p, *columns, saved)
+            written[name] = (consumer.generation, p, *columns)
             consumer.dirty[p] = False
             left -= len(p)
         return Changes(removed, written) if removed or written else None

@@ -22,8 +22,10 @@ from upr_protocol.errors import (
     CutNotFoundError,
     PartitionNotActiveError,
     TooManyError,
+    UprError,
+    shown,
 )
-from upr_protocol.limits import CUTS_MAX, PARTITIONS
+from upr_protocol.limits import BACKUP_CUTS, BACKUP_CUTS_NAME, CUTS_HALF, CUTS_MAX, PARTITIONS
 
 NO_PIN = np.iinfo(np.uint64).max
 
@@ -37,6 +39,8 @@ class Cut:
         end_entry: everything that is pinned lies in tail entries below this number, or in the store.
         fences: entry numbers that no flush may go across.
         durable: whether it is in the store; until then only its maker knows of it.
+        left_out: the partitions that were asked for and could not be pinned, and why; known to its maker only.
+        holder: the peer that made it; empty for one that was there at the start.
     """
 
     name: str
@@ -47,6 +51,8 @@ class Cut:
     end_entry: int = 0
     fences: Sequence[int] = ()
     durable: bool = False
+    left_out: Mapping[int, UprError] = field(default_factory=dict)
+    holder: str = ""
     seqnos: U64 = field(init=False, repr=False)
     """The pinned seqnos, shape (1024,); NO_PIN in partitions that are not pinned."""
 
@@ -103,38 +109,34 @@ class Cuts:
         now: int,
         table: Partitions,
         tail: Tail,
+        holder: str = "",
     ) -> Cut:
-        """Pin the last complete marker of partitions as they are in this step.
+        """Pin the last complete marker of partitions as they are in this step; those that are dead are left out.
 
         Args:
             partitions: ascending, each once.
             lease: microseconds.
             now: microseconds since the epoch.
+            holder: the peer that asks for it.
 
         Raises:
             AlreadyExistsError: a cut of that name is there.
-            TooManyError: there are CUTS_MAX.
-            PartitionNotActiveError: a partition is neither active nor replica.
+            TooManyError: there are as many as may be, in all or of its kind or holder.
+            PartitionNotActiveError: none of the partitions is active or replica.
         """
         if (old := self._named.get(name)) is not None and not self._ended(old, now):
             raise AlreadyExistsError(
-                f"there is a cut {name!r} already", hint="choose another name, or release that one"
+                f"there is a cut {shown(name)} already",
+                hint="choose another name, or release that one",
             )
-        count = sum(not self._ended(cut, now) for cut in self._named.values())
-        if count >= CUTS_MAX:
-            raise TooManyError(
-                f"the bucket has {count} cuts, the limit is {CUTS_MAX}",
-                hint="release one that is not needed any more",
-            )
-        for partition in partitions:
-            if not table.serves(partition):
-                raise PartitionNotActiveError(
-                    f"cut {name!r}: {table.refusal(partition).message}",
-                    hint=f"name the partitions to be pinned, without {partition}",
-                )
-        pins = {p: Pin(int(table.newest_id[p]), int(table.complete[p])) for p in partitions}
-        cut = Cut(name, now, now + lease, lease, pins, tail.end)
-        chosen = list(partitions)
+        self._check_room(name, holder, now)
+        chosen = [p for p in partitions if table.serves(p)]
+        left_out = {p: table.refusal(p) for p in partitions if not table.serves(p)}
+        if not chosen:
+            first = next(iter(left_out.values()))
+            raise PartitionNotActiveError(f"cut {shown(name)}: {first.message}", hint=first.hint)
+        pins = {p: Pin(int(table.newest_id[p]), int(table.complete[p])) for p in chosen}
+        cut = Cut(name, now, now + lease, lease, pins, tail.end, left_out=left_out, holder=holder)
         whole = bool((table.complete[chosen] == table.high[chosen]).all())
         cut.fences = (tail.end,) if whole else fences_of(tail, cut.seqnos)
         if old is not None:
@@ -142,6 +144,25 @@ class Cuts:
         self._named[name] = cut
         self._hold(cut)
         return cut
+
+    def _check_room(self, name: str, holder: str, now: int) -> None:
+        live = [cut for cut in self._named.values() if not self._ended(cut, now)]
+        of_backup = name.startswith(BACKUP_CUTS_NAME)
+        alike = [cut for cut in live if cut.name.startswith(BACKUP_CUTS_NAME) == of_backup]
+        limits = [(len(live), CUTS_MAX, "cuts")]
+        if of_backup:
+            limits.append((len(alike), CUTS_HALF, "cuts of backups"))
+        else:
+            limits.append((len(alike), CUTS_MAX - BACKUP_CUTS, "cuts besides those of backups"))
+        if holder and not of_backup:
+            mine = sum(cut.holder == holder for cut in alike)
+            limits.append((mine, CUTS_HALF, f"cuts of {holder}"))
+        for count, most, what in limits:
+            if count >= most:
+                raise TooManyError(
+                    f"the bucket has {count} {what}, the limit is {most}",
+                    hint="release one that is not needed any more",
+                )
 
     def load(self, rows: Mapping[bytes, CutRow], tail: Tail) -> None:
         """Take over the stored cuts at a start, and find their fences again in the tail."""
@@ -160,7 +181,7 @@ class Cuts:
         cut = self._named.get(name)
         if cut is None or not cut.durable or self._ended(cut, now):
             raise CutNotFoundError(
-                f"there is no cut {name!r}, or its lease has ended", hint="make a new one"
+                f"there is no cut {shown(name)}, or its lease has ended", hint="make a new one"
             )
         cut.lease = cut.lease if lease is None else lease
         cut.expires = now + cut.lease

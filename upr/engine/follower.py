@@ -1,41 +1,443 @@
-"""One Follow call: its streams, and what each of them is sent next.
+"""The follower: the streams of one Follow call, how each is opened, and what it is sent next.
 
 A stream reads from the store while its seqno is below the partition's stored high, and from the tail above.
 Streams that read the tail from the same entry on form a group, so that a frame for all of them is taken with a
 few vectorised statements; a group that falls behind the tail goes back to the store. Nothing is queued for a
 consumer beyond its credit: the service asks for the next frame when it can send one.
+
+A start from now begins at the newest complete durable marker. A start from a time begins where that time was passed: the
+stored part of the search is made before, in a reader thread (``upr.storage.search``); what was flushed since makes
+the stream begin a little earlier, never later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from upr.engine.exact import beyond_end
-from upr.engine.opening import NO_END, OpenStreams
+from upr.engine.bucket import Bucket
+from upr.engine.groups import Seat
+from upr.engine.partitions import ACTIVE, REPLICA, Partitions
 from upr.engine.streams import (
     FINISHED,
+    LEASE_ENDED,
+    STOPPED,
+    Answer,
     Ended,
     EndReason,
+    FollowOptions,
     FrameOut,
+    Refused,
+    RolledBack,
+    Started,
+    StartRequest,
+    beyond_end,
+    no_such_end,
     purged,
 )
-from upr.storage.reading import ReadResult
+from upr.engine.tail import Tail
+from upr.engine.tail_readers import TailReaders
+from upr.storage.blocks import Encoded
+from upr.storage.read import ReadResult
+from upr.storage.search import StoredBeginning
 from upr.storage.store import ReadRequest
-from upr_protocol.block import I64, U64, Runs
-from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_protocol.limits import FRAME_BYTES
-from upr_protocol.records import POSITION
+from upr_protocol.block import I64, POSITION, START, STARTED, U64, Runs
+from upr_protocol.errors import InvalidArgumentError, NotOwnerError, UprError, shown
+from upr_protocol.failover import FailoverLog, check_failover_id, check_partition, check_seqno
+from upr_protocol.flow import CreditWindow
+from upr_protocol.handshake import answer_start
+from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 
+
+class Beginnings:
+    """Beginnings as they are decided in one engine step: it must not be kept for a later one.
+
+    Args:
+        markers: the partitions' newest complete durable markers, shape (1024,).
+    """
+
+    def __init__(self, markers: U64, tail: Tail) -> None:
+        self._markers = markers
+        self._tail = tail
+        self._highs: dict[int, U64] = {}
+
+    def of(self, request: StartRequest) -> int:
+        """Return the seqno at which a stream begins that has none."""
+        if request.from_time is None:
+            return self.now(request.partition)
+        assert isinstance(request.stored, StoredBeginning), "the store must have been searched"
+        return self.at_time(request.partition, request.from_time, request.stored)
+
+    def now(self, partition: int) -> int:
+        """Return the seqno at which a stream from now begins: nothing written after this step is at or below it."""
+        return int(self._markers[partition])
+
+    def at_time(self, partition: int, time: int, stored: StoredBeginning) -> int:
+        """Return the seqno above which a stream from a time begins.
+
+        As far as commit times rise with the seqnos, no row that is there and was committed at or after the time is at or
+        below it. Where the clock was set back it is one of the places at which the time was passed. It is never
+        above the newest complete durable marker, which is also what it is where nothing was committed so late.
+
+        Args:
+            time: microseconds since the epoch.
+            stored: what the search of the store came to, some time before this step.
+        """
+        seqno = stored.seqno
+        if not stored.found:
+            highs = self._highs.get(time)
+            if highs is None:
+                highs = self._highs[time] = self._tail.high_at(self._tail.find_time(time))
+            seqno = max(seqno, int(highs[partition]))
+        return min(seqno, int(self._markers[partition]))
+
+
+_Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class PlainStarts:
+    """Starts, one item a start in each column.
+
+    Attributes:
+        partitions: 0 to 1023, each once.
+        failover_ids, seqnos, data_ids, horizons: as in ``StartRequest``, 0 for an id or a horizon that is not named.
+        until_now: whether they end at what is there.
+        needs_log: whether the client is to be told the failover log: it names no id, or has nothing.
+    """
+
+    partitions: I64
+    failover_ids: U64
+    seqnos: U64
+    data_ids: U64
+    horizons: U64
+    until_now: bool
+    needs_log: _Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.needs_log = (self.seqnos == 0) | (self.failover_ids == 0)
+
+    @classmethod
+    def read(cls, data: bytes, until_now: bool) -> "PlainStarts":
+        """Return the table of a Start.
+
+        Raises:
+            InvalidArgumentError: its size is none that records add up to, or a partition is out of range or there
+                twice.
+        """
+        if len(data) % START.itemsize or len(data) > PARTITIONS * START.itemsize:
+            raise InvalidArgumentError(
+                f"a Start table of {len(data)} bytes, a record takes {START.itemsize} and there are at most {PARTITIONS}"
+            )
+        table = np.frombuffer(data, START)
+        partitions = table["partition"].astype(np.int64)
+        if len(partitions) and int(partitions.max()) >= PARTITIONS:
+            raise InvalidArgumentError(
+                f"a Start of partition {int(partitions.max())}, partitions are 0 to {PARTITIONS - 1}"
+            )
+        if len(np.unique(partitions)) < len(partitions):
+            raise InvalidArgumentError("a Start table names a partition twice")
+        ids, seqnos, data_ids, horizons = (
+            table[name].astype(np.uint64) for name in ("failover_id", "seqno", "data_id", "horizon")
+        )
+        return cls(partitions, ids, seqnos, data_ids, horizons, until_now)
+
+    def plain(self, table: Partitions) -> _Mask:
+        """Where the rules of ``answer_start`` say "started", with nothing else to be told than a record can.
+
+        Whatever is not sure here is decided there.
+        """
+        p = self.partitions
+        newest = table.newest_id[p]
+        serves = (table.state[p] == ACTIVE) | (table.state[p] == REPLICA)
+        is_new = (self.failover_ids == 0) & (self.seqnos == 0) & (self.data_ids == 0)
+        is_new &= self.horizons == 0
+        held = (self.data_ids == newest) & (self.seqnos > 0)
+        held &= (self.seqnos <= table.high[p]) & (self.seqnos >= table.purge[p])
+        held &= self.horizons <= table.high[p]
+        nothing_held = (
+            (self.seqnos == 0)
+            & (self.horizons == 0)
+            & ((self.data_ids == 0) | (self.data_ids == newest))
+        )
+        goes_on = (self.failover_ids == newest) & (held | nothing_held)
+        born = np.array([len(table.logs[i]) == 1 for i in p.tolist()], bool)
+        plain: _Mask = serves & (is_new | goes_on) & (born | ~self.needs_log)
+        return plain
+
+    def requests(self, chosen: _Mask) -> list[StartRequest]:
+        """Return some of them one by one."""
+        columns = (self.partitions, self.failover_ids, self.seqnos, self.data_ids, self.horizons)
+        return [
+            StartRequest(
+                partition,
+                failover_id or None,
+                seqno,
+                data_id or None,
+                until_now=self.until_now,
+                horizon=horizon or None,
+            )
+            for partition, failover_id, seqno, data_id, horizon in zip(
+                *(column[chosen].tolist() for column in columns), strict=True
+            )
+        ]
+
+
+NO_END: Final = np.iinfo(np.uint64).max
 READ_PARTITIONS: Final = 64
 """Partitions asked for in one read of the store."""
 STEPS_AT_ONCE: Final = 4
 """How often a frame is looked for in one step when the tail holds nothing for this follower."""
 
 
-class Follower(OpenStreams):
-    """The streams of one Follow call, and what it is sent."""
+class Follower:
+    """The streams of one Follow call, where each of them stands, and what it is sent next.
+
+    Args:
+        wake: called when there may be something to send again.
+    """
+
+    def __init__(
+        self, bucket: Bucket, options: FollowOptions, credit: CreditWindow, wake: Callable[[], None]
+    ) -> None:
+        self.options = options
+        self.credit = credit
+        self.wake = wake
+        self.on_end: Callable[[EndReason], None] | None = None
+        """Called when the engine ends the call as a whole."""
+        self.generation = 0
+        """Of the ownership of the consumer, for a call that names one and no member."""
+        self.seat: Seat | None = None
+        """The place in its group of a call that names a member."""
+        self._bucket = bucket
+        self._table = bucket.partitions
+        self._token = np.zeros(PARTITIONS, np.uint32)
+        self._last_token = 0
+        self._seqno: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._horizon: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._id: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._until: U64 = np.full(PARTITIONS, NO_END, np.uint64)
+        self._limit: U64 = np.full(PARTITIONS, NO_END, np.uint64)
+        self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
+        self._groups = TailReaders(bucket.tail, options.memory, options.showing)
+        self._ready: list[tuple[int, int, Encoded]] = []
+        self._reading = False
+        self._turn = 0
+        self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._told_purge: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._to_tell_purge: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
+        self._seen_raises = 0
+        self._settled_raises = bucket.purge_raises
+        self._stale: set[int] = set()
+        self._ended: list[Ended] = []
+
+    # Starting and ending
+
+    def start(self, requests: Sequence[StartRequest]) -> list[Answer]:
+        """Decide on each request, and open what may be opened, in this one step ("Handshake", step 3)."""
+        self._settle_purges()
+        beginnings = Beginnings(self._bucket.markers.seqno, self._bucket.tail)
+        refused = [self._refused(request) for request in requests]
+        # At once and not one by one: of a thousand streams that would take half of the time.
+        again = [
+            request.partition
+            for request, why in zip(requests, refused, strict=True)
+            if why is None and self._token[request.partition]
+        ]
+        self._end(again, STOPPED)
+        return [
+            why if why is not None else self._start(request, beginnings)
+            for request, why in zip(requests, refused, strict=True)
+        ]
+
+    def _refused(self, request: StartRequest) -> Refused | None:
+        """Return why a request cannot be answered, whatever is open."""
+        table = self._table
+        partition = request.partition
+        try:
+            check_partition(partition)
+            check_seqno(request.seqno)
+            if request.horizon is not None:
+                check_seqno(request.horizon, "horizon")
+            if request.until_seqno is not None:
+                check_seqno(request.until_seqno, "until_seqno")
+            if request.until_exact is not None:
+                check_seqno(request.until_exact, "until_exact")
+            for failover_id in (request.failover_id, request.data_id):
+                if failover_id is not None:
+                    check_failover_id(failover_id)
+            request.check_beginning()
+        except UprError as error:
+            return Refused(partition, error)
+        if not table.serves(partition):
+            return Refused(partition, table.refusal(partition))
+        if self.seat is not None and not self.seat.may_start(partition):
+            return Refused(partition, _not_owner(partition, self.options.member))
+        return None
+
+    def _start(self, request: StartRequest, beginnings: Beginnings) -> Answer:
+        table = self._table
+        partition = request.partition
+        if self._token[partition]:
+            # The request before names it too.
+            self._end([partition], STOPPED)
+        self._id[partition] = 0
+        log, high = table.logs[partition], int(table.high[partition])
+        answer = answer_start(
+            log,
+            failover_id=request.failover_id,
+            seqno=request.seqno,
+            data_id=request.data_id,
+            high_seqno=high,
+            purge_seqno=int(table.purge[partition]),
+            active=bool(table.state[partition] == ACTIVE),
+            horizon=request.horizon,
+        )
+        if answer.kind == "rollback":
+            return RolledBack(partition, answer, log)
+        if answer.kind == "behind":
+            behind = UprError(answer.words, reason="BEHIND", retriable=True, hint="try again later")
+            return Refused(partition, behind)
+        if request.chooses_beginning:
+            # Nobody may stand between 0 and the purge seqno: a reconnect would roll back to 0 what was begun there.
+            seqno = beginnings.of(request)
+            request = replace(request, seqno=0 if seqno < int(table.purge[partition]) else seqno)
+        if request.until_exact is not None:
+            gone = no_such_end(partition, request.until_exact, request.seqno, high)
+            if gone is not None:
+                return Refused(partition, gone)
+        return self._open(request, log, high)
+
+    def start_plain(self, asked: PlainStarts) -> tuple[npt.NDArray[np.void], list[StartRequest]]:
+        """Open, in this one step, those of many streams of which nothing is to be said but that they are open.
+
+        Returns:
+            What is to be said of them, dtype STARTED; and the other requests, for ``start``.
+        """
+        self._settle_purges()
+        table, tail = self._table, self._bucket.tail
+        plain = asked.plain(table)
+        if self.seat is not None:
+            plain[:] = False
+        self._end(asked.partitions[plain & (self._token[asked.partitions] != 0)].tolist(), STOPPED)
+        p, seqnos = asked.partitions[plain], asked.seqnos[plain]
+        tokens = self._last_token + 1 + np.arange(len(p))
+        self._last_token += len(p)
+        highs = table.high[p]
+        self._token[p], self._seqno[p], self._id[p] = tokens, seqnos, table.newest_id[p]
+        self._horizon[p], self._told_purge[p] = seqnos, table.purge[p]
+        ends = self._now()[p]
+        self._until[p] = ends if asked.until_now else NO_END
+        self._limit[p] = NO_END
+        if name := self.options.consumer:
+            self._bucket.consumer_positions.started(name, p, table.newest_id[p], seqnos)
+        in_store, caught_up = seqnos < table.stored[p], seqnos >= highs
+        self._from_store[p] = in_store
+        self._groups.join(p[caught_up & ~in_store], tail.end)
+        for partition in p[~caught_up & ~in_store].tolist():
+            self._attach(partition)
+        if asked.until_now:
+            self._end(p[ends <= seqnos].tolist(), FINISHED)
+        told = np.zeros(len(p), STARTED)
+        told["partition"], told["token"], told["failover_id"] = p, tokens, table.newest_id[p]
+        told["high_seqno"], told["purge_seqno"] = highs, table.purge[p]
+        told["born"] = asked.needs_log[plain]
+        return told, asked.requests(~plain)
+
+    def _now(self) -> U64:
+        """Return what is there now of each partition, as far as its streams can come to it."""
+        failed = self._bucket.failure is not None and not self.options.memory
+        return self._table.durable if failed else self._table.high
+
+    def _open(self, request: StartRequest, log: FailoverLog, high: int) -> Started:
+        partition = request.partition
+        until = int(self._now()[partition]) if request.until_now else request.until_seqno
+        if (exact := request.until_exact) is not None:
+            until = exact
+        self._last_token += 1
+        self._token[partition] = self._last_token
+        self._seqno[partition] = request.seqno
+        self._id[partition] = log.newest.failover_id
+        if name := self.options.consumer:
+            at, here = np.array([request.seqno], np.uint64), np.array([partition])
+            self._bucket.consumer_positions.started(name, here, self._id[here], at)
+        self._horizon[partition] = request.seqno
+        self._told_purge[partition] = self._table.purge[partition]
+        self._until[partition] = NO_END if until is None else until
+        self._limit[partition] = NO_END if exact is None else exact
+        self._attach(partition)
+        if until is not None and until <= request.seqno:
+            self._end([partition], FINISHED)
+        return Started(
+            partition,
+            self._last_token,
+            log.newest.failover_id,
+            high,
+            int(self._table.purge[partition]),
+            until,
+            log if request.seqno == 0 or request.failover_id is None else None,
+            request.seqno if request.chooses_beginning else None,
+        )
+
+    def _attach(self, partition: int) -> None:
+        """Have a stream read on where its seqno lies: in the store, or in the tail."""
+        seqno = int(self._seqno[partition])
+        if seqno < int(self._table.stored[partition]):
+            self._from_store[partition] = True
+            return
+        self._from_store[partition] = False
+        self._groups.join([partition], self._bucket.tail.find(partition, seqno))
+
+    def stop(self, partitions: Iterable[int]) -> None:
+        """End streams at the consumer's wish; what is not open is passed over."""
+        self._end([p for p in partitions if 0 <= p < PARTITIONS], STOPPED)
+
+    def take_away(self, partitions: Sequence[int]) -> None:
+        """End the streams of partitions that are not the member's any more."""
+        self._end(partitions, LEASE_ENDED)
+        self.wake()
+
+    def end_call(self, why: EndReason) -> None:
+        """End every open stream, and have the call ended."""
+        self.end_all(why)
+        if self.on_end is not None:
+            self.on_end(why)
+
+    def end_all(self, why: EndReason) -> None:
+        """End every open stream."""
+        self._end(np.flatnonzero(self._token).tolist(), why)
+        self.wake()
+
+    def _end(self, partitions: Iterable[int], why: EndReason) -> None:
+        streams = self._close(partitions)
+        if streams:
+            self._ended.append(Ended(streams, why))
+
+    def _close(self, partitions: Iterable[int]) -> list[tuple[int, int]]:
+        """Close the open ones among streams, and return them as (partition, token): their ends are to be told."""
+        streams = [(p, int(self._token[p])) for p in dict.fromkeys(partitions) if self._token[p]]
+        if not streams:
+            return []
+        gone = [p for p, _ in streams]
+        self._token[gone] = 0
+        self._limit[gone] = NO_END
+        self._from_store[gone] = False
+        self._groups.leave(gone)
+        self._ready = [item for item in self._ready if self._token[item[0]] == item[1]]
+        return streams
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ends wait to be told."""
+        return bool(self._ended)
+
+    def take_ended(self) -> list[Ended]:
+        """Return, once, the ends that are to be told, oldest first."""
+        self._settle_purges()
+        ended, self._ended = self._ended, []
+        return ended
 
     # Acknowledging
 
@@ -88,16 +490,30 @@ class Follower(OpenStreams):
     def passed(self) -> U64:
         """Return up to where each partition's tombstones are passed, shape (1024,).
 
-        NO_END without a stream; and at seqno 0, where nothing was shown yet that could be deleted.
+        NO_END without a stream, or with one that a purge has ended; and at seqno 0, where nothing was shown yet that
+        could be deleted.
         """
-        return np.where((self._token != 0) & (self._seqno > 0), self._seqno, NO_END)
+        # Below a purge that was seen to stand only streams that began at 0 behind it.
+        ended = (self._bucket.raised_last > self._settled_raises) & (
+            self._seqno < self._table.purge
+        )
+        holds = (self._token != 0) & (self._seqno > 0) & ~ended
+        return np.where(holds, self._seqno, NO_END)
 
-    def purge_begins(self, partitions: I64, seqnos: U64) -> None:
-        """End the streams between 0 and a purge seqno; have those at 0 read again from the store.
+    def _settle_purges(self) -> None:
+        """Do what purges that have begun since the last call demand of the streams, before anything else is done.
 
-        What these have read already may hold a key whose tombstone is about to go. They find ``purging`` set and
-        wait until the purge is stored.
+        Not in the step in which they begin: with a thousand followers that step would take most of a second.
+
+        Streams between 0 and a purge seqno end; those at 0 read again from the store: what they have read already may
+        hold a key whose tombstone is about to go. They find ``purging`` set and wait until the purge is stored.
         """
+        bucket = self._bucket
+        if self._settled_raises == bucket.purge_raises:
+            return
+        partitions = np.flatnonzero(bucket.raised_last > self._settled_raises)
+        self._settled_raises = bucket.purge_raises
+        seqnos = self._table.purge[partitions]
         if self._reading:
             # Whoever asked for what is being read may have ended, and another stream may begin at 0 meanwhile.
             self._stale.update(partitions.tolist())
@@ -114,14 +530,21 @@ class Follower(OpenStreams):
             self._ready = [item for item in self._ready if item[0] not in gone]
             self._groups.leave(again)
             self._from_store[again] = True
-        self.wake()
+
+    def _note_raises(self) -> None:
+        """Note what the next frame is to say of purge seqnos: before it is made, because streams may end with it."""
+        if self._seen_raises == self._bucket.purge_raises:
+            return
+        self._seen_raises = self._bucket.purge_raises
+        self._to_tell_purge |= (self._token != 0) & (self._table.purge > self._told_purge)
 
     def take_purge_seqnos(self) -> list[tuple[int, int]]:
-        """Return (partition, purge seqno) of the open streams that were not told of it yet."""
-        if self._seen_raises == self._bucket.purge_raises:
+        """Return (partition, purge seqno) of the streams that were not told of it before the frame just made."""
+        self._note_raises()
+        if not self._to_tell_purge.any():
             return []
-        self._seen_raises = self._bucket.purge_raises
-        raised = (self._token != 0) & (self._table.purge > self._told_purge)
+        raised = self._to_tell_purge & (self._table.purge > self._told_purge)
+        self._to_tell_purge[:] = False
         self._told_purge[raised] = self._table.purge[raised]
         partitions = np.flatnonzero(raised)
         return list(zip(partitions.tolist(), self._table.purge[partitions].tolist(), strict=True))
@@ -130,6 +553,7 @@ class Follower(OpenStreams):
 
     def next_read(self) -> tuple[list[ReadRequest], int] | None:
         """Return what to read from the store next and at most how many bytes; None when nothing is to be."""
+        self._settle_purges()
         if self._reading or self._ready:
             return None
         waiting = np.flatnonzero(self._from_store & (self._bucket.purging <= self._seqno))
@@ -145,6 +569,7 @@ class Follower(OpenStreams):
 
     def feed(self, results: Sequence[ReadResult]) -> None:
         """Take what was read; results of streams that ended or moved meanwhile are dropped."""
+        self._settle_purges()
         self._reading = False
         stale, self._stale = self._stale, set()
         for result in results:
@@ -167,6 +592,7 @@ class Follower(OpenStreams):
 
     def read_failed(self, error: UprError, requests: Sequence[ReadRequest]) -> None:
         """End the streams whose read failed as a whole."""
+        self._settle_purges()
         self._reading = False
         self._stale.clear()
         why = EndReason("STORAGE_ERROR", error.retriable, error.message, error.hint)
@@ -181,7 +607,9 @@ class Follower(OpenStreams):
 
     def next_frame(self) -> FrameOut | None:
         """Return the next frame within the credit, spent already; None when there is none to be sent now."""
+        self._settle_purges()
         self._return_dropped()
+        self._note_raises()
         frame = self._frame_from_store()
         if frame is None and self._ready:
             # What was read waits for credit. Smaller frames from the tail must not use it up for ever.
@@ -191,6 +619,8 @@ class Follower(OpenStreams):
                 moves = self._groups.moves
                 frame = self._frame_from_tail()
                 if frame is None and moves == self._groups.moves:
+                    if self._bucket.failure is not None:
+                        self._end_waiting(self._bucket.failure)
                     return None
             if frame is not None:
                 self.credit.spend(frame.size)
@@ -198,6 +628,18 @@ class Follower(OpenStreams):
         # Entries were passed over and there are more: others have their turn first.
         self.wake()
         return None
+
+    def _end_waiting(self, failure: UprError) -> None:
+        """End the streams that have all that can be had, and wait for more: what is not durable will not be."""
+        table = self._table
+        last = table.high if self.options.memory else table.durable
+        unmet = (self._until != NO_END) & (self._until > self._seqno)
+        waiting = (self._token != 0) & (self._seqno >= last) & ((table.high > last) | unmet)
+        if waiting.any():
+            words = f"what the stream waits for cannot become durable: {failure.message}"
+            why = EndReason("STORAGE_ERROR", failure.retriable, words, failure.hint)
+            self._end(np.flatnonzero(waiting).tolist(), why)
+            self.wake()
 
     def _frame_from_store(self) -> FrameOut | None:
         blocks: list[bytes] = []
@@ -261,7 +703,7 @@ class Follower(OpenStreams):
         if taken is None:
             return None
         if not self.credit.may_send(taken.size):
-            # One block larger than what is left: it goes alone, once everything else was consumed.
+            # One block larger than what is left: it goes once nearly everything else was consumed.
             return None
         self._groups.commit(taken)
         runs = taken.runs
@@ -297,3 +739,10 @@ class Follower(OpenStreams):
         told = np.zeros(len(partitions), POSITION)
         told["partition"], told["seqno"] = partitions, self._table.high[partitions]
         return told
+
+
+def _not_owner(partition: int, member: str) -> NotOwnerError:
+    return NotOwnerError(
+        f"partition {partition} is not member {shown(member)}'s to start",
+        hint="wait for an Assignment",
+    )

@@ -1,16 +1,19 @@
 """The 1024 partitions of a bucket as columns: what changes with every write is a numpy array."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from upr.storage.keyspace import PartitionRow
-from upr_protocol.block import Runs
-from upr_protocol.errors import PartitionNotActiveError, UprError
+from upr_protocol.block import RUN, U64, Runs
+from upr_protocol.errors import DataDamagedError, PartitionNotActiveError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS
 
 ACTIVE, REPLICA, PENDING, DEAD = 1, 2, 3, 4
+DEAD_HINT = (
+    "restore it from a backup, or 'upr-admin accept-loss' has it go on without what is missing"
+)
 STATE_NAMES = {ACTIVE: "active", REPLICA: "replica", PENDING: "pending", DEAD: "dead"}
 
 
@@ -24,9 +27,11 @@ class Partitions:
         complete: uint64, the last complete marker: the high seqno, unless the newest runs are part of a stretch.
         horizon: uint64, the largest horizon received; where it is above ``high`` a stretch is incomplete.
         stored: uint64, the end of the newest stored block; the tail is exactly what lies above.
+        stored_complete, stored_horizon: uint64, what ``complete`` and ``horizon`` were there.
         purge: uint64, tombstones at or below may be gone.
         newest_id: uint64, the newest failover id.
-        epoch, first_commit: uint64, see PartitionRow.
+        epoch, first_commit, served_epoch, since, known_high: uint64, see PartitionRow.
+        reasons: by partition why it is in its state, in words, where there is something to say.
     """
 
     def __init__(self) -> None:
@@ -35,13 +40,19 @@ class Partitions:
             np.zeros(PARTITIONS, np.uint64) for _ in range(5)
         )
         self.complete, self.horizon = (np.zeros(PARTITIONS, np.uint64) for _ in range(2))
-        self.epoch, self.first_commit = (np.zeros(PARTITIONS, np.uint64) for _ in range(2))
+        self.stored_complete, self.stored_horizon = (
+            np.zeros(PARTITIONS, np.uint64) for _ in range(2)
+        )
+        self.epoch, self.first_commit, self.served_epoch, self.since, self.known_high = (
+            np.zeros(PARTITIONS, np.uint64) for _ in range(5)
+        )
+        self.reasons: dict[int, str] = {}
         self.logs: list[FailoverLog] = []
         self.problems: dict[int, UprError] = {}
 
     @classmethod
     def from_rows(cls, rows: Iterable[PartitionRow]) -> "Partitions":
-        """Build from the 1024 stored rows in order; high, durable and complete are what is stored."""
+        """Build from the 1024 stored rows in order; high, durable, complete and horizon are what is stored."""
         table = cls()
         for partition, row in enumerate(rows):
             table.state[partition] = row.state
@@ -49,12 +60,22 @@ class Partitions:
             table.purge[partition] = row.purge_seqno
             table.stored[partition] = row.stored_high
             table.first_commit[partition] = row.first_commit
+            table.stored_complete[partition] = row.complete
+            table.stored_horizon[partition] = row.horizon
+            table.served_epoch[partition] = row.served_epoch
+            table.since[partition] = row.since
+            table.known_high[partition] = row.known_high
+            if row.reason:
+                table.reasons[partition] = row.reason
+            if row.state == DEAD:
+                words = row.reason or f"partition {partition} is dead"
+                table.problems[partition] = DataDamagedError(words, hint=DEAD_HINT)
             table.newest_id[partition] = row.log.newest.failover_id
             table.logs.append(row.log)
         table.high[:] = table.stored
         table.durable[:] = table.stored
-        table.complete[:] = table.stored
-        table.horizon[:] = table.stored
+        table.complete[:] = table.stored_complete
+        table.horizon[:] = table.stored_horizon
         return table
 
     def received(self, runs: Runs) -> None:
@@ -65,15 +86,41 @@ class Partitions:
         done = self.horizon[partitions] == ends
         self.complete[partitions[done]] = ends[done]
 
-    def row(self, partition: int, stored_high: int | None = None) -> PartitionRow:
-        """Return what is to be stored of a partition, with another stored high if one is given."""
+    def stored_with(self, partition: int, end: int, horizon: int) -> tuple[int, int, int]:
+        """Return what the stored end, complete marker and horizon are once a merged range is stored.
+
+        Args:
+            end, horizon: of the range, which begins where the store ends. No marker inside it was kept.
+        """
+        horizon = max(horizon, int(self.stored_horizon[partition]))
+        return end, end if horizon == end else int(self.stored_complete[partition]), horizon
+
+    def set_stored(self, partition: int, end: int, complete: int, horizon: int) -> None:
+        """Take note of where the store ends."""
+        self.stored[partition] = end
+        self.stored_complete[partition] = complete
+        self.stored_horizon[partition] = horizon
+
+    def row(self, partition: int, stored: tuple[int, int, int] | None = None) -> PartitionRow:
+        """Return what is to be stored of a partition, with what is stored beside it: see ``stored_with``."""
+        if stored is None:
+            columns = (self.stored, self.stored_complete, self.stored_horizon)
+            high, complete, horizon = (int(column[partition]) for column in columns)
+        else:
+            high, complete, horizon = stored
         return PartitionRow(
             int(self.state[partition]),
             int(self.epoch[partition]),
             int(self.purge[partition]),
-            int(self.stored[partition]) if stored_high is None else stored_high,
+            high,
             int(self.first_commit[partition]),
             self.logs[partition],
+            complete,
+            horizon,
+            int(self.served_epoch[partition]),
+            self.reasons.get(partition, ""),
+            int(self.since[partition]),
+            int(self.known_high[partition]),
         )
 
     def set_log(self, partition: int, log: FailoverLog) -> None:
@@ -82,9 +129,18 @@ class Partitions:
         self.newest_id[partition] = log.newest.failover_id
 
     def kill(self, partition: int, why: UprError) -> None:
-        """Make a partition dead: it answers only GetFailoverLog and its state."""
+        """Make a partition dead: it answers only GetFailoverLog and its state. The reason is part of its row."""
         self.state[partition] = DEAD
         self.problems[partition] = why
+        self.reasons[partition] = why.message
+
+    def revive(self, partition: int) -> None:
+        """Make a dead partition active again."""
+        self.state[partition] = ACTIVE
+        self.epoch[partition] += 1
+        self.since[partition] = self.known_high[partition] = 0
+        self.problems.pop(partition, None)
+        self.reasons.pop(partition, None)
 
     def serves(self, partition: int) -> bool:
         """Whether streams may be opened."""
@@ -98,3 +154,40 @@ class Partitions:
         return PartitionNotActiveError(
             f"partition {partition} is {state} here", hint="ask the server where it is active"
         )
+
+
+class DurableMarkers:
+    """The newest complete marker of each partition that is durable.
+
+    Args:
+        complete, horizon: each partition's last complete marker and largest horizon of all that is durable so far,
+            shape (1024,).
+
+    Attributes:
+        seqno: the markers, uint64, shape (1024,).
+    """
+
+    def __init__(self, complete: U64, horizon: U64) -> None:
+        self.seqno = complete.copy()
+        self._horizon = horizon.copy()
+        self._incomplete = bool((horizon > complete).any())
+
+    def became_durable(self, tables: Sequence[Runs]) -> None:
+        """Take note of run tables that are durable from now on, in the order of their numbering."""
+        runs = tables[0] if len(tables) == 1 else _joined(tables)
+        if not self._incomplete and (runs["horizon"] == runs["end_seqno"]).all():
+            # For a repeated index numpy keeps the last assignment, which is the newest run of the partition.
+            self.seqno[runs["partition"]] = runs["end_seqno"]
+            self._horizon[runs["partition"]] = runs["end_seqno"]
+            return
+        for table in tables:
+            partitions, ends = table["partition"], table["end_seqno"]
+            horizons = np.maximum(self._horizon[partitions], table["horizon"])
+            self._horizon[partitions] = horizons
+            done = horizons == ends
+            self.seqno[partitions[done]] = ends[done]
+        self._incomplete = bool((self._horizon > self.seqno).any())
+
+
+def _joined(tables: Sequence[Runs]) -> Runs:
+    return np.frombuffer(b"".join([table.tobytes() for table in tables]), RUN)

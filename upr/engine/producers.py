@@ -1,142 +1,287 @@
 """Producer numbers: a Write that is sent again is answered again, not applied again.
 
-For each producer and partition the newest number and the seqnos given to it are known ("Writing" in the
-design). Within one process the answers of a producer's last writes are remembered whole as well, so that a
-pipeline of several writes that is sent again gets each of its answers; after a restart an older number of the
-pipeline is known to be applied, but its seqnos are not known any more.
+A producer has one sequence of rising numbers over all its calls. In each partition the newest number that was applied
+decides: that and all below it were applied or given up, whatever is above is new. So two things must never happen in
+a call: that a write overtakes one before it, and that a partition takes a write behind one that it refused. Then what
+a partition took of a sequence is always its beginning, and what was refused need not be remembered.
 
-That a partition refused its part of a number is known only while the producer is in memory: later, once a later
-number was applied in it, the refused part counts as applied.
+What is in the tail is known by the tail's entries, what was flushed by the store; a producer itself is small.
+
+Numbers of places (see ``upr_protocol.places``) are for several who send under one name what may not be the same. The
+content that has a place is stored like the number of a partition, of "partition" 1024 + place. It stays when what was
+applied is undone: then only the same content may come there again.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from upr.engine.tail import TailEntry
-from upr.storage.keyspace import ProducerRow
+from upr.engine.tail import Tail, TailEntry
+from upr.storage.keyspace import PRODUCER, ProducerNumbers, ProducerRow
 from upr_protocol.block import Runs
-from upr_protocol.limits import PARTITIONS, WRITES_IN_FLIGHT_MAX
-
-ANSWERS_KEPT = 2 * WRITES_IN_FLIGHT_MAX
+from upr_protocol.errors import ContentDiffersError, InvalidArgumentError, OutOfOrderError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.limits import PARTITIONS, PRODUCER_BYTES, WRITE_NUMBER_MAX
+from upr_protocol.places import FIRST_PLACE_NUMBER, place_is_taken, place_number, place_of
 
 
 @dataclass(slots=True)
-class Answer:
-    """What a Write was given: its runs with seqnos, and a tail entry with which it is surely durable."""
+class Known:
+    """What of a Write was applied before.
 
+    Attributes:
+        seen: bool, one a run: whether the partition has taken this number, or a later one.
+        runs: those runs with the seqnos given, 0 and 0 where they are not known any more.
+        entry: a tail entry with which they are surely durable; -1: they are already.
+    """
+
+    seen: npt.NDArray[np.bool_]
     runs: Runs
     entry: int
 
 
-class Newest:
-    """For each partition the newest number of one producer and the seqnos it was given, as columns.
-
-    Attributes, uint64 of shape (1024,): numbers, starts, ends, times.
-    """
-
-    __slots__ = ("ends", "numbers", "starts", "times")
-
-    def __init__(self) -> None:
-        self.numbers, self.starts, self.ends, self.times = (
-            np.zeros(PARTITIONS, np.uint64) for _ in range(4)
-        )
-
-    def applied(self, number: int, runs: Runs, time: int) -> None:
-        """Take note of a Write that was numbered; numbers only rise."""
-        partitions = runs["partition"]
-        self.numbers[partitions] = number
-        self.starts[partitions] = runs["start_seqno"]
-        self.ends[partitions] = runs["end_seqno"]
-        self.times[partitions] = time
-
-
 class Producer:
-    """One producer.
+    """One producer that has an open call, or something in the tail.
 
     Attributes:
-        last_number: the newest number applied anywhere.
+        last_number: no number above it was applied anywhere.
         calls: open Write calls.
-        last_entry: the tail entry of its newest write.
-        loaded: whether what the store knows of it was taken in.
+        loaded: whether ``last_number`` counts what the store knows.
     """
 
-    __slots__ = ("_answers", "_newest", "_refused", "calls", "last_entry", "last_number", "loaded")
+    __slots__ = ("_entries", "_newest", "_numbers", "calls", "last_number", "loaded")
 
     def __init__(self) -> None:
-        self._newest = Newest()
-        self._answers: OrderedDict[int, Answer] = OrderedDict()
-        self._refused: OrderedDict[int, npt.NDArray[np.uint16]] = OrderedDict()
+        # Of its entries in the tail, ascending by number.
+        self._numbers, self._entries = array("Q"), array("Q")
+        self._newest: npt.NDArray[np.int64] | None = None
         self.last_number = 0
         self.calls = 0
-        self.last_entry = -1
         self.loaded = False
+
+    @property
+    def in_tail(self) -> bool:
+        return bool(self._entries)
 
     def applied(self, entry: TailEntry, number_in_tail: int) -> None:
         """Take note of a Write that was numbered, and became the tail's entry of that number."""
-        self.last_number = max(self.last_number, entry.number)
-        self.last_entry = number_in_tail
-        self._newest.applied(entry.number, entry.runs, entry.time)
-        refused = self._refused.pop(entry.number, None)
-        if refused is not None:
-            self.refused(entry.number, np.setdiff1d(refused, entry.runs["partition"]))
-        if entry.whole:
-            self._answers[entry.number] = Answer(entry.runs, number_in_tail)
-        if len(self._answers) > ANSWERS_KEPT:
-            self._answers.popitem(last=False)
+        number = entry.number
+        if number > self.last_number:
+            self.last_number = number
+            self._numbers.append(number)
+            self._entries.append(number_in_tail)
+        else:
+            at = bisect_right(self._numbers, number)
+            self._numbers.insert(at, number)
+            self._entries.insert(at, number_in_tail)
+        if self._newest is not None:
+            self._newest[entry.runs["partition"]] = number_in_tail
 
-    def refused(self, number: int, partitions: npt.NDArray[np.uint16]) -> None:
-        """Take note that partitions refused their part of a Write."""
-        self._refused[number] = partitions.copy()
-        if len(self._refused) > ANSWERS_KEPT:
-            self._refused.popitem(last=False)
+    def drop_before(self, first: int) -> None:
+        """Forget the tail's entries below a number: they are in the store."""
+        self._newest = None
+        if self._entries:
+            keep = np.array(self._entries) >= first
+            self._numbers = array("Q", np.array(self._numbers)[keep].tobytes())
+            self._entries = array("Q", np.array(self._entries)[keep].tobytes())
 
-    def known(self, number: int, runs: Runs) -> Answer | None:
-        """Return the answer to a number that was applied already, or None.
+    def check_place(self, number: int, stored: Mapping[int, ProducerRow]) -> None:
+        """Check that the place of a number is free, or has the content that the number is of.
 
-        A partition in which the number is not the newest any more gets 0 and 0 as its seqnos. One that refused the
-        number and took a later one is left out: an older value must not come behind a newer one.
+        Args:
+            stored: as in ``known``; needed for a number that is not above the producer's last.
+
+        Raises:
+            ContentDiffersError: it has another content, or was passed over.
         """
-        answer = self._answers.get(number)
-        if answer is not None:
-            return answer
+        place = place_of(number)
+        row = stored.get(PARTITIONS + place)
+        of_place = [] if row is None else [row.number]
+        at = bisect_left(self._numbers, place_number(place, b""))
+        of_place += self._numbers[at : at + 1]
+        if place_is_taken(number, self.last_number, of_place):
+            raise ContentDiffersError(
+                f"place {place} of write {number} has another content, or was passed over",
+                hint="write this content, and what is behind it, under another name: one with a digest of it is safe",
+            )
+
+    def known(
+        self, number: int, runs: Runs, tail: Tail, stored: Mapping[int, ProducerRow]
+    ) -> Known:
+        """Return what of a Write was applied before.
+
+        Args:
+            stored: what the store knows of the producer by partition, read since the tail was last shortened.
+        """
         partitions = runs["partition"]
-        seen = self._newest.numbers[partitions] >= number
-        if not seen.any():
-            return None
-        refused = self._refused.get(number)
-        if refused is not None:
-            seen &= ~np.isin(partitions, refused) | (self._newest.numbers[partitions] == number)
-        told = runs[seen].copy()
-        exact = self._newest.numbers[told["partition"]] == number
-        told["start_seqno"] = np.where(exact, self._newest.starts[told["partition"]], 0)
-        told["end_seqno"] = np.where(exact, self._newest.ends[told["partition"]], 0)
-        # Which entry it became is not known any more; with the producer's newest one it is surely durable.
-        return Answer(told, self.last_entry)
+        at = self._newest_entries(tail)[partitions].tolist()
+        numbers = {entry: tail[entry].number for entry in set(at) if entry >= 0}
+        seen = np.zeros(len(runs), bool)
+        told = runs.copy()
+        told["start_seqno"] = told["end_seqno"] = 0
+        durable_with = -1
+        for i, (partition, entry) in enumerate(zip(partitions.tolist(), at, strict=True)):
+            if entry >= 0:
+                if numbers[entry] >= number:
+                    seen[i] = True
+                    durable_with = max(durable_with, entry)
+                continue
+            row = stored.get(partition)
+            if row is not None and row.number >= number:
+                seen[i] = True
+                if row.number == number:
+                    told["start_seqno"][i], told["end_seqno"][i] = row.start_seqno, row.end_seqno
+        first, last = bisect_left(self._numbers, number), bisect_right(self._numbers, number)
+        for entry in self._entries[first:last]:
+            given = tail[entry].runs
+            here = np.minimum(np.searchsorted(given["partition"], partitions), len(given) - 1)
+            same = given["partition"][here] == partitions
+            for column in ("start_seqno", "end_seqno"):
+                told[column][same] = given[column][here[same]]
+        return Known(seen, told[seen], durable_with)
 
-    def load(self, rows: Mapping[int, ProducerRow]) -> None:
-        """Take in stored rows; what is known already is newer."""
-        newest = self._newest
-        for partition, row in rows.items():
-            if row.number > int(newest.numbers[partition]):
-                newest.numbers[partition] = row.number
-                newest.starts[partition] = row.start_seqno
-                newest.ends[partition] = row.end_seqno
-                newest.times[partition] = row.time
-                self.last_number = max(self.last_number, row.number)
-        self.loaded = True
+    def _newest_entries(self, tail: Tail) -> npt.NDArray[np.int64]:
+        """Return for each partition the newest of the producer's entries in the tail, -1 for none; shape (1024,).
+
+        Made for those who send something again, and kept until the next flush.
+        """
+        if self._newest is None:
+            newest = np.full(PARTITIONS, -1, np.int64)
+            entries = sorted(self._entries)
+            if entries:
+                tables = [tail[entry].runs["partition"] for entry in entries]
+                owners = np.repeat(np.array(entries, np.int64), [len(table) for table in tables])
+                newest[np.concatenate(tables)] = owners
+            self._newest = newest
+        return self._newest
 
 
-def newest_of(entries: Iterable[TailEntry]) -> dict[bytes, Newest]:
-    """Return what consecutive tail entries make of their producers: what a flush of them must store."""
-    producers: dict[bytes, Newest] = {}
-    for entry in entries:
-        if entry.producer:
-            newest = producers.get(entry.producer)
-            if newest is None:
-                newest = producers[entry.producer] = Newest()
-            newest.applied(entry.number, entry.runs, entry.time)
-    return producers
+def producer_bytes(name: bytes) -> int:
+    """Return about how much memory a producer takes beside its entries in the tail."""
+    return PRODUCER_BYTES + len(name)
+
+
+class ProducerCall:
+    """One open Write call of a producer: what it carried so far.
+
+    Attributes:
+        name: the producer's.
+        producer: shared with its other calls.
+        carried: the number of the newest write that the call took, 0 for none.
+        refusing: partitions that refused their part of a write. They take nothing more of this call: an older value
+            must not come behind a newer one, and a write that was refused must not be below one that was applied.
+    """
+
+    __slots__ = ("carried", "name", "producer", "refusing")
+
+    def __init__(self, name: bytes, producer: Producer) -> None:
+        self.name = name
+        self.producer = producer
+        self.carried = 0
+        self.refusing: set[int] = set()
+
+    def check(self, number: int, previous_number: int) -> None:
+        """Check that a write follows the one before it.
+
+        Raises:
+            InvalidArgumentError: the number is out of its range.
+            OutOfOrderError: a write before it is missing, or was refused; it would overtake that one.
+        """
+        if not 0 < number <= WRITE_NUMBER_MAX:
+            raise InvalidArgumentError(f"write number is {number}; must be 1 to 2^63 - 1")
+        if previous_number != self.carried:
+            raise OutOfOrderError(
+                f"write {number} names {previous_number} as the number before it, this call's last was {self.carried}",
+                hint="send what was refused again, under new numbers, and then what is behind it",
+            )
+
+
+class NewestNumbers:
+    """What consecutive tail entries make of their producers: what must be stored with their rows.
+
+    Args:
+        entries: oldest first.
+        logs: the partitions' failover logs.
+    """
+
+    def __init__(self, entries: Sequence[TailEntry], logs: Sequence[FailoverLog]) -> None:
+        self._logs = logs
+        by_name: dict[bytes, list[TailEntry]] = {}
+        for entry in entries:
+            if entry.producer:
+                by_name.setdefault(entry.producer, []).append(entry)
+        self._names = list(by_name)
+        self._times = [several[-1].time for several in by_name.values()]
+        tables = [_newest_of(several) for several in by_name.values()]
+        self._owners = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+        self._table = np.concatenate(tables) if tables else np.zeros(0, PRODUCER)
+        self._places = [_places_of(several) for several in by_name.values()]
+        order = np.argsort(self._table["partition"], kind="stable")
+        self._owners, self._table = self._owners[order], self._table[order]
+
+    def of(self, first: int, last: int, ends: Mapping[int, int]) -> dict[bytes, ProducerNumbers]:
+        """Return by name what is to be stored when the partitions from first up to before last are, up to these ends.
+
+        A number whose seqnos lie above stays out; what is stored later of the partition brings it.
+        """
+        if not self._names:
+            return {}
+        begin, end = np.searchsorted(self._table["partition"], (first, last)).tolist()
+        limits = np.zeros(PARTITIONS, np.uint64)
+        limits[list(ends)] = list(ends.values())
+        table, owners = self._table[begin:end], self._owners[begin:end]
+        below = table["end_seqno"] <= limits[table["partition"]]
+        table, owners = table[below], owners[below]
+        table["failover_id"] = [
+            self._logs[partition].id_at(seqno)
+            for partition, seqno in zip(
+                table["partition"].tolist(), table["end_seqno"].tolist(), strict=True
+            )
+        ]
+        order = np.argsort(owners, kind="stable")
+        table, owners = table[order], owners[order]
+        edges = [*np.flatnonzero(np.diff(owners, prepend=-1)).tolist(), len(owners)]
+        return {
+            self._names[owners[a]]: ProducerNumbers(
+                np.concatenate((table[a:b], self._places[owners[a]])), self._times[owners[a]]
+            )
+            for a, b in pairwise(edges)
+        }
+
+
+def _newest_of(entries: Sequence[TailEntry]) -> npt.NDArray[np.void]:
+    """Return the newest number in each partition of one producer's entries, ascending by partition."""
+    runs = entries[0].runs
+    numbers = np.full(len(runs), entries[0].number, np.uint64)
+    if len(entries) > 1:
+        counts = [len(entry.runs) for entry in entries]
+        runs = np.concatenate([entry.runs for entry in entries])
+        numbers = np.repeat(np.array([entry.number for entry in entries], np.uint64), counts)
+        newest = np.full(PARTITIONS, -1, np.int64)
+        newest[runs["partition"]] = np.arange(len(runs))
+        newest = newest[newest >= 0]
+        runs, numbers = runs[newest], numbers[newest]
+    table = np.zeros(len(runs), PRODUCER)
+    table["partition"] = runs["partition"]
+    table["number"] = numbers
+    table["start_seqno"] = runs["start_seqno"]
+    table["end_seqno"] = runs["end_seqno"]
+    return table
+
+
+def _places_of(entries: Sequence[TailEntry]) -> npt.NDArray[np.void]:
+    """Return the contents of one producer's places as rows of further partitions, ascending."""
+    places = {
+        place_of(entry.number): entry.number
+        for entry in entries
+        if entry.number >= FIRST_PLACE_NUMBER
+    }
+    return np.array(
+        [(PARTITIONS + place, number, 0, 0, 0) for place, number in sorted(places.items())],
+        PRODUCER,
+    )

@@ -1,14 +1,43 @@
-"""What is said about streams: how they are asked for, what the answer is, what they send, why they end."""
+"""Stream values: start requests, their answers, frames, end reasons.
+
+A stream with ``until_exact`` is served only what is complete at or below that seqno. A run that reaches beyond it, or
+that lacks rows which were superseded beyond it, cannot be shown in part: the stream ends instead.
+"""
 
 from dataclasses import dataclass
 from typing import Final
 
-from upr.storage.by_time import StoredBeginning
-from upr.storage.showing import Showing
-from upr_protocol.errors import DataDamagedError, InvalidArgumentError, UprError
+from upr.storage.read import Showing
+from upr.storage.search import StoredBeginning
+from upr_protocol.errors import DataDamagedError, InvalidArgumentError, SnapshotGoneError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import StartAnswer
 from upr_protocol.limits import PARTITIONS
+
+
+def no_such_end(partition: int, exact: int, seqno: int, high: int) -> SnapshotGoneError | None:
+    """Return why a stream from ``seqno`` to ``exact`` cannot be opened, None when it can."""
+    if exact > high:
+        return _snapshot_gone(partition, exact, f"its high seqno is {high}")
+    if exact < seqno:
+        return _snapshot_gone(partition, exact, f"the client is at {seqno} already")
+    return None
+
+
+def beyond_end(partition: int, exact: int, at: int, end: int, horizon: int) -> SnapshotGoneError:
+    """Return why a run cannot be sent to a stream that stands at ``at``; its horizon is above ``exact``."""
+    if end > exact:
+        why = f"what is above seqno {at} is merged up to {end}"
+    else:
+        why = f"what ends at seqno {end} is complete at {horizon} only"
+    return _snapshot_gone(partition, exact, why)
+
+
+def _snapshot_gone(partition: int, exact: int, why: str) -> SnapshotGoneError:
+    return SnapshotGoneError(
+        f"partition {partition} cannot be served as of seqno {exact}: {why}",
+        hint="make a new cut and follow to that one",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +67,7 @@ class StartRequest:
 
     Attributes:
         from_now, from_time: where a client that has nothing begins, if not at the beginning; microseconds since the epoch.
+        horizon: the largest one that the client has received and no marker has reached, None where it is not known.
         stored: for ``from_time``, what the search of the store came to; None while it ``needs_search``.
     """
 
@@ -51,6 +81,7 @@ class StartRequest:
     from_now: bool = False
     from_time: int | None = None
     stored: StoredBeginning | DataDamagedError | None = None
+    horizon: int | None = None
 
     @property
     def chooses_beginning(self) -> bool:
@@ -157,6 +188,19 @@ BUCKET_GONE: Final = EndReason(
     "if it is created anew, begin from 0 with its new version",
 )
 SHUTTING_DOWN: Final = EndReason("SHUTTING_DOWN", True, "the server is stopping", "connect again")
+
+
+TOO_SLOW: Final = "TOO_SLOW"
+
+
+def too_slow(seconds: float) -> EndReason:
+    """Return why the streams of a consumer end whose connection takes nothing."""
+    return EndReason(
+        TOO_SLOW,
+        True,
+        f"the consumer's connection took nothing for {seconds:g} s while something waited to be sent",
+        "receive while the application works, or ask for a smaller credit; connect again to go on",
+    )
 
 
 def purged(partition: int, at: int, seqno: int) -> EndReason:

@@ -30,7 +30,6 @@ class TailEntry:
         producer, number: who wrote it; empty and 0 without a producer.
         time: when it was numbered, microseconds since the epoch.
         commit: the journal commit it belongs to, 0 while none was taken.
-        whole: whether it holds all that was written; after recovery what is stored already is left out.
     """
 
     runs: Runs
@@ -39,7 +38,6 @@ class TailEntry:
     number: int
     time: int
     commit: int = 0
-    whole: bool = True
 
     @property
     def size(self) -> int:

@@ -1,16 +1,272 @@
-"""AdminService: what an operator asks."""
+"""AdminService: what an operator asks and orders: buckets, consumers, purges, partitions, the process and its storage."""
 
-from upr.service.buckets import BucketMethods
-from upr.service.catalog import Catalog, chosen_partitions
-from upr.service.consumers import ConsumerMethods
-from upr.service.handshake import Context, answering
-from upr.service.purge_methods import PurgeMethods
-from upr.service.status import Process, StatusMethods
-from upr_protocol.wire.codec import problem_of
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import lmdb
+import numpy as np
+
+from upr import __version__
+from upr.engine.bucket import Bucket
+from upr.engine.consumers import Consumer, Save
+from upr.engine.groups import Group
+from upr.engine.partitions import DEAD
+from upr.engine.streams import POSITIONS_RESET
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog, DamagedBucket
+from upr.service.calls import answering, chosen_partitions, loop_micros
+from upr.service.clock import Clock
+from upr.service.follow import beginnings
+from upr.service.overload.intake import Context
+from upr.service.overload.process import BOUNDS_MS, LoopDelays, memory_bytes
+from upr.service.trouble import words_of
+from upr.storage.blocks import stretches
+from upr_protocol.errors import (
+    BucketGoneError,
+    ConsumerNotFoundError,
+    DataDamagedError,
+    InvalidArgumentError,
+    StorageFailedError,
+    UprError,
+    shown,
+)
+from upr_protocol.limits import PARTITIONS, QUOTA_BYTES_MAX, check_name
+from upr_protocol.position import Position
+from upr_protocol.wire.codec import position_to_message, problem_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 
-class AdminMethods(BucketMethods, ConsumerMethods, PurgeMethods, StatusMethods):
+def check_quota(quota_bytes: int) -> int:
+    """Return a quota, or raise InvalidArgumentError."""
+    if quota_bytes > QUOTA_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"a quota of {quota_bytes} bytes, the limit is {QUOTA_BYTES_MAX}"
+        )
+    return quota_bytes
+
+
+async def _bucket_info(host: BucketService) -> admin.BucketInfo | None:
+    """Return what is listed of a bucket; None for one that is dropped meanwhile."""
+    bucket = host.bucket
+    problem = host.problem
+    used = 0
+    try:
+        used = await host.disk.in_reader(host.disk.store.used_bytes)
+    except BucketGoneError:
+        return None
+    except lmdb.Error as error:
+        problem = problem or StorageFailedError(f"the store cannot be read: {words_of(error)}")
+    return admin.BucketInfo(
+        name=bucket.identity.name,
+        version=bucket.identity.version,
+        compression=bucket.identity.compression,
+        mutations=int(bucket.partitions.high.sum()),
+        used_bytes=used,
+        quota_bytes=host.disk.quota.limit,
+        problem=problem_of(problem) if problem is not None else None,
+    )
+
+
+def _damaged_info(damaged: DamagedBucket) -> admin.BucketInfo:
+    return admin.BucketInfo(
+        name=damaged.name, version=damaged.version, problem=problem_of(damaged.problem)
+    )
+
+
+LIST_BYTES = 4 * 2**20
+"""An answer that has more takes no further consumer; one of them takes up to about 300 KiB."""
+
+
+def _is_known(name: str, bucket: Bucket) -> bool:
+    """Whether a consumer is registered, has a call open, or saves its first positions."""
+    consumers = bucket.consumer_positions
+    if name in consumers or name in bucket.consumers or bucket.owners.group(name) is not None:
+        return True
+    return bool(consumers.saves.of(name))
+
+
+def _reset(
+    name: str,
+    bucket: Bucket,
+    partitions: Sequence[int],
+    seqnos: Mapping[int, int] | None,
+    now: int,
+) -> tuple[Save, list[wire.Position]]:
+    """Return the save that sets positions: to seqnos that are markers, or removes them; and what it is to store."""
+    table, columns = bucket.partitions, np.array(partitions, np.int64)
+    if seqnos is None:
+        zeros = np.zeros(len(columns), np.uint64)
+        return Save(name, 0, columns, zeros, zeros, None, now), []
+    positions = []
+    for partition in partitions:
+        seqno, newest = seqnos[partition], int(table.newest_id[partition])
+        position = Position(
+            bucket.identity.version,
+            newest,
+            newest if seqno else None,
+            seqno,
+            seqno,
+            (seqno,) if seqno else (),
+            table.logs[partition],
+        )
+        positions.append(position_to_message(partition, position))
+    at = np.array([seqnos[partition] for partition in partitions], np.uint64)
+    save = Save(name, 0, columns, table.newest_id[columns], at, (), now)
+    return save, positions
+
+
+def _consumer_info(name: str, consumer: Consumer, bucket: Bucket) -> admin.ConsumerInfo:
+    known = consumer.known
+    ahead = np.maximum(bucket.partitions.high, consumer.seqno) - consumer.seqno
+    group = bucket.owners.group(name)
+    return admin.ConsumerInfo(
+        name=name,
+        connected=name in bucket.consumers or (group is not None and group.has_calls),
+        generation=max(consumer.generation, bucket.owners.generation(name)),
+        last_ack_time=consumer.last_ack_time,
+        partitions=int(known.sum()),
+        lag=int(ahead[known].sum()),
+        members=[] if group is None else _members(group),
+    )
+
+
+def _members(group: Group) -> list[admin.MemberInfo]:
+    now = loop_micros()
+    found = []
+    for member in group:
+        partitions, releasing = group.counts(member)
+        left = max(member.expires - now, 0) if member.live else 0
+        found.append(
+            admin.MemberInfo(
+                name=member.name,
+                peer=member.seat.call.peer if member.seat is not None else "",
+                partitions=partitions,
+                releasing=releasing,
+                lease_seconds=member.lease / 1e6,
+                lease_left_seconds=left / 1e6,
+            )
+        )
+    return found
+
+
+def _positions(
+    name: str, consumer: Consumer, bucket: Bucket, partitions: Sequence[int]
+) -> list[admin.ConsumerPosition]:
+    group = bucket.owners.group(name)
+    owners = {} if group is None else group.owner_names()
+    columns = (
+        consumer.failover_id[partitions].tolist(),
+        consumer.seqno[partitions].tolist(),
+        consumer.time[partitions].tolist(),
+        bucket.partitions.high[partitions].tolist(),
+    )
+    return [
+        admin.ConsumerPosition(
+            partition=partition,
+            failover_id=failover_id,
+            seqno=seqno,
+            member=owners.get(partition, ""),
+            high_seqno=high,
+            time=time,
+        )
+        for partition, failover_id, seqno, time, high in zip(partitions, *columns, strict=True)
+    ]
+
+
+PARTITIONS_AT_ONCE = 32
+"""Looked through in one go of a reader thread, so that streams are read for in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What is known of the server process.
+
+    Attributes:
+        server_id: drawn anew at each start.
+        follow_calls, write_calls: return how many calls are open.
+        delays: how late the event loop was.
+        clock: the server's.
+        began: monotonic seconds.
+    """
+
+    server_id: int
+    follow_calls: Callable[[], int]
+    write_calls: Callable[[], int]
+    delays: LoopDelays = field(default_factory=LoopDelays)
+    clock: Clock = field(default_factory=Clock)
+    began: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class Contents:
+    """What the blocks of a bucket come to; see GetStorageResponse."""
+
+    blocks: int = 0
+    rows: int = 0
+    block_bytes: int = 0
+    unmerged_bytes: int = 0
+
+
+def look_through(host: BucketService, first: int, contents: Contents) -> None:
+    """Add up what PARTITIONS_AT_ONCE partitions hold, from one on; damaged ones are left out."""
+    for partition in range(first, min(first + PARTITIONS_AT_ONCE, PARTITIONS)):
+        try:
+            heads = host.disk.store.heads(partition)
+        except DataDamagedError:
+            continue
+        settled = host.compactor.settled_of(partition, heads)
+        sizes = [stretch.size for stretch in stretches(heads, settled)]
+        contents.blocks += len(heads)
+        contents.rows += sum(head.rows for head in heads)
+        contents.block_bytes += sum(sizes)
+        contents.unmerged_bytes += sum(sizes) - max(sizes, default=0)
+
+
+def _clock_status(clock: Clock) -> admin.ClockStatus:
+    return admin.ClockStatus(
+        off_seconds=clock.off_seconds,
+        jumped_seconds=clock.jumped_seconds,
+        left_seconds=clock.left_seconds,
+    )
+
+
+def _loop_delays(delays: LoopDelays) -> list[admin.LoopDelay]:
+    bounds = [*(bound / 1e3 for bound in BOUNDS_MS), None]
+    return [
+        admin.LoopDelay(up_to_seconds=bound, count=count)
+        for bound, count in zip(bounds, delays.counts, strict=True)
+    ]
+
+
+def _bucket_status(host: BucketService) -> admin.BucketStatus:
+    bucket, problem = host.bucket, host.problem
+    counts = [follower.stream_counts() for follower in bucket.followers]
+    return admin.BucketStatus(
+        name=bucket.identity.name,
+        version=bucket.identity.version,
+        tail_bytes=bucket.tail.bytes,
+        tail_limit_bytes=host.flusher.tail_limit,
+        volatile_bytes=bucket.tail.volatile_bytes,
+        streams=sum(streams for streams, _ in counts),
+        streams_from_store=sum(from_store for _, from_store in counts),
+        cuts=len(bucket.cuts.live(host.disk.clock.now())),
+        quota_bytes=host.disk.quota.limit,
+        damaged_partitions=len(bucket.partitions.problems),
+        problem=problem_of(problem) if problem is not None else None,
+    )
+
+
+def _damaged_status(damaged: DamagedBucket) -> admin.BucketStatus:
+    return admin.BucketStatus(
+        name=damaged.name, version=damaged.version, problem=problem_of(damaged.problem)
+    )
+
+
+class AdminMethods:
     """All of AdminService.
 
     Args:
@@ -20,6 +276,225 @@ class AdminMethods(BucketMethods, ConsumerMethods, PurgeMethods, StatusMethods):
     def __init__(self, catalog: Catalog, process: Process) -> None:
         self._catalog = catalog
         self._process = process
+
+    @answering
+    async def ListBuckets(
+        self, request: admin.ListBucketsRequest, context: Context
+    ) -> admin.ListBucketsResponse:
+        """Return all buckets by name, those that could not be opened too."""
+        found = await asyncio.gather(*(_bucket_info(host) for host in self._catalog.hosts))
+        infos = [info for info in found if info is not None]
+        infos += map(_damaged_info, self._catalog.damaged)
+        return admin.ListBucketsResponse(buckets=sorted(infos, key=lambda info: info.name))
+
+    @answering
+    async def CreateBucket(
+        self, request: admin.CreateBucketRequest, context: Context
+    ) -> admin.CreateBucketResponse:
+        """Make an empty bucket."""
+        check_quota(request.quota_bytes)
+        host = await self._catalog.create(request.name, request.compression)
+        if request.quota_bytes:
+            await host.set_quota(request.quota_bytes)
+        info = await _bucket_info(host)
+        if info is None:
+            raise BucketGoneError(
+                f"bucket {shown(request.name)} was dropped as soon as it was made"
+            )
+        return admin.CreateBucketResponse(bucket=info)
+
+    @answering
+    async def SetBucketQuota(
+        self, request: admin.SetBucketQuotaRequest, context: Context
+    ) -> admin.SetBucketQuotaResponse:
+        """Set what a bucket may take."""
+        host = self._catalog.find(request.bucket)
+        await host.set_quota(check_quota(request.quota_bytes))
+        return admin.SetBucketQuotaResponse(bucket=await _bucket_info(host))
+
+    @answering
+    async def DropBucket(
+        self, request: admin.DropBucketRequest, context: Context
+    ) -> admin.DropBucketResponse:
+        """Remove a bucket with its data; see ``Catalog.drop``."""
+        known = request.HasField("version")
+        version = await self._catalog.drop(request.name, request.version if known else None)
+        return admin.DropBucketResponse(bucket_version=version)
+
+    @answering
+    async def ListConsumers(
+        self, request: admin.ListConsumersRequest, context: Context
+    ) -> admin.ListConsumersResponse:
+        """Return the registered consumers and the groups, by name, as many as go into one answer."""
+        bucket = self._catalog.find(request.bucket).bucket
+        response = admin.ListConsumersResponse(bucket_version=bucket.identity.version)
+        registered = dict(bucket.consumer_positions)
+        size = 0
+        for name in sorted({*registered, *bucket.owners}):
+            if name <= request.after:
+                continue
+            if size >= LIST_BYTES:
+                response.more = True
+                break
+            consumer = registered.get(name, Consumer(0))
+            info = response.consumers.add()
+            info.CopyFrom(_consumer_info(name, consumer, bucket))
+            if request.with_positions:
+                group = bucket.owners.group(name)
+                owned = set() if group is None else group.owner_names().keys()
+                partitions = sorted({*np.flatnonzero(consumer.known).tolist(), *owned})
+                info.positions.extend(_positions(name, consumer, bucket, partitions))
+                # A thousand positions take a millisecond, and there may be a thousand consumers.
+                await asyncio.sleep(0)
+            size += info.ByteSize()
+        return response
+
+    @answering
+    async def ForgetConsumer(
+        self, request: admin.ForgetConsumerRequest, context: Context
+    ) -> admin.ForgetConsumerResponse:
+        """Forget a consumer, in memory and on disk; one that is connected registers again with its next Ack or save."""
+        host = self._catalog.find(request.bucket)
+        forgotten = host.bucket.consumer_positions.forget(check_name(request.name, "consumer"))
+        if forgotten:
+            try:
+                await host.acknowledged.save()
+            except (OSError, lmdb.Error) as error:
+                raise StorageFailedError(
+                    f"consumer {shown(request.name)} is forgotten, but its rows could not be removed yet: {words_of(error)}",
+                    hint="the server tries again by itself; until then a restart brings it back",
+                    retriable=True,
+                ) from error
+        return admin.ForgetConsumerResponse(forgotten=forgotten)
+
+    @answering
+    async def ResetConsumer(
+        self, request: admin.ResetConsumerRequest, context: Context
+    ) -> admin.ResetConsumerResponse:
+        """Set stored positions, durably, and end the consumer's calls; from this step on its owners are fenced."""
+        host = self._catalog.find(request.bucket)
+        bucket, name = host.bucket, check_name(request.name, "consumer")
+        partitions = sorted(chosen_partitions(request.partitions))
+        seqnos: Mapping[int, int] | None = None
+        match request.WhichOneof("to"):
+            case "to_time":
+                seqnos = await beginnings(host, partitions, request.to_time)
+            case "to_now":
+                seqnos = await beginnings(host, partitions, None)
+            case None:
+                raise InvalidArgumentError(
+                    f"no place to reset consumer {shown(name)} to",
+                    hint="to the beginning, now or a time",
+                )
+        if not request.create and not _is_known(name, bucket):
+            raise ConsumerNotFoundError(
+                f"there is no consumer {shown(name)}",
+                hint="'upr-admin consumers' lists them; 'reset --create' stores positions for one that is to come",
+            )
+        save, positions = _reset(name, bucket, partitions, seqnos, host.disk.clock.now())
+        task = host.acknowledged.begin(save, lambda: None)
+        # The room for it comes first, and what is stored tells under which generation.
+        save.generation = bucket.owners.reset(name)
+        if save.positions is not None:
+            for position in positions:
+                position.generation = save.generation
+            save.positions = [position.SerializeToString() for position in positions]
+        sole = bucket.consumers.get(name)
+        if sole is not None:
+            sole.end_call(POSITIONS_RESET)
+        await asyncio.shield(task)
+        consumer = bucket.consumer_positions.get(name)
+        response = admin.ResetConsumerResponse()
+        if consumer is not None:
+            known = [partition for partition in partitions if consumer.known[partition]]
+            response.positions.extend(_positions(name, consumer, bucket, known))
+        return response
+
+    @answering
+    async def Purge(self, request: admin.PurgeRequest, context: Context) -> admin.PurgeResponse:
+        """Purge partitions one after the other; one that is damaged has a problem in the answer."""
+        host = self._catalog.find(request.bucket)
+        ages = host.compactor.ages
+        response = admin.PurgeResponse(
+            bucket_version=host.bucket.identity.version,
+            tombstone_age_seconds=ages.young / 1e6,
+            hold_limit_seconds=ages.held / 1e6,
+        )
+        for partition in sorted(chosen_partitions(request.partitions)):
+            if not host.bucket.partitions.stored[partition]:
+                continue
+            try:
+                result = await host.compactor.purge(partition, dry_run=request.dry_run)
+            except UprError as error:
+                response.partitions.add(partition=partition, problem=problem_of(error))
+                continue
+            if result.tombstones.count:
+                message = response.partitions.add(
+                    partition=partition,
+                    tombstones=result.tombstones.count,
+                    old_tombstones=result.tombstones.old,
+                    purged=result.purged,
+                    purge_seqno=int(host.bucket.partitions.purge[partition]),
+                )
+                for one in result.holders:
+                    message.holders.add(kind=one.kind, name=one.name, seqno=one.seqno)
+        return response
+
+    @answering
+    async def GetStatus(
+        self, request: admin.GetStatusRequest, context: Context
+    ) -> admin.GetStatusResponse:
+        """Return what the process is and uses."""
+        anonymous, mapped = memory_bytes()
+        buckets = [_bucket_status(host) for host in self._catalog.hosts]
+        buckets += map(_damaged_status, self._catalog.damaged)
+        return admin.GetStatusResponse(
+            server_version=__version__,
+            server_id=self._process.server_id,
+            uptime_seconds=time.monotonic() - self._process.began,
+            anonymous_bytes=anonymous,
+            mapped_bytes=mapped,
+            follow_calls=self._process.follow_calls(),
+            write_calls=self._process.write_calls(),
+            buckets=sorted(buckets, key=lambda bucket: bucket.name),
+            loop_delays=_loop_delays(self._process.delays),
+            longest_loop_delay_seconds=self._process.delays.longest_ms / 1e3,
+            clock=_clock_status(self._process.clock),
+        )
+
+    @answering
+    async def GetStorage(
+        self, request: admin.GetStorageRequest, context: Context
+    ) -> admin.GetStorageResponse:
+        """Return what a bucket takes on disk, and what merging did."""
+        host = self._catalog.find(request.bucket)
+        bucket, counters = host.bucket, host.disk.counters
+        contents = Contents()
+        for first in range(0, PARTITIONS, PARTITIONS_AT_ONCE):
+            await host.disk.in_reader(partial(look_through, host, first, contents))
+        used_bytes = await host.disk.in_reader(host.disk.store.used_bytes)
+        return admin.GetStorageResponse(
+            bucket_version=bucket.identity.version,
+            file_bytes=host.disk.store.file_bytes(),
+            used_bytes=used_bytes,
+            journal_bytes=await host.journal_bytes(),
+            tail_bytes=bucket.tail.bytes,
+            blocks=contents.blocks,
+            rows=contents.rows,
+            block_bytes=contents.block_bytes,
+            unmerged_bytes=contents.unmerged_bytes,
+            ingested_bytes=counters.ingested_bytes,
+            journalled_bytes=counters.journalled_bytes,
+            flushed_bytes=counters.flushed_bytes,
+            merge_input_bytes=counters.merge_input_bytes,
+            merge_output_bytes=counters.merge_output_bytes,
+            merge_input_rows=counters.merge_input_rows,
+            merge_output_rows=counters.merge_output_rows,
+            merge_seconds=counters.merge_seconds,
+            purged_tombstones=counters.purged_tombstones,
+            partitions_to_merge=host.compactor.waiting,
+            compression=bucket.identity.compression,
+        )
 
     @answering
     async def GetPartitions(
@@ -40,6 +515,7 @@ class AdminMethods(BucketMethods, ConsumerMethods, PurgeMethods, StatusMethods):
                     purge_seqno=int(table.purge[partition]),
                     failover_id=int(table.newest_id[partition]),
                     problem=problem_of(problem) if problem else None,
+                    dead_since=int(table.since[partition]) if table.state[partition] == DEAD else 0,
                 )
             )
         return admin.GetPartitionsResponse(bucket_version=bucket.identity.version, partitions=infos)

@@ -1,21 +1,26 @@
-"""One Follow call without its I/O: what the client's messages mean, and what it is told next.
+"""The conversation of one Follow call without its I/O: what the client's messages mean, and what it is told next.
 
 The shell in ``follow`` hands in each message and asks for the next one to send only when the one before was handed
 to the transport: nothing but answers waits here. The tests' simulated world drives it too.
+
+Starts whose beginning must be looked for in the store wait (``WaitingStarts``), and those that came behind them: they
+are answered in the order of the requests.
 """
 
 import logging
+import math
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from upr.engine.bucket import Bucket
 from upr.engine.consumers import read_positions
-from upr.engine.follower import Follower
-from upr.engine.plain_starts import PlainStarts
+from upr.engine.follower import Follower, PlainStarts
+from upr.engine.groups import Assignment, Seat
 from upr.engine.streams import (
     SUPERSEDED,
     Answer,
@@ -27,17 +32,161 @@ from upr.engine.streams import (
     Started,
     StartRequest,
 )
-from upr.service.leases import micros
-from upr.service.membership import Membership
-from upr.service.starts import Found, WaitingStarts
-from upr.storage.plain_rows import plain_messages
-from upr_protocol.credit import CreditWindow
-from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_protocol.limits import CONSUMERS_MAX, PARTITIONS
-from upr_protocol.liveness import Liveness
+from upr.service.buckets.keepers import micros
+from upr.storage.read import plain_messages
+from upr.storage.search import StoredBeginning
+from upr_protocol.errors import DataDamagedError, InvalidArgumentError, UprError, shown
+from upr_protocol.flow import CreditWindow, Liveness
+from upr_protocol.limits import (
+    CONSUMERS_MAX,
+    LEASE_SECONDS,
+    LEASE_SECONDS_MAX,
+    LEASE_SECONDS_MIN,
+    PARTITIONS,
+    check_name,
+)
 from upr_protocol.wire.codec import encode_frame, log_to_messages, problem_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
+
+Found = StoredBeginning | DataDamagedError
+
+
+@dataclass(slots=True)
+class _Waiting:
+    requests: Sequence[StartRequest]
+    stopped: set[int] = field(default_factory=set)
+
+
+class WaitingStarts:
+    """The Starts of one call that are not answered yet.
+
+    Args:
+        answer: decides on requests, opens their streams and says so, in one step; then stops the partitions given.
+    """
+
+    def __init__(self, answer: Callable[[Sequence[StartRequest], Iterable[int]], None]) -> None:
+        self._answer = answer
+        self._waiting: deque[_Waiting] = deque()
+        self._searching = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self, requests: Sequence[StartRequest]) -> None:
+        """Take a Start; it is answered at once unless it, or one before it, waits for a search."""
+        self._waiting.append(_Waiting(requests))
+        self._answer_ready()
+
+    def stop(self, partitions: Iterable[int]) -> None:
+        """Have the streams that are not open yet end as soon as they are, before anything is sent of them."""
+        gone = set(partitions)
+        for waiting in self._waiting:
+            waiting.stopped |= gone
+
+    def clear(self) -> None:
+        """Answer none of them: the call ends."""
+        self._waiting.clear()
+
+    def next_search(self) -> list[tuple[int, int]] | None:
+        """Return the (partition, time) pairs to be searched for in the store; None when nothing is to be, or is."""
+        if self._searching or not self._waiting:
+            return None
+        self._searching = True
+        return [
+            (one.partition, one.from_time)
+            for one in self._waiting[0].requests
+            if one.needs_search and one.from_time is not None
+        ]
+
+    def found(self, results: Sequence[Found]) -> None:
+        """Take what the search came to, in the order of what was asked for."""
+        self._searching = False
+        if not self._waiting:
+            return
+        left = iter(results)
+        first = self._waiting[0]
+        first.requests = [
+            replace(one, stored=next(left)) if one.needs_search else one for one in first.requests
+        ]
+        self._answer_ready()
+
+    def _answer_ready(self) -> None:
+        while self._waiting and not any(one.needs_search for one in self._waiting[0].requests):
+            ready = self._waiting.popleft()
+            self._answer(ready.requests, ready.stopped)
+
+
+def read_member(opening: wire.Open) -> tuple[str, int]:
+    """Return the member that an Open names, and its lease in microseconds; "" and 0 for none.
+
+    Raises:
+        InvalidArgumentError: the name or the lease is out of range, or there is no consumer.
+    """
+    lease = opening.lease_seconds
+    if not opening.member:
+        if lease:
+            raise InvalidArgumentError(
+                f"a lease of {lease} seconds without a member", hint="name a member, or no lease"
+            )
+        return "", 0
+    if not opening.consumer:
+        raise InvalidArgumentError(
+            f"member {shown(opening.member)} of no consumer", hint="name the group as the consumer"
+        )
+    lease = LEASE_SECONDS if lease == 0 else lease
+    if math.isnan(lease) or not LEASE_SECONDS_MIN <= lease <= LEASE_SECONDS_MAX:
+        raise InvalidArgumentError(
+            f"a lease of {lease} seconds, it is {LEASE_SECONDS_MIN:g} to {LEASE_SECONDS_MAX:g}",
+            hint="0 means the default",
+        )
+    return check_name(opening.member, "member"), micros(lease)
+
+
+class Membership:
+    """The part of a call that concerns its member.
+
+    Args:
+        seat: of the call.
+    """
+
+    def __init__(self, follower: Follower, seat: Seat) -> None:
+        self._follower = follower
+        self._seat = seat
+
+    def heard(self, now: float) -> None:
+        """Any message of the client renews the lease; ``now`` in seconds."""
+        self._seat.heard(micros(now))
+
+    def release(self, partitions: list[int], now: float) -> None:
+        """The member hands partitions over: their streams end in the same step.
+
+        Raises:
+            InvalidArgumentError: they are more than there are.
+        """
+        if len(partitions) > PARTITIONS:
+            raise InvalidArgumentError(
+                f"a Release of {len(partitions)} partitions, the limit is {PARTITIONS}"
+            )
+        owned = self._seat.owned_among(partitions)
+        self._follower.stop(owned)
+        self._seat.release(owned, micros(now))
+
+    def next_message(self) -> wire.FollowResponse | None:
+        """Return the newest Assignment, once; None when there is none that was not told."""
+        assignment = self._seat.take_assignment()
+        return None if assignment is None else _assignment_message(assignment)
+
+
+def _assignment_message(assignment: Assignment) -> wire.FollowResponse:
+    return wire.FollowResponse(
+        assignment=wire.Assignment(
+            generation=assignment.generation,
+            owned=assignment.owned,
+            to_release=assignment.to_release,
+        )
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +194,7 @@ SILENT: Final = EndReason("SILENT", True, "the consumer said nothing for three h
 _POSITION = struct.Struct("<IQ")
 
 
-class Saying(NamedTuple):
+class Outgoing(NamedTuple):
     """What is to be sent.
 
     Args:
@@ -238,7 +387,7 @@ class Conversation:
 
     # What the server says
 
-    def next_message(self, now: float) -> Saying | None:
+    def next_message(self, now: float) -> Outgoing | None:
         """Return what to send next: answers, then ends of streams, then a heartbeat if one is due, then the end of the
         call, then a frame. None when there is nothing to be said now.
 
@@ -247,13 +396,13 @@ class Conversation:
         if self.over:
             return None
         if self._out:
-            return Saying(self._out.popleft())
+            return Outgoing(self._out.popleft())
         if not self._ended:
             self._ended.extend(self.follower.take_ended())
         if self._ended:
-            return Saying(wire.FollowResponse(ended=_ended_message(self._ended.popleft())))
+            return Outgoing(wire.FollowResponse(ended=_ended_message(self._ended.popleft())))
         if self._member is not None and (message := self._member.next_message()) is not None:
-            return Saying(message)
+            return Outgoing(message)
         # By the clock of the last heartbeat, not of the last frame: a consumer that is sent frames for long may
         # have no reason to say anything, and its answer to a heartbeat is what shows that it is there.
         if self._beat_now or self.liveness.heartbeat_due(now):
@@ -261,21 +410,21 @@ class Conversation:
             self.liveness.sent(now)
             moved = self.follower.moved_high_seqnos()
             beat = wire.Heartbeat(high_seqnos=moved.tobytes())
-            return Saying(wire.FollowResponse(heartbeat=beat))
+            return Outgoing(wire.FollowResponse(heartbeat=beat))
         if self.ending is not None:
             self.over = True
             ended = wire.Ended(problem=_problem(self.ending))
-            return Saying(wire.FollowResponse(ended=ended))
+            return Outgoing(wire.FollowResponse(ended=ended))
         return self._next_frame()
 
-    def _next_frame(self) -> Saying | None:
+    def _next_frame(self) -> Outgoing | None:
         frame = self.follower.next_frame()
         if frame is None:
             return None
         raised = b"".join(_POSITION.pack(*one) for one in self.follower.take_purge_seqnos())
         if self.follower.options.plain_rows:
-            return Saying(plain_messages(frame.blocks, frame.tokens, raised), frame)
-        return Saying(encode_frame(frame.blocks, frame.tokens, raised), frame)
+            return Outgoing(plain_messages(frame.blocks, frame.tokens, raised), frame)
+        return Outgoing(encode_frame(frame.blocks, frame.tokens, raised), frame)
 
 
 def _request(one: wire.StartPartition) -> StartRequest:
@@ -289,6 +438,7 @@ def _request(one: wire.StartPartition) -> StartRequest:
         one.until_exact if one.HasField("until_exact") else None,
         one.from_now,
         one.from_time if one.HasField("from_time") else None,
+        horizon=one.horizon if one.HasField("horizon") else None,
     )
 
 

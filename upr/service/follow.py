@@ -7,39 +7,44 @@ meets the end of the call loses messages it had received.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+import math
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
+import lmdb
 
-from upr import __version__
 from upr.engine.bucket import Bucket
-from upr.engine.streams import BUCKET_GONE, SHUTTING_DOWN, FollowOptions, FrameOut
-from upr.service.beginnings import search_stored
-from upr.service.catalog import Catalog, check_name
-from upr.service.conversation import Conversation, Saying
-from upr.service.handshake import Context, abort, read_open
-from upr.service.host import BucketHost, now_micros
-from upr.service.membership import read_member
-from upr.service.positions import PositionMethods
+from upr.engine.follower import Beginnings
+from upr.engine.streams import (
+    BUCKET_GONE,
+    TOO_SLOW,
+    EndReason,
+    FollowOptions,
+    FrameOut,
+    too_slow,
+)
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.calls import parsed
+from upr.service.conversation import Conversation, Found, Outgoing
+from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
+from upr.service.overload.intake import Context, Intake, shed_error
+from upr.service.trouble import words_of
+from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
-from upr_protocol.credit import CreditWindow
 from upr_protocol.errors import (
     BucketGoneError,
     DataDamagedError,
     InvalidArgumentError,
-    ShuttingDownError,
     UprError,
 )
+from upr_protocol.flow import CreditWindow, Liveness
 from upr_protocol.limits import (
-    CREDIT_BYTES,
-    CREDIT_BYTES_MAX,
-    FOLLOW_CALLS_MAX,
-    KEY_BYTES_MAX,
+    FOLLOW_REQUEST_BYTES_MAX,
+    FRAME_BYTES,
 )
-from upr_protocol.liveness import Liveness
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
-from upr_protocol.wire.v1 import types_pb2 as types
 
 log = logging.getLogger(__name__)
 
@@ -51,107 +56,32 @@ eight followers of single writes cannot be woken for each of them."""
 HALF_CLOSE_SECONDS = 5.0
 PLAIN_AT_ONCE_BYTES = 32 * 2**10
 """Frames of plain rows from this size on are made in a thread."""
+SLOW_BYTES_A_SECOND = 64 * 2**10
+"""A message larger than a frame has so much more time to be taken."""
 UNSENT_ANSWERS_MAX = 4
 LOST_SECONDS = 0.05
 
 
-class ChangeStreamMethods(PositionMethods):
-    """All of ChangeStreamService.
-
-    Args:
-        server_id: drawn anew at each start of the server.
-        heartbeat_seconds: for clients that ask for none.
-    """
-
-    def __init__(self, catalog: Catalog, server_id: int, heartbeat_seconds: float) -> None:
-        super().__init__(catalog)
-        self._server_id = server_id
-        self._heartbeat_seconds = heartbeat_seconds
-        self._calls: set[_FollowCall] = set()
-        self._stopping = False
-
-    async def Follow(self, request_iterator: object, context: Context) -> None:
-        """Serve one call; see ``change_stream_service.proto``."""
-        try:
-            call = await self._open(context)
-        except UprError as error:
-            await abort(context, error)
-        self._calls.add(call)
-        try:
-            await call.run()
-        finally:
-            self._calls.discard(call)
-            call.close()
-
-    async def _open(self, context: Context) -> "_FollowCall":
-        opening = await read_open(context, "Follow", len(self._calls), FOLLOW_CALLS_MAX)
-        if self._stopping:
-            raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
-        host = self._catalog.of(opening)
-        if opening.stability not in types.Stability.values():
-            raise InvalidArgumentError(f"stability {opening.stability} is unknown")
-        window = opening.credit_bytes or CREDIT_BYTES
-        if window > CREDIT_BYTES_MAX:
-            raise InvalidArgumentError(f"credit of {window} bytes, the limit is {CREDIT_BYTES_MAX}")
-        member, lease = read_member(opening)
-        options = FollowOptions(
-            check_name(opening.consumer, "consumer") if opening.consumer else "",
-            opening.stability == types.STABILITY_MEMORY,
-            opening.keys_only,
-            peer=context.peer(),
-            accept_zstd=opening.accept_zstd and not opening.plain_rows,
-            key_prefix=_checked_prefix(opening.key_prefix),
-            plain_rows=opening.plain_rows,
-            member=member,
-            lease=lease,
-        )
-        interval = opening.heartbeat_seconds or self._heartbeat_seconds
-        liveness = Liveness(interval, asyncio.get_running_loop().time())
-        call = _FollowCall(host, context, options, CreditWindow(window), liveness)
-        opened = wire.Opened(
-            server_id=self._server_id,
-            bucket_version=host.bucket.identity.version,
-            credit_bytes=window,
-            heartbeat_seconds=interval,
-            server_version=__version__,
-            generation=call.follower.generation,
-            lease_seconds=lease / 1e6,
-        )
-        call.say(wire.FollowResponse(opened=opened))
-        return call
-
-    @property
-    def open_calls(self) -> int:
-        """Open Follow calls."""
-        return len(self._calls)
-
-    def shut_down(self) -> None:
-        """End every stream of every call with its reason."""
-        self._stopping = True
-        for call in list(self._calls):
-            call.end(SHUTTING_DOWN)
-
-
-def _checked_prefix(prefix: bytes) -> bytes:
-    if len(prefix) > KEY_BYTES_MAX:
-        raise InvalidArgumentError(
-            f"a key prefix of {len(prefix)} bytes, a key has at most {KEY_BYTES_MAX}"
-        )
-    return prefix
-
-
-class _FollowCall:
+class FollowCall:
     """One open call: a task that takes the client's messages, and the loop that sends."""
 
     def __init__(
         self,
-        host: BucketHost,
+        host: BucketService,
         context: Context,
+        intake: Intake,
         options: FollowOptions,
         credit: CreditWindow,
         liveness: Liveness,
+        callers: Callers,
+        reader_seconds: float,
     ) -> None:
         self._host = host
+        self._callers = callers
+        self._peer = peer_of(context.peer())
+        self._reader_seconds = reader_seconds
+        self._writing_until = math.inf
+        self._unheard = False
         self._bucket: Bucket = host.bucket
         self._context = context
         self._liveness = liveness
@@ -165,6 +95,9 @@ class _FollowCall:
         self.follower = self._talk.follower
         self.say = self._talk.say
         self.end = self._talk.end
+        self._sender: asyncio.Task[None] | None = None
+        self._shed = False
+        self._arriving = intake.expect(context, self._end_at_once)
         host.users.add(self.bucket_gone)
 
     def bucket_gone(self, _: BucketGoneError) -> None:
@@ -173,54 +106,130 @@ class _FollowCall:
 
     def close(self) -> None:
         """Forget the follower."""
+        self._arriving.close()
         self._host.users.discard(self.bucket_gone)
         self._talk.close(asyncio.get_running_loop().time(), left=self._left)
 
-    async def run(self) -> None:
-        """Serve until the client half-closes, goes silent, or the call is ended."""
+    async def run(self) -> UprError | None:
+        """Serve until the client half-closes, goes silent, or the call is ended.
+
+        Returns:
+            What Ended would have said, when the client was too slow for that.
+        """
         reader = asyncio.create_task(self._read())
-        sender = asyncio.create_task(self._send())
+        sender = self._sender = asyncio.create_task(self._send())
         try:
             await self._watch(sender)
+            if self._shed:
+                raise shed_error()
             if not self._half_closed:
                 async with asyncio.timeout(HALF_CLOSE_SECONDS):
                     await asyncio.shield(reader)
         except TimeoutError:
             log.info("a consumer did not half-close", extra={"peer": self._context.peer()})
         finally:
-            tasks = (reader, sender, *self._reads)
+            tasks = [sender, *self._reads]
+            if self._arriving.stop(reader):
+                tasks.append(reader)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             ending = self._talk.ending
+            if ending is not None and ending.reason == TOO_SLOW:
+                log.warning("a consumer is too slow", extra=self._who)
             log.info(
                 "follow ended",
-                extra={
-                    "peer": self._context.peer(),
-                    "consumer": self.follower.options.consumer,
-                    "reason": ending.reason if ending else "CLIENT_LEFT",
-                },
+                extra={**self._who, "reason": ending.reason if ending else "CLIENT_LEFT"},
             )
+        if ending is None or ending.reason != TOO_SLOW or self._talk.over:
+            return None
+        return UprError(
+            ending.words, reason=ending.reason, retriable=ending.retriable, hint=ending.hint
+        )
+
+    @property
+    def _who(self) -> dict[str, str]:
+        return {"peer": self._context.peer(), "consumer": self.follower.options.consumer}
 
     async def _watch(self, sender: asyncio.Task[None]) -> None:
-        """Wait for the sender; end the call when the client goes silent, also while a write to it waits.
+        """Wait for the sender; end the call when the client goes silent, or does not take what is written to it.
 
         Raises:
             TimeoutError: the client takes nothing any more, not even that the call ended.
         """
         loop = asyncio.get_running_loop()
         while not sender.done():
-            left = max(self._liveness.next_deadline() - loop.time(), 0.01)
+            deadline = min(self._liveness.next_deadline(), self._writing_until)
+            # A write may begin meanwhile.
+            left = min(max(deadline - loop.time(), 0.01), self._reader_seconds)
             await asyncio.wait({sender}, timeout=left)
-            if not sender.done() and self._talk.check_heard(loop.time()):
+            if not sender.done() and self._must_end(loop.time()):
                 async with asyncio.timeout(HALF_CLOSE_SECONDS):
                     await sender
-        sender.result()
+        if not self._shed:
+            sender.result()
+
+    def _end_at_once(self) -> None:
+        """End the call without a word more, because too much is arriving."""
+        self._shed = True
+        if self._sender is not None:
+            self._sender.cancel()
+
+    def _must_end(self, now: float) -> bool:
+        """Whether the client is gone, or too slow, by now; its streams are ended then."""
+        if now >= self._writing_until:
+            self.end(too_slow(self._reader_seconds))
+            return True
+        # Who is not listened to cannot be heard.
+        return not self._unheard and self._talk.check_heard(now)
+
+    async def _write(self, message: Any, size: int = 0) -> None:
+        """Hand a message to the transport; a large value may take a slow link its time."""
+        patience = self._reader_seconds + max(size - FRAME_BYTES, 0) / SLOW_BYTES_A_SECOND
+        self._writing_until = asyncio.get_running_loop().time() + patience
+        await self._context.write(message)
+        self._writing_until = math.inf
+
+    async def _take(self, request: Any) -> None:
+        """Take a message; one about many streams when it is its turn."""
+        loop = asyncio.get_running_loop()
+        seconds = seconds_of_streams(request)
+        if seconds < CHEAP_SECONDS:
+            self._talk.take(request, loop.time(), self._host.disk.clock.now())
+            return
+        self._unheard = True
+        try:
+            await self._callers.turn(self._peer, seconds)
+        finally:
+            self._unheard = False
+            self._liveness.heard(loop.time())
+        with self._callers.charged(self._peer, seconds):
+            self._talk.take(request, loop.time(), self._host.disk.clock.now())
+
+    def _parsed(self, raw: bytes) -> wire.FollowRequest | None:
+        """Return a message; what is none, or too large, ends the call."""
+        try:
+            if len(raw) > FOLLOW_REQUEST_BYTES_MAX:
+                raise InvalidArgumentError(
+                    f"a message of {len(raw)} bytes in a Follow call, the limit is {FOLLOW_REQUEST_BYTES_MAX}"
+                )
+            request: wire.FollowRequest = parsed(
+                wire.FollowRequest, raw, "a message of a Follow call"
+            )
+        except InvalidArgumentError as error:
+            self.end(EndReason(error.reason, error.retriable, error.message, error.hint))
+            self._wake.set()
+            return None
+        return request
 
     async def _read(self) -> None:
-        loop = asyncio.get_running_loop()
-        while (request := await self._context.read()) is not grpc.aio.EOF:
-            self._talk.take(request, loop.time(), now_micros())
+        while (raw := await self._arriving.read()) is not grpc.aio.EOF:
+            request = self._parsed(raw)
+            # Nothing that is large is kept while the call waits for the next one.
+            del raw
+            if request is not None:
+                await self._take(request)
+                del request
             while self._talk.waiting >= UNSENT_ANSWERS_MAX:
                 # Who asks without reading the answers is not listened to until it reads.
                 self._sent.clear()
@@ -241,7 +250,7 @@ class _FollowCall:
                 if isinstance(saying.message, Iterator):
                     await self._send_plain(saying)
                 else:
-                    await self._context.write(saying.message)
+                    await self._write(saying.message, saying.frame.size if saying.frame else 0)
                 self._sent.set()
                 if saying.frame is not None:
                     await self._frame_sent(saying.frame)
@@ -255,7 +264,7 @@ class _FollowCall:
                 continue
             await self._idle(loop.time())
 
-    async def _send_plain(self, saying: Saying) -> None:
+    async def _send_plain(self, saying: Outgoing) -> None:
         """Send a frame of plain rows, made one by one: many of them apart from the loop."""
         assert saying.frame is not None
         small = saying.frame.size < PLAIN_AT_ONCE_BYTES
@@ -267,7 +276,7 @@ class _FollowCall:
             )
             if made is None:
                 return
-            await self._context.write(made)
+            await self._write(made, len(made))
 
     async def _frame_sent(self, frame: FrameOut) -> None:
         if frame.size >= COALESCE_BYTES:
@@ -323,6 +332,68 @@ class _FollowCall:
             return
         except Exception as error:
             log.exception("a read of the store failed")
-            damaged = DataDamagedError(f"the store cannot be read: {error}", retriable=True)
+            damaged = DataDamagedError(
+                f"the store cannot be read: {words_of(error)}", retriable=True
+            )
             self.follower.read_failed(damaged, requests)
         self._wake.set()
+
+
+async def search_stored(host: BucketService, wanted: Sequence[tuple[int, int]]) -> list[Found]:
+    """Search the stored blocks for (partition, time) pairs; times are microseconds since the epoch.
+
+    It is done in bites, between which others have their turn with the store. A partition whose blocks are damaged
+    gets the error, which the status tells of from then on.
+
+    Raises:
+        BucketGoneError: the bucket was dropped.
+    """
+    results: list[Found] = []
+    while len(results) < len(wanted):
+        left = wanted[len(results) :]
+        try:
+            results += await host.disk.in_reader(partial(search_time, host.disk.store, left))
+        except (OSError, lmdb.Error) as error:
+            damaged = DataDamagedError(
+                f"the store cannot be read: {words_of(error)}", retriable=True
+            )
+            return [*results, *(damaged for _ in left)]
+    host.found_damaged(
+        {
+            partition: result
+            for (partition, _), result in zip(wanted, results, strict=True)
+            if isinstance(result, DataDamagedError)
+        }
+    )
+    return results
+
+
+async def beginnings(
+    host: BucketService, partitions: Iterable[int], time: int | None
+) -> dict[int, int]:
+    """Return the seqno of each partition above which a client begins that wants what comes from now on, or from a time.
+
+    They are what a Start with from_now or from_time would be told, all of them decided in one step, the last one before
+    this returns. No partition's seqno is above its newest complete durable marker.
+
+    Args:
+        partitions: 0 to 1023.
+        time: microseconds since the epoch; None for now.
+
+    Raises:
+        DataDamagedError: a partition's blocks are damaged.
+        BucketGoneError: the bucket was dropped.
+    """
+    chosen = list(partitions)
+    found: list[Found] = []
+    if time is not None:
+        found = await search_stored(host, [(partition, time) for partition in chosen])
+    decided = Beginnings(host.bucket.markers.seqno, host.bucket.tail)
+    if time is None:
+        return {partition: decided.now(partition) for partition in chosen}
+    result: dict[int, int] = {}
+    for partition, stored in zip(chosen, found, strict=True):
+        if not isinstance(stored, StoredBeginning):
+            raise stored
+        result[partition] = decided.at_time(partition, time, stored)
+    return result

@@ -1,28 +1,63 @@
-"""The server's log on stderr: text for people, JSON lines for machines."""
+"""The server's log on stderr: text for people, JSON lines for machines.
+
+An event is a constant; everything that somebody else chose stands in a field, quoted where it could be taken for
+another field or line. While the server serves, an event is written at most EVENTS_A_SECOND times a second: clients
+can cause some of them at will.
+"""
 
 import json
 import logging
 import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
 
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+VALUE_CHARACTERS = 1000
+"""A longer value is cut."""
+EVENTS_A_SECOND = 10
+"""Lines of one event in a second; how many were left out is said with a later one."""
+_SUPPRESSED = "suppressed"
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _PLAIN}
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= VALUE_CHARACTERS else text[:VALUE_CHARACTERS] + "..."
+
+
+def quoted(value: object) -> str:
+    """Return a value as one word; in quotes, with escapes as in JSON, where it would not be one by itself."""
+    text = _cut(str(value))
+    if text and text.isprintable() and not any(c in ' ="\\' for c in text):
+        return text
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return character if character.isprintable() else json.dumps(character)[1:-1]
+
+
 class TextFormatter(logging.Formatter):
-    """One line: time, level, event, then name=value."""
+    """One line: time, level, event, then name=value; a trace follows, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         words = [
             self.formatTime(record),
             record.levelname.lower(),
             record.getMessage(),
-            *(f"{key}={value}" for key, value in _extra(record).items()),
+            *(f"{key}={quoted(value)}" for key, value in _extra(record).items()),
         ]
         text = " ".join(words)
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        if not record.exc_info:
+            return text
+        return f"{text}\n{textwrap.indent(self.formatException(record.exc_info), '  ')}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -33,15 +68,63 @@ class JsonFormatter(logging.Formatter):
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "event": record.getMessage(),
-            **_extra(record),
+            **{
+                key: _cut(value) if isinstance(value, str) else value
+                for key, value in _extra(record).items()
+            },
         }
         if record.exc_info:
             fields["trace"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str)
+        return json.dumps(fields, default=lambda value: _cut(str(value)))
 
 
-def configure(log_format: str) -> None:
-    """Send the log to stderr, as ``text`` or ``json``."""
+class EventLimit(logging.Filter):
+    """Lets EVENTS_A_SECOND records of each event through in a second, once it is ``on``.
+
+    Args:
+        clock: in seconds.
+
+    Attributes:
+        on: off while nothing is served: what a start has to say is said whole.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.on = False
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._passed: dict[tuple[str, str], int] = {}
+        self._suppressed: dict[tuple[str, str], tuple[int, int]] = {}
+        self._second = clock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is to be written; one that tells of others always is."""
+        if not self.on or hasattr(record, _SUPPRESSED):
+            return True
+        event = record.name, str(record.msg)
+        with self._lock:
+            if self._clock() - self._second >= 1:
+                self._second = self._clock()
+                self._passed.clear()
+            passed = self._passed[event] = self._passed.get(event, 0) + 1
+            if passed <= EVENTS_A_SECOND:
+                return True
+            self._suppressed[event] = (record.levelno, self._suppressed.get(event, (0, 0))[1] + 1)
+        return False
+
+    def tell_suppressed(self) -> None:
+        """Log how many records of each event were left out since the last call. To be called every few seconds."""
+        with self._lock:
+            told, self._suppressed = self._suppressed, {}
+        for (name, event), (level, count) in told.items():
+            logging.getLogger(name).log(level, event, extra={_SUPPRESSED: count})
+
+
+def configure(log_format: str) -> EventLimit:
+    """Send the log to stderr, as ``text`` or ``json``. Return what limits it."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    limit = EventLimit()
+    handler.addFilter(limit)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    return limit

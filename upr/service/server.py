@@ -1,31 +1,46 @@
 """Start and stop of a server."""
 
 import asyncio
+import contextlib
+import importlib
 import ipaddress
 import logging
 import os
 import secrets
 import signal
+import socket
+from collections.abc import Awaitable, Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from upr import __version__
 from upr.config import ServerConfig
 from upr.service import logs
-from upr.service.admin import AdminMethods
-from upr.service.catalog import Catalog
-from upr.service.follow import ChangeStreamMethods
-from upr.service.memory import share_free_memory
-from upr.service.status import Process
-from upr.service.writes import KeyValueMethods
+from upr.service.admin import AdminMethods, Process
+from upr.service.buckets.catalog import Catalog
+from upr.service.change_stream import ChangeStreamMethods
+from upr.service.clock import ClockKeeper
+from upr.service.health import REQUEST_BYTES as HEALTH_BYTES
+from upr.service.health import Health
+from upr.service.key_value import KeyValueMethods
+from upr.service.overload import process as descriptors
+from upr.service.overload import process as garbage
+from upr.service.overload.callers import Callers
+from upr.service.overload.gate import Gate
+from upr.service.overload.intake import Intake, abort
+from upr.service.overload.process import LoopDelays, share_free_memory
+from upr.service.trouble import words_of
 from upr.storage.directory import DataDirectory
-from upr_protocol.errors import ListenError
-from upr_protocol.wire.channel import SERVER_OPTIONS
+from upr_protocol.errors import ListenError, UprError
+from upr_protocol.limits import GET_BYTES_MAX, SAVE_BYTES_MAX
+from upr_protocol.wire.compression import zstd_available
+from upr_protocol.wire.grpc import SERVER_OPTIONS
 from upr_protocol.wire.v1 import (
     admin_service_pb2,
     change_stream_service_pb2,
@@ -35,11 +50,19 @@ from upr_protocol.wire.v1 import (
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
+TELL_SECONDS = 5.0
+"""How often the log says what was left out of it."""
 _SERVED = (
     (admin_service_pb2, "AdminService"),
     (change_stream_service_pb2, "ChangeStreamService"),
     (key_value_service_pb2, "KeyValueService"),
 )
+_REQUEST_LIMITS = {
+    "Get": GET_BYTES_MAX,
+    "SavePositions": SAVE_BYTES_MAX,
+    "Check": HEALTH_BYTES,
+    "Watch": HEALTH_BYTES,
+}
 _SERVICES = [module.DESCRIPTOR.services_by_name[name].full_name for module, name in _SERVED]
 
 
@@ -65,6 +88,22 @@ def _encode(message: Any) -> bytes:
     return encoded
 
 
+def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """Have an error that nobody expected end its call in words: gRPC would send the exception, with its paths."""
+
+    @wraps(method)
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await method(request, context)
+        except (grpc.aio.BaseError, grpc.RpcError):
+            raise
+        except Exception as error:
+            log.exception("a call failed", extra={"method": method.__name__})
+            await abort(context, UprError(words_of(error), hint="see the server's log"))
+
+    return guarded
+
+
 def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHandler:
     """Register a service by its descriptor.
 
@@ -75,12 +114,13 @@ def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHan
     handlers = {}
     for method in found.methods:
         request = GetMessageClass(method.input_type)
-        kind = (
-            grpc.stream_stream_rpc_method_handler
+        served = _guarded(getattr(methods, method.name))
+        # Calls with many requests take them as bytes: they count them, and parse them when they can.
+        handlers[method.name] = (
+            grpc.stream_stream_rpc_method_handler(served, None, _encode)
             if method.client_streaming
-            else grpc.unary_unary_rpc_method_handler
+            else grpc.unary_unary_rpc_method_handler(served, request.FromString, _encode)
         )
-        handlers[method.name] = kind(getattr(methods, method.name), request.FromString, _encode)
     return grpc.method_handlers_generic_handler(found.full_name, handlers)
 
 
@@ -95,25 +135,65 @@ class Server:
         DataDirectoryError, DataDamagedError: the data directory cannot be used.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, log_limit: logs.EventLimit | None = None) -> None:
+        self._import_all()
         self._config = config
+        self._log_limit = log_limit or logs.EventLimit()
         check_listen(config.listen, insecure=config.insecure)
-        self._directory = DataDirectory(config.data)
+        self._directory = DataDirectory(config.data, must_exist=config.require_data)
         try:
-            self._catalog = Catalog(self._directory, config)
+            self._clock = ClockKeeper(self._directory, config.clock_jump_seconds)
+            self._catalog = Catalog(self._directory, config, self._clock.clock)
         except BaseException:
             self._directory.close()
             raise
         server_id = 1 + secrets.randbelow(2**64 - 1)
-        self._changes = ChangeStreamMethods(self._catalog, server_id, config.heartbeat_seconds)
-        self._writes = KeyValueMethods(self._catalog)
+        callers = Callers()
+        self._intake = Intake()
+        self._changes = ChangeStreamMethods(
+            self._catalog,
+            self._intake,
+            server_id,
+            config.heartbeat_seconds,
+            config.reader_seconds,
+            callers,
+        )
+        self._delays = LoopDelays()
+        self._writes = KeyValueMethods(self._catalog, self._intake, self._delays, callers)
+        self._tasks: list[asyncio.Task[None]] = []
         process = Process(
-            server_id, lambda: self._changes.open_calls, lambda: self._writes.open_calls
+            server_id,
+            lambda: self._changes.open_calls,
+            lambda: self._writes.open_calls,
+            self._delays,
+            self._clock.clock,
         )
         self._admin = AdminMethods(self._catalog, process)
-        self._health = health.aio.HealthServicer()
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = Health(_SERVICES, _SERVICES[2:])
+        self._grpc = grpc.aio.server(
+            interceptors=[Gate(self._intake, callers, _REQUEST_LIMITS)],
+            options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._room())],
+        )
         self.address = ""
+
+    @staticmethod
+    def _import_all() -> None:
+        """Import what others would at its first use, perhaps when no descriptor is left for it."""
+        importlib.import_module("numpy.ma")  # np.unique
+        zstd_available()
+
+    def _room(self) -> int:
+        """Return how many connections each address that is listened on may have."""
+        try:
+            count = descriptors.connections_max(len(self._catalog.hosts))
+        except BaseException:
+            self._directory.close()
+            raise
+        host = self._config.listen.rpartition(":")[0].strip("[]")
+        with contextlib.suppress(OSError):
+            # "localhost" is two of them, and gRPC counts for each.
+            count //= len({found[4][0] for found in socket.getaddrinfo(host, None)}) or 1
+        return max(count, 1)
 
     async def start(self) -> None:
         """Listen and serve."""
@@ -133,44 +213,73 @@ class Server:
                 for (module, name), methods in zip(_SERVED, served, strict=True)
             )
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
         reflection.enable_server_reflection(
             [*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], self._grpc
         )
         self._catalog.start(self._storage_changed)
         await self._grpc.start()
-        for name in ("", *_SERVICES):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._tasks = [
+            asyncio.create_task(self._delays.run()),
+            asyncio.create_task(self._intake.watch()),
+            asyncio.create_task(garbage.collect_garbage()),
+            asyncio.create_task(self._tell_suppressed()),
+            asyncio.create_task(self._clock.run()),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(_told)
+        await self._health.serving()
+        await self._storage_changed()
         if self._config.ready_file:
             _write_ready(self._config.ready_file, self.address)
         log.info(
             "serving", extra={"address": self.address, "version": __version__, "pid": os.getpid()}
         )
+        self._log_limit.on = True
+
+    async def _tell_suppressed(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            self._log_limit.tell_suppressed()
 
     async def _storage_changed(self) -> None:
-        """Say whether writes are taken: while one bucket's storage works, they are; the status has the others."""
-        answers = health_pb2.HealthCheckResponse
-        status = answers.NOT_SERVING if self._catalog.failed else answers.SERVING
-        for name in ("", _SERVICES[2]):
-            await self._health.set(name, status)
+        """Say whether writes are taken, as long as one bucket's storage has not failed; and how each bucket is."""
+        await self._health.tell(writes=not self._catalog.failed, buckets=self._catalog.fine)
+
+    def guarded(self) -> contextlib.AbstractContextManager[None]:
+        """Have a thread bound what arrives while the body runs."""
+        return self._intake.guarded()
 
     async def stop(self) -> bool:
         """Drain, end every stream with a reason, flush, prove the clean shutdown; False if it is not one."""
         log.info("stopping")
-        await self._health.enter_graceful_shutdown()
+        for task in self._tasks:
+            task.cancel()
+        await self._health.shut_down()
         self._changes.shut_down()
         self._writes.shut_down()
         await self._grpc.stop(GRACE_SECONDS)
         clean = await self._catalog.close()
+        self._clock.store()
         self._directory.close()
+        self._log_limit.tell_suppressed()
         log.info("stopped", extra={"clean": clean})
         return clean
 
     async def abandon(self) -> None:
         """Give everything back after a start that failed."""
+        for task in self._tasks:
+            task.cancel()
         await self._grpc.stop(None)
         await self._catalog.close()
         self._directory.close()
+
+
+def _told(task: asyncio.Task[None]) -> None:
+    """Have the end of a task in the log that was to last as long as the server: what it bounds is not bounded any more."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        log.critical("a task of the server failed: restart it", exc_info=error)
 
 
 def _write_ready(path: Path, address: str) -> None:
@@ -188,17 +297,20 @@ async def serve(config: ServerConfig) -> int:
     Raises:
         ListenError, DataDirectoryError, DataDamagedError: see Server.
     """
-    logs.configure(config.log_format)
+    log_limit = logs.configure(config.log_format)
+    descriptors.raise_descriptor_limit()
     share_free_memory()
-    server = Server(config)
+    server = Server(config, log_limit)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    garbage.tame_collector()
     try:
         await server.start()
     except BaseException:
         await server.abandon()
         raise
-    await stop.wait()
+    with server.guarded():
+        await stop.wait()
     return 0 if await server.stop() else 1

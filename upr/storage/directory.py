@@ -1,26 +1,30 @@
 """The data directory: its format, its lock, and the buckets in it.
 
-DIR/upr-stream.json      {"program": "upr-stream", "format": 2}
-DIR/lock                 held exclusively by the server that uses the directory
+DIR/lock                 held exclusively by the server that uses the directory; so is DIR itself
+DIR/upr-stream.json      {"program": "upr-stream", "format": 3, "directory": "<16 hex digits>", "cluster": ""}
 DIR/buckets/<version>/   one bucket, named by its version (16 hex digits): journal/ and store/
 
 A folder <version>.new is being filled, <version>.dropped is being deleted; what a crash leaves of either goes at the
-next start, and neither is ever served.
+next start, and neither is ever served. ``directory`` is a random id that a directory is given when it is made;
+``cluster`` names the set of servers that it belongs to, and is empty for a server alone.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from upr.storage.journal import sync_folder
 from upr_protocol.errors import DataDirectoryError
 
-FORMAT = 2
+FORMAT = 3
 _PROGRAM = "upr-stream"
 _MARK = "upr-stream.json"
 _NEW_MARK = "upr-stream.json.new"
@@ -31,6 +35,17 @@ _OWN = {"lock", _NEW_MARK}
 """What may lie in a directory whose first server was killed before the mark was there."""
 
 
+def unknown_format(what: str, told: Any) -> DataDirectoryError:
+    """Return the error about something on disk that has another format than this program knows."""
+    if isinstance(told, int) and told < FORMAT:
+        hint = "serve it with the version that wrote it, take a backup with upr-backup, and restore that into a new directory"
+    else:
+        hint = "use the program that wrote it, or a newer one"
+    return DataDirectoryError(
+        f"{what} has format {told}, this program knows format {FORMAT}", hint=hint
+    )
+
+
 def bucket_folders(path: Path) -> list[Path]:
     """Return the folders of a data directory that are served as buckets, by name."""
     buckets = path / "buckets"
@@ -38,18 +53,90 @@ def bucket_folders(path: Path) -> list[Path]:
     return [folder for folder in folders if folder.is_dir() and _VERSION.fullmatch(folder.name)]
 
 
+_CANNOT_LOCK = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""What locking a directory comes to where the file system knows no such thing: the file's lock must do then."""
+
+
+def lock_directory(path: Path, *, make: bool) -> list[int]:
+    """Lock a data directory, by its file ``lock`` and itself, and return the descriptors that hold it.
+
+    The file may be deleted while a server runs: who makes it anew would have a lock that nobody else has.
+
+    Args:
+        make: whether to make the file where there is none.
+
+    Raises:
+        BlockingIOError: somebody holds one of the two.
+    """
+    held: list[int] = []
+    try:
+        held.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        try:
+            fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK:
+                raise
+        if make or (path / "lock").exists():
+            flags = os.O_RDWR | os.O_CREAT if make else os.O_RDONLY
+            held.append(os.open(path / "lock", flags | os.O_CLOEXEC, 0o644))
+            fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        for fd in held:
+            os.close(fd)
+        raise
+    return held
+
+
+def read_mark(path: Path) -> tuple[str, str]:
+    """Return the id of a data directory, and the cluster that it belongs to.
+
+    Raises:
+        DataDirectoryError: it is none of this program, or of another format.
+    """
+    mark = path / _MARK
+    try:
+        text = json.loads(mark.read_text())
+        program, version = text["program"], text["format"]
+        if program != _PROGRAM:
+            raise DataDirectoryError(
+                f"{path} is a data directory of {program!r}, not of {_PROGRAM}"
+            )
+        if version != FORMAT:
+            raise unknown_format(f"the data directory {path}", version)
+        own, cluster = text["directory"], text["cluster"]
+        if not _VERSION.fullmatch(own) or not isinstance(cluster, str):
+            raise ValueError(f"directory is {own!r}, cluster is {cluster!r}")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise DataDirectoryError(f"{path} is not a data directory: {_MARK} is not there") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataDirectoryError(f"{mark} is malformed: {error}") from error
+    return own, cluster
+
+
 class DataDirectory:
     """An open, locked data directory; made if it does not exist.
 
+    Args:
+        must_exist: whether it must be there, with a bucket in it.
+
+    Attributes:
+        id: random, 16 hex digits, given when it was made.
+        cluster: the set of servers that it belongs to; empty for none.
+
     Raises:
-        DataDirectoryError: not writable, in use, of another program or of a newer format.
+        DataDirectoryError: not writable, in use, of another program or of another format; or not there.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, must_exist: bool = False) -> None:
         self.path = path
         try:
+            if must_exist and not ((path / _MARK).exists() and bucket_folders(path)):
+                raise DataDirectoryError(
+                    f"there is no data directory with a bucket in it at {path}",
+                    hint="is its volume mounted? Without --require-data a new one is made",
+                )
             path.mkdir(parents=True, exist_ok=True)
-            self._check_mark()
+            self.id, self.cluster = self._read_mark()
             self._lock = self._take_lock()
             (path / "buckets").mkdir(exist_ok=True)
             # Each time: the process that made it may have been killed before its name was durable.
@@ -60,7 +147,7 @@ class DataDirectory:
                 hint="give --data a directory that this user can write",
             ) from error
 
-    def _check_mark(self) -> None:
+    def _read_mark(self) -> tuple[str, str]:
         mark = self.path / _MARK
         if not mark.exists():
             others = sorted(p.name for p in self.path.iterdir() if p.name not in _OWN)
@@ -69,44 +156,50 @@ class DataDirectory:
                     f"{self.path} holds {others[0]!r} and is not a data directory of {_PROGRAM}",
                     hint="give --data an empty directory, or one that does not exist",
                 )
-            temporary = self.path / _NEW_MARK
-            with temporary.open("w") as file:
-                file.write(json.dumps({"program": _PROGRAM, "format": FORMAT}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, mark)
-            sync_folder(self.path)
+            own = self._write_mark("")
             for parent in self.path.resolve().parents:
                 # Those that this process could not read it has not made.
                 with contextlib.suppress(PermissionError):
                     sync_folder(parent)
-            return
-        try:
-            text = json.loads(mark.read_text())
-            program, version = text["program"], text["format"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataDirectoryError(f"{mark} is malformed: {error}") from error
-        if program != _PROGRAM:
-            raise DataDirectoryError(
-                f"{self.path} is a data directory of {program!r}, not of {_PROGRAM}"
-            )
-        if version != FORMAT:
-            raise DataDirectoryError(
-                f"{self.path} has format {version}, this program knows format {FORMAT}",
-                hint="use the program that wrote it, or a newer one",
-            )
+            return own, ""
+        return read_mark(self.path)
 
-    def _take_lock(self) -> int:
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def _write_mark(self, cluster: str) -> str:
+        """Write what marks the directory, durably, and return the id that it is given."""
+        own = secrets.token_hex(8)
+        text = {"program": _PROGRAM, "format": FORMAT, "directory": own, "cluster": cluster}
+        temporary = self.path / _NEW_MARK
+        with temporary.open("w") as file:
+            file.write(json.dumps(text) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path / _MARK)
+        sync_folder(self.path)
+        return own
+
+    def is_another(self) -> None:
+        """Take a new id, durably: what is known of the old one's data is not true of this directory."""
+        self.id = self._write_mark(self.cluster)
+
+    def _take_lock(self) -> list[int]:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
+            return lock_directory(self.path, make=True)
+        except BlockingIOError as error:
             raise DataDirectoryError(
                 f"the data directory {self.path} is in use by another server",
                 hint="stop that server, or give --data another directory",
             ) from error
-        return fd
+
+    def lost(self) -> str:
+        """Say how the directory is not the one that was opened any more; empty while it is."""
+        try:
+            held, here = os.fstat(self._lock[0]), os.stat(self.path)
+            os.stat(self.path / _MARK)
+        except (FileNotFoundError, NotADirectoryError):
+            return "the data directory was deleted, moved or unmounted under the server"
+        if (held.st_dev, held.st_ino) != (here.st_dev, here.st_ino):
+            return "another directory is in the place of the data directory that was opened"
+        return ""
 
     def buckets(self) -> Iterator[Path]:
         """Yield the folder of each bucket that was created whole and not dropped."""
@@ -133,17 +226,32 @@ class DataDirectory:
         """Name a folder that was filled whole, durably."""
         for path in (folder / "store", folder / "journal", folder):
             sync_folder(path)
-        return self._rename(folder, folder.with_suffix(""))
+        try:
+            return self._rename(folder, folder.with_suffix(""))
+        except OSError:
+            # Its maker is told that there is none, and may make another one of the name.
+            with contextlib.suppress(OSError):
+                os.rename(folder.with_suffix(""), folder)
+            raise
 
     def drop_bucket(self, folder: Path) -> Path:
-        """Take a bucket's name from its folder, durably; returns the folder, which is left to be deleted."""
+        """Take a bucket's name from its folder, durably; returns the folder, which is left to be deleted.
+
+        What failed can be repeated.
+        """
         return self._rename(folder, folder.with_suffix(_DROPPED))
 
     def _rename(self, old: Path, new: Path) -> Path:
-        os.rename(old, new)
+        try:
+            os.rename(old, new)
+        except FileNotFoundError:
+            # An earlier try may have done it, and failed behind it.
+            if not new.exists():
+                raise
         sync_folder(new.parent)
         return new
 
     def close(self) -> None:
         """Give the lock back."""
-        os.close(self._lock)
+        for fd in self._lock:
+            os.close(fd)

@@ -188,8 +188,19 @@ class Journal:
         self._segments = [_Segment(int(p.stem), p) for p in sorted(folder.glob("*.journal"))]
         self.torn_bytes = 0
 
-    def replay(self) -> Iterator[Commit]:
-        """Yield every commit in order, and cut a torn record off the end. Call once, before append."""
+    def replay(self, *, needed: bool = False) -> Iterator[Commit]:
+        """Yield every commit in order, and cut a torn record off the end. Call once, before append.
+
+        Afterwards there is a segment, durably.
+
+        Args:
+            needed: whether a folder without any segment is damage: nothing tells that nothing was in it.
+        """
+        if needed and not self._segments:
+            raise DataDamagedError(
+                f"{self._folder} holds no segment, though a start leaves one: what was in it is lost",
+                hint="put the journal back; or have 'upr-admin restore-copy' take what the store holds, as another history",
+            )
         self._remove_empty()
         last_number = 0
         for position, segment in enumerate(self._segments):
@@ -211,6 +222,8 @@ class Journal:
                 yield commit
             if newest:
                 self._truncate(segment, data, last, at)
+        if not self._segments:
+            self._begin_segment()
 
     def _newest(self) -> _Segment:
         """Return the newest segment that holds more than a header, or the first."""
@@ -359,8 +372,11 @@ class Journal:
             failpoints.hit("journal.before_sync")
             os.fdatasync(self._fd)
         except OSError as error:
-            self._fail(f"fsync of the journal failed: {error}")
+            self._fail(f"fsync of the journal failed: {error.strerror or error}")
             raise StorageFailedError(self._failed) from error
+        if not os.fstat(self._fd).st_nlink:
+            self._fail("the journal was deleted under the server")
+            raise StorageFailedError(self._failed)
         failpoints.hit("journal.after_sync")
         self._size += written
         self._segments[-1].last_commit = commit.number
@@ -385,8 +401,21 @@ class Journal:
             # Else it could come back behind a segment that was begun since.
             os.fsync(fd)
         except OSError as error:
-            self._fail(f"a half-written journal record could not be taken back: {error}")
+            self._fail(f"a half-written journal record cannot be undone: {error.strerror or error}")
             raise StorageFailedError(self._failed) from error
+
+    def lost(self) -> str:
+        """Say how the newest segment is not the one that is written any more; empty while it is."""
+        if self._fd is None:
+            return ""
+        mine = os.fstat(self._fd)
+        try:
+            there = self._segments[-1].path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return "the journal was deleted or moved under the server"
+        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            return "another journal is in the place of the one that was opened"
+        return ""
 
     def _fail(self, words: str) -> None:
         self._failed = words

@@ -9,18 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import google_crc32c
+import numpy as np
+import numpy.typing as npt
 
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError
 from upr_protocol.failover import FailoverLog, FailoverRecord
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import PARTITIONS, REASON_BYTES_MAX
 
 _CRC = struct.Struct("<I")
 _PARTITION_KEY = struct.Struct(">H")
 _BLOCK_KEY = struct.Struct(">HQ")
-_PARTITION = struct.Struct("<BQQQQH")
-_RECORD = struct.Struct("<QQ")
-_PRODUCER = struct.Struct("<QQQQQ")
-_CONSUMER = struct.Struct("<QQQQ")
+_ASIDE_KEY = struct.Struct(">HQI")
+_PARTITION = struct.Struct("<BQQQQQQQQQHH")
+_RECORD = struct.Struct("<QQQ")
+_PRODUCER_SEEN = struct.Struct("<QQ")
+_TIME = struct.Struct(">Q")
+_CONSUMER = struct.Struct("<BQQQQ")
 _CUT = struct.Struct("<QQQH")
 _PIN = struct.Struct("<HQQ")
 
@@ -36,6 +40,13 @@ class PartitionRow:
         stored_high: the end of the newest stored block; the tail holds what is above.
         first_commit: journal commits below this number do not count for the partition.
         log: the failover log.
+        complete: the last complete marker at or below ``stored_high``: the end of a stored block.
+        horizon: the largest horizon of the stored blocks; above ``complete`` when the newest are part of a stretch.
+        served_epoch: the epoch in which this server last served the partition; 0 for none.
+        reason: why it is in its state, in words, at most REASON_BYTES_MAX; empty where there is nothing to say.
+        since: when it came into its state, microseconds since the epoch; 0 where that was not noted.
+        known_high: of a dead partition, the highest seqno that it is known to have had; 0 where none above what is
+            stored is known.
     """
 
     state: int
@@ -44,27 +55,88 @@ class PartitionRow:
     stored_high: int
     first_commit: int
     log: FailoverLog
+    complete: int = 0
+    horizon: int = 0
+    served_epoch: int = 0
+    reason: str = ""
+    since: int = 0
+    known_high: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerRow:
     """The newest number of a producer in one partition, and what it was given.
 
+    It counts only while the seqnos lie on the partition's failover log: otherwise they were undone.
+
     Attributes:
         number: the Write's number.
         failover_id: the id under which the seqnos were given.
         start_seqno: the run's start.
         end_seqno: the run's end.
-        time: commit time, microseconds since the epoch.
     """
 
     number: int
     failover_id: int
     start_seqno: int
     end_seqno: int
+
+
+PRODUCER = np.dtype(
+    [
+        ("partition", "<u2"),
+        ("number", "<u8"),
+        ("failover_id", "<u8"),
+        ("start_seqno", "<u8"),
+        ("end_seqno", "<u8"),
+    ]
+)
+"""A ProducerRow and its partition: 34 bytes. From 1024 on, the number of a place: see ``upr.engine.producers``."""
+PRODUCER_SLOT = 16
+"""Neighbouring partitions of a producer share a row of the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerNumbers:
+    """What a producer wrote in some partitions.
+
+    Attributes:
+        table: dtype PRODUCER, ascending by partition.
+        time: of the newest of its writes, microseconds since the epoch.
+    """
+
+    table: npt.NDArray[np.void]
+    time: int
+
+    @classmethod
+    def of(cls, rows: Mapping[int, ProducerRow], time: int) -> "ProducerNumbers":
+        """Make it of rows by partition."""
+        fields = [
+            (p, r.number, r.failover_id, r.start_seqno, r.end_seqno)
+            for p, r in sorted(rows.items())
+        ]
+        return cls(np.array(fields, PRODUCER), time)
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerSeen:
+    """What is known of a producer as a whole.
+
+    Attributes:
+        last_number: the largest of its numbers in any partition.
+        time: of its last write, in whole PRODUCER_GRAIN; microseconds since the epoch.
+    """
+
+    last_number: int
     time: int
 
 
+PRODUCER_GRAIN = 60_000_000
+"""Microseconds. Who writes on and on is entered anew into the index over time once in so long."""
+
+
+CONSUMER = 0
+"""The kind of a consumer's row that has no other."""
 DAMAGED_POSITION = b"\0"
 """No message of the wire: whoever asks for the position must be told that it was lost, not that there is none."""
 
@@ -79,14 +151,16 @@ class ConsumerRow:
         seqno: everything up to here is safe with the consumer.
         time: when, microseconds since the epoch.
         position: the position that it saved, as a Position of the wire; empty when it has saved none, and
-            DAMAGED_POSITION when what was stored cannot be read.
+            DAMAGED_POSITION when what was stored cannot be read. None, in a row to be written, keeps what is stored.
+        kind: what follows: CONSUMER.
     """
 
     generation: int
     failover_id: int
     seqno: int
     time: int
-    position: bytes = b""
+    position: bytes | None = b""
+    kind: int = CONSUMER
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,24 +216,54 @@ def unpack_block_key(key: bytes) -> tuple[int, int]:
     return partition, end_seqno
 
 
+def aside_key(partition: int, commit: int, sequence: int) -> bytes:
+    """Where a block of a dead partition is kept aside: its journal commit, and its place in there."""
+    return _ASIDE_KEY.pack(partition, commit, sequence)
+
+
+def is_aside_key(key: bytes) -> bool:
+    """Whether a key is one of what is kept aside of a partition."""
+    return len(key) == _ASIDE_KEY.size and _ASIDE_KEY.unpack(key)[0] < PARTITIONS
+
+
 def pack_partition(partition: int, row: PartitionRow) -> bytes:
+    """Return the row as it is stored under the partition's key."""
+    reason = row.reason.encode()[:REASON_BYTES_MAX]
     head = _PARTITION.pack(
-        row.state, row.epoch, row.purge_seqno, row.stored_high, row.first_commit, len(row.log)
+        row.state,
+        row.epoch,
+        row.served_epoch,
+        row.purge_seqno,
+        row.stored_high,
+        row.complete,
+        row.horizon,
+        row.first_commit,
+        row.since,
+        row.known_high,
+        len(reason),
+        len(row.log),
     )
-    records = (_RECORD.pack(r.failover_id, r.seqno) for r in row.log)
-    return seal(head + b"".join(records), partition_key(partition))
+    records = (_RECORD.pack(r.failover_id, r.seqno, r.epoch) for r in row.log)
+    return seal(head + reason + b"".join(records), partition_key(partition))
 
 
 def unpack_partition(value: bytes, partition: int) -> PartitionRow:
     """Return the row, or raise DataDamagedError."""
     body = unseal(value, partition_key(partition), f"partition {partition}")
     try:
-        state, epoch, purge, stored, first, count = _PARTITION.unpack_from(body)
-        records = [
-            _RECORD.unpack_from(body, _PARTITION.size + _RECORD.size * i) for i in range(count)
-        ]
+        fields = _PARTITION.unpack_from(body)
+        state, epoch, served, purge, stored, complete, horizon, first, since, known = fields[:-2]
+        words, count = fields[-2:]
+        at = _PARTITION.size + words
+        # Where the last character was cut in two.
+        reason = body[_PARTITION.size : at].decode(errors="ignore")
+        if len(body) != at + _RECORD.size * count:
+            raise DataDamagedError(f"partition {partition}: the stored row has {len(body)} bytes")
+        records = _RECORD.iter_unpack(body[at:])
         log = FailoverLog(tuple(FailoverRecord(*record) for record in records))
-        return PartitionRow(state, epoch, purge, stored, first, log)
+        return PartitionRow(
+            state, epoch, purge, stored, first, log, complete, horizon, served, reason, since, known
+        )
     except (struct.error, InvalidArgumentError) as error:
         raise DataDamagedError(
             f"partition {partition}: the stored row is malformed: {error}"
@@ -173,33 +277,55 @@ def _fields(layout: struct.Struct, value: bytes, key: bytes, what: str) -> tuple
     return layout.unpack(body)
 
 
-def producer_key(producer: bytes, partition: int) -> bytes:
-    """The name, a zero byte (no name contains one), the partition."""
-    return producer + b"\0" + _PARTITION_KEY.pack(partition)
+def producer_key(producer: bytes, slot: int | None = None) -> bytes:
+    """The name, a zero byte (no name contains one), the slot; without a slot the key of its ProducerSeen."""
+    return producer + (b"\0" if slot is None else b"\0" + _PARTITION_KEY.pack(slot))
 
 
-def unpack_producer_key(key: bytes) -> tuple[bytes, int]:
-    return key[:-3], _PARTITION_KEY.unpack(key[-2:])[0]
+def pack_producer(key: bytes, table: npt.NDArray[np.void]) -> bytes:
+    """Pack what a producer wrote in the partitions of one slot; see PRODUCER."""
+    return seal(table.tobytes(), key)
 
 
-def pack_producer(key: bytes, row: ProducerRow) -> bytes:
-    return seal(
-        _PRODUCER.pack(row.number, row.failover_id, row.start_seqno, row.end_seqno, row.time), key
-    )
+def unpack_producer(key: bytes, value: bytes) -> npt.NDArray[np.void]:
+    """Return the table of a slot, or raise DataDamagedError."""
+    what = f"producer {key[:-3]!r}"
+    body = unseal(value, key, what)
+    if not body or len(body) % PRODUCER.itemsize:
+        raise DataDamagedError(f"{what}: the stored row has {len(body)} bytes")
+    table = np.frombuffer(body, PRODUCER)
+    partitions = table["partition"]
+    slot = _PARTITION_KEY.unpack(key[-2:])[0]
+    if (partitions // PRODUCER_SLOT != slot).any() or (partitions[1:] <= partitions[:-1]).any():
+        raise DataDamagedError(f"{what}: the stored row has partitions that are not its own")
+    return table
 
 
-def unpack_producer(key: bytes, value: bytes) -> ProducerRow:
+def pack_producer_seen(key: bytes, row: ProducerSeen) -> bytes:
+    return seal(_PRODUCER_SEEN.pack(row.last_number, row.time), key)
+
+
+def unpack_producer_seen(key: bytes, value: bytes) -> ProducerSeen:
     """Return the row, or raise DataDamagedError."""
-    return ProducerRow(*_fields(_PRODUCER, value, key, f"producer {key[:-3]!r}"))
+    return ProducerSeen(*_fields(_PRODUCER_SEEN, value, key, f"producer {key[:-1]!r}"))
+
+
+def producer_time_key(time: int, producer: bytes) -> bytes:
+    """The key of the index over time, whose values are empty."""
+    return _TIME.pack(time) + producer
+
+
+def unpack_producer_time_key(key: bytes) -> tuple[int, bytes]:
+    return _TIME.unpack(key[:8])[0], key[8:]
 
 
 def consumer_key(consumer: bytes, partition: int) -> bytes:
     """The name, a zero byte (no name contains one), the partition."""
-    return producer_key(consumer, partition)
+    return consumer + b"\0" + _PARTITION_KEY.pack(partition)
 
 
 def unpack_consumer_key(key: bytes) -> tuple[bytes, int]:
-    return unpack_producer_key(key)
+    return key[:-3], _PARTITION_KEY.unpack(key[-2:])[0]
 
 
 def is_consumer_key(key: bytes) -> bool:
@@ -214,7 +340,8 @@ def is_consumer_key(key: bytes) -> bool:
 
 
 def pack_consumer(key: bytes, row: ConsumerRow) -> bytes:
-    head = _CONSUMER.pack(row.generation, row.failover_id, row.seqno, row.time)
+    head = _CONSUMER.pack(row.kind, row.generation, row.failover_id, row.seqno, row.time)
+    assert row.position is not None
     return seal(head + row.position, key)
 
 
@@ -224,8 +351,8 @@ def unpack_consumer(key: bytes, value: bytes) -> ConsumerRow:
     body = unseal(value, key, what)
     if len(body) < _CONSUMER.size:
         raise DataDamagedError(f"{what}: the stored row has {len(body)} bytes")
-    generation, failover_id, seqno, time = _CONSUMER.unpack_from(body)
-    return ConsumerRow(generation, failover_id, seqno, time, body[_CONSUMER.size :])
+    kind, generation, failover_id, seqno, time = _CONSUMER.unpack_from(body)
+    return ConsumerRow(generation, failover_id, seqno, time, body[_CONSUMER.size :], kind)
 
 
 def pack_cut(name: bytes, row: CutRow) -> bytes:

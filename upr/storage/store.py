@@ -12,18 +12,58 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
+import numpy as np
+import numpy.typing as npt
 
 from upr.storage import keyspace
-from upr.storage.block_cursor import BlockCursor
-from upr.storage.check_pages import check_length
-from upr.storage.heads import PEEK_BYTES, Head, Replacement, head_of
-from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, ProducerRow
+from upr.storage.blocks import PEEK_BYTES, BlockCursor, Head, Replacement, head_of
+from upr.storage.directory import FORMAT, unknown_format
+from upr.storage.keyspace import (
+    PRODUCER_GRAIN,
+    PRODUCER_SLOT,
+    ConsumerRow,
+    CutRow,
+    PartitionRow,
+    ProducerNumbers,
+    ProducerRow,
+    ProducerSeen,
+)
+from upr.storage.lmdb_file import check_length
+from upr.storage.proof import Proof, make_file, remove_others
+from upr_protocol.block import U64
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import PARTITIONS
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since the start; bytes are those of encoded blocks unless said otherwise.
+
+    Attributes:
+        ingested_bytes: columns of numbered blocks.
+        journalled_bytes: journal records.
+        flushed_bytes: blocks that flushes stored.
+        merge_input_bytes, merge_output_bytes: blocks that merges read and stored.
+        merge_input_rows, merge_output_rows: their rows.
+        merge_seconds: time that merges worked.
+        purged_tombstones: tombstones dropped.
+    """
+
+    ingested_bytes: int = 0
+    journalled_bytes: int = 0
+    flushed_bytes: int = 0
+    merge_input_bytes: int = 0
+    merge_output_bytes: int = 0
+    merge_input_rows: int = 0
+    merge_output_rows: int = 0
+    merge_seconds: float = 0.0
+    purged_tombstones: int = 0
+
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +71,14 @@ MAP_BYTES_MIN = 64 * 2**30
 MAP_BYTES_USUAL = 3 * 2**40
 MAP_BYTES = 16 * 2**40
 """Bounds of a map, see ``map_bytes``. A process has 128 TiB of addresses: BUCKETS_MAX maps of the usual size take 96."""
-FORMAT = 2
 _MAP_GRAIN = 2**20
+FORGET_ROWS = 1000
+"""Rows of producers that one transaction removes: some milliseconds."""
 _SPARE_READERS = 64
+_ASIDE_BYTES = 8 * 2**20
 _PROOF = b"clean_shutdown_proof"
 _IDENTITY = b"identity"
+_QUOTA = b"quota"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +96,11 @@ class Identity:
     compression: str = ""
 
 
-def _seen(key: bytes, value: bytes) -> int:
-    """Return when a producer's row was written, 0 for one that is damaged: it is of no use to anybody."""
-    try:
-        return keyspace.unpack_producer(key, value).time
-    except DataDamagedError:
-        return 0
+class Forgotten(NamedTuple):
+    """How many producers were forgotten, and whether there are more to be."""
+
+    names: int
+    more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +132,11 @@ def map_bytes(folder: Path) -> int:
     return max(min(wanted, MAP_BYTES), -(-there // _MAP_GRAIN) * _MAP_GRAIN)
 
 
+def _identity_of(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
 class Store:
     """One bucket's LMDB environment.
 
@@ -98,7 +145,7 @@ class Store:
         size: of the map in bytes, for tests; as ``map_bytes`` says by default.
 
     Raises:
-        DataDirectoryError: the environment is of a newer format, or is none; or its map finds no address space.
+        DataDirectoryError: the environment is none, or its map finds no address space.
         DataDamagedError: its file is no LMDB file, or shorter than it says.
     """
 
@@ -109,7 +156,7 @@ class Store:
             self._env = lmdb.open(
                 str(folder),
                 map_size=map_bytes(folder) if size is None else size,
-                max_dbs=8,
+                max_dbs=16,
                 max_readers=_SPARE_READERS,
                 readahead=False,
                 max_spare_txns=4,
@@ -126,13 +173,26 @@ class Store:
             self._partitions = self._env.open_db(b"partitions")
             self._blocks = self._env.open_db(b"blocks")
             self._producers = self._env.open_db(b"producers")
+            self._producer_times = self._env.open_db(b"producer_times")
             self._cuts = self._env.open_db(b"cuts")
             self._consumers = self._env.open_db(b"consumers")
+            self._aside = self._env.open_db(b"aside")
             self._page = int(self._env.stat()["psize"])
         except lmdb.Error as error:
             self._env.close()
             raise DataDamagedError(f"{folder}: the store is damaged: {error}") from error
         self._folder = folder
+        self._file = _identity_of(folder / "data.mdb")
+
+    def lost(self) -> str:
+        """Say how the environment's file is not the one that was opened any more; empty while it is."""
+        try:
+            here = _identity_of(self._folder / "data.mdb")
+        except (FileNotFoundError, NotADirectoryError):
+            return "the store was deleted or moved under the server"
+        return (
+            "" if here == self._file else "another store is in the place of the one that was opened"
+        )
 
     def close(self) -> None:
         """Close the environment; what was committed is on disk already."""
@@ -140,7 +200,7 @@ class Store:
 
     def create(self, identity: Identity, rows: Mapping[int, PartitionRow]) -> None:
         """Write identity, partitions and a clean-shutdown proof into an empty store, in one transaction."""
-        with self._env.begin(write=True) as txn:
+        with self._proving(np.zeros(PARTITIONS, np.uint64), flushed=True) as txn:
             text = {
                 "format": FORMAT,
                 "name": identity.name,
@@ -149,13 +209,12 @@ class Store:
             }
             txn.put(_IDENTITY, keyspace.seal(json.dumps(text).encode(), _IDENTITY), db=self._meta)
             self._put_partitions(txn, rows)
-            txn.put(_PROOF, keyspace.seal(b"created", _PROOF), db=self._meta)
 
     def identity(self) -> Identity | None:
         """Return the bucket's identity; None for an empty store.
 
         Raises:
-            DataDirectoryError: the store's format is newer than this program's.
+            DataDirectoryError: the store has another format than this program knows.
             DataDamagedError: the identity fails its checksum.
         """
         with self._env.begin() as txn:
@@ -164,11 +223,21 @@ class Store:
             return None
         text = json.loads(keyspace.unseal(bytes(value), _IDENTITY, f"{self._folder}: identity"))
         if text["format"] != FORMAT:
-            raise DataDirectoryError(
-                f"{self._folder}: the store has format {text['format']}, this program knows {FORMAT}",
-                hint="use the program that wrote it, or a newer one",
-            )
+            raise unknown_format(f"the store {self._folder}", text["format"])
         return Identity(text["name"], int(text["version"], 16), text.get("compression", ""))
+
+    def quota(self) -> int:
+        """Return how many bytes the bucket may take, 0 for no such limit."""
+        with self._env.begin() as txn:
+            value = txn.get(_QUOTA, db=self._meta)
+        if value is None:
+            return 0
+        return int.from_bytes(keyspace.unseal(bytes(value), _QUOTA, "the quota"), "little")
+
+    def put_quota(self, quota: int) -> None:
+        """Store how many bytes the bucket may take, durably."""
+        with self._env.begin(write=True) as txn:
+            txn.put(_QUOTA, keyspace.seal(quota.to_bytes(8, "little"), _QUOTA), db=self._meta)
 
     def partitions(self) -> dict[int, PartitionRow | DataDamagedError]:
         """Return every partition's row, or why it cannot be read."""
@@ -184,44 +253,128 @@ class Store:
                     rows[partition] = error
         return rows
 
-    def proof(self) -> bool:
-        """Whether the clean-shutdown proof is there: nothing was numbered since it was written."""
+    def proof(self, *, may_be_moved: bool = False) -> Proof | None:
+        """Return the clean-shutdown proof: nothing was numbered since it was written. None without one.
+
+        Args:
+            may_be_moved: whether one is accepted that was copied here with the data.
+        """
         with self._env.begin() as txn:
             value = txn.get(_PROOF, db=self._meta)
         if value is None:
-            return False
+            return None
         try:
-            keyspace.unseal(bytes(value), _PROOF, "proof")
-        except DataDamagedError:
+            body = keyspace.unseal(bytes(value), _PROOF, "the clean-shutdown proof")
+            proof = Proof.unpack(body).at(self._folder, may_be_moved=may_be_moved)
+            if proof is None:
+                raise DataDamagedError(
+                    "the directory is a copy, which proves nothing of its original since"
+                )
+            return proof
+        except DataDamagedError as error:
             # A proof that cannot be trusted proves nothing: the next start makes new records.
-            return False
-        return True
+            log.error(
+                "a proof is not accepted",
+                extra={"folder": str(self._folder), "error": error.message},
+            )
+            return None
 
     def clear_proof(self) -> None:
         """Remove the proof, durably. Must be done before the first mutation is numbered."""
         with self._env.begin(write=True) as txn:
             txn.delete(_PROOF, db=self._meta)
 
-    def write_proof(self) -> None:
-        """State, durably, that nothing was numbered that is not in the store."""
-        with self._env.begin(write=True) as txn:
-            txn.put(_PROOF, keyspace.seal(b"clean", _PROOF), db=self._meta)
+    def write_proof(self, highs: U64) -> None:
+        """State, durably, that nothing was numbered that is not in the store; ``highs`` as in Proof."""
+        with self._proving(highs, flushed=True):
+            pass
+
+    @contextmanager
+    def _proving(self, highs: U64, *, flushed: bool) -> Iterator[Any]:
+        """Make a transaction that ends with a new proof."""
+        file = make_file(self._folder)
+        try:
+            with self._env.begin(write=True) as txn:
+                yield txn
+                value = keyspace.seal(Proof(highs, flushed, file).pack(), _PROOF)
+                txn.put(_PROOF, value, db=self._meta)
+        except BaseException:
+            file.path(self._folder).unlink(missing_ok=True)
+            raise
+        # Not before: until then the proof that is there may name another one.
+        remove_others(self._folder, file)
 
     def write_recovery(
-        self, rows: Mapping[int, PartitionRow], blocks: Iterable[tuple[int, int, bytes]]
+        self,
+        rows: Mapping[int, PartitionRow],
+        blocks: Iterable[tuple[int, int, bytes]],
+        cut_off: Mapping[int, int],
+        highs: U64,
+        producers: Iterable[tuple[bytes, ProducerNumbers]] = (),
+        accepted: Iterable[int] = (),
+        released: Iterable[bytes] = (),
     ) -> None:
-        """Write the rows and blocks made at recovery, and the proof, in one transaction."""
-        with self._env.begin(write=True) as txn:
+        """Write the rows and blocks made at recovery, and a proof, in one transaction.
+
+        Args:
+            highs: where each partition ends now, in store and journal together, shape (1024,).
+            cut_off: by partition the seqno above which stored blocks are removed in it.
+            accepted: partitions of which nothing is kept aside any more.
+            released: names of cuts that go.
+        """
+        with self._proving(highs, flushed=False) as txn:
+            for partition, seqno in cut_off.items():
+                self._remove_above(txn, partition, seqno)
             for partition, end, block in blocks:
                 txn.put(keyspace.block_key(partition, end), block, db=self._blocks)
+            for name, numbers in producers:
+                self._put_producer(txn, name, numbers)
             self._put_partitions(txn, rows)
-            txn.put(_PROOF, keyspace.seal(b"recovered", _PROOF), db=self._meta)
+            for partition in accepted:
+                first = keyspace.aside_key(partition, 0, 0)
+                self._remove_from(txn, self._aside, first)
+            for name in released:
+                txn.delete(name, db=self._cuts)
+
+    def _remove_above(self, txn: Any, partition: int, seqno: int) -> None:
+        self._remove_from(txn, self._blocks, keyspace.block_key(partition, seqno + 1))
+
+    @staticmethod
+    def _remove_from(txn: Any, database: Any, first: bytes) -> None:
+        """Remove what a partition has from a key on."""
+        with txn.cursor(db=database) as cursor:
+            more = cursor.set_range(first)
+            while more and cursor.key().startswith(first[:2]):
+                more = cursor.delete() and bool(cursor.key())
+
+    def put_aside(self, blocks: Mapping[tuple[int, int, int], bytes]) -> None:
+        """Keep blocks of dead partitions, by partition, commit and place in there; doing it again changes nothing.
+
+        Durable when it returns, in transactions of about _ASIDE_BYTES.
+        """
+        left = list(blocks.items())
+        while left:
+            size = 0
+            with self._env.begin(write=True) as txn:
+                while left and size < _ASIDE_BYTES:
+                    key, block = left.pop()
+                    txn.put(keyspace.aside_key(*key), block, db=self._aside)
+                    size += len(block)
+
+    def aside(self, partition: int) -> Iterator[bytes]:
+        """Yield the blocks that are kept aside of a partition, in the order of its journal."""
+        first = keyspace.aside_key(partition, 0, 0)
+        with self._env.begin() as txn, txn.cursor(db=self._aside) as cursor:
+            more = cursor.set_range(first)
+            while more and cursor.key().startswith(first[:2]):
+                yield bytes(cursor.value())
+                more = cursor.next()
 
     def put_flush(
         self,
         blocks: Iterable[tuple[int, int, bytes]],
         rows: Mapping[int, PartitionRow],
-        producers: Mapping[tuple[bytes, int], ProducerRow],
+        producers: Mapping[bytes, ProducerNumbers],
     ) -> None:
         """Store blocks (partition, end_seqno, bytes) with the rows that say so, in one transaction."""
         with self._env.begin(write=True) as txn:
@@ -229,9 +382,8 @@ class Store:
             with txn.cursor(db=self._blocks) as cursor:
                 cursor.putmulti(items)
             self._put_partitions(txn, rows)
-            for (name, partition), row in producers.items():
-                key = keyspace.producer_key(name, partition)
-                txn.put(key, keyspace.pack_producer(key, row), db=self._producers)
+            for name, numbers in producers.items():
+                self._put_producer(txn, name, numbers)
 
     def _put_partitions(self, txn: Any, rows: Mapping[int, PartitionRow]) -> None:
         for partition, row in rows.items():
@@ -275,6 +427,13 @@ class Store:
         Raises:
             DataDamagedError: one of them is no block, or does not go on where the one before it ends.
         """
+        heads, damage = self.heads_until_damage(partition)
+        if damage is not None:
+            raise damage
+        return heads
+
+    def heads_until_damage(self, partition: int) -> tuple[list[Head], DataDamagedError | None]:
+        """Return the same up to the first block that is none or does not go on, and what is wrong with that one."""
         heads: list[Head] = []
         prefix = keyspace.partition_key(partition)
         with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
@@ -282,14 +441,17 @@ class Store:
             while more and cursor.key()[:2] == prefix:
                 _, end = keyspace.unpack_block_key(bytes(cursor.key()))
                 value = cursor.value()
-                head = head_of(bytes(value[:PEEK_BYTES]), len(value), partition, end)
+                try:
+                    head = head_of(bytes(value[:PEEK_BYTES]), len(value), partition, end)
+                except DataDamagedError as error:
+                    return heads, error
                 if head.start != (heads[-1].end if heads else 0):
-                    raise DataDamagedError(
+                    return heads, DataDamagedError(
                         f"partition {partition}: a stored block begins at {head.start}, the one before it ends at {heads[-1].end if heads else 0}"
                     )
                 heads.append(head)
                 more = cursor.next()
-        return heads
+        return heads, None
 
     def blocks(self, partition: int, ends: Iterable[int]) -> list[bytes]:
         """Return the blocks of a partition that end at these seqnos.
@@ -346,8 +508,10 @@ class Store:
             self._partitions,
             self._blocks,
             self._producers,
+            self._producer_times,
             self._cuts,
             self._consumers,
+            self._aside,
         )
         with self._env.begin() as txn:
             stats = [self._env.stat(), *(txn.stat(db) for db in databases)]
@@ -372,32 +536,62 @@ class Store:
         """The map's size in bytes."""
         return int(self._env.info()["map_size"])
 
-    def newest_block_end(self, partition: int) -> int:
-        """Return the end_seqno of a partition's newest stored block, 0 if there is none."""
-        with self._env.begin() as txn, txn.cursor(db=self._blocks) as cursor:
-            if not cursor.set_range(keyspace.partition_key(partition + 1)):
-                found = cursor.last()
-            else:
-                found = cursor.prev()
-            if found:
-                owner, end = keyspace.unpack_block_key(cursor.key())
-                if owner == partition:
-                    return end
-        return 0
+    def producer_number(self, name: bytes) -> int:
+        """Return the largest number that is stored of a producer, 0 for none.
 
-    def producer(self, name: bytes) -> dict[int, ProducerRow]:
-        """Return a producer's rows by partition."""
+        Raises:
+            DataDamagedError: it cannot be read.
+        """
+        key = keyspace.producer_key(name)
+        with self._env.begin() as txn:
+            value = txn.get(key, db=self._producers)
+        return keyspace.unpack_producer_seen(key, bytes(value)).last_number if value else 0
+
+    def producer_rows(self, name: bytes) -> dict[int, ProducerRow]:
+        """Return what is stored of a producer by partition.
+
+        Raises:
+            DataDamagedError: a row cannot be read.
+        """
         rows = {}
-        prefix = name + b"\0"
         with self._env.begin() as txn, txn.cursor(db=self._producers) as cursor:
-            more = cursor.set_range(prefix)
-            while more and cursor.key().startswith(prefix) and len(cursor.key()) == len(prefix) + 2:
-                _, partition = keyspace.unpack_producer_key(cursor.key())
-                rows[partition] = keyspace.unpack_producer(
-                    bytes(cursor.key()), bytes(cursor.value())
-                )
-                more = cursor.next()
+            for key in _keys_of(cursor, name):
+                table = keyspace.unpack_producer(key, bytes(cursor.value()))
+                for partition, *fields in table.tolist():
+                    rows[partition] = ProducerRow(*fields)
         return rows
+
+    def _put_producer(self, txn: Any, name: bytes, numbers: ProducerNumbers) -> None:
+        table = numbers.table
+        slots = table["partition"] // PRODUCER_SLOT
+        edges = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
+        for begin, end in pairwise(edges):
+            key, part = keyspace.producer_key(name, int(slots[begin])), table[begin:end]
+            old = txn.get(key, db=self._producers) if len(part) < PRODUCER_SLOT else None
+            if old:
+                part = _merged(key, bytes(old), part)
+            txn.put(key, keyspace.pack_producer(key, part), db=self._producers)
+        key, time = keyspace.producer_key(name), numbers.time - numbers.time % PRODUCER_GRAIN
+        last, seen = int(table["number"].max()), self._seen(txn, key)
+        if seen is not None:
+            last, time = max(last, seen.last_number), max(time, seen.time)
+        if seen is None or time != seen.time:
+            if seen is not None:
+                txn.delete(keyspace.producer_time_key(seen.time, name), db=self._producer_times)
+            txn.put(keyspace.producer_time_key(time, name), b"", db=self._producer_times)
+        row = ProducerSeen(last, time)
+        if row != seen:
+            txn.put(key, keyspace.pack_producer_seen(key, row), db=self._producers)
+
+    def _seen(self, txn: Any, key: bytes) -> ProducerSeen | None:
+        value = txn.get(key, db=self._producers)
+        if value is None:
+            return None
+        try:
+            return keyspace.unpack_producer_seen(key, bytes(value))
+        except DataDamagedError as error:
+            log.error("what is known of a producer is lost", extra={"error": error.message})
+            return None
 
     def cuts(self) -> dict[bytes, CutRow]:
         """Return the cuts by name; damaged ones are left out: what they pinned is not known any more."""
@@ -420,13 +614,12 @@ class Store:
                 else:
                     txn.put(name, keyspace.pack_cut(name, row), db=self._cuts)
 
-    def consumers(self) -> dict[bytes, dict[int, ConsumerRow]]:
-        """Return the consumers' rows by name and partition.
+    def consumers(self) -> Iterator[tuple[bytes, int, ConsumerRow]]:
+        """Yield the consumers' rows with name and partition, in that order, in one read transaction.
 
         A damaged row counts as a position at 0, under no id: it holds purging up until its consumer
         acknowledges anew or is forgotten, and is no position to begin from. One whose key is damaged is left out: nobody could forget it.
         """
-        rows: dict[bytes, dict[int, ConsumerRow]] = {}
         with self._env.begin() as txn, txn.cursor(db=self._consumers) as cursor:
             for key, value in cursor:
                 if not keyspace.is_consumer_key(bytes(key)):
@@ -435,13 +628,26 @@ class Store:
                     )
                     continue
                 name, partition = keyspace.unpack_consumer_key(bytes(key))
-                try:
-                    row = keyspace.unpack_consumer(bytes(key), bytes(value))
-                except DataDamagedError as error:
-                    log.error("a position is lost", extra={"error": error.message})
-                    row = ConsumerRow(0, 0, 0, 0, keyspace.DAMAGED_POSITION)
-                rows.setdefault(name, {})[partition] = row
-        return rows
+                yield name, partition, self._consumer(bytes(key), bytes(value))
+
+    @staticmethod
+    def _consumer(key: bytes, value: bytes) -> ConsumerRow:
+        try:
+            return keyspace.unpack_consumer(key, value)
+        except DataDamagedError as error:
+            log.error("a position is lost", extra={"error": error.message})
+            return ConsumerRow(0, 0, 0, 0, keyspace.DAMAGED_POSITION)
+
+    def saved_positions(self, consumer: bytes, partitions: Iterable[int]) -> dict[int, bytes]:
+        """Return the positions that a consumer has saved, see ``ConsumerRow.position``; those that are there."""
+        found = {}
+        with self._env.begin() as txn:
+            for partition in partitions:
+                key = keyspace.consumer_key(consumer, partition)
+                value = txn.get(key, db=self._consumers)
+                if value is not None and (position := self._consumer(key, bytes(value)).position):
+                    found[partition] = position
+        return found
 
     def put_consumers(self, rows: Mapping[tuple[bytes, int], ConsumerRow | None]) -> None:
         """Write positions, and remove those that map to None, in one transaction."""
@@ -450,25 +656,106 @@ class Store:
                 key = keyspace.consumer_key(name, partition)
                 if row is None:
                     txn.delete(key, db=self._consumers)
-                else:
-                    txn.put(key, keyspace.pack_consumer(key, row), db=self._consumers)
+                    continue
+                if row.position is None:
+                    value = txn.get(key, db=self._consumers)
+                    stored = None if value is None else self._consumer(key, bytes(value))
+                    row = dataclasses.replace(row, position=stored.position if stored else b"")
+                txn.put(key, keyspace.pack_consumer(key, row), db=self._consumers)
 
-    def forget_producers(self, before: int, keep: int) -> int:
+    def producers(self) -> int:
+        """Return how many producers are remembered."""
+        with self._env.begin() as txn:
+            return int(txn.stat(self._producer_times)["entries"])
+
+    def forget_producers(self, before: int, keep: int, most: int = FORGET_ROWS) -> Forgotten:
         """Remove producers last seen before a time (microseconds), and the oldest above ``keep`` names.
 
-        Returns how many names were removed. One transaction; at most 10,000 names.
+        One transaction, of one name more than fits into about ``most`` rows at most; none when there is nothing to do.
+        A name goes whole or not at all.
         """
-        newest: dict[bytes, int] = {}
+        with self._env.begin() as txn:
+            if self._oldest(txn, before, keep) is None:
+                return Forgotten(0, False)
+        names = rows = 0
         with self._env.begin(write=True) as txn:
-            with txn.cursor(db=self._producers) as cursor:
-                for key, value in cursor:
-                    name, _ = keyspace.unpack_producer_key(bytes(key))
-                    newest[name] = max(newest.get(name, 0), _seen(bytes(key), bytes(value)))
-            by_age = sorted(newest, key=newest.__getitem__)
-            gone = {name for name in by_age if newest[name] < before} | set(
-                by_age[: max(len(by_age) - keep, 0)]
-            )
-            for name in gone:
-                for partition in range(PARTITIONS):
-                    txn.delete(keyspace.producer_key(name, partition), db=self._producers)
-        return len(gone)
+            while (key := self._oldest(txn, before, keep)) is not None:
+                if rows >= most:
+                    return Forgotten(names, True)
+                txn.delete(key, db=self._producer_times)
+                _, name = keyspace.unpack_producer_time_key(key)
+                txn.delete(keyspace.producer_key(name), db=self._producers)
+                with txn.cursor(db=self._producers) as cursor:
+                    for old in list(_keys_of(cursor, name)):
+                        txn.delete(old, db=self._producers)
+                        rows += 1
+                rows += 2
+                names += 1
+        return Forgotten(names, False)
+
+    def _oldest(self, txn: Any, before: int, keep: int) -> bytes | None:
+        """Return the oldest entry of the index over time if it is to be forgotten."""
+        with txn.cursor(db=self._producer_times) as cursor:
+            if not cursor.first():
+                return None
+            key = bytes(cursor.key())
+        time, _ = keyspace.unpack_producer_time_key(key)
+        old = time + PRODUCER_GRAIN <= before
+        return key if old or txn.stat(self._producer_times)["entries"] > keep else None
+
+
+def _keys_of(cursor: Any, name: bytes) -> Iterator[bytes]:
+    """Move a cursor over a producer's rows, and yield their keys."""
+    prefix = keyspace.producer_key(name, 0)
+    more = cursor.set_range(prefix)
+    while more and len(key := bytes(cursor.key())) == len(prefix) and key[:-2] == prefix[:-2]:
+        yield key
+        more = cursor.next()
+
+
+def _merged(key: bytes, stored: bytes, part: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Return the newer table of a slot with what the stored one has besides."""
+    try:
+        old = keyspace.unpack_producer(key, stored)
+    except DataDamagedError as error:
+        log.error("what is known of a producer is lost", extra={"error": error.message})
+        return part
+    old = old[~np.isin(old["partition"], part["partition"])]
+    whole = np.concatenate((old, part))
+    return whole[np.argsort(whole["partition"])]
+
+
+@dataclass(frozen=True, slots=True)
+class FutureForgotten:
+    """What was removed.
+
+    Attributes:
+        cuts: the names of all cuts: what they were made for went on from another history.
+        consumers: (name, partition, acknowledged seqno) above what the partition keeps.
+    """
+
+    cuts: tuple[str, ...]
+    consumers: tuple[tuple[str, int, int], ...]
+
+
+def forget_future(store: Store, ends: Mapping[int, int]) -> FutureForgotten:
+    """Remove all cuts, and what was only acknowledged above what is kept; durable when it returns.
+
+    Args:
+        ends: by partition, the last complete marker that is kept; of others nothing is removed.
+    """
+    cuts = store.cuts()
+    gone: dict[tuple[bytes, int], ConsumerRow | None] = {}
+    told: list[tuple[str, int, int]] = []
+    for name, partition, row in store.consumers():
+        # A saved position must stay, however high: its consumer has the data, and is to be rolled back.
+        if partition in ends and row.seqno > ends[partition] and not row.position:
+            gone[name, partition] = None
+            told.append((name.decode(errors="replace"), partition, row.seqno))
+    if cuts:
+        store.put_cuts(dict.fromkeys(cuts))
+    if gone:
+        store.put_consumers(gone)
+    return FutureForgotten(
+        tuple(sorted(n.decode(errors="replace") for n in cuts)), tuple(sorted(told))
+    )

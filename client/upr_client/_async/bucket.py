@@ -1,59 +1,162 @@
-"""One bucket: the handshake's questions, writing, and following."""
+"""One bucket: asking, writing, reading keys, cuts, and following."""
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Literal
 
-from upr_client._async import reads
-from upr_client._async.adapter import give_way, mutex
-from upr_client._async.asking import AsyncAsking
-from upr_client._async.buffered import AsyncBufferedWriter
+from upr_client._async.call import BucketHandle, Connection
 from upr_client._async.changes import AsyncChanges
+from upr_client._async.io import give_way, mutex
 from upr_client._async.view import AsyncView
-from upr_client._async.writer import AsyncWriter, Write
-from upr_client.batching import (
+from upr_client._async.writer import AsyncBufferedWriter, AsyncWriter, Write
+from upr_client.admin_values import (
+    ConsumerInfo,
+    ConsumerPosition,
+    CutInfo,
+    PartitionInfo,
+    PartitionPurge,
+    StorageInfo,
+    consumer_info,
+    consumer_positions,
+    cut_info,
+    lease_seconds,
+    partition_info,
+    partition_purge,
+    reset_request,
+    storage_info,
+)
+from upr_client.changes.events import RECENT_KEY_BYTES
+from upr_client.changes.ledger import UNACKNOWLEDGED
+from upr_client.changes.options import ChangesOptions, Pinned, Policy, Start, exact_ends, followed
+from upr_client.positions import PositionStore
+from upr_client.writing import (
     BATCH_ROWS,
+    DURABILITIES,
     LINGER_SECONDS,
     OUTSTANDING_BYTES,
     OnResults,
+    WriteResult,
+    WriteResults,
     WriterOptions,
 )
-from upr_client.changes_options import ChangesOptions, Policy, Start
-from upr_client.cut_info import Pinned, exact_ends, followed
-from upr_client.ledger import UNACKNOWLEDGED
-from upr_client.messages import (
-    DURABILITIES,
-    check_name,
-    choice,
-)
-from upr_client.positions import PositionStore
-from upr_client.recent_keys import RECENT_KEY_BYTES
-from upr_client.results import WriteResult, WriteResults
-from upr_protocol.block import Block
-from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.block import Block, build_block, build_blocks, check_row
+from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.handshake import Pin
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     CREDIT_BYTES,
+    GET_KEYS_MAX,
     HEARTBEAT_SECONDS,
     LEASE_SECONDS,
+    check_name,
+    choice,
 )
-from upr_protocol.rows import build_block, build_blocks, check_row
-from upr_protocol.wire.v1 import types_pb2
+from upr_protocol.wire.codec import log_from_messages
+from upr_protocol.wire.grpc import error_of
+from upr_protocol.wire.v1 import admin_service_pb2, types_pb2
+from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 
-if TYPE_CHECKING:
-    from upr_client._async.client import AsyncClient
 
-
-class AsyncBucket(AsyncAsking):
-    """A bucket of a server; made by ``AsyncClient.bucket``.
+class AsyncCut:
+    """A cut that was made; see ``AsyncBucket.create_cut``. It holds until it is released or its lease ends.
 
     Attributes:
-        name: 1 to 200 bytes of UTF-8.
-        version: the bucket's random id, 0 until the server answered something.
+        name: unique in the bucket.
+        created_time: when it was made, microseconds since the epoch.
+        expires_time: when its lease ends, as far as is known here, microseconds since the epoch by the server's
+            clock.
+        lease_seconds: the lease it was made or last renewed with.
+        pins: the pinned marker of each partition, ascending.
+        left_out: the partitions that were asked for and are not part of it, because they are dead, and why.
     """
 
-    def __init__(self, client: "AsyncClient", name: str, producer: str | None) -> None:
-        super().__init__(client, name)
+    def __init__(
+        self, bucket: "AsyncBucket", info: CutInfo, left_out: Mapping[int, UprError]
+    ) -> None:
+        self._bucket = bucket
+        self.name = info.name
+        self.created_time = info.created_time
+        self.expires_time = info.expires_time
+        self.lease_seconds = info.lease_seconds
+        self.pins: Mapping[int, Pin] = info.pins
+        self.left_out: Mapping[int, UprError] = left_out
+
+    @property
+    def seqnos(self) -> dict[int, int]:
+        """The pinned seqno of each partition."""
+        return {partition: pin.seqno for partition, pin in self.pins.items()}
+
+    @property
+    def ids(self) -> dict[int, int]:
+        """The failover id that was newest in each partition when the cut was made."""
+        return {partition: pin.failover_id or 0 for partition, pin in self.pins.items()}
+
+    async def renew(self, lease: float | None = None) -> None:
+        """Have the lease begin anew, with its length or another one, in seconds.
+
+        Raises:
+            CutNotFoundError: it was released, or its lease has ended.
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        info = await self._bucket.renew_cut(self.name, lease)
+        self.expires_time = info.expires_time
+        self.lease_seconds = info.lease_seconds
+
+    async def release(self) -> bool:
+        """Give the cut up; False when it was gone already.
+
+        Raises:
+            UprError: the call failed; it is not tried again. The lease ends by itself.
+        """
+        return await self._bucket.release_cut(self.name)
+
+
+class AsyncHeldCut:
+    """Makes a cut when it is entered and releases it at the end; see ``AsyncBucket.cut``."""
+
+    def __init__(
+        self,
+        bucket: "AsyncBucket",
+        name: str,
+        partitions: Iterable[int] | None,
+        lease: float | None,
+    ) -> None:
+        self._bucket = bucket
+        self._arguments = (name, partitions, lease)
+        self._cut: AsyncCut | None = None
+
+    async def __aenter__(self) -> AsyncCut:
+        name, partitions, lease = self._arguments
+        self._cut = await self._bucket.create_cut(name, partitions=partitions, lease=lease)
+        return self._cut
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        cut, self._cut = self._cut, None
+        if cut is None:
+            return
+        try:
+            await cut.release()
+        except UprError:
+            # What went wrong before tells more; the lease ends by itself.
+            if error is None:
+                raise
+
+
+class AsyncBucket:
+    """A bucket of a server; made by ``AsyncClient.bucket``."""
+
+    def __init__(self, connection: Connection, name: str, producer: str | None) -> None:
+        self._connection = connection
+        self._handle = BucketHandle(connection, check_name(name, "bucket"))
         self._producer = check_name(
             secrets.token_hex(16) if producer is None else producer, "producer"
         )
@@ -61,10 +164,259 @@ class AsyncBucket(AsyncAsking):
         self._made_writer: AsyncWriter | None = None
         self._buffered: list[AsyncBufferedWriter] = []
 
+    @property
+    def name(self) -> str:
+        """1 to 200 bytes of UTF-8."""
+        return self._handle.name
+
+    @property
+    def version(self) -> int:
+        """The bucket's random id, 0 until the server answered something."""
+        return self._handle.version
+
+    # Asking.
+
+    async def hello(
+        self, partitions: Mapping[int, int | None], *, with_log: bool = False
+    ) -> list[stream_pb2.HelloAnswer]:
+        """Ask for any number of partitions at once whether a history may be continued.
+
+        Args:
+            partitions: for each partition the failover id that was newest when last connected; None for new.
+            with_log: whether each answer carries the whole failover log.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._connection.check_usable()
+        asked = [
+            stream_pb2.HelloPartition(partition=partition, failover_id=failover_id)
+            for partition, failover_id in partitions.items()
+        ]
+        request = stream_pb2.HelloRequest(
+            bucket=self.name,
+            bucket_version=self.version or None,
+            partitions=asked,
+            with_log=with_log,
+        )
+        answer = await self._handle.ask(self._connection.stubs().streams.Hello, request)
+        return list(answer.answers)
+
+    async def failover_logs(
+        self, partitions: Iterable[int] | None = None
+    ) -> dict[int, FailoverLog]:
+        """Return the failover logs of these partitions; None means all.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._connection.check_usable()
+        request = stream_pb2.GetFailoverLogRequest(bucket=self.name, partitions=partitions or ())
+        answer = await self._handle.ask(self._connection.stubs().streams.GetFailoverLog, request)
+        logs = ((item.partition, log_from_messages(item.records)) for item in answer.logs)
+        return {partition: log for partition, log in logs if log is not None}
+
+    async def partitions(self, partitions: Iterable[int] | None = None) -> list[PartitionInfo]:
+        """Return the state of these partitions; None means all.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._connection.check_usable()
+        request = admin_service_pb2.GetPartitionsRequest(
+            bucket=self.name, partitions=partitions or ()
+        )
+        answer = await self._handle.ask(self._connection.stubs().admin.GetPartitions, request)
+        return [partition_info(item) for item in answer.partitions]
+
+    async def storage(self) -> StorageInfo:
+        """Return what the bucket takes on disk, and what was written since the server was started.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        request = admin_service_pb2.GetStorageRequest(bucket=self.name)
+        method = self._connection.stubs().admin.GetStorage
+        return storage_info(await self._connection.ask(method, request))
+
+    async def consumers(self, *, with_positions: bool = False) -> list[ConsumerInfo]:
+        """Return the consumers that are registered by what they acknowledged or saved, and the groups, by name.
+
+        Args:
+            with_positions: whether each comes with its position in every partition.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        request = admin_service_pb2.ListConsumersRequest(
+            bucket=self.name, with_positions=with_positions
+        )
+        method = self._connection.stubs().admin.ListConsumers
+        found: list[ConsumerInfo] = []
+        while True:
+            answer = await self._connection.ask(method, request)
+            found += [consumer_info(message) for message in answer.consumers]
+            if not answer.more or not answer.consumers:
+                return found
+            request.after = found[-1].name
+
+    async def forget_consumer(self, name: str) -> bool:
+        """Forget a consumer's positions, so that they hold no purging up; False when it was not known.
+
+        One that is connected is registered again by its next acknowledgement.
+
+        Raises:
+            InvalidArgumentError: the name is out of its range.
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        method = self._connection.stubs().admin.ForgetConsumer
+        request = admin_service_pb2.ForgetConsumerRequest(
+            bucket=self.name, name=check_name(name, "consumer")
+        )
+        answer = await self._connection.ask(method, request)
+        return bool(answer.forgotten)
+
+    async def reset_consumer(
+        self,
+        name: str,
+        to: Literal["beginning", "now"] | datetime,
+        *,
+        partitions: Iterable[int] | None = None,
+        create: bool = False,
+    ) -> dict[int, ConsumerPosition]:
+        """Set the positions that a consumer has stored in the server, and return them by partition.
+
+        Its calls end, and what its owners save from what they had before is refused. They connect again and go on
+        from the new positions; their data is theirs to fit to it. Positions kept elsewhere are not touched.
+
+        Args:
+            name: the consumer.
+            to: "beginning": the positions are removed. "now": the newest complete durable marker of each partition.
+                A time: right below the first mutation committed at or after it, or as for now where there is none.
+            partitions: which, 0 to 1023; None means all.
+            create: whether one that is not known is registered, unless it is reset to the beginning.
+
+        Raises:
+            InvalidArgumentError: a value is out of its range, or the time has no time zone.
+            ConsumerNotFoundError: nothing is known of that name.
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        method = self._connection.stubs().admin.ResetConsumer
+        chosen = () if partitions is None else partitions
+        request = reset_request(self.name, name, to, chosen, create)
+        answer = await self._connection.ask(method, request)
+        return consumer_positions(answer.positions)
+
+    # Cuts.
+
+    def cut(
+        self, name: str, *, partitions: Iterable[int] | None = None, lease: float | None = None
+    ) -> AsyncHeldCut:
+        """Hold a cut for as long as a ``with`` block: made when it is entered, released at its end.
+
+        Give it to ``changes(until=...)``. The arguments and errors are those of ``create_cut``.
+        """
+        self._connection.check_usable()
+        return AsyncHeldCut(self, name, partitions, lease)
+
+    async def create_cut(
+        self, name: str, *, partitions: Iterable[int] | None = None, lease: float | None = None
+    ) -> AsyncCut:
+        """Pin the last complete marker of partitions at one instant, until it is released or its lease ends.
+
+        Everything up to the pins is durable when it returns, and ``changes(until=cut)`` shows exactly that.
+
+        Args:
+            name: 1 to 200 bytes of UTF-8, unique in the bucket while the lease lasts.
+            partitions: which, 0 to 1023; None means all.
+            lease: seconds; None means an hour.
+
+        Raises:
+            AlreadyExistsError: a cut of that name is there.
+            TooManyError: the bucket has as many cuts as it may have.
+            PartitionNotActiveError: a partition is dead or pending; name the others.
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._connection.check_usable()
+        request = stream_pb2.CreateCutRequest(
+            bucket=self.name,
+            bucket_version=self.version or None,
+            name=check_name(name, "cut"),
+            partitions=partitions or (),
+            lease_seconds=lease_seconds(lease),
+        )
+        answer = await self._handle.ask(self._connection.stubs().streams.CreateCut, request)
+        left_out = {one.partition: error_of(one.problem) for one in answer.left_out}
+        return AsyncCut(self, cut_info(answer.cut), left_out)
+
+    async def renew_cut(self, name: str, lease: float | None = None) -> CutInfo:
+        """Have a cut's lease begin anew; None for the length that it has.
+
+        Raises:
+            CutNotFoundError: there is none of that name, or its lease has ended.
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._connection.check_usable()
+        request = stream_pb2.RenewCutRequest(
+            bucket=self.name,
+            bucket_version=self.version or None,
+            name=check_name(name, "cut"),
+            lease_seconds=lease_seconds(lease),
+        )
+        answer = await self._connection.ask(self._connection.stubs().streams.RenewCut, request)
+        return cut_info(answer.cut)
+
+    async def release_cut(self, name: str) -> bool:
+        """Give a cut up; False when there is none of that name.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._connection.check_usable()
+        request = stream_pb2.ReleaseCutRequest(
+            bucket=self.name, bucket_version=self.version or None, name=check_name(name, "cut")
+        )
+        answer = await self._connection.ask(self._connection.stubs().streams.ReleaseCut, request)
+        return bool(answer.released)
+
+    async def cuts(self, *, with_pins: bool = False) -> list[CutInfo]:
+        """Return the cuts whose lease has not ended, oldest first.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        self._connection.check_usable()
+        request = stream_pb2.ListCutsRequest(bucket=self.name, with_partitions=with_pins)
+        answer = await self._handle.ask(self._connection.stubs().streams.ListCuts, request)
+        return [cut_info(message) for message in answer.cuts]
+
+    async def purge(
+        self, partitions: Sequence[int] = (), *, dry_run: bool = False, seconds: float = 600.0
+    ) -> list[PartitionPurge]:
+        """Drop tombstones that are old and passed by everybody, now instead of at some later merge.
+
+        Args:
+            partitions: 0 to 1023; none means all.
+            dry_run: change nothing, only say what would go and who holds the others up.
+            seconds: how long to wait at most; every block of the partitions is read.
+
+        Returns:
+            The partitions that have a stored tombstone, and those that could not be looked at.
+
+        Raises:
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        method = self._connection.stubs().admin.Purge
+        request = admin_service_pb2.PurgeRequest(
+            bucket=self.name, partitions=partitions, dry_run=dry_run
+        )
+        answer = await self._connection.ask(method, request, seconds)
+        return [partition_purge(message) for message in answer.partitions]
+
     # Writing.
 
     def _writer(self) -> AsyncWriter:
-        self._check_usable()
+        self._connection.check_usable()
         with self._mutex:
             if self._made_writer is None:
                 self._made_writer = self._new_writer(self._producer)
@@ -72,18 +424,18 @@ class AsyncBucket(AsyncAsking):
 
     def _new_writer(self, producer: str, first_number: int | None = None) -> AsyncWriter:
         return AsyncWriter(
-            self._client._stubs,
-            self._client._failed,
+            self._connection.stubs,
+            self._connection.failed,
             self.name,
             producer,
-            self._client.connect_timeout,
-            self._client.retry_seconds,
+            self._connection.connect_timeout,
+            self._connection.retry_seconds,
             self._set_version,
             first_number,
         )
 
     def _set_version(self, version: int) -> None:
-        self.version = version
+        self._handle.version = version
 
     async def set(self, key: bytes, value: bytes, durability: str = "disk") -> WriteResult:
         """Write one key.
@@ -133,7 +485,12 @@ class AsyncBucket(AsyncAsking):
         return WriteResults(len(pairs), await self._write_all(self._writer(), blocks, level))
 
     async def write_blocks(
-        self, blocks: Iterable[Block], durability: str = "disk", *, once: str | None = None
+        self,
+        blocks: Iterable[Block],
+        durability: str = "disk",
+        *,
+        once: str | None = None,
+        first_number: int = 1,
     ) -> WriteResults:
         """Write prepared blocks, in their order, without waiting for each one's answer; else as ``write_many``.
 
@@ -144,14 +501,17 @@ class AsyncBucket(AsyncAsking):
                 also from another process, at the same time or after a failure, has them applied once altogether.
                 Other blocks must have another name: one with a digest of the content is safe. The server
                 remembers a name for 24 hours, and with ``producer`` names the newest 10,000.
+            first_number: with ``once``, of the first block. ``upr_protocol.places.place_number`` makes one for blocks
+                that are a part of a sequence under the name, at most 4096; then other blocks are refused.
 
         Raises:
             InvalidArgumentError: a value is out of its range.
+            ContentDiffersError: the place has other blocks; nothing was applied.
             PartlyWrittenError: partitions refused their part when the blocks were written under the name before.
             UprError: as in ``set``, the first one.
         """
         level = choice(DURABILITIES, durability, "durability")
-        self._check_usable()
+        self._connection.check_usable()
         rows = 0
 
         def counted() -> Iterable[Block]:
@@ -163,11 +523,11 @@ class AsyncBucket(AsyncAsking):
         if once is None:
             runs = await self._write_all(self._writer(), counted(), level)
             return WriteResults(rows, runs)
-        writer = self._new_writer(check_name(once, "name of blocks"), 1)
+        writer = self._new_writer(check_name(once, "name of blocks"), first_number)
         try:
             runs = await self._write_all(writer, counted(), level)
         finally:
-            await writer.close(self._client.request_timeout)
+            await writer.close(self._connection.request_timeout)
         return WriteResults(rows, runs)
 
     async def _write_all(
@@ -219,11 +579,11 @@ class AsyncBucket(AsyncAsking):
             InvalidArgumentError: a value is out of its range.
             ClosedError: the client was closed.
         """
-        self._check_usable()
+        self._connection.check_usable()
         options = WriterOptions(
             durability, batch_rows, batch_bytes, linger_seconds, max_outstanding_bytes, on_results
         )
-        return AsyncBufferedWriter(self, options)
+        return AsyncBufferedWriter(self._handle, self._writer, self._buffered, options)
 
     # Reading keys.
 
@@ -241,7 +601,7 @@ class AsyncBucket(AsyncAsking):
             InvalidArgumentError: the key is not 1 to 4096 bytes.
             UprError: the call failed or was refused, or the key's partition cannot be read.
         """
-        return (await reads.get_many(self, [key], seconds)).get(key)
+        return (await self.get_many([key], seconds=seconds)).get(key)
 
     async def get_many(
         self, keys: Iterable[bytes], *, seconds: float | None = None
@@ -257,8 +617,28 @@ class AsyncBucket(AsyncAsking):
         Raises:
             UprError: as ``get``; what was read before is lost.
         """
-        self._check_usable()
-        return await reads.get_many(self, keys, seconds)
+        self._connection.check_usable()
+        wanted = list(dict.fromkeys(keys))
+        for key in wanted:
+            check_row(key, None)
+        found: dict[bytes, bytes] = {}
+        first = 0
+        while first < len(wanted):
+            asked = wanted[first : first + GET_KEYS_MAX]
+            request = kv_pb2.GetRequest(
+                bucket=self.name, bucket_version=self.version or None, keys=asked
+            )
+            answer = await self._handle.ask(self._connection.stubs().keys.Get, request, seconds)
+            # Fewer than keys: the values of the others did not fit into the message.
+            if not 0 < len(answer.answers) <= len(asked):
+                raise ProtocolError(f"{len(answer.answers)} answers for {len(asked)} keys")
+            for key, one in zip(asked, answer.answers, strict=False):
+                if one.HasField("problem"):
+                    raise error_of(one.problem)
+                if one.HasField("value"):
+                    found[key] = one.value
+            first += len(answer.answers)
+        return found
 
     # Following.
 
@@ -330,7 +710,7 @@ class AsyncBucket(AsyncAsking):
             InvalidArgumentError: a value is out of its range, or two contradict each other.
             ClosedError: the client was closed.
         """
-        self._check_usable()
+        self._connection.check_usable()
         ends = exact_ends(until)
         options = ChangesOptions(
             consumer=consumer,
@@ -360,7 +740,7 @@ class AsyncBucket(AsyncAsking):
                 "partitions were given with a group, which shares all of them",
                 hint="leave partitions out",
             )
-        return AsyncChanges(self, followed(partitions, ends), options)
+        return AsyncChanges(self._handle, followed(partitions, ends), options)
 
     def materialize(
         self,
@@ -384,7 +764,7 @@ class AsyncBucket(AsyncAsking):
             InvalidArgumentError: a value is out of its range.
         """
         options = {"key_prefix": key_prefix, "stability": stability, "on_status": on_status}
-        return AsyncView(self, partitions, at_markers, options)
+        return AsyncView(self._handle, partitions, at_markers, options)
 
     async def _close(self, seconds: float) -> None:
         for buffered in list(self._buffered):

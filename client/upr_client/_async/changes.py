@@ -1,34 +1,36 @@
-"""Following changes: the loop that connects, starts, receives, undoes and stores positions."""
+"""Following changes: the loop that connects, starts, receives, undoes, stores positions, and calls handlers."""
 
 import logging
 import random
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from upr_client._async.adapter import (
+from upr_client import backoff
+from upr_client._async.call import BucketHandle, Follow, Stubs
+from upr_client._async.io import (
+    Background,
     Event,
+    Queue,
+    Semaphore,
     give_way,
+    maybe_await,
     mutex,
     now,
     run_blocking,
-    settle,
 )
-from upr_client._async.follow import Follow
-from upr_client._async.handling import Handling
-from upr_client._async.routing import Stubs
-from upr_client._async.storing import Storing
-from upr_client.call_state import SILENT_REASON
-from upr_client.changes_options import ChangesOptions
-from upr_client.events import Change, ChangeBatch, Marker, Rollback
-from upr_client.following import Following
-from upr_client.handling import CONCURRENCY, RETRIES, HandlingOptions
-from upr_client.incoming import Clock
-from upr_client.ledger import Ledger
-from upr_client.progress import ChangesStatus
-from upr_client.steps import Step
+from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
+from upr_client.changes.ledger import Ledger
+from upr_client.changes.link import Clock
+from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, HandlingOptions, failed
+from upr_client.changes.session import Following, Step
+from upr_client.changes.status import ChangesStatus
+from upr_client.endpoints import SILENT_REASON
 from upr_protocol.errors import (
     ClosedError,
     FencedError,
@@ -38,8 +40,215 @@ from upr_protocol.errors import (
 )
 from upr_protocol.position import Position
 
-if TYPE_CHECKING:
-    from upr_client._async.bucket import AsyncBucket
+
+class Storing:
+    """Where the positions of one ``AsyncChanges`` go.
+
+    Args:
+        mutex: guards ``following``.
+        say: takes words for people.
+        tell: takes what the server is to know once positions are stored.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketHandle,
+        options: ChangesOptions,
+        following: Following,
+        mutex: AbstractContextManager[Any],
+        say: Callable[[str], None],
+        tell: Callable[[Any], None],
+    ) -> None:
+        self._bucket = bucket
+        self._store = options.store
+        self._following = following
+        self._mutex = mutex
+        self._say = say
+        self._tell = tell
+        self._turn = Semaphore(1)
+
+    async def save(self) -> None:
+        """Store what changed.
+
+        Raises:
+            UprError: it could not be stored; what the server may take later is said and not raised.
+        """
+        self._bucket.connection.check_process()
+        await self._turn.take()
+        try:
+            await self._save()
+        finally:
+            self._turn.give_back()
+
+    async def _save(self) -> None:
+        with self._mutex:
+            positions = self._following.begin_save()
+        in_server = self._following.ownership is not None
+        refused: list[int] = []
+        if self._store is None and not in_server:
+            positions = {}
+        elif positions:
+            try:
+                if self._store is not None:
+                    await run_blocking(self._store.save, positions)
+                else:
+                    refused = await self._save_in_server(positions)
+            except BaseException as error:
+                with self._mutex:
+                    self._following.not_saved(positions, wait=in_server)
+                if in_server and isinstance(error, UprError) and error.retriable:
+                    self._say(f"positions were not stored: {error}; trying again")
+                    return
+                raise
+        with self._mutex:
+            message = self._following.saved(positions, refused)
+        if message is not None:
+            self._tell(message)
+
+    async def _save_in_server(self, positions: dict[int, Position]) -> list[int]:
+        ownership = self._following.ownership
+        assert ownership is not None
+        version = self._following.session.bucket_version
+        request = ownership.save_request(self._bucket.name, version, positions)
+        connection = self._bucket.connection
+        answer = await connection.ask(connection.stubs().streams.SavePositions, request)
+        return [refused.partition for refused in answer.refused_partitions]
+
+    async def load(self) -> None:
+        """Load from the server what is to be loaded.
+
+        Raises:
+            UprError: the server did not answer.
+        """
+        ownership = self._following.ownership
+        assert ownership is not None
+        version = self._following.session.bucket_version
+        request = ownership.load_request(self._bucket.name, version)
+        connection = self._bucket.connection
+        answer = await connection.ask(connection.stubs().streams.LoadPositions, request)
+        with self._mutex:
+            self._following.loaded(answer)
+
+
+Lane = Queue[Change | None]
+"""What is handled one after the other, up to the first None."""
+
+
+class Handling:
+    """One ``AsyncChanges.run``.
+
+    Args:
+        handler: takes a change; what it returns is waited for, if that can be.
+    """
+
+    def __init__(
+        self, changes: "AsyncChanges", handler: Callable[[Change], Any], options: HandlingOptions
+    ) -> None:
+        self._changes = changes
+        self._handler = handler
+        self._options = options
+        self._lanes = [Lane() for _ in range(options.concurrency)]
+        self._mutex = mutex()
+        self._under_way = 0
+        self._idle = Event()
+        self._idle.set()
+        self._leaving = Event()
+        self._failure: tuple[Change, BaseException] | None = None
+
+    async def run(self) -> None:
+        """Handle everything until the end.
+
+        Raises:
+            HandlerError: a change could not be handled, and there is nobody to take it.
+            UprError: as iterating raises.
+        """
+        workers = [Background(partial(self._work, lane), "upr-handler") for lane in self._lanes]
+        try:
+            async for batch in self._changes.batches():
+                if batch.rollbacks:
+                    await self.drain()
+                    await self._tell(batch.rollbacks)
+                self._share(batch)
+            await self.drain()
+        except ClosedError:
+            if self._failure is None:
+                raise
+        finally:
+            self._leaving.set()
+            for lane in self._lanes:
+                lane.put(None)
+            for worker in workers:
+                await worker.join()
+        if self._failure is not None:
+            raise failed(*self._failure)
+
+    async def drain(self) -> None:
+        """Wait until everything that was handed out is handled."""
+        await self._idle.wait()
+
+    async def _tell(self, rollbacks: list[Rollback]) -> None:
+        for rollback in rollbacks:
+            if self._options.on_rollback_event is not None:
+                await maybe_await(self._options.on_rollback_event(rollback))
+
+    def _share(self, batch: ChangeBatch) -> None:
+        by_key, count = self._options.order == "key", len(self._lanes)
+        for change in batch.changes:
+            number = zlib.crc32(change.key) if by_key else change.partition
+            with self._mutex:
+                self._under_way += 1
+                self._idle.clear()
+            self._lanes[number % count].put(change)
+
+    async def _work(self, lane: Lane) -> None:
+        while (change := await lane.get()) is not None:
+            try:
+                if not self._leaving.is_set() and self._changes._may_handle(change):
+                    await self._handle(change)
+            except BaseException as error:
+                # Also a handler that was cancelled: a lane that is gone would hold its changes up for ever.
+                self._fail(change, error)
+            finally:
+                with self._mutex:
+                    self._under_way -= 1
+                    if not self._under_way:
+                        self._idle.set()
+
+    async def _handle(self, change: Change) -> None:
+        attempt = 0
+        while True:
+            try:
+                await maybe_await(self._handler(change))
+                break
+            except Exception as error:
+                if attempt >= self._options.retries:
+                    if await self._give_up(change, error):
+                        break
+                    return
+                seconds = backoff.delay(attempt, random.random())
+                attempt += 1
+                if await self._leaving.wait(seconds):
+                    return
+                if not self._changes._may_handle(change):
+                    return
+        self._changes.ack(change)
+
+    async def _give_up(self, change: Change, error: Exception) -> bool:
+        """Give a change that cannot be handled to who takes those; False when nobody does."""
+        if self._options.dead_letter is not None:
+            try:
+                await maybe_await(self._options.dead_letter(change, error))
+                return True
+            except Exception as second:
+                error = second
+        self._fail(change, error)
+        return False
+
+    def _fail(self, change: Change, error: BaseException) -> None:
+        self._failure = self._failure or (change, error)
+        self._leaving.set()
+        self._changes._stop()
+
 
 _logger = logging.getLogger("upr_client")
 
@@ -52,12 +261,16 @@ class AsyncChanges:
     """
 
     def __init__(
-        self, bucket: "AsyncBucket", partitions: Iterable[int] | None, options: ChangesOptions
+        self, bucket: BucketHandle, partitions: Iterable[int] | None, options: ChangesOptions
     ) -> None:
         self._bucket = bucket
         self._options = options
         self._following = Following(
-            options, partitions, say=self._say, clock=Clock(now, time.time, random.random)
+            options,
+            partitions,
+            say=self._say,
+            clock=Clock(now, time.time, random.random),
+            bucket=bucket.name,
         )
         self._follow: Follow | None = None
         self._stubs: Stubs | None = None
@@ -80,14 +293,14 @@ class AsyncChanges:
     # Beginning and end.
 
     async def __aenter__(self) -> Self:
-        self._bucket._check_usable()
+        self._bucket.connection.check_usable()
         if self._closed:
             raise ClosedError("the changes were closed", hint="ask the bucket for new ones")
         store = self._options.store
         partitions = self._following.session.partitions
         self._following.load({} if store is None else await run_blocking(store.load, partitions))
         self._entered = True
-        self._bucket._client._opened(self)
+        self._bucket.connection.open.append(self.close)
         return self
 
     async def __aexit__(
@@ -106,16 +319,17 @@ class AsyncChanges:
         if self._closed:
             return
         self._closed = True
-        if self._bucket._client._is_foreign:
+        if self._bucket.connection.is_foreign:
             return
         self._closing.set()
-        self._bucket._client._gone(self)
+        if self.close in self._bucket.connection.open:
+            self._bucket.connection.open.remove(self.close)
         in_server = self._following.ownership is not None
         try:
             if in_server and self._entered:
                 # Before the call ends: its end hands over.
                 await self._last_save()
-            await self._drop_call(self._bucket._client.connect_timeout if in_server else 0.0)
+            await self._drop_call(self._bucket.connection.connect_timeout if in_server else 0.0)
         finally:
             if self._entered and not in_server:
                 await self.save()
@@ -133,7 +347,7 @@ class AsyncChanges:
             raise ClosedError("the changes were closed", hint="ask the bucket for new ones")
         if not self._entered:
             raise ClosedError("the changes are not open", hint="use them in a with statement")
-        self._bucket._check_usable()
+        self._bucket.connection.check_usable()
 
     # What can be asked.
 
@@ -304,7 +518,7 @@ class AsyncChanges:
                 return batch
         # First, so that the last acknowledgement still goes over this call.
         await self.save()
-        await self._drop_call(self._bucket._client.connect_timeout)
+        await self._drop_call(self._bucket.connection.connect_timeout)
         return None
 
     async def _load(self) -> None:
@@ -386,7 +600,7 @@ class AsyncChanges:
             if not callable(policy):
                 return self._following.offer(rollbacks)
         for rollback in rollbacks:
-            await settle(policy(rollback))
+            await maybe_await(policy(rollback))
             with self._mutex:
                 self._following.rolled_back(rollback)
         return None
@@ -412,11 +626,11 @@ class AsyncChanges:
     async def _connect(self) -> None:
         request = self._following.open_message(self._bucket.name)
         try:
-            self._stubs = self._bucket._client._stubs()
+            self._stubs = self._bucket.connection.stubs()
             self._follow = follow = Follow(self._stubs.streams.Follow, request)
             if self._closing.is_set():
                 raise ClosedError("the changes were closed")
-            opened = await follow.opened(self._bucket._client.connect_timeout)
+            opened = await follow.opened(self._bucket.connection.connect_timeout)
             with self._mutex:
                 self._following.opened(opened)
         except UprError as error:
@@ -443,12 +657,12 @@ class AsyncChanges:
     async def _lost(self, error: UprError, finish_seconds: float = 0.0) -> None:
         """The call is lost: wait before the next one, or raise what trying again does not mend."""
         await self._drop_call(finish_seconds)
-        client, stubs = self._bucket._client, self._stubs
+        connection, stubs = self._bucket.connection, self._stubs
         if stubs is not None:
             self._stubs = None
-            client._failed(error, stubs)
+            connection.failed(error, stubs)
             if error.reason == SILENT_REASON and isinstance(error, UnavailableError):
-                await client._give_up(stubs)
+                await connection.give_up(stubs)
         if self._closed:
             raise ClosedError("the changes were closed")
         with self._mutex:

@@ -1,23 +1,25 @@
-"""The connection to a server, or to one of several."""
+"""The client: one connection to a server, or to one of several, and what is asked of the server as a whole."""
 
-import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import grpc
 
-from upr_client._async import admin, buckets
-from upr_client._async.adapter import Channel
 from upr_client._async.bucket import AsyncBucket
-from upr_client._async.routing import Router, Stubs
-from upr_client.bucket_info import BucketInfo
+from upr_client._async.call import Connection
+from upr_client._async.io import Channel
+from upr_client.admin_values import (
+    BucketInfo,
+    ServerStatus,
+    bucket_info,
+    check_quota,
+    server_status,
+)
 from upr_client.endpoints import Token, check_token, credentials_of, endpoints_of
-from upr_client.server_info import ServerStatus
-from upr_protocol.errors import ClosedError, InvalidArgumentError, UprError
-
-if TYPE_CHECKING:
-    from upr_client._async.changes import AsyncChanges
+from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.limits import check_name
+from upr_protocol.wire.v1 import admin_service_pb2
 
 
 class AsyncClient:
@@ -73,27 +75,23 @@ class AsyncClient:
                 hint="a channel has one target and its own credentials",
             )
         check_token(token, endpoints, credentials is not None)
-        self._router = Router(endpoints, credentials, token, channel, self._check_usable)
-        self.connect_timeout = connect_timeout
-        self.request_timeout = request_timeout
-        self.retry_seconds = retry_seconds
+        self._connection = Connection(
+            endpoints, credentials, token, channel, connect_timeout, request_timeout, retry_seconds
+        )
         self._buckets: list[AsyncBucket] = []
-        self._changes: list[AsyncChanges] = []
-        self._process = os.getpid()
-        self._closed = False
 
     @property
     def target(self) -> str:
         """The endpoint that is used now."""
-        return self._router.endpoints[self._router.current]
+        return self.endpoints[self._connection.router.current]
 
     @property
     def endpoints(self) -> tuple[str, ...]:
         """All endpoints, in the order in which they are tried."""
-        return self._router.endpoints
+        return self._connection.router.endpoints
 
     async def __aenter__(self) -> Self:
-        self._check_usable()
+        self._connection.check_usable()
         return self
 
     async def __aexit__(
@@ -103,40 +101,6 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
-
-    @property
-    def _is_foreign(self) -> bool:
-        """Whether this is another process than the one that made it: a forked one."""
-        return self._process != os.getpid()
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the client was closed", hint="open a new one")
-        self._check_process()
-
-    def _check_process(self) -> None:
-        if self._is_foreign:
-            raise ClosedError(
-                "the client was made in another process", hint="open a new one after the fork"
-            )
-
-    def _stubs(self) -> Stubs:
-        self._check_usable()
-        return self._router.stubs()
-
-    def _failed(self, error: UprError, stubs: Stubs | None = None) -> None:
-        """Take note that a stream was lost, and go on to the next endpoint if another may do better.
-
-        Args:
-            stubs: what the stream was opened with, so that many streams lost at once move the client once.
-        """
-        self._router.failed(error, self._router.current if stubs is None else stubs.endpoint)
-
-    async def _give_up(self, stubs: Stubs) -> None:
-        """The connection behind these stubs is dead though nothing says so: the next call makes another one."""
-        channel = self._router.give_up(stubs)
-        if channel is not None:
-            await channel.close()
 
     def bucket(self, name: str = "default", *, producer: str | None = None) -> AsyncBucket:
         """Return a bucket; nothing is asked of the server yet.
@@ -152,8 +116,8 @@ class AsyncClient:
             InvalidArgumentError: a name is out of its range.
             ClosedError: the client was closed.
         """
-        self._check_usable()
-        bucket = AsyncBucket(self, name, producer)
+        self._connection.check_usable()
+        bucket = AsyncBucket(self._connection, name, producer)
         self._buckets.append(bucket)
         return bucket
 
@@ -163,7 +127,9 @@ class AsyncClient:
         Raises:
             UprError: the call failed; it is not tried again.
         """
-        return await admin.get_status(self._stubs().admin, self.request_timeout)
+        connection = self._connection
+        request = admin_service_pb2.GetStatusRequest()
+        return server_status(await connection.ask(connection.stubs().admin.GetStatus, request))
 
     async def buckets(self) -> list[BucketInfo]:
         """Return the server's buckets by name.
@@ -171,14 +137,20 @@ class AsyncClient:
         Raises:
             UprError: the call failed; it is not tried again.
         """
-        return await buckets.list_buckets(self._stubs().admin, self.request_timeout)
+        connection = self._connection
+        request = admin_service_pb2.ListBucketsRequest()
+        answer = await connection.ask(connection.stubs().admin.ListBuckets, request)
+        return [bucket_info(message) for message in answer.buckets]
 
-    async def create_bucket(self, name: str, compression: str = "") -> BucketInfo:
+    async def create_bucket(
+        self, name: str, compression: str = "", quota_bytes: int = 0
+    ) -> BucketInfo:
         """Make an empty bucket.
 
         Args:
             name: 1 to 200 bytes of UTF-8 without control characters.
             compression: of its stored blocks: "" for none, or "zstd".
+            quota_bytes: what it may take; 0 for no limit but the disk. Beyond it writes get QuotaExceededError.
 
         Raises:
             AlreadyExistsError: the name is taken.
@@ -186,8 +158,34 @@ class AsyncClient:
             InvalidArgumentError: a value is out of its range.
             UprError: the call failed or was refused; it is not tried again. After a failure it may be there.
         """
-        stub = self._stubs().admin
-        return await buckets.create_bucket(stub, name, compression, self.request_timeout)
+        connection = self._connection
+        request = admin_service_pb2.CreateBucketRequest(
+            name=check_name(name, "bucket"),
+            compression=compression,
+            quota_bytes=check_quota(quota_bytes),
+        )
+        answer = await connection.ask(connection.stubs().admin.CreateBucket, request)
+        return bucket_info(answer.bucket)
+
+    async def set_bucket_quota(self, name: str, quota_bytes: int) -> BucketInfo:
+        """Set what a bucket may take in its store and its tail together; what is there already stays.
+
+        Beyond it writes get QuotaExceededError, but for those that only delete.
+
+        Args:
+            name: of the bucket.
+            quota_bytes: 0 for no limit but the disk.
+
+        Raises:
+            BucketNotFoundError: there is none of that name.
+            UprError: the call failed or was refused; it is not tried again.
+        """
+        connection = self._connection
+        request = admin_service_pb2.SetBucketQuotaRequest(
+            bucket=check_name(name, "bucket"), quota_bytes=check_quota(quota_bytes)
+        )
+        answer = await connection.ask(connection.stubs().admin.SetBucketQuota, request)
+        return bucket_info(answer.bucket)
 
     async def drop_bucket(self, name: str, version: int | None = None) -> int:
         """Remove a bucket with all its data, and return its version.
@@ -203,33 +201,31 @@ class AsyncClient:
             BucketGoneError: it has another version.
             UprError: the call failed or was refused; it is not tried again. After a failure it may be gone.
         """
-        stub = self._stubs().admin
-        return await buckets.drop_bucket(stub, name, version, self.request_timeout)
-
-    def _opened(self, changes: "AsyncChanges") -> None:
-        self._changes.append(changes)
-
-    def _gone(self, changes: "AsyncChanges") -> None:
-        if changes in self._changes:
-            self._changes.remove(changes)
+        connection = self._connection
+        request = admin_service_pb2.DropBucketRequest(
+            name=check_name(name, "bucket"), version=version
+        )
+        answer = await connection.ask(connection.stubs().admin.DropBucket, request)
+        return int(answer.bucket_version)
 
     async def close(self) -> None:
         """End all streams, wait for outstanding writes at most ``request_timeout``, and disconnect.
 
         Doing it twice is harmless.
         """
-        if self._closed:
+        connection = self._connection
+        if connection.closed:
             return
-        if self._is_foreign:
+        if connection.is_foreign:
             # Connections and background work belong to the process that made them.
-            self._closed = True
+            connection.closed = True
             return
         try:
-            for changes in list(self._changes):
-                await changes.close()
+            for close in list(connection.open):
+                await close()
             for bucket in self._buckets:
-                await bucket._close(self.request_timeout)
+                await bucket._close(connection.request_timeout)
         finally:
-            self._closed = True
-            for channel in self._router.take_channels():
+            connection.closed = True
+            for channel in connection.router.take_channels():
                 await channel.close()

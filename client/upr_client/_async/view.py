@@ -2,18 +2,84 @@
 
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from upr_client._async.adapter import Background, Cancelled, Event, mutex, now
+from upr_client._async.call import BucketHandle
 from upr_client._async.changes import AsyncChanges
-from upr_client.materialized import Materialized
+from upr_client._async.io import Background, Cancelled, Event, mutex, now
+from upr_client.changes.events import Change, ChangeBatch
+from upr_client.changes.options import ChangesOptions
 from upr_client.positions import MemoryPositions
-from upr_client.results import WriteResult
+from upr_client.writing import WriteResult
 from upr_protocol.errors import ClosedError
 from upr_protocol.failover import check_partition
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.partitioning import partition_of
 
-if TYPE_CHECKING:
-    from upr_client._async.bucket import AsyncBucket
+
+class Materialized:
+    """Keys and values of all partitions.
+
+    Args:
+        at_markers: whether changes are shown only when a snapshot marker completes them.
+
+    Attributes:
+        seqnos: up to where each partition is shown.
+    """
+
+    def __init__(self, at_markers: bool) -> None:
+        self.seqnos = [0] * PARTITIONS
+        self._at_markers = at_markers
+        self._shown: list[dict[bytes, bytes | None]] = [{} for _ in range(PARTITIONS)]
+        self._pending: dict[int, list[Change]] = {}
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value that is shown, None for none."""
+        return self._shown[partition_of(key)].get(key)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._shown[partition_of(key)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shown))
+
+    def items(self) -> Iterator[tuple[bytes, bytes | None]]:
+        """All keys with their values, partition by partition."""
+        for shown in self._shown:
+            # Taken in one step, so that what arrives meanwhile does no harm.
+            yield from list(shown.items())
+
+    def take(self, batch: ChangeBatch) -> None:
+        """Take what came, in the order in which it came within each partition.
+
+        A partition that was rolled back shows nothing until it is received anew: what it showed may never have
+        happened.
+        """
+        for rollback in batch.rollbacks:
+            self._pending.pop(rollback.partition, None)
+            self._shown[rollback.partition] = {}
+            self.seqnos[rollback.partition] = 0
+        if not self._at_markers:
+            for change in batch.changes:
+                self._apply(change)
+                self.seqnos[change.partition] = change.seqno
+            for marker in batch.markers:
+                self.seqnos[marker.partition] = marker.seqno
+            return
+        for event in batch.events():
+            if isinstance(event, Change):
+                self._pending.setdefault(event.partition, []).append(event)
+                continue
+            for change in self._pending.pop(event.partition, ()):
+                self._apply(change)
+            self.seqnos[event.partition] = event.seqno
+
+    def _apply(self, change: Change) -> None:
+        shown = self._shown[change.partition]
+        if change.op == "delete":
+            shown.pop(change.key, None)
+        else:
+            shown[change.key] = change.value
 
 
 class AsyncView:
@@ -27,7 +93,7 @@ class AsyncView:
 
     def __init__(
         self,
-        bucket: "AsyncBucket",
+        bucket: BucketHandle,
         partitions: Iterable[int] | None,
         at_markers: bool,
         options: dict[str, Any],
@@ -46,7 +112,7 @@ class AsyncView:
         self._failure: Exception | None = None
 
     async def __aenter__(self) -> Self:
-        self._bucket._check_usable()
+        self._bucket.connection.check_usable()
         if self._reader is not None:
             raise ClosedError("the view was entered before", hint="ask the bucket for a new one")
         self._reader = Background(self._read, "upr-view")
@@ -62,7 +128,7 @@ class AsyncView:
 
     async def close(self) -> None:
         """End following. Doing it twice is harmless, and in a process that was forked off it does nothing."""
-        if self._bucket._client._is_foreign:
+        if self._bucket.connection.is_foreign:
             return
         self._leaving = True
         if self._changes is not None:
@@ -93,13 +159,14 @@ class AsyncView:
                 moved.set()
 
     async def _follow(self, until_now: bool) -> None:
-        changes = self._bucket.changes(
-            self._partitions,
+        self._bucket.connection.check_usable()
+        options = ChangesOptions(
             positions=self._positions,
             until_now=until_now,
             on_rollback="restart",
             **self._options,
         )
+        changes = AsyncChanges(self._bucket, self._partitions, options)
         async with changes:
             self._changes = changes
             if self._leaving:

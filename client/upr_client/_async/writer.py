@@ -1,25 +1,41 @@
-"""One Write call and its successors: numbers writes, matches answers, and sends again what was not answered."""
+"""Writers: one call on which writes are numbered and answered in order, and rows gathered into batches for it."""
 
 import logging
+import os
 import random
 from collections import deque
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 from upr_client import backoff
-from upr_client._async.adapter import Background, Event, Places, mutex, now
-from upr_client._async.connection import Call
-from upr_client._async.routing import Stubs
-from upr_client.results import partly_known, partly_refused, result_runs, window_of, write_request
-from upr_protocol.block import Block
+from upr_client._async.call import BucketHandle, Call, Stubs
+from upr_client._async.io import Background, Event, Semaphore, give_way, maybe_await, mutex, now
+from upr_client.writing import (
+    DURABILITIES,
+    ROW_BYTES,
+    Batch,
+    Failures,
+    WriteResults,
+    WriterOptions,
+    part_of,
+    partly_refused,
+    result_runs,
+    window_of,
+    write_request,
+)
+from upr_protocol.block import Block, build_block, check_row
 from upr_protocol.errors import (
     BucketGoneError,
     ClosedError,
+    OutOfOrderError,
+    PartlyWrittenError,
     UnavailableError,
     UnknownOutcomeError,
     UprError,
 )
-from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
-from upr_protocol.wire.status import error_of
+from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX, WRITES_IN_FLIGHT_MAX, choice
+from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
 
@@ -31,7 +47,17 @@ Run = tuple[int, int, int, int]
 class Write:
     """One write under way."""
 
-    __slots__ = ("done", "error", "number", "on_done", "refused", "request", "runs", "sent")
+    __slots__ = (
+        "done",
+        "error",
+        "failed",
+        "number",
+        "on_done",
+        "refused",
+        "request",
+        "runs",
+        "unknown",
+    )
 
     def __init__(
         self, request: kv_pb2.WriteRequest, on_done: Callable[[], object] | None = None
@@ -39,10 +65,13 @@ class Write:
         self.request = request
         self.on_done = on_done
         self.number = 0
-        self.sent = False
-        """Whether it may have been applied."""
+        """0 while it has none: it gets one when it is sent."""
+        self.unknown = False
+        """Whether a call ended, or was answered, without saying what became of it: then its number stays."""
         self.refused: UprError | None = None
-        """The retriable refusal it is to be sent again after."""
+        """The retriable refusal after which it, or what is left of it, is to be sent again."""
+        self.failed: UprError | None = None
+        """Why partitions refused their part for good."""
         self.runs: list[Run] = []
         self.error: UprError | None = None
         self.done = Event()
@@ -66,7 +95,8 @@ class AsyncWriter:
         connect_seconds: how long the server may take to accept a call.
         retry_seconds: how long to try without any progress; None for ever.
         on_version: is told the bucket's version.
-        first_number: of the first write; None for the one after the last that the server knows of the producer.
+        first_number: of the first write; None for the one after the last that the server knows of the producer. With
+            it a number is a write's place: it stays also after a refusal, and when a write fails all behind it do.
     """
 
     def __init__(
@@ -91,9 +121,10 @@ class AsyncWriter:
         self._pending: dict[int, Write] = {}
         self._order = 0
         self._next_number = first_number
+        self._places = first_number is not None
         self._version = 0
         self._window = WRITES_IN_FLIGHT_MAX
-        self._room = Places(WRITES_IN_FLIGHT_MAX)
+        self._room = Semaphore(WRITES_IN_FLIGHT_MAX)
         self._work = Event()
         self._closing = Event()
         self._progress_at = 0.0
@@ -106,6 +137,13 @@ class AsyncWriter:
         self._end: UprError | None = None
         self._unsent: deque[tuple[int, Write]] = deque()
         self._expected: deque[tuple[int, Write]] = deque()
+        self._previous = 0
+        """The number sent last, and of the write that the server took last, both 0 for none."""
+        self._taken = 0
+        self._broken = False
+        """Whether a write was refused as a whole: then nothing behind it was applied by this call."""
+        self._dead: UprError | None = None
+        """Why a sequence of places goes no further."""
 
     async def submit(
         self,
@@ -136,6 +174,9 @@ class AsyncWriter:
             self._progress_at = now()
         self._order += 1
         self._pending[self._order] = write
+        if self._dead is not None:
+            self._finish(self._order, self._dead)
+            return
         self._unsent.append((self._order, write))
         self._send_some()
         self._work.set()
@@ -153,7 +194,9 @@ class AsyncWriter:
             assert self._next_number is not None
             write.number = write.request.write.number = self._next_number
             self._next_number += 1
-        write.sent, write.refused = True, None
+        write.refused = None
+        write.request.write.previous_number = self._previous
+        self._previous = write.number
         self._expected.append((order, write))
         self._call.send(write.request)
 
@@ -221,7 +264,8 @@ class AsyncWriter:
         """Open a call, send what is pending, and stay until it ends. Return why it ended."""
         self._opened.clear()
         self._ended.clear()
-        self._end = None
+        self._end, self._broken = None, False
+        self._previous = self._taken = 0
         call = Call(stubs.keys.Write, "upr-write", self._on_message, self._on_end)
         with self._mutex:
             self._call = call
@@ -247,8 +291,25 @@ class AsyncWriter:
         await call.cancel()
         with self._mutex:
             self._call, self._accepted = None, False
-            self._expected.clear()
+            self._renumber()
         return self._end or UnavailableError("the server ended the call")
+
+    def _renumber(self) -> None:
+        """After a call: what it may have applied keeps its number, the rest of what is pending gets new ones.
+
+        What is in front of a write of unknown outcome keeps its own as well: a new one would be above that write's,
+        and the server would take that write for a repetition.
+        """
+        if not self._broken:
+            for _, write in self._expected:
+                write.unknown = True
+        self._expected.clear()
+        if self._places:
+            return
+        for write in reversed(self._pending.values()):
+            if write.unknown:
+                break
+            write.number = 0
 
     def _on_end(self, error: UprError | None) -> None:
         with self._mutex:
@@ -293,33 +354,70 @@ class AsyncWriter:
 
     def _on_result(self, result: kv_pb2.WriteResult) -> None:
         if not self._expected or self._expected[0][1].number != result.number:
-            self._expected.clear()
             self._break_off(
                 UnavailableError(f"the server answered write {result.number} out of turn")
             )
             return
         order, write = self._expected.popleft()
-        if result.HasField("refused"):
+        if result.HasField("refused") and not result.refused_partitions:
             self._on_refused(order, write, error_of(result.refused))
             return
-        # What was refused before this one cannot be sent again behind it: an older value would win, and by its
-        # number it would be taken for a duplicate.
-        for earlier, other in list(self._pending.items()):
-            if earlier < order and other.refused is not None:
-                self._finish(earlier, other.refused)
-        write.runs = result_runs(result)
-        refused = partly_refused(result.refused_partitions)
-        self._finish(order, refused or partly_known(write.request, write.runs))
+        self._taken = write.number
+        if self._broken:
+            # A server that took it all the same: what was refused must not come behind it any more.
+            for earlier, other in list(self._pending.items()):
+                if earlier < order and other.refused is not None:
+                    self._finish(earlier, other.refused)
+        write.runs += result_runs(result)
+        again = [one for one in result.refused_partitions if one.problem.retriable]
+        failed = [one for one in result.refused_partitions if not one.problem.retriable]
+        if failed:
+            write.failed = write.failed or partly_refused(failed, applied=bool(write.runs or again))
+        if again:
+            write.request = part_of(write.request, {one.partition for one in again})
+            write.refused = error_of(again[0].problem)
+            self._break_off(write.refused)
+        else:
+            self._settled(order, write.failed)
+
+    def _settled(self, order: int, error: UprError | None) -> None:
+        """A write was taken by the call, and its outcome is known."""
+        self._finish(order, error)
+        if error is not None and self._places:
+            self._fail_behind(error)
         self._send_some()
 
-    def _on_refused(self, order: int, write: Write, error: UprError) -> None:
-        if not error.retriable:
-            self._finish(order, error)
-            self._send_some()
-            return
-        write.refused = error
-        write.sent = error.reason == UnknownOutcomeError.default_reason
+    def _fail_behind(self, error: UprError) -> None:
+        """Nothing may be applied behind a place that failed: the same writes, sent again, go on with that one."""
         self._break_off(error)
+        self._renumber()
+        self._fail_all(error)
+        self._unsent.clear()
+
+    def _on_refused(self, order: int, write: Write, error: UprError) -> None:
+        """The call did not take a write, so it refuses those that were sent behind it as well."""
+        if error.reason == UnknownOutcomeError.default_reason:
+            write.unknown = True
+        else:
+            self._broken = True
+        if error.retriable:
+            write.refused = error
+            self._break_off(error)
+            return
+        if self._broken and write.unknown:
+            # Refused this time: an earlier call may have applied it.
+            error = self._failure(write, error)
+        behind = bool(self._expected)
+        self._finish(order, error)
+        if self._places:
+            self._fail_behind(error)
+        elif behind:
+            self._break_off(
+                OutOfOrderError("a write was refused, and those behind it are sent again")
+            )
+        else:
+            self._previous = self._taken
+            self._send_some()
 
     def _finish(self, order: int, error: UprError | None) -> None:
         write = self._pending.pop(order)
@@ -331,17 +429,355 @@ class AsyncWriter:
         self._room.give_back()
 
     def _fail_all(self, error: UprError) -> None:
+        self._dead = error if self._places else None
         for order, write in list(self._pending.items()):
             self._finish(order, self._failure(write, error))
 
     def _failure(self, write: Write, error: UprError) -> UprError:
-        if write.sent:
+        if write.unknown:
             return UnknownOutcomeError(
                 f"write {write.number} was sent and not answered: {error.message}",
                 hint="it may have been applied; read the key, or write again if that does no harm",
             )
+        if write.failed is not None:
+            return write.failed
         if write.refused is not None:
-            return write.refused
+            if not write.runs:
+                return write.refused
+            return PartlyWrittenError(
+                f"partitions went on refusing their part of a write, the rest was applied: {write.refused.message}",
+                hint=write.refused.hint,
+            )
         if not error.retriable:
             return error
         return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
+
+
+class AsyncBufferedWriter:
+    """A writer that gathers rows; made by ``AsyncBucket.writer``, used with ``async with``.
+
+    ``set`` and ``delete`` return when the row is taken, and wait while too much is outstanding. Rows are applied in
+    the order in which they were taken, also over lost connections. What went wrong with a batch is raised by the
+    next call, which then takes nothing itself, by ``flush``, or on leaving the ``with`` block; each failure once.
+    Several tasks (or threads, in the other flavour) may use one writer.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketHandle,
+        writer: Callable[[], AsyncWriter],
+        open_writers: "list[AsyncBufferedWriter]",
+        options: WriterOptions,
+    ) -> None:
+        self._bucket = bucket
+        self._writer = writer
+        self._open_writers = open_writers
+        self._options = options
+        self._level = DURABILITIES[options.durability]
+        self._batch_rows = options.batch_rows
+        self._batch_bytes = options.batch_bytes
+        self._outstanding_max = options.max_outstanding_bytes
+        self._process = os.getpid()
+        self._mutex = mutex()
+        self._open: Batch | None = None
+        self._sealed: deque[Batch] = deque()
+        self._under_way: deque[tuple[Batch, Write | None, UprError | None]] = deque()
+        self._outstanding = 0
+        self._begun = 0
+        self._finished = 0
+        self._failures = Failures()
+        self._entered = False
+        self._stopped = False
+        self._abandoned = False
+        self._refusing = True
+        """Whether the next row is refused: not open, closed, or a failure is to be told."""
+        self._waiting: list[Event] = []
+        self._wake = Event()
+        self._sender: Background | None = None
+
+    # Beginning and end.
+
+    async def __aenter__(self) -> Self:
+        self._bucket.connection.check_usable()
+        if self._stopped or self._entered:
+            raise ClosedError("the writer was used before", hint="ask the bucket for a new one")
+        self._entered = True
+        self._refusing = False
+        self._open_writers.append(self)
+        self._sender = Background(self._run, "upr-batches")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            await self.close()
+            return
+        await self._end(self._bucket.connection.request_timeout)
+        with self._mutex:
+            failure = self._failures.take()
+        if failure is not None:
+            # The error that ends the block tells more.
+            _logger.warning("%s: %s", self._bucket.name, failure)
+
+    async def close(self) -> None:
+        """Write everything that was taken, and end. Doing it twice is harmless.
+
+        Raises:
+            WriteFailedError: as ``flush``.
+        """
+        await self._end(None)
+        if self._process == os.getpid():
+            self._tell_failure()
+
+    async def _end(self, seconds: float | None) -> None:
+        """Take nothing more, and wait at most so long for what was taken; what is left then counts as failed."""
+        if self._process != os.getpid():
+            # What was taken before the fork is the other process's to write.
+            return
+        with self._mutex:
+            self._stopped = self._refusing = True
+            self._seal()
+        if self._sender is None or self._abandoned:
+            return
+        if await self._until_finished(self._begun, seconds):
+            self._wake.set()
+            await self._sender.join()
+        else:
+            self._abandon(
+                ClosedError(f"no answer came in the {seconds:g} s after the writer was closed")
+            )
+        if self in self._open_writers:
+            self._open_writers.remove(self)
+
+    def _abandon(self, error: UprError) -> None:
+        with self._mutex:
+            self._abandoned = True
+            for batch in [*(item[0] for item in self._under_way), *self._sealed]:
+                self._failures.add(batch, error)
+            self._sealed.clear()
+            self._under_way.clear()
+            self._refusing = True
+            self._finished = self._begun
+            self._outstanding = 0
+            self._notify()
+        self._wake.set()
+
+    # Taking rows.
+
+    async def set(self, key: bytes, value: bytes, durability: str | None = None) -> None:
+        """Have one key written; returns when it was taken, which is before it is applied.
+
+        Once taken it is written also if this call is cancelled while it waits for room.
+
+        Args:
+            key: 1 to 4096 bytes.
+            value: 0 to 20 MiB.
+            durability: as in ``AsyncBucket.set``; None for the writer's. A batch waits for the strongest of its rows.
+
+        Raises:
+            InvalidArgumentError: a value is out of its range; the row was not taken.
+            WriteFailedError: rows that were taken before failed; this one was not taken.
+            ClosedError: the writer or client was closed, or belongs to another process.
+        """
+        if self._put(key, value, durability):
+            await self._make_room()
+
+    async def delete(self, key: bytes, durability: str | None = None) -> None:
+        """Have one key deleted, whether it exists or not; as ``set``."""
+        if self._put(key, None, durability):
+            await self._make_room()
+
+    def _put(self, key: bytes, value: bytes | None, durability: str | None) -> bool:
+        """Take a row. Return whether the others should have a turn, or room must be waited for."""
+        if self._process != os.getpid():
+            self._bucket.connection.check_usable()
+        if (
+            type(key) is not bytes
+            or not 0 < len(key) <= KEY_BYTES_MAX
+            or (value is not None and (type(value) is not bytes or len(value) > VALUE_BYTES_MAX))
+        ):
+            check_row(key, value)
+        level = self._level
+        if durability is not None:
+            level = choice(DURABILITIES, durability, "durability")
+        size = len(key) + ROW_BYTES if value is None else len(key) + len(value) + ROW_BYTES
+        with self._mutex:
+            if self._refusing:
+                self._refuse()
+            batch = self._open
+            if batch is None or batch.bytes + size > self._batch_bytes:
+                batch = self._begin()
+            batch.keys.append(key)
+            batch.values.append(value)
+            batch.bytes += size
+            if level > batch.level:
+                batch.level = level
+            self._outstanding += size
+            if len(batch.keys) >= self._batch_rows:
+                self._seal()
+                return True
+            return self._outstanding > self._outstanding_max
+
+    def _refuse(self) -> None:
+        failure = self._failures.take()
+        self._refusing = self._stopped or bool(self._failures)
+        if failure is not None:
+            raise failure
+        self._bucket.connection.check_usable()
+        if not self._entered:
+            raise ClosedError("the writer is not open", hint="use it in a with statement")
+        if self._stopped:
+            raise ClosedError("the writer was closed", hint="ask the bucket for a new one")
+
+    def _begin(self) -> Batch:
+        self._seal()
+        self._begun += 1
+        self._open = Batch(self._begun, now() + self._options.linger_seconds)
+        self._wake.set()
+        return self._open
+
+    def _seal(self) -> None:
+        if self._open is not None:
+            self._sealed.append(self._open)
+            self._open = None
+            self._wake.set()
+
+    # Waiting.
+
+    async def _make_room(self) -> None:
+        await give_way()
+        while True:
+            with self._mutex:
+                if self._outstanding <= self._outstanding_max or self._refusing:
+                    return
+                self._seal()
+                changed = self._changed()
+            await changed.wait()
+
+    def _changed(self) -> Event:
+        """Return a flag that is set when the next batch is finished, to be asked for under the mutex."""
+        event = Event()
+        self._waiting.append(event)
+        return event
+
+    def _notify(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            event.set()
+
+    async def _until_finished(self, number: int, seconds: float | None) -> bool:
+        deadline = None if seconds is None else now() + seconds
+        while True:
+            with self._mutex:
+                if self._finished >= number:
+                    return True
+                changed = self._changed()
+            left = None if deadline is None else deadline - now()
+            if left is not None and left <= 0:
+                return False
+            await changed.wait(left)
+
+    async def flush(self) -> None:
+        """Send what was taken so far without lingering, and wait until it was applied.
+
+        Raises:
+            WriteFailedError: rows failed; it tells how many, the first 100 keys, and the partitions.
+            ClosedError: the writer was closed before.
+        """
+        if self._process != os.getpid():
+            self._bucket.connection.check_usable()
+        with self._mutex:
+            if self._stopped or not self._entered:
+                self._refuse()
+            self._seal()
+            number = self._begun
+        await self._until_finished(number, None)
+        self._tell_failure()
+
+    def _tell_failure(self) -> None:
+        with self._mutex:
+            failure = self._failures.take()
+            self._refusing = self._stopped or bool(self._failures)
+        if failure is not None:
+            raise failure
+
+    # In the background.
+
+    async def _run(self) -> None:
+        try:
+            while not self._abandoned:
+                # First: what happens from here on wakes it again.
+                self._wake.clear()
+                moved = await self._collect()
+                batch = self._take_due()
+                if batch is not None:
+                    await self._send(batch)
+                elif not moved:
+                    with self._mutex:
+                        if self._stopped and self._finished == self._begun:
+                            return
+                        due = None if self._open is None else self._open.due
+                    await self._wake.wait(None if due is None else max(due - now(), 0.0))
+        except Exception as failure:
+            # Whoever waits must learn of it.
+            self._stopped = True
+            self._abandon(UprError(f"writing failed: {failure!r}"))
+
+    def _take_due(self) -> Batch | None:
+        with self._mutex:
+            if not self._sealed and self._open is not None and now() >= self._open.due:
+                self._seal()
+            # It stays there until it is under way, so that it is never out of sight.
+            return self._sealed[0] if self._sealed else None
+
+    async def _send(self, batch: Batch) -> None:
+        write, error = None, None
+        try:
+            block = build_block(batch.keys, batch.values)
+            if self._options.on_results is None:
+                batch.values = []
+            write = await self._writer().submit(block, batch.level, self._wake.set)
+        except UprError as failure:
+            error = failure
+        with self._mutex:
+            if not self._abandoned:
+                self._under_way.append((self._sealed.popleft(), write, error))
+        if error is not None:
+            self._wake.set()
+
+    async def _collect(self) -> bool:
+        """Take in the outcome of the batches at the head that have one; False when there is none."""
+        moved = False
+        while True:
+            with self._mutex:
+                if not self._under_way:
+                    return moved
+                batch, write, error = self._under_way[0]
+                if write is not None:
+                    if not write.done.is_set():
+                        return moved
+                    error = write.error
+                runs = [] if write is None else write.runs
+            moved = True
+            if error is None and self._options.on_results is not None:
+                try:
+                    await maybe_await(
+                        self._options.on_results(batch.rows(), WriteResults(len(batch.keys), runs))
+                    )
+                except Exception as failure:
+                    with self._mutex:
+                        self._failures.raised(failure)
+            with self._mutex:
+                if self._abandoned:
+                    return moved
+                self._under_way.popleft()
+                if error is not None:
+                    self._failures.add(batch, error, (run[0] for run in runs))
+                self._refusing = self._stopped or bool(self._failures)
+                self._outstanding -= batch.bytes
+                self._finished = batch.number
+                self._notify()

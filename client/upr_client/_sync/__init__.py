@@ -1,1 +1,1 @@
-"""The sync flavour, generated from ``_async`` by tools/unasync.py, but for ``adapter.py``."""
+"""The sync flavour, generated from ``_async`` by tools/unasync.py, but for ``io.py``."""

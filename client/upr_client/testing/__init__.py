@@ -5,10 +5,10 @@ hard to force on a real one, and ``check_position_store`` says whether a positio
 fixtures for pytest are in ``upr_client.testing.pytest_plugin``.
 """
 
+from upr_client.testing.calls import Call
 from upr_client.testing.positions import check_position_store
 from upr_client.testing.process import ServerProcess, ServerProcessError
 from upr_client.testing.scripted import ScriptedServer, keys_in
-from upr_client.testing.state import Call
 
 __all__ = [
     "Call",

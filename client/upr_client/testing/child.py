@@ -1,4 +1,4 @@
-"""What runs in the child process of ``ServerProcess``: the server, and a thread that ends it with its parent.
+"""Child process of ``ServerProcess``: the server, and a thread that ends it with its parent.
 
 Started by its path and not as a module, and with the standard library only, so that nothing of the SDK is loaded.
 The arguments are the number of an open pipe, of which the parent holds the other end, and those of ``upr.cli``.

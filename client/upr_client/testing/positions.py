@@ -1,4 +1,4 @@
-"""What every position store must do, to be run against your own.
+"""Checks of a position store, to be run against your own.
 
     from upr_client.testing.positions import check_position_store
 
@@ -18,6 +18,7 @@ from upr_protocol.limits import (
     FAILOVER_ID_MAX,
     FAILOVER_LOG_MAX,
     MARKERS_MAX,
+    NAME_BYTES_MAX,
     PARTITIONS,
     SEQNO_MAX,
 )
@@ -25,7 +26,16 @@ from upr_protocol.position import Position
 
 MakeStore = Callable[[], PositionStore]
 
-_FIELDS: Final = ("bucket_version", "failover_id", "data_id", "seqno", "horizon", "markers", "log")
+_FIELDS: Final = (
+    "bucket",
+    "bucket_version",
+    "failover_id",
+    "data_id",
+    "seqno",
+    "horizon",
+    "markers",
+    "log",
+)
 
 
 def positions_to_keep() -> dict[str, Position]:
@@ -39,9 +49,17 @@ def positions_to_keep() -> dict[str, Position]:
     newest = longest.newest.failover_id
     return {
         "a fresh one": Position.fresh(),
-        "one of everyday": Position(2**63 + 1, 9, 7, 100, 120, (10, 50, 90), log),
+        "one of everyday": Position(2**63 + 1, 9, 7, 100, 120, (10, 50, 90), log, "default"),
+        "one of a bucket with a name of any letters": Position(1, 7, 7, 5, 5, (5,), log, '"ä€𝄞\\'),
         "the largest of everything": Position(
-            2**64 - 1, newest, FAILOVER_ID_MAX, SEQNO_MAX, SEQNO_MAX, markers, longest
+            2**64 - 1,
+            newest,
+            FAILOVER_ID_MAX,
+            SEQNO_MAX,
+            SEQNO_MAX,
+            markers,
+            longest,
+            "b" * NAME_BYTES_MAX,
         ),
         "ids and seqnos that a float cannot hold": Position(
             2**53 + 1, 2**53 + 1, 2**63 + 3, 2**47 + 1, 2**47 + 3, (2**47 + 1,), None

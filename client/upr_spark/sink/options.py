@@ -1,13 +1,24 @@
-"""Options of writing; those of the connection are in ``upr_spark.connection``."""
+"""Options of writing; those of the connection are in ``upr_spark.options``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from upr_protocol.limits import BLOCK_ROWS_MAX
-from upr_spark.connection import CONNECTION_OPTIONS, Connection, read_connection
 from upr_spark.errors import bad_option
-from upr_spark.options import Option, check_known, flag, one_of, read_options, size, text, whole
+from upr_spark.options import (
+    CONNECTION_OPTIONS,
+    Connection,
+    Option,
+    check_known,
+    flag,
+    one_of,
+    read_connection,
+    read_options,
+    size,
+    text,
+    whole,
+)
 
 UPSERT: Final = "upsert"
 APPLY: Final = "apply"

@@ -1,4 +1,4 @@
-"""What may be written: which columns, and which rows. Nothing here looks at one row after the other."""
+"""Rows to be written: which columns and values may be. Nothing here looks at one row after the other."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What ``mode("overwrite")`` does: when everything is written, the keys that were there before and were not written go.
+"""``mode("overwrite")``: when everything is written, the keys that were there before and were not written go.
 
 So nothing is missing at any moment, and a job that fails has deleted nothing. A key that was there when the job began
 is known by its newest mutation: it lies at or below the high seqno that its partition had then.
@@ -17,7 +17,7 @@ from upr_client import Bucket
 from upr_client.arrow import blocks
 from upr_protocol.errors import BucketGoneError
 from upr_protocol.limits import PARTITIONS
-from upr_protocol.wire.status import error_of
+from upr_protocol.wire.grpc import error_of
 from upr_spark.sink.options import SinkOptions
 
 _logger: Final = logging.getLogger("upr_spark")

@@ -21,7 +21,7 @@ from upr_client.arrow import schema as block_schema
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import PARTITIONS
 from upr_spark.errors import UprSparkError
-from upr_spark.source.planning import Control, Range
+from upr_spark.source.plan import Control, Range
 
 _TYPES: Final[dict[str, tuple[type[DataType], ...]]] = {
     "partition": (IntegerType,),

@@ -29,15 +29,12 @@ from pyspark.sql.types import StructType
 
 from upr_protocol.limits import PARTITIONS
 from upr_spark.errors import bad_option
-from upr_spark.source.batch import pin_now, plan_batch
 from upr_spark.source.columns import Columns, check_schema, default_schema
-from upr_spark.source.following import Follower
 from upr_spark.source.offsets import parse_offset
 from upr_spark.source.options import Settings, read_settings
-from upr_spark.source.planner import Planner
-from upr_spark.source.planning import Range, grouped, plan_ranges
-from upr_spark.source.reading import Reading, Rows
+from upr_spark.source.plan import Planner, Range, grouped, pin_now, plan_batch, plan_ranges
 from upr_spark.source.server import Server
+from upr_spark.source.task import RangeReader, Reading, Rows
 
 NAME: Final = "upr"
 
@@ -118,7 +115,7 @@ def _read(
     columns = Columns(schema, task.ranges, settings.include_deletes)
     reading = Reading(task.ranges, settings.rules, in_batch)
     with closing(Server(settings.connection)) as server:
-        followed = Follower(server, settings, task.bucket_version, task.ranges, task.cut)
+        followed = RangeReader(server, settings, task.bucket_version, task.ranges, task.cut)
         for item in reading.read(followed):
             if isinstance(item, Rows):
                 yield columns.rows(item.content, cut_off=item.cut_off)

@@ -3,25 +3,26 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from upr_protocol.failover import check_partition, check_seqno
 from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, KEY_BYTES_MAX, PARTITIONS
-from upr_spark.connection import CONNECTION_OPTIONS, Connection, read_connection
 from upr_spark.errors import bad_option
 from upr_spark.options import (
+    CONNECTION_OPTIONS,
+    Connection,
     Option,
     check_known,
     duration,
     flag,
     one_of,
+    read_connection,
     read_options,
     size,
     text,
     whole,
 )
 from upr_spark.source.offsets import parse_partitions
-from upr_spark.source.planning import MODES, Rules
 
 _BOTH: Final = "batch stream"
 _ROWS_MAX: Final = 1 << 20
@@ -72,6 +73,9 @@ def _prefix(value: str) -> bytes:
     if len(value.encode()) > KEY_BYTES_MAX:
         raise ValueError(f"it must have {KEY_BYTES_MAX} bytes of UTF-8 at most")
     return value.encode()
+
+
+MODES: Final = ("fail", "emit", "reset")
 
 
 READING_OPTIONS: Final = (
@@ -185,6 +189,23 @@ _RENAMED: Final = {
     "path": 'a bucket is named by .option("bucket", ...); load() takes no path',
     "checkpoint": "checkpointLocation belongs to the writer of the stream",
 }
+
+Mode = Literal["fail", "emit", "reset"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What to do about a history that changed.
+
+    Args:
+        mode: "fail" raises; "emit" goes back to a point and says so in a row; "reset" begins the partition again.
+        fail_on_data_loss: whether a partition that cannot be continued at all raises.
+        history: how many earlier ends are kept for each partition.
+    """
+
+    mode: Mode = "fail"
+    fail_on_data_loss: bool = True
+    history: int = 8
 
 
 @dataclass(frozen=True, slots=True)

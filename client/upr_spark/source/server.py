@@ -1,7 +1,8 @@
-"""What planning asks of a server, over the SDK; what may be asked again is, for as long as ``retryTimeout`` says."""
+"""The server as planning sees it, over the SDK; questions are repeated for as long as ``retryTimeout`` says."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from upr_protocol.errors import (
@@ -12,12 +13,12 @@ from upr_protocol.errors import (
     TooManyError,
     UprError,
 )
-from upr_spark.connection import Connection
 from upr_spark.errors import UprSparkError
-from upr_spark.source.planning import Answer, CutPoint, PinPoint
+from upr_spark.options import Connection
 
 if TYPE_CHECKING:
     from upr_client import Bucket, Client
+
 
 T = TypeVar("T")
 
@@ -26,6 +27,46 @@ _TOO_MANY_HINT: Final = (
     "with upr-admin cut release"
 )
 _PAUSES: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server says of one partition, asked with the failover id of an entry.
+
+    Args:
+        newest_id: its newest failover id.
+        high: its newest seqno.
+        rollback: to where data of the id that was asked about goes back; None for nowhere.
+        rule, words: which rule of the handshake decided.
+        newest_record: the seqno of its newest failover record.
+        purge: deletes at or below this seqno may be gone.
+        active: False on a replica, which may only be late.
+    """
+
+    newest_id: int
+    high: int
+    rollback: int | None = None
+    rule: str = ""
+    words: str = ""
+    newest_record: int = 0
+    purge: int = 0
+    active: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PinPoint:
+    """A pinned marker: the id that was newest when it was pinned, and its seqno."""
+
+    failover_id: int
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutPoint:
+    """A cut: its name, and the pin of each partition."""
+
+    name: str
+    pins: Mapping[int, PinPoint]
 
 
 class Server:

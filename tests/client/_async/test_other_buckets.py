@@ -42,6 +42,7 @@ def at(seqno: int, *markers: int, failover_id: int = ID_A, horizon: int | None =
         seqno if horizon is None else horizon,
         markers,
         FailoverLog.from_pairs([(failover_id, 0)]),
+        bucket="default",
     )
 
 
@@ -82,7 +83,9 @@ async def test_another_bucket_of_the_name_is_a_rollback_to_0(asked_again: bool) 
             False,
         )
         assert (second.seqno, second.failover_id) == (0, ID_B)
-    assert store.load([1])[1] == Position(1, ID_B, None, 0, 0, (), FailoverLog.born(ID_B))
+    assert store.load([1])[1] == Position(
+        1, ID_B, None, 0, 0, (), FailoverLog.born(ID_B), bucket="default"
+    )
 
 
 @pytest.mark.asyncio

@@ -157,7 +157,7 @@ def test_an_error_of_the_application_goes_through_and_loses_nothing(tmp_path: Pa
 
 def test_an_undo_that_fails_is_asked_for_again() -> None:
     log = FailoverLog.born(ID_A)
-    position = Position(VERSION, ID_A, ID_A, 8, 8, (3, 8), log)
+    position = Position(VERSION, ID_A, ID_A, 8, 8, (3, 8), log, bucket="default")
     script = [*BEGIN, answers(rollback(1, 5, ID_B, (ID_A, 0), (ID_B, 5)))]
     script += [
         Expect("start"),

@@ -57,6 +57,7 @@ def at(seqno: int, *markers: int, failover_id: int = ID_A, horizon: int | None =
         seqno if horizon is None else horizon,
         markers,
         FailoverLog.from_pairs([(failover_id, 0)]),
+        bucket="default",
     )
 
 
@@ -77,7 +78,7 @@ def test_changes_one_by_one_until_now() -> None:
                 for event in changes:
                     events.append(event)
                 assert changes.position(1) == Position(
-                    VERSION, ID_A, ID_A, 6, 6, (4, 6), FailoverLog.born(ID_A)
+                    VERSION, ID_A, ID_A, 6, 6, (4, 6), FailoverLog.born(ID_A), bucket="default"
                 )
                 assert changes.lag() == {1: 0}
             assert bucket.version == VERSION

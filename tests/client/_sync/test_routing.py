@@ -80,18 +80,19 @@ def test_a_write_goes_on_at_the_next_endpoint_and_comes_round() -> None:
 
 def test_many_streams_lost_at_once_move_the_client_once() -> None:
     client = Client("a:1,b:1,c:1")
-    stubs = client._stubs()
+    connection = client._connection
+    stubs = connection.stubs()
     for _ in range(5):
-        client._failed(UnavailableError("gone"), stubs)
+        connection.failed(UnavailableError("gone"), stubs)
     assert client.target == "b:1"
-    client._failed(UprError("a bug"))
-    client._failed(NoRoomError("full"))
+    connection.failed(UprError("a bug"))
+    connection.failed(NoRoomError("full"))
     assert client.target == "b:1"
-    client._failed(ShuttingDownError("stopping"))
+    connection.failed(ShuttingDownError("stopping"))
     # One that is lost late.
-    client._failed(UnavailableError("gone"), stubs)
+    connection.failed(UnavailableError("gone"), stubs)
     assert client.target == "c:1"
-    client._failed(UnavailableError("gone"))
+    connection.failed(UnavailableError("gone"))
     assert client.target == "a:1"
     client.close()
 

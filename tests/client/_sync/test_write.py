@@ -10,6 +10,7 @@ from tests.client.scripted import (
     Abort,
     Expect,
     HalfClosed,
+    Heard,
     Hold,
     Step,
     applied,
@@ -23,16 +24,19 @@ from upr_client import (
     InvalidArgumentError,
     NoRoomError,
     PartitionNotActiveError,
+    PartlyWrittenError,
     UnavailableError,
     UnknownOutcomeError,
     WriteResult,
 )
+from upr_protocol.block import build_block, split_rows
+from upr_protocol.errors import OutOfOrderError
 from upr_protocol.partitioning import partition_of
-from upr_protocol.rows import split_rows
 from upr_protocol.wire.codec import block_from_message
+from upr_protocol.wire.v1 import types_pb2
 
-KEY = b"key"
-P = partition_of(KEY)
+KEY, OTHER = b"key", b"another"
+P, Q = partition_of(KEY), partition_of(OTHER)
 BEGIN = [Expect("open"), write_opened(), Expect("write")]
 
 
@@ -101,12 +105,116 @@ def test_an_answer_that_was_lost_is_asked_for_with_the_same_number() -> None:
         assert calls[1].of("open")[0].bucket_version == VERSION
 
 
-def test_a_refusal_that_may_pass_is_sent_again_with_the_same_number() -> None:
-    first = [*BEGIN, write_refused(1, NoRoomError("full")), HalfClosed()]
-    second = [*BEGIN, applied(1, (P, 0, 1)), HalfClosed()]
+def carried(heard: Heard) -> list[tuple[int, int, list[int]]]:
+    """The number, the number before it, and the partitions of each write of a call."""
+    return [
+        (
+            write.number,
+            write.previous_number,
+            block_from_message(write.block, numbered=False).runs["partition"].tolist(),
+        )
+        for write in heard.of("write")
+    ]
+
+
+def test_a_refusal_burns_the_number_and_each_write_names_the_one_before_it() -> None:
+    first: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 3]
+    first += [applied(1, (P, 0, 1)), write_refused(2, NoRoomError("full"))]
+    first += [write_refused(3, OutOfOrderError("it follows one that was refused")), HalfClosed()]
+    second: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 2]
+    second += [applied(4, (P, 1, 2)), applied(5, (P, 2, 3)), HalfClosed()]
     with serve(write=[first, second]) as server, Client(server.target) as client:
-        assert (client.bucket().set(KEY, b"value")).seqno == 1
-        assert [call.of("write")[0].number for call in server.calls["write"]] == [1, 1]
+        blocks = [build_block([KEY], [b"%d" % number]) for number in range(3)]
+        written = client.bucket().write_blocks(blocks)
+        assert [run[2] for run in written.runs] == [1, 2, 3]
+        calls = [carried(call) for call in server.calls["write"]]
+        assert calls == [[(1, 0, [P]), (2, 1, [P]), (3, 2, [P])], [(4, 0, [P]), (5, 4, [P])]]
+
+
+def test_what_was_not_answered_keeps_its_number_and_goes_first() -> None:
+    """Behind the refused one nothing was applied, so only what a lost call left open keeps its number."""
+    begin: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 3]
+    first = [*begin, applied(1, (P, 0, 1)), Abort(UnavailableError("gone"))]
+    second = [*begin[:-1], write_refused(2, NoRoomError("full")), Abort(UnavailableError("gone"))]
+    third = [
+        *begin[:-1],
+        applied(2, (P, 1, 2), duplicate=True),
+        applied(3, (P, 2, 3)),
+        HalfClosed(),
+    ]
+    with serve(write=[first, second, third]) as server, Client(server.target) as client:
+        blocks = [build_block([KEY], [b"%d" % number]) for number in range(3)]
+        assert len((client.bucket().write_blocks(blocks)).runs) == 3
+        calls = [carried(call) for call in server.calls["write"]]
+        resent = [(2, 0, [P]), (3, 2, [P])]
+        assert calls == [[(1, 0, [P]), (2, 1, [P]), (3, 2, [P])], resent, resent]
+
+
+def test_what_was_never_sent_waits_for_what_is_not_resolved() -> None:
+    begin: list[Step] = [Expect("open"), write_opened(in_flight=1), Expect("write")]
+    first = [*begin, Abort(UnavailableError("gone"))]
+    second = [*begin, applied(1, (P, 0, 1)), Expect("write"), applied(2, (P, 1, 2)), HalfClosed()]
+    with serve(write=[first, second]) as server, Client(server.target) as client:
+        blocks = [build_block([KEY], [b"%d" % number]) for number in range(2)]
+        assert len((client.bucket().write_blocks(blocks)).runs) == 2
+        calls = [carried(call) for call in server.calls["write"]]
+        assert calls == [[(1, 0, [P])], [(1, 0, [P]), (2, 1, [P])]]
+
+
+def test_a_part_that_was_refused_is_sent_again_alone_under_a_new_number() -> None:
+    refusal = (Q, PartitionNotActiveError("for now", retriable=True))
+    begin: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 2]
+    first = [*begin, applied(1, (P, 0, 1), refused=refusal)]
+    first += [applied(2, (P, 1, 2), refused=refusal), HalfClosed()]
+    second = [*begin, applied(3, (Q, 0, 1)), applied(4, (Q, 1, 2)), HalfClosed()]
+    with serve(write=[first, second]) as server, Client(server.target) as client:
+        blocks = [build_block([KEY, OTHER], [b"%d" % number] * 2) for number in range(2)]
+        written = client.bucket().write_blocks(blocks)
+        assert [run[:3] for run in written.runs] == [(P, 0, 1), (Q, 0, 1), (P, 1, 2), (Q, 1, 2)]
+        both = sorted((P, Q))
+        calls = [carried(call) for call in server.calls["write"]]
+        assert calls == [[(1, 0, both), (2, 1, both)], [(3, 0, [Q]), (4, 3, [Q])]]
+
+
+def test_a_part_in_front_of_a_write_of_unknown_outcome_keeps_its_number() -> None:
+    """With a number above that write's, that write would be taken for a repetition where it was not applied."""
+    refusal = (Q, PartitionNotActiveError("for now", retriable=True))
+    begin: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 2]
+    first = [*begin, applied(1, (P, 0, 1), refused=refusal), Abort(UnavailableError("gone"))]
+    second = [*begin, applied(1, (Q, 0, 1)), applied(2, (P, 1, 2), (Q, 1, 2)), HalfClosed()]
+    with serve(write=[first, second]) as server, Client(server.target) as client:
+        blocks = [build_block([KEY, OTHER], [b"%d" % number] * 2) for number in range(2)]
+        assert len((client.bucket().write_blocks(blocks)).runs) == 4
+        both = sorted((P, Q))
+        calls = [carried(call) for call in server.calls["write"]]
+        assert calls == [[(1, 0, both), (2, 1, both)], [(1, 0, [Q]), (2, 1, both)]]
+
+
+def test_a_part_that_went_on_being_refused_is_told_with_what_was_applied() -> None:
+    refusal = (Q, PartitionNotActiveError("for now", retriable=True))
+    script = [*BEGIN, applied(1, (P, 0, 1), refused=refusal), HalfClosed()]
+    with (
+        serve(write=[script]) as server,
+        Client(server.target, retry_seconds=0.0) as client,
+    ):
+        bucket = client.bucket()
+        with pytest.raises(PartlyWrittenError, match="the rest was applied: for now"):
+            bucket.write_blocks([build_block([KEY, OTHER], [b"1", b"2"])])
+
+
+def test_what_was_sent_behind_a_refusal_for_good_is_sent_again() -> None:
+    first: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 2]
+    first += [write_refused(1, InvalidArgumentError("too large"))]
+    first += [write_refused(2, OutOfOrderError("it follows one that was refused")), HalfClosed()]
+    second = [*BEGIN, applied(3, (P, 0, 1)), HalfClosed()]
+    with serve(write=[first, second]) as server, Client(server.target) as client:
+        bucket = client.bucket()
+        writer = bucket._writer()
+        level = types_pb2.DURABILITY_DISK
+        writes = [writer.submit(build_block([KEY], [b"v"]), level) for _ in range(2)]
+        with pytest.raises(InvalidArgumentError, match="too large"):
+            writes[0].result()
+        assert [run[2] for run in writes[1].result()] == [1]
 
 
 def test_a_refusal_for_good_is_raised_and_later_writes_go_on() -> None:
@@ -131,6 +239,16 @@ def test_a_write_that_was_never_answered_has_an_unknown_outcome() -> None:
     ):
         bucket = client.bucket()
         with pytest.raises(UnknownOutcomeError, match="not answered: gone"):
+            bucket.set(KEY, b"value")
+
+
+def test_a_write_that_was_not_answered_and_then_refused_has_an_unknown_outcome() -> None:
+    """A server that was started again with a lower --max-value-bytes, say, does not look whether it applied it."""
+    first = [*BEGIN, Abort(UnavailableError("gone"))]
+    second = [*BEGIN, write_refused(1, InvalidArgumentError("too large")), HalfClosed()]
+    with serve(write=[first, second]) as server, Client(server.target) as client:
+        bucket = client.bucket()
+        with pytest.raises(UnknownOutcomeError, match="not answered: too large"):
             bucket.set(KEY, b"value")
 
 

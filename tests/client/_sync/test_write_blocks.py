@@ -2,20 +2,39 @@
 """Writing prepared blocks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.client._sync.adapter import serve
-from tests.client.scripted import ID_A, Expect, HalfClosed, applied, write_opened
+from tests.client.scripted import (
+    ID_A,
+    Expect,
+    HalfClosed,
+    Step,
+    applied,
+    write_opened,
+    write_refused,
+)
 from tests.harness import RunningServer
-from upr_client import Client, InvalidArgumentError, PartlyWrittenError, WriteResults
+from upr_client import (
+    Client,
+    InvalidArgumentError,
+    NoRoomError,
+    PartitionNotActiveError,
+    WriteResults,
+)
+from upr_client.testing import ScriptedServer
+from upr_protocol.block import build_block
+from upr_protocol.errors import ContentDiffersError, OutOfOrderError
 from upr_protocol.partitioning import partition_of
-from upr_protocol.rows import build_block
+from upr_protocol.places import place_number
+from upr_protocol.wire.v1 import types_pb2
 
 StartServer = Callable[..., RunningServer]
 
 KEY, OTHER = b"key", b"another"
-P, Q = sorted((partition_of(KEY), partition_of(OTHER)))
+P, Q = partition_of(KEY), partition_of(OTHER)
 
 
 def test_blocks_of_a_name_are_applied_once(server_process: StartServer) -> None:
@@ -37,12 +56,34 @@ def test_blocks_of_a_name_are_applied_once(server_process: StartServer) -> None:
         assert highs == {partition_of(KEY): 7, partition_of(OTHER): 3}
 
 
+@pytest.mark.parametrize("scripted", [False, True])
+def test_other_blocks_in_a_place_are_refused(server_process: StartServer, scripted: bool) -> None:
+    keys = [b"%d" % number for number in range(50)]
+    blocks, other = ([build_block(keys, [value] * 50)] for value in (b"1", b"2"))
+    with ScriptedServer() as script:
+        target = script.target if scripted else server_process().target
+        with Client(target) as client:
+            bucket = client.bucket()
+            numbers = [place_number(place, b"first") for place in range(3)]
+            for number in (*numbers, *numbers):
+                bucket.write_blocks(blocks, once="a name", first_number=number)
+            highs = bucket.partitions()
+            for digest in (b"above", b"under"):
+                for place in range(3):
+                    number = place_number(place, digest)
+                    with pytest.raises(ContentDiffersError) as caught:
+                        bucket.write_blocks(other, once="a name", first_number=number)
+                    assert not caught.value.retriable
+            assert bucket.partitions() == highs
+            bucket.write_blocks(other, once="a name", first_number=place_number(3, b"above"))
+            assert bucket.get(keys[0]) == b"2"
+
+
 def test_a_name_begins_at_number_one_whatever_the_server_knows() -> None:
     script = [Expect("open"), write_opened(41), Expect("write"), applied(1, (P, 0, 1))]
     script += [Expect("write"), applied(2, (P, 1, 2)), HalfClosed()]
-    key = KEY if partition_of(KEY) == P else OTHER
     with serve(write=[script]) as server, Client(server.target) as client:
-        blocks = [build_block([key], [b"%d" % number]) for number in range(2)]
+        blocks = [build_block([KEY], [b"%d" % number]) for number in range(2)]
         written = client.bucket().write_blocks(blocks, once="a name")
         assert written == WriteResults(2, [(P, 0, 1, ID_A), (P, 1, 2, ID_A)])
         heard = server.calls["write"][0]
@@ -52,19 +93,72 @@ def test_a_name_begins_at_number_one_whatever_the_server_knows() -> None:
         assert heard.half_closed
 
 
-def test_an_answer_that_leaves_partitions_out_is_no_success() -> None:
-    """So it is when the same write had been refused by the others before."""
-    script = [Expect("open"), write_opened(), Expect("write")]
-    script += [applied(1, (P, 0, 1), duplicate=True), HalfClosed()]
-    with serve(write=[script]) as server, Client(server.target) as client:
-        blocks = [build_block([KEY, OTHER], [b"", b""])]
-        with pytest.raises(PartlyWrittenError, match="1 of its partitions had refused"):
-            client.bucket().write_blocks(blocks, once="a")
+def test_blocks_of_a_name_keep_their_numbers_when_they_are_refused() -> None:
+    """They are places: who sends the same blocks under the name must give them the same."""
+    begin: list[Step] = [Expect("open"), write_opened(), Expect("write"), Expect("write")]
+    full, behind = NoRoomError("full"), OutOfOrderError("it follows one that was refused")
+    first = [*begin, write_refused(1, full), write_refused(2, behind), HalfClosed()]
+    refusal = (Q, PartitionNotActiveError("for now", retriable=True))
+    second = [
+        *begin,
+        applied(1, (P, 0, 1), refused=refusal),
+        write_refused(2, behind),
+        HalfClosed(),
+    ]
+    third = [*begin, applied(1, (Q, 0, 1)), applied(2, (P, 1, 2), (Q, 1, 2)), HalfClosed()]
+    with (
+        serve(write=[first, second, third]) as server,
+        Client(server.target) as client,
+    ):
+        blocks = [build_block([KEY, OTHER], [b"%d" % number] * 2) for number in range(2)]
+        assert len((client.bucket().write_blocks(blocks, once="a")).runs) == 4
+        numbers = [[w.number for w in call.of("write")] for call in server.calls["write"]]
+        assert numbers == [[1, 2], [1, 2], [1, 2]]
+
+
+def test_behind_a_block_of_a_name_that_failed_none_is_sent() -> None:
+    """Applied without it, the later one would make it count as applied when all are sent again."""
+    refusal = (Q, PartitionNotActiveError("dead"))
+    script: list[Step] = [Expect("open"), write_opened(), Expect("write")]
+    script += [applied(1, (P, 0, 1), refused=refusal), HalfClosed()]
+    with serve(write=[script] * 2) as server, Client(server.target) as client:
+        writer = client.bucket()._new_writer("a name", 1)
+        level = types_pb2.DURABILITY_DISK
+        first = writer.submit(build_block([KEY, OTHER], [b"", b""]), level)
+        with pytest.raises(PartitionNotActiveError, match="the rest was applied: dead"):
+            first.result()
+        second = writer.submit(build_block([OTHER], [b""]), level)
+        with pytest.raises(PartitionNotActiveError):
+            second.result()
+        writer.close(1.0)
+        assert len(server.calls["write"]) == 1
+
+
+def test_blocks_of_a_name_go_on_where_partitions_had_refused() -> None:
+    """Another process sends the same blocks: what is missing is applied, in order, and nothing twice."""
+    key, other = KEY, OTHER
+    blocks = [build_block([key, other], [b"%d" % number] * 2) for number in range(3)]
+    with ScriptedServer() as server:
+        server.refuse(partition_of(other), PartitionNotActiveError("dead"))
+        with Client(server.target) as client:
+            with pytest.raises(PartitionNotActiveError):
+                client.bucket().write_blocks(blocks, once="a name")
+            server.accept(partition_of(other))
+            client.bucket().set(key, b"of somebody else")
+            written = client.bucket().write_blocks(blocks, once="a name")
+        assert written.rows == 6
+        assert server.state() == {key: b"of somebody else", other: b"2"}
+        assert [run[2] - run[1] for run in written.runs if run[0] == partition_of(other)] == [
+            1,
+            1,
+            1,
+        ]
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
     with Client("127.0.0.1:1") as client:
         blocks = [build_block([KEY], [b"1"])]
-        for options in ({"once": ""}, {"once": "x" * 201}, {"durability": "none"}):
+        bad: list[dict[str, Any]] = [{"once": ""}, {"once": "x" * 201}, {"durability": "none"}]
+        for options in bad:
             with pytest.raises(InvalidArgumentError):
                 client.bucket().write_blocks(blocks, **options)

@@ -88,6 +88,7 @@ class PartitionInfo(_message.Message):
     PURGE_SEQNO_FIELD_NUMBER: _builtins.int
     FAILOVER_ID_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    DEAD_SINCE_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     """0 to 1023."""
     state: _types_pb2.PartitionState.ValueType
@@ -100,9 +101,11 @@ class PartitionInfo(_message.Message):
     """Tombstones at or below this seqno may be gone."""
     failover_id: _builtins.int
     """The newest failover id."""
+    dead_since: _builtins.int
+    """When it died, microseconds since the epoch; 0 when it is not dead, or that was not noted."""
     @_builtins.property
     def problem(self) -> _types_pb2.Problem:
-        """Why the partition is dead, if it is."""
+        """Why the partition is dead, if it is; or what is damaged of it."""
 
     def __init__(
         self,
@@ -114,10 +117,11 @@ class PartitionInfo(_message.Message):
         purge_seqno: _builtins.int = ...,
         failover_id: _builtins.int = ...,
         problem: _types_pb2.Problem | None = ...,
+        dead_since: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_seqno", b"durable_seqno", "failover_id", b"failover_id", "high_seqno", b"high_seqno", "partition", b"partition", "problem", b"problem", "purge_seqno", b"purge_seqno", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_since", b"dead_since", "durable_seqno", b"durable_seqno", "failover_id", b"failover_id", "high_seqno", b"high_seqno", "partition", b"partition", "problem", b"problem", "purge_seqno", b"purge_seqno", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -154,6 +158,9 @@ class GetStatusResponse(_message.Message):
     FOLLOW_CALLS_FIELD_NUMBER: _builtins.int
     WRITE_CALLS_FIELD_NUMBER: _builtins.int
     BUCKETS_FIELD_NUMBER: _builtins.int
+    LOOP_DELAYS_FIELD_NUMBER: _builtins.int
+    LONGEST_LOOP_DELAY_SECONDS_FIELD_NUMBER: _builtins.int
+    CLOCK_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The server's version, for people."""
     server_id: _builtins.int
@@ -170,9 +177,19 @@ class GetStatusResponse(_message.Message):
     """Open Follow calls."""
     write_calls: _builtins.int
     """Open Write calls."""
+    longest_loop_delay_seconds: _builtins.float
+    """The largest of these delays."""
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketStatus]:
         """By name."""
+
+    @_builtins.property
+    def loop_delays(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoopDelay]:
+        """How late the event loop was, sampled ten times a second since the start: whoever calls waits at least that long."""
+
+    @_builtins.property
+    def clock(self) -> Global___ClockStatus:
+        """What is to be said of its clock."""
 
     def __init__(
         self,
@@ -185,14 +202,77 @@ class GetStatusResponse(_message.Message):
         follow_calls: _builtins.int = ...,
         write_calls: _builtins.int = ...,
         buckets: _abc.Iterable[Global___BucketStatus] | None = ...,
+        loop_delays: _abc.Iterable[Global___LoopDelay] | None = ...,
+        longest_loop_delay_seconds: _builtins.float = ...,
+        clock: Global___ClockStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "follow_calls", b"follow_calls", "mapped_bytes", b"mapped_bytes", "server_id", b"server_id", "server_version", b"server_version", "uptime_seconds", b"uptime_seconds", "write_calls", b"write_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "clock", b"clock", "follow_calls", b"follow_calls", "longest_loop_delay_seconds", b"longest_loop_delay_seconds", "loop_delays", b"loop_delays", "mapped_bytes", b"mapped_bytes", "server_id", b"server_id", "server_version", b"server_version", "uptime_seconds", b"uptime_seconds", "write_calls", b"write_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ClockStatus(_message.Message):
+    """The server's clock, which ages and leases are counted by, beside the day's clock; all 0 when nothing is wrong."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFF_SECONDS_FIELD_NUMBER: _builtins.int
+    JUMPED_SECONDS_FIELD_NUMBER: _builtins.int
+    LEFT_SECONDS_FIELD_NUMBER: _builtins.int
+    off_seconds: _builtins.float
+    """By how much the day's clock is ahead, negative behind, when that is more than a step that is taken for a jump."""
+    jumped_seconds: _builtins.float
+    """How long the server was away before its start, by the day's clock, while that does not count as time that passed: the
+    day's clock may have been set forward.
+    """
+    left_seconds: _builtins.float
+    """How long the server is still to run until it counts."""
+    def __init__(
+        self,
+        *,
+        off_seconds: _builtins.float = ...,
+        jumped_seconds: _builtins.float = ...,
+        left_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jumped_seconds", b"jumped_seconds", "left_seconds", b"left_seconds", "off_seconds", b"off_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClockStatus: _TypeAlias = ClockStatus  # noqa: Y015
+
+@_typing.final
+class LoopDelay(_message.Message):
+    """One part of a histogram of delays."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UP_TO_SECONDS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    up_to_seconds: _builtins.float
+    """The largest delay that is counted here; absent in the last part. It begins where the one before it ends."""
+    count: _builtins.int
+    """Samples."""
+    def __init__(
+        self,
+        *,
+        up_to_seconds: _builtins.float | None = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_up_to_seconds", b"_up_to_seconds", "up_to_seconds", b"up_to_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_up_to_seconds", b"_up_to_seconds", "count", b"count", "up_to_seconds", b"up_to_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__up_to_seconds: _TypeAlias = _typing.Literal["up_to_seconds"]  # noqa: Y015
+    _WhichOneofArgType__up_to_seconds: _TypeAlias = _typing.Literal["_up_to_seconds", b"_up_to_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__up_to_seconds) -> _WhichOneofReturnType__up_to_seconds | None: ...
+
+Global___LoopDelay: _TypeAlias = LoopDelay  # noqa: Y015
 
 @_typing.final
 class BucketStatus(_message.Message):
@@ -210,6 +290,7 @@ class BucketStatus(_message.Message):
     CUTS_FIELD_NUMBER: _builtins.int
     DAMAGED_PARTITIONS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     version: _builtins.int
@@ -228,9 +309,11 @@ class BucketStatus(_message.Message):
     """Cuts whose lease has not ended."""
     damaged_partitions: _builtins.int
     """Partitions that are not whole; GetPartitions has the reasons."""
+    quota_bytes: _builtins.int
+    """What it may take; see BucketInfo."""
     @_builtins.property
     def problem(self) -> _types_pb2.Problem:
-        """Why no writes are taken, if so."""
+        """What is wrong with its storage now, if anything: why no writes are taken, or what is tried in vain and may pass."""
 
     def __init__(
         self,
@@ -245,10 +328,11 @@ class BucketStatus(_message.Message):
         cuts: _builtins.int = ...,
         damaged_partitions: _builtins.int = ...,
         problem: _types_pb2.Problem | None = ...,
+        quota_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts", "damaged_partitions", b"damaged_partitions", "name", b"name", "problem", b"problem", "streams", b"streams", "streams_from_store", b"streams_from_store", "tail_bytes", b"tail_bytes", "tail_limit_bytes", b"tail_limit_bytes", "version", b"version", "volatile_bytes", b"volatile_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts", "damaged_partitions", b"damaged_partitions", "name", b"name", "problem", b"problem", "quota_bytes", b"quota_bytes", "streams", b"streams", "streams_from_store", b"streams_from_store", "tail_bytes", b"tail_bytes", "tail_limit_bytes", b"tail_limit_bytes", "version", b"version", "volatile_bytes", b"volatile_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -532,19 +616,23 @@ class ListConsumersRequest(_message.Message):
 
     BUCKET_FIELD_NUMBER: _builtins.int
     WITH_POSITIONS_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
     with_positions: _builtins.bool
     """Whether each comes with its positions."""
+    after: _builtins.str
+    """Only those whose names come behind this one; empty for all."""
     def __init__(
         self,
         *,
         bucket: _builtins.str = ...,
         with_positions: _builtins.bool = ...,
+        after: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "with_positions", b"with_positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "bucket", b"bucket", "with_positions", b"with_positions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -558,8 +646,11 @@ class ListConsumersResponse(_message.Message):
 
     BUCKET_VERSION_FIELD_NUMBER: _builtins.int
     CONSUMERS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     bucket_version: _builtins.int
     """The version of the bucket that answered."""
+    more: _builtins.bool
+    """Whether there are more, behind the last of these: ask again with its name."""
     @_builtins.property
     def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerInfo]:
         """By name."""
@@ -569,10 +660,11 @@ class ListConsumersResponse(_message.Message):
         *,
         bucket_version: _builtins.int = ...,
         consumers: _abc.Iterable[Global___ConsumerInfo] | None = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "consumers", b"consumers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "consumers", b"consumers", "more", b"more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -777,13 +869,16 @@ class ResetConsumerRequest(_message.Message):
     BUCKET_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
+    CREATE_FIELD_NUMBER: _builtins.int
     TO_BEGINNING_FIELD_NUMBER: _builtins.int
     TO_NOW_FIELD_NUMBER: _builtins.int
     TO_TIME_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
     name: _builtins.str
-    """The consumer's name. One that is not known is registered by it, unless it is reset to the beginning."""
+    """The consumer's name. One that is not known is refused, see create."""
+    create: _builtins.bool
+    """Whether a consumer that is not known is registered by this, unless it is reset to the beginning."""
     to_beginning: _builtins.bool
     """At the beginning: its positions are removed."""
     to_now: _builtins.bool
@@ -800,13 +895,14 @@ class ResetConsumerRequest(_message.Message):
         bucket: _builtins.str = ...,
         name: _builtins.str = ...,
         partitions: _abc.Iterable[_builtins.int] | None = ...,
+        create: _builtins.bool = ...,
         to_beginning: _builtins.bool = ...,
         to_now: _builtins.bool = ...,
         to_time: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["to", b"to", "to_beginning", b"to_beginning", "to_now", b"to_now", "to_time", b"to_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "name", b"name", "partitions", b"partitions", "to", b"to", "to_beginning", b"to_beginning", "to_now", b"to_now", "to_time", b"to_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "create", b"create", "name", b"name", "partitions", b"partitions", "to", b"to", "to_beginning", b"to_beginning", "to_now", b"to_now", "to_time", b"to_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_to: _TypeAlias = _typing.Literal["to_beginning", "to_now", "to_time"]  # noqa: Y015
     _WhichOneofArgType_to: _TypeAlias = _typing.Literal["to", b"to"]  # noqa: Y015
@@ -891,6 +987,7 @@ class BucketInfo(_message.Message):
     MUTATIONS_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     version: _builtins.int
@@ -901,6 +998,10 @@ class BucketInfo(_message.Message):
     """Mutations ever numbered: the sum of the high seqnos."""
     used_bytes: _builtins.int
     """Pages of the store in use, in bytes."""
+    quota_bytes: _builtins.int
+    """What it may take in its store and its tail together, in bytes; 0 for no such limit. Above it writes are refused with
+    QUOTA_EXCEEDED, but for those that only delete.
+    """
     @_builtins.property
     def problem(self) -> _types_pb2.Problem:
         """Why it is not served, or takes no writes, if so. Of a bucket that could not be opened nothing else but the name
@@ -916,10 +1017,11 @@ class BucketInfo(_message.Message):
         mutations: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
         problem: _types_pb2.Problem | None = ...,
+        quota_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "mutations", b"mutations", "name", b"name", "problem", b"problem", "used_bytes", b"used_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "mutations", b"mutations", "name", b"name", "problem", b"problem", "quota_bytes", b"quota_bytes", "used_bytes", b"used_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -933,19 +1035,23 @@ class CreateBucketRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     COMPRESSION_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The bucket's name."""
     compression: _builtins.str
     """How stored blocks are compressed: empty for not at all, or zstd."""
+    quota_bytes: _builtins.int
+    """What it may take; see BucketInfo."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         compression: _builtins.str = ...,
+        quota_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "name", b"name", "quota_bytes", b"quota_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -974,6 +1080,56 @@ class CreateBucketResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateBucketResponse: _TypeAlias = CreateBucketResponse  # noqa: Y015
+
+@_typing.final
+class SetBucketQuotaRequest(_message.Message):
+    """Which bucket, and its quota."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The bucket's name."""
+    quota_bytes: _builtins.int
+    """What it may take; see BucketInfo."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        quota_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "quota_bytes", b"quota_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetBucketQuotaRequest: _TypeAlias = SetBucketQuotaRequest  # noqa: Y015
+
+@_typing.final
+class SetBucketQuotaResponse(_message.Message):
+    """The quota is stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bucket(self) -> Global___BucketInfo:
+        """The bucket as it is now."""
+
+    def __init__(
+        self,
+        *,
+        bucket: Global___BucketInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetBucketQuotaResponse: _TypeAlias = SetBucketQuotaResponse  # noqa: Y015
 
 @_typing.final
 class DropBucketRequest(_message.Message):

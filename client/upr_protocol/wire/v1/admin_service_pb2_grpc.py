@@ -85,6 +85,11 @@ class AdminServiceStub(object):
                 request_serializer=upr_dot_v1_dot_admin__service__pb2.DropBucketRequest.SerializeToString,
                 response_deserializer=upr_dot_v1_dot_admin__service__pb2.DropBucketResponse.FromString,
                 _registered_method=True)
+        self.SetBucketQuota = channel.unary_unary(
+                '/upr.v1.AdminService/SetBucketQuota',
+                request_serializer=upr_dot_v1_dot_admin__service__pb2.SetBucketQuotaRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_admin__service__pb2.SetBucketQuotaResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -162,6 +167,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetBucketQuota(self, request, context):
+        """Sets how much a bucket may take, from now on; what is there already stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -214,6 +226,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DropBucket,
                     request_deserializer=upr_dot_v1_dot_admin__service__pb2.DropBucketRequest.FromString,
                     response_serializer=upr_dot_v1_dot_admin__service__pb2.DropBucketResponse.SerializeToString,
+            ),
+            'SetBucketQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetBucketQuota,
+                    request_deserializer=upr_dot_v1_dot_admin__service__pb2.SetBucketQuotaRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_admin__service__pb2.SetBucketQuotaResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -487,6 +504,33 @@ class AdminService(object):
             '/upr.v1.AdminService/DropBucket',
             upr_dot_v1_dot_admin__service__pb2.DropBucketRequest.SerializeToString,
             upr_dot_v1_dot_admin__service__pb2.DropBucketResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetBucketQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.AdminService/SetBucketQuota',
+            upr_dot_v1_dot_admin__service__pb2.SetBucketQuotaRequest.SerializeToString,
+            upr_dot_v1_dot_admin__service__pb2.SetBucketQuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,8 @@ class AdminServiceStub:
     """Makes an empty bucket. A name that is taken is ALREADY_EXISTS."""
     DropBucket: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DropBucketRequest, _admin_service_pb2.DropBucketResponse]
     """Ends everything that uses a bucket with BUCKET_GONE, and removes it with all its data."""
+    SetBucketQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetBucketQuotaRequest, _admin_service_pb2.SetBucketQuotaResponse]
+    """Sets how much a bucket may take, from now on; what is there already stays."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -83,6 +85,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Makes an empty bucket. A name that is taken is ALREADY_EXISTS."""
     DropBucket: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DropBucketRequest, _admin_service_pb2.DropBucketResponse]  # type: ignore[assignment]
     """Ends everything that uses a bucket with BUCKET_GONE, and removes it with all its data."""
+    SetBucketQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetBucketQuotaRequest, _admin_service_pb2.SetBucketQuotaResponse]  # type: ignore[assignment]
+    """Sets how much a bucket may take, from now on; what is there already stays."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """For operators."""
@@ -168,5 +172,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.DropBucketResponse, _abc.Awaitable[_admin_service_pb2.DropBucketResponse]]:
         """Ends everything that uses a bucket with BUCKET_GONE, and removes it with all its data."""
+
+    @_abc_1.abstractmethod
+    def SetBucketQuota(
+        self,
+        request: _admin_service_pb2.SetBucketQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.SetBucketQuotaResponse, _abc.Awaitable[_admin_service_pb2.SetBucketQuotaResponse]]:
+        """Sets how much a bucket may take, from now on; what is there already stays."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

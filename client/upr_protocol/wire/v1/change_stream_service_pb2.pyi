@@ -410,8 +410,8 @@ class Start(_message.Message):
     UNTIL_NOW_FIELD_NUMBER: _builtins.int
     table: _builtins.bytes
     """Further partitions, of which no more is to be said than this; a thousand are started so in a few milliseconds.
-    One record of 28 bytes each: partition uint32, failover_id uint64, seqno uint64, data_id uint64, little-endian;
-    an id of 0 is none.
+    One record of 36 bytes each: partition uint32, failover_id uint64, seqno uint64, data_id uint64, horizon uint64,
+    little-endian; an id or a horizon of 0 is none.
     """
     until_now: _builtins.bool
     """Whether those of the table end at what is there when the Start is answered."""
@@ -449,6 +449,7 @@ class StartPartition(_message.Message):
     UNTIL_EXACT_FIELD_NUMBER: _builtins.int
     FROM_NOW_FIELD_NUMBER: _builtins.int
     FROM_TIME_FIELD_NUMBER: _builtins.int
+    HORIZON_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     """0 to 1023."""
     failover_id: _builtins.int
@@ -469,7 +470,12 @@ class StartPartition(_message.Message):
     """At the newest complete marker that is durable when the Start is answered: nothing written later is missed."""
     from_time: _builtins.int
     """Right below the first mutation committed at or after this time, microseconds since the epoch; where there is
-    none, as from_now.
+    none, as from_now. At 0 where that lies below the purge seqno: no client may stand in between.
+    """
+    horizon: _builtins.int
+    """The largest horizon received since the newest marker that was taken, or the seqno where that is a marker. Absent where it
+    is not known: it proves nothing then. Under the newest id one above the active's high seqno proves, as such a
+    seqno does, that a failover record is missing.
     """
     def __init__(
         self,
@@ -483,15 +489,18 @@ class StartPartition(_message.Message):
         until_exact: _builtins.int = ...,
         from_now: _builtins.bool = ...,
         from_time: _builtins.int = ...,
+        horizon: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "from", b"from", "from_now", b"from_now", "from_time", b"from_time", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "_horizon", b"_horizon", "data_id", b"data_id", "failover_id", b"failover_id", "from", b"from", "from_now", b"from_now", "from_time", b"from_time", "horizon", b"horizon", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "data_id", b"data_id", "failover_id", b"failover_id", "from", b"from", "from_now", b"from_now", "from_time", b"from_time", "partition", b"partition", "seqno", b"seqno", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "_horizon", b"_horizon", "data_id", b"data_id", "failover_id", b"failover_id", "from", b"from", "from_now", b"from_now", "from_time", b"from_time", "horizon", b"horizon", "partition", b"partition", "seqno", b"seqno", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_id: _TypeAlias = _typing.Literal["data_id"]  # noqa: Y015
     _WhichOneofArgType__data_id: _TypeAlias = _typing.Literal["_data_id", b"_data_id"]  # noqa: Y015
     _WhichOneofReturnType__failover_id: _TypeAlias = _typing.Literal["failover_id"]  # noqa: Y015
     _WhichOneofArgType__failover_id: _TypeAlias = _typing.Literal["_failover_id", b"_failover_id"]  # noqa: Y015
+    _WhichOneofReturnType__horizon: _TypeAlias = _typing.Literal["horizon"]  # noqa: Y015
+    _WhichOneofArgType__horizon: _TypeAlias = _typing.Literal["_horizon", b"_horizon"]  # noqa: Y015
     _WhichOneofReturnType_from: _TypeAlias = _typing.Literal["from_now", "from_time"]  # noqa: Y015
     _WhichOneofArgType_from: _TypeAlias = _typing.Literal["from", b"from"]  # noqa: Y015
     _WhichOneofReturnType_until: _TypeAlias = _typing.Literal["until_seqno", "until_now", "until_exact"]  # noqa: Y015
@@ -500,6 +509,8 @@ class StartPartition(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_id) -> _WhichOneofReturnType__data_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__failover_id) -> _WhichOneofReturnType__failover_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__horizon) -> _WhichOneofReturnType__horizon | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_from) -> _WhichOneofReturnType_from | None: ...
     @_typing.overload
@@ -1450,25 +1461,59 @@ class CreateCutResponse(_message.Message):
 
     BUCKET_VERSION_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     bucket_version: _builtins.int
     """The version of the bucket that answered."""
     @_builtins.property
     def cut(self) -> Global___Cut:
         """The cut, with its partitions."""
 
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___CutLeftOut]:
+        """The partitions that were asked for and are not part of the cut, because they are dead; ascending."""
+
     def __init__(
         self,
         *,
         bucket_version: _builtins.int = ...,
         cut: Global___Cut | None = ...,
+        left_out: _abc.Iterable[Global___CutLeftOut] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "cut", b"cut"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "cut", b"cut", "left_out", b"left_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateCutResponse: _TypeAlias = CreateCutResponse  # noqa: Y015
+
+@_typing.final
+class CutLeftOut(_message.Message):
+    """A partition that is not part of a cut."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    """0 to 1023."""
+    @_builtins.property
+    def problem(self) -> _types_pb2.Problem:
+        """Why it could not be pinned."""
+
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        problem: _types_pb2.Problem | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition", b"partition", "problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutLeftOut: _TypeAlias = CutLeftOut  # noqa: Y015
 
 @_typing.final
 class RenewCutRequest(_message.Message):

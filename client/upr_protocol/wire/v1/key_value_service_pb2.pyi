@@ -65,7 +65,9 @@ class WriteOpen(_message.Message):
     bucket_version: _builtins.int
     """The bucket version the client knows; absent when it is new."""
     producer: _builtins.str
-    """Who writes. With a name, a number that was applied before is not applied again. Empty: no such protection."""
+    """Who writes. With a name, what was applied before is not applied again. Empty: no such protection. Two calls may
+    have one name at a time only if they send the very same writes under the same numbers.
+    """
     def __init__(
         self,
         *,
@@ -92,10 +94,20 @@ class WriteBlock(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
+    PREVIOUS_NUMBER_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Ascending within the producer, and each one more than the last within a call; from 1. 0 without a producer."""
+    """From 1 to 2^63 - 1, rising over all writes, calls and nodes of the producer; gaps do no harm. 0 without a producer.
+    In each partition the newest number that was applied decides: this one and those below it are not applied again.
+    A write whose outcome is not known is sent again under its number, before anything else goes to its partitions.
+    A refused one, or its refused part, is sent again under a new number. From 2^62 on: a place, see protos/README.md.
+    """
     durability: _types_pb2.Durability.ValueType
     """When to acknowledge."""
+    previous_number: _builtins.int
+    """The number of the write before it in this call, leaving out those that are answered ``refused`` without
+    refused_partitions; 0 for the first. Compared only with what this call carried: with another one than the server
+    has, the write is refused with WRITE_OUT_OF_ORDER and nothing is changed. Ignored without a producer.
+    """
     @_builtins.property
     def block(self) -> _types_pb2.Block:
         """One run for each partition touched, ascending, without seqnos."""
@@ -106,10 +118,11 @@ class WriteBlock(_message.Message):
         number: _builtins.int = ...,
         durability: _types_pb2.Durability.ValueType = ...,
         block: _types_pb2.Block | None = ...,
+        previous_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "durability", b"durability", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "durability", b"durability", "number", b"number", "previous_number", b"previous_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -159,7 +172,7 @@ class WriteOpened(_message.Message):
     bucket_version: _builtins.int
     """The bucket's version."""
     last_number: _builtins.int
-    """The last number applied for this producer, 0 if it is not known."""
+    """No larger number of this producer was applied, as far as it is remembered; 0 if nothing is known."""
     writes_in_flight: _builtins.int
     """How many writes may be outstanding."""
     def __init__(
@@ -193,13 +206,15 @@ class WriteResult(_message.Message):
     """The number of the request."""
     runs: _builtins.bytes
     """A run table (see Block.runs) with the partitions that were applied and the seqnos given: start_seqno and
-    end_seqno. Both are 0 for a write that was applied earlier and whose seqnos are no longer known.
+    end_seqno. Both are 0 where the write was applied earlier and its seqnos are no longer known.
     """
     duplicate: _builtins.bool
-    """Whether the number had been applied before; nothing was applied again."""
+    """Whether all that is told here had been applied before; nothing was applied now."""
     @_builtins.property
     def refused(self) -> _types_pb2.Problem:
-        """Set when nothing of the write was applied. With reason UNKNOWN_OUTCOME it may have been."""
+        """Set when nothing of the write was applied. With reason UNKNOWN_OUTCOME it may have been. Without
+        refused_partitions the call did not take the write: what names it as its predecessor is refused too.
+        """
 
     @_builtins.property
     def failover_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -207,7 +222,9 @@ class WriteResult(_message.Message):
 
     @_builtins.property
     def refused_partitions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RefusedPartition]:
-        """Partitions of the write that were refused while the others were applied."""
+        """Partitions that refused their part; the others applied theirs. A partition that refused takes nothing more of
+        this call, so that nothing overtakes what it refused: open another one.
+        """
 
     def __init__(
         self,

@@ -1,0 +1,309 @@
+"""One backup: at a cut, group by group, committed by one manifest."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from upr_backup.engines.engine import Engine, Finished, Rows
+from upr_backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
+from upr_backup.repository.documents import (
+    Entry,
+    FileRef,
+    Json,
+    Kind,
+    Manifest,
+    RolledBack,
+    check_link,
+    now_micros,
+)
+from upr_backup.repository.lock import Holding
+from upr_backup.repository.repository import Attempt, Repository
+from upr_backup.task import (
+    CutPoint,
+    GroupResult,
+    GroupSpec,
+    PinnedAt,
+    pins_to_json,
+    result_from_json,
+    staged_record,
+)
+from upr_protocol.errors import UprError
+
+GROUPS_MAX: Final = 64
+"""About how many groups a backup has at most: each is a file."""
+
+GROUP_SEQNOS: Final = 2_000_000
+"""About how many seqnos a group spans at most, while there are fewer than GROUPS_MAX: so much a killed task loses."""
+
+GROUP_SEQNOS_MIN: Final = 100_000
+"""What spans less is not worth a file and a task of its own."""
+
+_TASKS_EACH: Final = 2
+"""Groups for each place to run them, so that the places end at about the same time."""
+
+PATIENCE_SECONDS: Final = 60.0
+"""How long a server that went away is waited for."""
+
+_ATTEMPTS: Final = 4
+
+
+class Source(Protocol):
+    """The server's cuts, as far as a backup needs them."""
+
+    def make_cut(self) -> CutPoint:
+        """Pin all partitions but dead ones at one instant; what other runs of the repository left is given up."""
+
+    def find_cut(self, name: str) -> CutPoint | None:
+        """Return a cut whose lease has not ended, with a lease that begins anew; None when it is gone."""
+
+    def renew(self, name: str) -> None:
+        """Keep a cut; called all the time.
+
+        Raises:
+            HistoryChangedError: it is gone.
+        """
+
+    def release(self, name: str) -> None:
+        """Give a cut up."""
+
+    def committed(self, cut_time: int) -> None:
+        """Take note that everything up to the cut of that time is in the repository."""
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Run:
+    """A backup that is being taken.
+
+    Args:
+        repository: where to.
+        source: where cuts are made.
+        engine: reads the groups.
+        lock: which is held.
+        target: addresses of the server, for the tasks.
+        full: whether everything is read anew.
+        restart: whether what an unfinished run left is given up; False from then on.
+        say: called with a line for people.
+        progress: called with rows read since the last call, groups done and groups in all, about every second.
+        clock: microseconds since the epoch.
+        group_seqnos: about how many seqnos a group spans; None for as many as suit the engine.
+        patience: how many seconds a server that went away is waited for.
+    """
+
+    repository: Repository
+    source: Source
+    engine: Engine
+    lock: Holding
+    target: str = ""
+    full: bool = False
+    restart: bool = False
+    say: Callable[[str], Any] = _nothing
+    progress: Callable[[int, int, int], Any] = _nothing
+    clock: Callable[[], int] = now_micros
+    group_seqnos: int | None = None
+    patience: float = PATIENCE_SECONDS
+
+    def backup(self) -> Manifest:
+        """Take one backup and return its manifest.
+
+        Raises:
+            LockedError: another run has the repository, or committed this number.
+            HistoryChangedError: the server's history changed again and again meanwhile.
+            UprError: the server failed, or the repository is damaged; what was staged is used by the next run.
+        """
+        failure: HistoryChangedError | None = None
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._try()
+            except HistoryChangedError as error:
+                self.say(f"{error}; beginning again with a new cut")
+                failure = error
+                # Making one takes the cut of whoever has the repository now.
+                self.lock.keep(now=True)
+        assert failure is not None
+        raise failure
+
+    def _try(self) -> Manifest:
+        started = self.clock()
+        before, parent = self.repository.newest()
+        if before is not None:
+            self.repository.clean(before.number)
+        attempt, cut = self._attempt(before, parent)
+        kind: Kind = attempt.plan["kind"]
+        base = before.entries if before and kind == "incremental" else {}
+        try:
+            results = self._read(attempt, base, cut)
+            manifest = Manifest(
+                attempt.number,
+                kind,
+                self.repository.id,
+                parent,
+                cut.name,
+                cut.time,
+                started,
+                self.clock(),
+                *_joined(results, base, cut),
+                cut.left_out,
+            )
+            check_link(before, manifest)
+        except (HistoryChangedError, RepositoryDamagedError):
+            # So that no later run takes the attempt up again.
+            self.source.release(cut.name)
+            raise
+        self.lock.keep(now=True)
+        if not self.repository.commit(manifest):
+            raise LockedError(
+                f"another run committed backup {manifest.number} first; this one changed nothing"
+            )
+        self.source.committed(cut.time)
+        self.source.release(cut.name)
+        # What cannot be cleaned now, the next run cleans: this backup is committed.
+        with suppress(OSError, UprError):
+            self.repository.clean(manifest.number)
+        return manifest
+
+    def _attempt(self, before: Manifest | None, parent: str) -> tuple[Attempt, CutPoint]:
+        """Return the attempt to go on with, and its cut: one that was interrupted, or a new one."""
+        number = before.number + 1 if before else 1
+        for attempt in [] if self.restart else self.repository.attempts(number):
+            plan = attempt.plan
+            if plan["parent"] != parent or (self.full and plan["kind"] != "full"):
+                continue
+            cut = self.source.find_cut(plan["cut"])
+            if cut is not None and pins_to_json(cut) == plan["pins"] and cut.time == plan["time"]:
+                self.say("going on with an interrupted run, at its cut")
+                left_out = {int(p): words for p, words in plan.get("left_out", {}).items()}
+                return attempt, replace(cut, left_out=left_out)
+        kind: Kind = "full" if self.full or not before else "incremental"
+        base = before.entries if before and kind == "incremental" else {}
+        cut = self.source.make_cut()
+        plan = {
+            "kind": kind,
+            "parent": parent,
+            "cut": cut.name,
+            "time": cut.time,
+            "pins": pins_to_json(cut),
+            "left_out": {str(p): words for p, words in cut.left_out.items()},
+            "groups": split(cut, base, self.group_seqnos, self.engine.parallel),
+        }
+        self.restart = False
+        return self.repository.stage(number, plan), cut
+
+    def _read(
+        self, attempt: Attempt, base: Mapping[int, Entry], cut: CutPoint
+    ) -> list[GroupResult]:
+        """Return what was read of each group, now or by the run that was interrupted."""
+        groups: list[list[int]] = attempt.plan["groups"]
+        records: dict[int, Json] = {}
+        specs = []
+        for index, group in enumerate(groups):
+            record = staged_record(self.repository, attempt.number, attempt.name, index)
+            if record is None:
+                specs.append(self._spec(attempt, index, {p: base.get(p) for p in group}, cut))
+            else:
+                records[index] = record
+        if specs:
+            self.progress(0, len(records), len(groups))
+            with closing(self.engine.run(specs)) as events:
+                for event in events:
+                    self.lock.keep()
+                    self.source.renew(cut.name)
+                    if isinstance(event, Finished):
+                        records[event.index] = event.record
+                    rows = event.rows if isinstance(event, Rows) else 0
+                    self.progress(rows, len(records), len(groups))
+        return [result_from_json(records[index]) for index in range(len(groups))]
+
+    def _spec(
+        self, attempt: Attempt, index: int, starts: Mapping[int, Entry | None], cut: CutPoint
+    ) -> GroupSpec:
+        repository = self.repository
+        pins = {partition: cut.pins[partition] for partition in starts}
+        return GroupSpec(
+            repository.storage.location,
+            self.target,
+            repository.bucket,
+            repository.bucket_version,
+            attempt.number,
+            attempt.name,
+            index,
+            starts,
+            CutPoint(cut.name, cut.time, pins),
+            self.patience,
+        )
+
+
+def split(
+    cut: CutPoint, base: Mapping[int, Entry], group_seqnos: int | None, parallel: int
+) -> list[list[int]]:
+    """Return the partitions that have to be asked for, in groups of consecutive ones.
+
+    One whose newest id and marker are those of the backup before has nothing new, and is left out.
+
+    Args:
+        cut: up to where.
+        base: from where, by partition.
+        group_seqnos: about how many seqnos a group spans; None to choose.
+        parallel: how many groups are read at a time.
+    """
+    sizes = {}
+    for partition, pin in sorted(cut.pins.items()):
+        entry = base.get(partition)
+        if not _unchanged(entry, pin):
+            sizes[partition] = max(pin.seqno - (entry.end if entry else 0), 1)
+    if group_seqnos is None:
+        group_seqnos = group_size(sum(sizes.values()), parallel)
+    groups: list[list[int]] = []
+    room = 0
+    for partition, size in sizes.items():
+        if not groups or room < size:
+            groups.append([])
+            room = group_seqnos
+        groups[-1].append(partition)
+        room -= size
+    return groups
+
+
+def group_size(seqnos: int, parallel: int) -> int:
+    """Return about how many seqnos a group spans, of so many in all with so many groups read at a time."""
+    size = max(GROUP_SEQNOS_MIN, -(-seqnos // (_TASKS_EACH * parallel)))
+    return max(min(size, GROUP_SEQNOS), -(-seqnos // GROUPS_MAX))
+
+
+def _unchanged(entry: Entry | None, pin: PinnedAt) -> bool:
+    if entry is None or entry.position is None:
+        return pin.seqno == 0
+    return entry.end == pin.seqno and entry.position["failover_id"] == pin.failover_id
+
+
+def _joined(
+    results: Sequence[GroupResult], base: Mapping[int, Entry], cut: CutPoint
+) -> tuple[tuple[FileRef, ...], dict[int, Entry], tuple[RolledBack, ...]]:
+    """Return files, entries of every partition, and rollbacks, of all groups together."""
+    files: list[FileRef] = []
+    entries: dict[int, Entry] = {}
+    for result in results:
+        for partition, entry in result.entries.items():
+            index = None if entry.file is None else len(files)
+            entries[partition] = _with_file(entry, index)
+        if result.file is not None:
+            files.append(result.file)
+    for partition in (*cut.pins, *cut.left_out):
+        if partition not in entries:
+            # Nothing new, or left out: what earlier backups have stays, and a later one goes on from there.
+            before = base.get(partition)
+            end = before.end if before else 0
+            position = before.position if before else None
+            entries[partition] = Entry(end, end, None, 0, 0, None, position)
+    rollbacks = (rollback for result in results for rollback in result.rollbacks)
+    return tuple(files), dict(sorted(entries.items())), tuple(rollbacks)
+
+
+def _with_file(entry: Entry, file: int | None) -> Entry:
+    return Entry(
+        entry.start, entry.end, entry.cut, entry.rows, entry.data_bytes, file, entry.position
+    )

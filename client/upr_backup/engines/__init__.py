@@ -1,0 +1,1 @@
+"""Engines of a backup: a pool of local processes, or Spark."""

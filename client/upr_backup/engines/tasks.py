@@ -1,0 +1,78 @@
+"""The internal data source that runs groups as Spark tasks: one input partition a group, one result row each.
+
+It needs neither pandas nor the RDD API. Everything here is imported by executors.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+
+from upr_backup.engines.engine import to_text
+from upr_backup.task import GroupSpec
+
+NAME: Final = "upr-backup-groups"
+OPTION: Final = "groups"
+
+_RETRY_PATIENCE_SECONDS: Final = 5.0
+
+
+class GroupFailed(Exception):
+    """Carries the error of a group through the JVM, as text."""
+
+
+class Group(InputPartition):
+    """One group.
+
+    Args:
+        text: its ``GroupSpec`` as JSON.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
+
+class GroupsSource(DataSource):
+    """Reads groups where Spark puts them. The option ``groups`` holds the specs, a JSON array."""
+
+    @classmethod
+    def name(cls) -> str:
+        """The name of the format."""
+        return NAME
+
+    def schema(self) -> str:
+        """One row a group: its index and its record as JSON."""
+        return "group INT, record STRING"
+
+    def reader(self, schema: Any) -> DataSourceReader:
+        """Return what plans and runs the tasks."""
+        return _Reader(self.options[OPTION])
+
+
+class _Reader(DataSourceReader):
+    def __init__(self, specs: str) -> None:
+        self._specs = specs
+
+    def partitions(self) -> list[InputPartition]:
+        """Return a task for each group."""
+        return [Group(json.dumps(spec)) for spec in json.loads(self._specs)]
+
+    def read(self, partition: InputPartition) -> Iterator[tuple[int, str]]:
+        """Read a group, stage its record and return it."""
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        from upr_backup.source import backup_group
+
+        context = TaskContext.get()
+        # Spark tries a task again whatever its error is, and the first one has waited long enough for the server.
+        spec = GroupSpec.from_json(json.loads(partition.value))
+        if context is not None and context.attemptNumber() > 0:
+            spec = replace(spec, patience=min(spec.patience, _RETRY_PATIENCE_SECONDS))
+        try:
+            record = backup_group(spec)
+        except Exception as error:
+            raise GroupFailed(to_text(error)) from None
+        yield spec.index, json.dumps(record)

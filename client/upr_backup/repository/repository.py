@@ -1,0 +1,501 @@
+"""A repository: its own document, the chain of manifests, merged bases, what has expired, and what a run staged.
+
+``repository.json``                     written once
+``chain/0000000012.json``               a manifest; that it exists is the commit
+``data/0000000012/<random>.parquet``    data files
+``staging/0000000013/<attempt>/``       plan.json and 0007.json, a group that was read; nothing counts before the commit
+``merged/0000000012-<attempt>.json``    a merged base, or that the attempt at one was voided; its files are in the
+                                        folder of the same name
+``expired/0000000012.json``             what is before this number has expired
+
+What a killed run left is removed only after the number's manifest is committed: from then on no other run can commit
+files that are not in it, however long it was paused. An attempt at a merged base is voided before its files are
+removed, by the very name that would commit it.
+
+An expiry counts only when each restore point from its number on has a base from there on, which is computed when
+reading. So one that a backup overtook, whose run did not know of it, takes nothing away.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from upr_backup.errors import RepositoryDamagedError, RepositoryError
+from upr_backup.repository import Storage
+from upr_backup.repository.chain import Chain, Link
+from upr_backup.repository.documents import (
+    Entry,
+    Expiry,
+    Json,
+    Manifest,
+    check_link,
+    seal,
+    sha256,
+    unseal,
+)
+
+_OWN = "repository.json"
+CHAIN = "chain/"
+DATA = "data/"
+STAGING = "staging/"
+MERGED = "merged/"
+EXPIRED = "expired/"
+_MANIFEST = re.compile(r"chain/([0-9]{10})\.json")
+_MERGED = re.compile(r"merged/([0-9]{10})-[0-9a-f]{16}\.json")
+_EXPIRED = re.compile(r"expired/([0-9]{10})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A run that was begun for a number.
+
+    Args:
+        number: of the backup it is to become.
+        name: random.
+        plan: what it set out to do.
+    """
+
+    number: int
+    name: str
+    plan: Json
+
+
+class Repository:
+    """A repository that was opened.
+
+    Attributes:
+        storage: where its objects are.
+        id: random, 32 hex digits.
+        bucket: the bucket's name.
+        bucket_version: its random id, 16 hex digits.
+        target: where the server was when the repository was made.
+    """
+
+    def __init__(self, storage: Storage, data: bytes) -> None:
+        content = unseal(data, _OWN)
+        self.storage = storage
+        try:
+            self.id = str(content["id"])
+            self.bucket = str(content["bucket"])
+            self.bucket_version = str(content["bucket_version"])
+            self.target = str(content["target"])
+        except KeyError as error:
+            raise RepositoryDamagedError(f"{_OWN} lacks the field {error}") from error
+        self._sha256 = sha256(data)
+
+    @classmethod
+    def create(
+        cls, storage: Storage, bucket: str, bucket_version: int, target: str, created: int
+    ) -> Self:
+        """Make a new repository for a bucket.
+
+        Raises:
+            RepositoryError: there is one.
+        """
+        content = {
+            "id": secrets.token_hex(16),
+            "bucket": bucket,
+            "bucket_version": f"{bucket_version:016x}",
+            "target": target,
+            "created": created,
+        }
+        data = seal(content)
+        if not storage.put_if_absent(_OWN, data):
+            raise RepositoryError("there is a repository here already")
+        return cls(storage, data)
+
+    @classmethod
+    def open(cls, storage: Storage) -> Self:
+        """Open a repository.
+
+        Raises:
+            RepositoryError: there is none, or it is of another format.
+            RepositoryDamagedError: its document is damaged, or missing below the rest.
+        """
+        try:
+            data = storage.read(_OWN)
+        except (FileNotFoundError, NotADirectoryError):
+            if storage.names(CHAIN):
+                raise RepositoryDamagedError(f"{_OWN} is missing") from None
+            raise RepositoryError(
+                f"there is no repository here: {storage.location}",
+                hint="make one: upr-backup REPOSITORY init",
+            ) from None
+        return cls(storage, data)
+
+    # The chain.
+
+    def chain(self, on_damage: Callable[[str], Any] | None = None) -> Chain:
+        """Return the backups that have not expired, each checked against the one before it, and their merged bases.
+
+        Args:
+            on_damage: called with each thing that is wrong, instead of an error; what is behind it is left out.
+
+        Raises:
+            RepositoryDamagedError: a document is missing, damaged, or not the one that belongs there.
+        """
+        damage: dict[str, None] = {}
+        numbers = self._numbers()
+        # The newest one first; the one before it only where it does not count, and nothing was removed for it.
+        expiries: list[Expiry | None] = [None, *self.expiries(damage.setdefault)]
+        for expiry in reversed(expiries):
+            chain = self._chain(expiry, numbers, damage.setdefault)
+            if expiry is None or chain.whole or expiry.number - 1 not in numbers:
+                break
+        for words in damage:
+            if on_damage is None:
+                raise RepositoryDamagedError(words)
+            on_damage(words)
+        return chain
+
+    def chain_from(self, expiry: Expiry) -> Chain:
+        """Return the backups that an expiry leaves, whether or not it counts, or is the newest.
+
+        Raises:
+            RepositoryDamagedError: as for ``chain``.
+        """
+        damage: list[str] = []
+        chain = self._chain(expiry, self._numbers(), damage.append)
+        if damage:
+            raise RepositoryDamagedError(damage[0])
+        return chain
+
+    def _chain(
+        self, expiry: Expiry | None, numbers: set[int], on_damage: Callable[[str], Any]
+    ) -> Chain:
+        """Return the chain that an expiry leaves, as far as it is whole."""
+        links: list[Link] = []
+        merged: dict[int, Manifest] = {}
+        bases = self._merged_names()
+        before: Manifest | None = None
+        first = expiry.number if expiry else 1
+        try:
+            for number in range(first, max(numbers, default=0) + 1):
+                if number not in numbers:
+                    raise _gap(number)
+                if expiry and not links:
+                    manifest, digest = self._first(expiry)
+                else:
+                    parent = links[-1].sha256 if links else self._sha256
+                    manifest, digest = self._manifest(number, parent)
+                    check_link(before, manifest)
+                links.append(Link.of(manifest, digest))
+                base = self._base(bases.get(number, ()), manifest, digest, on_damage)
+                if base is not None:
+                    merged[number] = base
+                before = manifest
+        except RepositoryDamagedError as error:
+            on_damage(str(error))
+        if expiry and not links:
+            on_damage(str(_gap(first)))
+        if expiry and expiry.base and expiry.base not in bases.get(first, ()):
+            on_damage(
+                f"{expiry.base} is missing: what is before backup {first} was to go because of it"
+            )
+        digests = {link.number: link.sha256 for link in links}
+        return Chain(links, lambda number: self._loaded(number, digests[number]), merged)
+
+    def newest(self) -> tuple[Manifest | None, str]:
+        """Return the newest backup, and what the next manifest has to name as its parent.
+
+        It is the one to go on from: of its positions the markers are left out that a rollback must not go back to,
+        because a merged base that holds nothing older is to be beneath what comes next.
+
+        Only a few documents are read, so that a run costs the same however long the chain is.
+
+        Raises:
+            RepositoryDamagedError: the chain has a gap, or one of the documents is damaged or not the one that
+                belongs there.
+        """
+        numbers = self._numbers()
+        # After the numbers: whoever sees a backup then sees each expiry that its run saw.
+        expired = self._expired_numbers()
+        expiry = self._expiry(expired[-1]) if expired else None
+        last = max(numbers, default=0)
+        for number in range(expiry.number if expiry else 1, last):
+            if number not in numbers:
+                raise _gap(number)
+        if expiry is None:
+            if not numbers:
+                return None, self._sha256
+            return self._manifest(last, self._digest(last - 1) if last > 1 else self._sha256)
+        if last < expiry.number:
+            raise _gap(expiry.number)
+        first, digest = self._first(expiry)
+        newest = first
+        if last > expiry.number:
+            before = digest if last == expiry.number + 1 else self._digest(last - 1)
+            newest, digest = self._manifest(last, before)
+        return _horizon(newest, first if expiry.base else None), f"{digest}+{expiry.number}"
+
+    def _numbers(self) -> set[int]:
+        """Return the numbers of all manifests; what else somebody put there is none."""
+        found = map(_MANIFEST.fullmatch, self.storage.names(CHAIN))
+        return {int(one[1]) for one in found if one}
+
+    def _digest(self, number: int) -> str:
+        return sha256(self.storage.read(_manifest_name(number)))
+
+    def _read_manifest(self, number: int) -> tuple[Manifest, str]:
+        name = _manifest_name(number)
+        try:
+            data = self.storage.read(name)
+        except FileNotFoundError:
+            raise _gap(number) from None
+        manifest = Manifest.from_json(unseal(data, name), name)
+        if manifest.repository != self.id or manifest.number != number or manifest.kind == "merged":
+            raise _misplaced(name)
+        return manifest, sha256(data)
+
+    def _manifest(self, number: int, parent: str) -> tuple[Manifest, str]:
+        manifest, digest = self._read_manifest(number)
+        if manifest.parent_sha256 != parent:
+            raise _misplaced(_manifest_name(number))
+        return manifest, digest
+
+    def _first(self, expiry: Expiry) -> tuple[Manifest, str]:
+        """Return the manifest that an expiry leaves as the first one."""
+        manifest, digest = self._read_manifest(expiry.number)
+        if digest != expiry.sha256:
+            raise _misplaced(_manifest_name(expiry.number))
+        return manifest, digest
+
+    def _loaded(self, number: int, expected: str) -> Manifest:
+        manifest, digest = self._read_manifest(number)
+        if digest != expected:
+            raise _misplaced(_manifest_name(number))
+        return manifest
+
+    def commit(self, manifest: Manifest) -> bool:
+        """Make a backup count; False when its number is taken."""
+        return self.storage.put_if_absent(_manifest_name(manifest.number), seal(manifest.to_json()))
+
+    # Merged bases.
+
+    def merged_name(self, number: int) -> str:
+        """Return the name for a new attempt at a merged base."""
+        return f"{MERGED}{number:010d}-{secrets.token_hex(8)}.json"
+
+    def commit_merged(self, name: str, manifest: Manifest) -> bool:
+        """Make a merged base count; False when the attempt was voided."""
+        return self.storage.put_if_absent(name, seal(manifest.to_json()))
+
+    def void_merged(self, name: str, number: int) -> bool:
+        """Make an attempt at a merged base never count; False when it was committed."""
+        if self.storage.put_if_absent(name, seal(_void(number))):
+            return True
+        return self.is_void(name)
+
+    def _merged_names(self) -> Mapping[int, list[str]]:
+        names: dict[int, list[str]] = {}
+        for name in self.storage.names(MERGED):
+            found = _MERGED.fullmatch(name)
+            if found:
+                names.setdefault(int(found[1]), []).append(name)
+        return names
+
+    def _base(
+        self,
+        names: list[str] | tuple[()],
+        manifest: Manifest,
+        digest: str,
+        on_damage: Callable[[str], Any],
+    ) -> Manifest | None:
+        """Return the merged base at a backup; None without."""
+        bases = []
+        for name in names:
+            try:
+                content = unseal(self.storage.read(name), name)
+                if content == _void(manifest.number):
+                    continue
+                base = Manifest.from_json(content, name)
+                if not _is_base_of(base, manifest, digest):
+                    raise RepositoryDamagedError(
+                        f"{name} is not a merged base of backup {manifest.number}: it was changed or swapped"
+                    )
+                bases.append(base)
+            except RepositoryDamagedError as error:
+                on_damage(str(error))
+            except FileNotFoundError:
+                on_damage(f"{name} is missing")
+        return bases[0] if bases else None
+
+    def merged_bases(self, number: int) -> list[str]:
+        """Return the names of the committed merged bases of a number; two only when two merges ran at a time."""
+        return [name for name in self._merged_names().get(number, ()) if not self.is_void(name)]
+
+    def is_void(self, name: str) -> bool:
+        """Return whether an attempt at a merged base that has a document is void."""
+        return unseal(self.storage.read(name), name) == _void(number_in(name))
+
+    def new_merged_name(self, name: str) -> str:
+        """Return a name that no other file has, for an attempt at a merged base."""
+        return f"{name.removesuffix('.json')}/{secrets.token_hex(8)}.parquet"
+
+    # What has expired.
+
+    def expire(self, expiry: Expiry) -> bool:
+        """Let what is before a number expire; False when that is so already."""
+        return self.storage.put_if_absent(_expiry_name(expiry.number), seal(expiry.to_json()))
+
+    def expiries(self, on_damage: Callable[[str], Any] | None = None) -> list[Expiry]:
+        """Return all expiries, by number.
+
+        Args:
+            on_damage: called with each that cannot be read, instead of an error.
+
+        Raises:
+            RepositoryDamagedError: one cannot be read.
+        """
+        found = []
+        for number in self._expired_numbers():
+            try:
+                found.append(self._expiry(number))
+            except RepositoryDamagedError as error:
+                if on_damage is None:
+                    raise
+                on_damage(str(error))
+        return found
+
+    def _expired_numbers(self) -> list[int]:
+        found = map(_EXPIRED.fullmatch, self.storage.names(EXPIRED))
+        return sorted(int(one[1]) for one in found if one)
+
+    def _expiry(self, number: int) -> Expiry:
+        name = _expiry_name(number)
+        expiry = Expiry.from_json(unseal(self.storage.read(name), name), name)
+        if expiry.number != number or expiry.repository != self.id:
+            raise _misplaced(name)
+        return expiry
+
+    # Data files.
+
+    def new_data_name(self, number: int) -> str:
+        """Return a name that no other data file has."""
+        return f"{DATA}{number:010d}/{secrets.token_hex(8)}.parquet"
+
+    def lost_manifests(self, chain: Chain) -> list[str]:
+        """Return the manifests behind the end of the chain whose data is there, and that no run is under way for."""
+        numbers = {number_in(name) for name in self.storage.names(DATA)}
+        staged = {number_in(name) for name in self.storage.names(STAGING)}
+        lost = (numbers - staged) | set(self._merged_names())
+        return [_manifest_name(n) for n in sorted(lost) if n > chain.last]
+
+    # Staging.
+
+    def stage(self, number: int, plan: Json) -> Attempt:
+        """Begin an attempt."""
+        attempt = Attempt(number, secrets.token_hex(8), plan)
+        self.storage.put_if_absent(f"{_folder(attempt)}plan.json", seal(plan))
+        return attempt
+
+    def attempts(self, number: int) -> list[Attempt]:
+        """Return the attempts for a number that can be read."""
+        found = []
+        for name in self.storage.names(f"{STAGING}{number:010d}/"):
+            folder, _, last = name.rpartition("/")
+            if last == "plan.json":
+                plan = self._staged(name)
+                if plan is not None:
+                    found.append(Attempt(number, folder.rpartition("/")[2], plan))
+        return found
+
+    def staged_group(self, attempt: Attempt, group: int) -> Json | None:
+        """Return what was recorded of a group; None when it was not."""
+        return self._staged(f"{_folder(attempt)}{group:04d}.json")
+
+    def stage_group(self, attempt: Attempt, group: int, record: Json) -> None:
+        """Record a group whose file is durable."""
+        self.storage.put_if_absent(f"{_folder(attempt)}{group:04d}.json", seal(record))
+
+    def _staged(self, name: str) -> Json | None:
+        try:
+            return unseal(self.storage.read(name), name)
+        except (FileNotFoundError, RepositoryDamagedError):
+            # Nothing depends on it: it is read from the server again.
+            return None
+
+    def clean(self, committed: int) -> int:
+        """Remove what was staged for numbers up to ``committed`` and is not in their manifests; returns how many.
+
+        Raises:
+            RepositoryDamagedError: a manifest cannot be read; nothing of its number was removed.
+        """
+        removed = 0
+        numbers = {number_in(name) for name in self.storage.names(STAGING)}
+        numbers &= self._numbers()
+        for number in sorted(number for number in numbers if 0 < number <= committed):
+            kept = {file.path for file in self._read_manifest(number)[0].files}
+            doomed = [
+                name for name in self.storage.names(f"{DATA}{number:010d}/") if name not in kept
+            ]
+            # The data first: data without a plan is never looked at again.
+            doomed += self.storage.names(f"{STAGING}{number:010d}/")
+            for name in doomed:
+                self.storage.delete(name)
+            removed += len(doomed)
+        return removed
+
+
+def _manifest_name(number: int) -> str:
+    return f"{CHAIN}{number:010d}.json"
+
+
+def _folder(attempt: Attempt) -> str:
+    return f"{STAGING}{attempt.number:010d}/{attempt.name}/"
+
+
+def _expiry_name(number: int) -> str:
+    return f"{EXPIRED}{number:010d}.json"
+
+
+def number_in(name: str) -> int:
+    """Return the backup's number in the name of an object; 0 for a foreign one."""
+    number = name.split("/")[1].partition("-")[0].partition(".")[0]
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
+def _void(number: int) -> Json:
+    return {"number": number, "void": True}
+
+
+def _is_base_of(base: Manifest, manifest: Manifest, digest: str) -> bool:
+    return (
+        (base.kind, base.number, base.repository, base.parent)
+        == ("merged", manifest.number, manifest.repository, digest)
+        and base.entries.keys() == manifest.entries.keys()
+        and all(base.entries[p].end == entry.end for p, entry in manifest.entries.items())
+    )
+
+
+def _horizon(newest: Manifest, base: Manifest | None) -> Manifest:
+    """Return the newest backup without the markers at which a rollback would need what is not in a merged base."""
+    if base is None:
+        return newest
+    entries = {}
+    for partition, entry in newest.entries.items():
+        end = base.entries[partition].end if partition in base.entries else 0
+        entries[partition] = _without_markers(entry, end)
+    return replace(newest, entries=entries)
+
+
+def _without_markers(entry: Entry, end: int) -> Entry:
+    if entry.position is None:
+        return entry
+    markers = [marker for marker in entry.position["markers"] if not 0 < marker < end]
+    return replace(entry, position={**entry.position, "markers": markers})
+
+
+def _misplaced(name: str) -> RepositoryDamagedError:
+    return RepositoryDamagedError(
+        f"{name} does not belong behind the one before it: one of the two was changed or swapped"
+    )
+
+
+def _gap(number: int) -> RepositoryDamagedError:
+    return RepositoryDamagedError(
+        f"{_manifest_name(number)} is missing: the chain has a gap",
+        hint="put it back from a copy; restore --at an older backup still works",
+    )

@@ -1,0 +1,353 @@
+"""Restore: a restore point written into a bucket, and compared with what is then there.
+
+A group of partitions is written as a whole, and recorded in a journal. Writing one again does no harm: a key gets the
+same value. So a restore that was killed is gone on with group by group, after a look at whether what the bucket holds
+is its own. When all are written, each group is read back and compared with the backup, key by key.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self
+
+from upr_backup.errors import NotEmptyError, RepositoryDamagedError
+from upr_backup.repository import Storage
+from upr_backup.repository.documents import Json, canonical, seal, sha256, unseal
+from upr_backup.rows import (
+    BUCKET_SCHEMA,
+    GROUP_BYTES,
+    Differences,
+    Point,
+    data_bytes,
+    differences,
+    live,
+    only_keys,
+    read_newest,
+)
+from upr_client import Bucket
+from upr_client.arrow import blocks
+from upr_protocol.errors import UprError
+
+_FOLDER = "journal/"
+
+
+class Journal:
+    """The journal of one attempt.
+
+    Attributes:
+        groups: the partitions of each group.
+        resumed: whether it is the one of an earlier run.
+    """
+
+    def __init__(
+        self, storage: Storage, folder: str, groups: Sequence[Sequence[int]], resumed: bool
+    ) -> None:
+        self._storage = storage
+        self._folder = folder
+        self.groups = groups
+        self.resumed = resumed
+        self._writable = True
+
+    @classmethod
+    def find(cls, storage: Storage, what: Json) -> Self | None:
+        """Return the journal of an attempt at the same that did not end; None when there is none.
+
+        Args:
+            storage: the repository's.
+            what: all that makes a restore the same one.
+        """
+        folder = _folder(what)
+        names = set(storage.names(folder))
+        for name in sorted(names):
+            attempt = name.removesuffix("plan.json")
+            if attempt == name or f"{attempt}ended.json" in names:
+                continue
+            plan = _read(storage, name)
+            if plan is not None and plan["what"] == what:
+                return cls(storage, attempt, plan["groups"], True)
+        return None
+
+    @classmethod
+    def begin(
+        cls,
+        storage: Storage,
+        what: Json,
+        groups: Sequence[Sequence[int]],
+        say: Callable[[str], Any],
+    ) -> Self:
+        """Begin one; where the repository cannot be written that is said, and nothing is recorded.
+
+        Args:
+            storage: the repository's.
+            what: as in ``find``.
+            groups: the partitions of each group.
+            say: called with a warning.
+        """
+        journal = cls(storage, f"{_folder(what)}{secrets.token_hex(8)}/", groups, False)
+        journal._put("plan.json", {"what": what, "groups": [list(group) for group in groups]}, say)
+        return journal
+
+    def record(self, index: int, document: Json, say: Callable[[str], Any]) -> None:
+        """Record a group that was written."""
+        self._put(_group(index), document, say)
+
+    def recorded(self) -> dict[int, Json]:
+        """Return what was recorded, by the groups' numbers."""
+        found = {}
+        for index in range(len(self.groups)):
+            document = _read(self._storage, self._folder + _group(index))
+            if document is not None:
+                found[index] = document
+        return found
+
+    def end(self) -> None:
+        """Let no later run go on with it."""
+        with suppress(OSError, UprError):
+            self._storage.put_if_absent(f"{self._folder}ended.json", seal({}))
+            names = self._storage.names(self._folder)
+            # That it ended stays known until the plan is gone.
+            for name in sorted(names, key=lambda name: (name.endswith("ended.json"), name)):
+                self._storage.delete(name)
+
+    def _put(self, name: str, document: Json, say: Callable[[str], Any]) -> None:
+        if not self._writable:
+            return
+        try:
+            self._storage.put_if_absent(self._folder + name, seal(document))
+        except (OSError, UprError) as error:
+            self._writable = False
+            words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            say(
+                f"warning: the repository takes no journal ({words}): a restore that is interrupted begins anew"
+            )
+
+
+def _folder(what: Json) -> str:
+    return f"{_FOLDER}{sha256(canonical(what))[:32]}/"
+
+
+def _group(index: int) -> str:
+    return f"{index:04d}.json"
+
+
+def _read(storage: Storage, name: str) -> Json | None:
+    try:
+        return unseal(storage.read(name), name)
+    except (FileNotFoundError, RepositoryDamagedError):
+        # Without it a group is written once more.
+        return None
+
+
+Verified = Literal["equal", "contained", "not verified"]
+Ends = dict[int, int]
+
+
+class Written(NamedTuple):
+    """What a restore wrote: keys with a value, deletes, and the bytes of keys and values."""
+
+    keys: int
+    deletes: int
+    data_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore did.
+
+    Args:
+        written: what the bucket has of the backup, whichever run wrote it.
+        resumed: whether an interrupted run was gone on with.
+        verified: "equal": the bucket was read back and holds the backup's keys and values, and no others.
+            "contained": it holds the backup's keys and values, and none that was deleted. Else it was not asked for.
+    """
+
+    written: Written
+    resumed: bool
+    verified: Verified
+
+
+@dataclass(slots=True)
+class Restore:
+    """One restore.
+
+    Args:
+        point: what to restore.
+        bucket: where to.
+        key_prefix: only keys that begin with it.
+        into_non_empty: whether the bucket may hold data. Keys deleted at the restore point are then deleted, other
+            keys stay.
+        verify: whether the bucket is read back and compared.
+        say: called with a line for people.
+        progress: called with what is done, and partitions done and in all.
+        group_bytes: about how much is in memory at a time.
+    """
+
+    point: Point
+    bucket: Bucket
+    key_prefix: bytes = b""
+    into_non_empty: bool = False
+    verify: bool = True
+    say: Callable[[str], Any] = lambda words: None
+    progress: Callable[[str, int, int], Any] = lambda what, done, total: None
+    group_bytes: int = GROUP_BYTES
+    _highs: Ends = field(default_factory=dict)
+
+    def run(self) -> Restored:
+        """Restore.
+
+        Raises:
+            NotEmptyError: the bucket holds data that is not an interrupted run's of this restore.
+            RepositoryDamagedError: a file cannot be read, or the bucket does not hold what was written.
+            UprError: the server failed or refused; the next run of the same goes on.
+        """
+        self._highs = {info.partition: info.high_seqno for info in self.bucket.partitions()}
+        what = self._what()
+        journal = self._found_journal(what)
+        done: dict[int, Written] = {}
+        if journal is None:
+            self._refuse(p for p, high in self._highs.items() if high)
+            journal = Journal.begin(
+                self.point.repository.storage, what, self.point.groups(self.group_bytes), self.say
+            )
+        else:
+            done = self._done(journal)
+            self._check_own(journal.groups, done)
+            self.say(
+                f"going on with an interrupted restore: {len(done)} of {len(journal.groups)} groups are there"
+            )
+        self._write(journal, done)
+        if self.verify:
+            self._compare(journal)
+        journal.end()
+        how: Verified = "contained" if self.into_non_empty else "equal"
+        return Restored(
+            Written(*map(sum, zip(Written(0, 0, 0), *done.values(), strict=True))),
+            journal.resumed,
+            how if self.verify else "not verified",
+        )
+
+    def _what(self) -> Json:
+        """Return all that makes a restore the same one."""
+        return {
+            "repository": self.point.repository.id,
+            "number": self.point.manifest.number,
+            "cut": self.point.manifest.cut_name,
+            "bucket_version": f"{self.bucket.version:016x}",
+            "partitions": None if self.point.chosen is None else list(self.point.chosen),
+            "key_prefix": self.key_prefix.hex(),
+            "into_non_empty": self.into_non_empty,
+        }
+
+    def _found_journal(self, what: Json) -> Journal | None:
+        try:
+            return Journal.find(self.point.repository.storage, what)
+        except PermissionError:
+            return None
+
+    # What is there already.
+
+    def _done(self, journal: Journal) -> dict[int, Written]:
+        """Return the groups that were written, and whose partitions nobody wrote to since."""
+        done = {}
+        for index, record in journal.recorded().items():
+            ends: Json = record["ends"]
+            if all(self._highs.get(int(p)) == end for p, end in ends.items()):
+                done[index] = Written(record["keys"], record["deletes"], record["data_bytes"])
+        return done
+
+    def _check_own(self, groups: Sequence[Sequence[int]], done: Mapping[int, Any]) -> None:
+        """Check that what the bucket holds besides the groups that are done was written by this very restore."""
+        planned = {p for group in groups for p in group}
+        self._refuse(p for p, high in self._highs.items() if high and p not in planned)
+        if self.into_non_empty:
+            return
+        for index, group in enumerate(groups):
+            used = [p for p in group if self._highs.get(p)]
+            if index in done or not used:
+                continue
+            expected = live(self.point.state(used, self.key_prefix))
+            found = read_newest(self.bucket, used)
+            foreign = found.num_rows - live(found).num_rows
+            against = differences(live(found), expected)
+            if foreign or against.missing or against.different:
+                self._refuse(used)
+
+    def _refuse(self, used: Iterable[int]) -> None:
+        """Raise NotEmptyError where partitions hold data that they should not."""
+        count = len(list(used))
+        if count and not self.into_non_empty:
+            raise NotEmptyError(
+                f"the bucket {self.bucket.name!r} holds data in {count} partitions that this restore did not write",
+                hint="restore into an empty one, or say --into-non-empty: then keys of the backup replace those there",
+            )
+
+    # Writing.
+
+    def _write(self, journal: Journal, done: dict[int, Written]) -> None:
+        total = sum(map(len, journal.groups))
+        at = 0
+        for index, group in enumerate(journal.groups):
+            self.progress("restored", at, total)
+            if index not in done:
+                done[index], ends = self._write_group(group)
+                record = {**done[index]._asdict(), "ends": {str(p): end for p, end in ends.items()}}
+                journal.record(index, record, self.say)
+            at += len(group)
+
+    def _write_group(self, group: Sequence[int]) -> tuple[Written, Ends]:
+        """Write the state of some partitions, and return where they end then; 0 where the server forgot it."""
+        table = self.point.state(group, self.key_prefix)
+        alive = live(table)
+        rows = table if self.into_non_empty else alive
+        ends = {p: self._highs.get(p, 0) for p in group}
+        if rows.num_rows:
+            written_blocks = blocks(rows.column("key"), rows.column("value"))
+            for partition, _, end, _ in self.bucket.write_blocks(written_blocks).runs:
+                ends[partition] = end
+        written = Written(alive.num_rows, table.num_rows - alive.num_rows, data_bytes(alive))
+        return written, ends
+
+    # Comparing.
+
+    def _compare(self, journal: Journal) -> None:
+        total = sum(map(len, journal.groups))
+        at = 0
+        for group in journal.groups:
+            self.progress("compared", at, total)
+            found = self._difference(group)
+            if found:
+                # What is wrong is not mended by going on.
+                journal.end()
+                raise RepositoryDamagedError(
+                    f"the bucket {self.bucket.name!r} does not hold what was restored: in partitions {group[0]} to "
+                    f"{group[-1]} are {found.words()}",
+                    hint="did somebody else write meanwhile?",
+                )
+            at += len(group)
+        if not self.into_non_empty:
+            self._compare_rest(journal)
+        self.progress("compared", total, total)
+
+    def _difference(self, group: Sequence[int]) -> Differences:
+        expected = self.point.state(group, self.key_prefix)
+        if not self.into_non_empty:
+            return differences(live(expected), live(read_newest(self.bucket, group)))
+        found = read_newest(self.bucket, group, keep=only_keys(expected.column("key")))
+        return differences(live(expected), live(found))
+
+    def _compare_rest(self, journal: Journal) -> None:
+        """Check that partitions of which the backup has nothing hold nothing."""
+        planned = {p for group in journal.groups for p in group}
+        rest = [p for p in self._highs if p not in planned]
+        if not rest:
+            return
+        found = live(read_newest(self.bucket, rest))
+        if found.num_rows:
+            journal.end()
+            nothing = BUCKET_SCHEMA.empty_table()
+            raise RepositoryDamagedError(
+                f"the bucket {self.bucket.name!r} does not hold what was restored: in partitions that the backup has "
+                f"nothing of are {differences(nothing, found).words()}",
+                hint="did somebody else write meanwhile?",
+            )

@@ -1,0 +1,605 @@
+"""Rows of backups as Parquet and as tables: written, read, checked, folded to a state, and compared with a bucket's.
+
+Memory is bounded: rows are written out whenever about 32 MiB are gathered, a restore point is cut into groups of
+partitions that fit into memory, and what a bucket holds is folded as it comes.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from upr_backup.errors import RepositoryDamagedError, is_damage
+from upr_backup.repository import Storage
+from upr_backup.repository.chain import Segment, needed, number_at, segments_of, sizes_of
+from upr_backup.repository.documents import FileRef, Manifest
+from upr_backup.repository.repository import Repository
+from upr_client import Bucket, RollbackError
+from upr_client.arrow import record_batch
+from upr_client.changes.options import Pinned
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.partitioning import partitions_of
+
+SCHEMA: Final = pa.schema(
+    [
+        ("partition", pa.int32()),
+        ("seqno", pa.int64()),
+        ("op", pa.string()),
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("time", pa.timestamp("us", tz="UTC")),
+    ]
+)
+"""Of every data file. op is "set" or "delete"; value is null for a delete; time is that of the commit."""
+
+_FLUSH_BYTES: Final = 32 * 2**20
+_ROW_GROUP_ROWS: Final = 65_536
+_READ_ROWS: Final = 65_536
+_FOLD_BYTES: Final = 64 * 2**20
+_OFFSETS_BYTES: Final = 2**31 - 1
+_TAKEN_BYTES: Final = 2**30
+_DAMAGE = (OSError, pa.ArrowException)
+
+
+class RowsWriter:
+    """Writes the rows of some partitions into one new data file.
+
+    Attributes:
+        rows, data_bytes: by partition, how many rows and bytes of keys and values; int64, shape (1024,).
+    """
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage = storage
+        self._path = path
+        self._gathered: list[Any] = []
+        self._gathered_bytes = 0
+        self._sink: Any = None
+        self._writer: Any = None
+        self.rows: npt.NDArray[np.int64] = np.zeros(PARTITIONS, np.int64)
+        self.data_bytes: npt.NDArray[np.int64] = np.zeros(PARTITIONS, np.int64)
+
+    def add(self, batch: Any) -> None:
+        """Add a record batch of ``upr_client.arrow.schema()``."""
+        op = pc.if_else(batch.column("deleted"), "delete", "set")
+        columns = [batch.column(name) for name in ("key", "value", "time")]
+        first = [batch.column("partition"), batch.column("seqno"), op]
+        self.add_rows(pa.RecordBatch.from_arrays([*first, *columns], schema=SCHEMA))
+
+    def add_rows(self, batch: Any) -> None:
+        """Add a record batch of ``SCHEMA``."""
+        if not batch.num_rows:
+            return
+        partitions = batch.column("partition").to_numpy()
+        lengths = pc.add(
+            pc.binary_length(batch.column("key")),
+            pc.fill_null(pc.binary_length(batch.column("value")), 0),
+        ).to_numpy()
+        self.rows += np.bincount(partitions, minlength=PARTITIONS)
+        # Sums of 64-bit floats are exact up to 2^53, which is far above the bytes of one batch.
+        self.data_bytes += np.bincount(partitions, lengths, PARTITIONS).astype(np.int64)
+        self._gathered.append(batch)
+        self._gathered_bytes += batch.nbytes
+        if self._gathered_bytes >= _FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._gathered:
+            return
+        table = pa.Table.from_batches(self._gathered).combine_chunks()
+        self._gathered, self._gathered_bytes = [], 0
+        order = pc.sort_indices(table, [("partition", "ascending"), ("seqno", "ascending")])
+        if self._writer is None:
+            self._sink = self._storage.create(self._path)
+            self._writer = pq.ParquetWriter(
+                pa.PythonFile(self._sink, mode="w"),
+                SCHEMA,
+                compression="zstd",
+                use_dictionary=["op"],
+                write_page_checksum=True,
+            )
+        self._writer.write_table(table.take(order), row_group_size=_ROW_GROUP_ROWS)
+
+    def finish(self) -> FileRef | None:
+        """Make the file durable; None when there was no row, and then there is no file."""
+        self._flush()
+        if self._writer is None:
+            return None
+        self._writer.close()
+        digest = self._sink.finish()
+        return FileRef(self._path, self._sink.size, digest, int(self.rows.sum()))
+
+    def close(self) -> None:
+        """Leave no file open."""
+        if self._sink is not None:
+            self._sink.close()
+
+
+def read_rows(storage: Storage, file: FileRef, partitions: Iterable[int]) -> Iterable[Any]:
+    """Yield record batches of ``SCHEMA`` with a data file's rows of some partitions, by seqno within each.
+
+    Raises:
+        RepositoryDamagedError: the file is missing or damaged.
+        OSError, UprError: it cannot be reached, or may not be read.
+    """
+    wanted = pa.array(sorted(partitions), pa.int32())
+    low, high = wanted[0].as_py(), wanted[-1].as_py()
+    try:
+        with storage.open(file.path) as opened:
+            parquet = pq.ParquetFile(opened, page_checksum_verification=True)
+            if parquet.schema_arrow != SCHEMA:
+                raise RepositoryDamagedError(f"{file.path} has other columns")
+            groups = [
+                index
+                for index in range(parquet.num_row_groups)
+                if _overlaps(parquet.metadata.row_group(index).column(0).statistics, low, high)
+            ]
+            if not groups:
+                return
+            for batch in parquet.iter_batches(_READ_ROWS, groups, use_threads=False):
+                yield batch.filter(pc.is_in(batch.column("partition"), wanted))
+    except _DAMAGE as error:
+        if not is_damage(error):
+            raise
+        raise RepositoryDamagedError(f"{file.path} cannot be read: {_short(error)}") from error
+
+
+def _overlaps(statistics: Any, low: int, high: int) -> bool:
+    if statistics is None or not statistics.has_min_max:
+        return True
+    return bool(statistics.min <= high and statistics.max >= low)
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def state(
+    storage: Storage,
+    counted: Mapping[int, Sequence[Segment]],
+    key_prefix: bytes = b"",
+) -> Any:
+    """Return the newest row of each key, deletes included, as a table of ``SCHEMA``; it is all in memory.
+
+    Of what is superseded only as much as the newest rows, or ``_FOLD_BYTES``, is in memory at a time.
+
+    Args:
+        storage: where the data files are.
+        counted: by partition, the rows that count.
+        key_prefix: only keys that begin with it.
+
+    Raises:
+        RepositoryDamagedError: a file is missing or damaged.
+        OSError, UprError: one cannot be reached, or may not be read.
+    """
+    files: dict[str, tuple[FileRef, dict[int, Segment]]] = {}
+    for partition, parts in counted.items():
+        for part in parts:
+            files.setdefault(part.file.path, (part.file, {}))[1][partition] = part
+    batches: list[Any] = []
+    gathered, limit = 0, _FOLD_BYTES
+    for file, parts_of in files.values():
+        lows, highs = np.zeros(PARTITIONS, np.int64), np.zeros(PARTITIONS, np.int64)
+        for partition, part in parts_of.items():
+            lows[partition], highs[partition] = part.low, part.high
+        for batch in read_rows(storage, file, parts_of):
+            partitions = batch.column("partition").to_numpy()
+            seqnos = batch.column("seqno").to_numpy()
+            counts = pa.array((seqnos > lows[partitions]) & (seqnos <= highs[partitions]))
+            if key_prefix:
+                counts = pc.and_(counts, _begins_with(batch.column("key"), key_prefix))
+            batches.append(batch.filter(counts))
+            gathered += batches[-1].nbytes
+            if gathered > limit:
+                batches = newest(pa.Table.from_batches(batches, SCHEMA)).to_batches()
+                gathered = sum(batch.nbytes for batch in batches)
+                limit = max(_FOLD_BYTES, 2 * gathered)
+    return newest(pa.Table.from_batches(batches, SCHEMA))
+
+
+def _begins_with(keys: Any, prefix: bytes) -> Any:
+    heads = pc.binary_slice(keys, 0, len(prefix))
+    return pc.equal(heads, pa.scalar(prefix, pa.binary()))
+
+
+def newest(table: Any) -> Any:
+    """Return of each key the row with the highest seqno. A key is in one partition only."""
+    if not table.num_rows:
+        return table
+    tops = table.group_by("key").aggregate([("seqno", "max"), ("partition", "min")])
+    wanted = _number(tops.column("partition_min"), tops.column("seqno_max"))
+    numbers = _number(table.column("partition"), table.column("seqno"))
+    return table.filter(pc.is_in(numbers, value_set=wanted.combine_chunks()))
+
+
+def _number(partitions: Any, seqnos: Any) -> Any:
+    """Return one number for partition and seqno: 10 and 48 bits."""
+    return pc.add(pc.shift_left(pc.cast(partitions, pa.int64()), 48), seqnos)
+
+
+def takeable(table: Any) -> Any:
+    """Return a table that rows can be taken of, however large it is; binary columns may come back as large_binary.
+
+    Taking joins the chunks of a column first, and offsets of 32 bits do not reach beyond 2 GiB.
+    """
+    if table.nbytes <= _OFFSETS_BYTES:
+        return table
+    fields = [
+        pa.field(field.name, pa.large_binary() if field.type == pa.binary() else field.type)
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(fields)).combine_chunks()
+
+
+def in_order(table: Any, order: Any, rows: int) -> Iterable[Any]:
+    """Yield a table's rows in another order, in tables of so many rows, or of one GiB of values.
+
+    Args:
+        table: with a column value, binary.
+        order: the rows' numbers, an array.
+        rows: 1 or more.
+    """
+    schema, source = table.schema, takeable(table)
+    lengths = pc.fill_null(pc.binary_length(table.column("value")), 0).to_numpy()
+    ends = np.cumsum(lengths.astype(np.int64)[order.to_numpy()])
+    first = 0
+    while first < len(order):
+        floor = int(ends[first - 1]) if first else 0
+        last = int(np.searchsorted(ends, floor + _TAKEN_BYTES, side="right"))
+        last = min(max(last, first + 1), first + rows)
+        yield source.take(order.slice(first, last - first)).cast(schema)
+        first = last
+
+
+GROUP_BYTES = 32 * 2**20
+"""About how much of a backup is in memory at a time; a partition that has more is in memory alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A restore point, or the part of it that was asked for.
+
+    Args:
+        repository: where it is.
+        manifest: of its backup.
+        counted: by partition, the rows that count.
+        sizes: by partition, at most how many bytes its rows take in memory.
+        chosen: the partitions that were asked for; None for all.
+    """
+
+    repository: Repository
+    manifest: Manifest
+    counted: Mapping[int, Sequence[Segment]]
+    sizes: Mapping[int, int]
+    chosen: Sequence[int] | None = None
+
+    @property
+    def left_out(self) -> dict[int, int]:
+        """Partitions that are older than the backup, which was taken without them; up to which seqno they are there."""
+        return {
+            p: self.manifest.entries[p].end
+            for p in self.manifest.left_out
+            if self.chosen is None or p in self.chosen
+        }
+
+    def groups(self, group_bytes: int = GROUP_BYTES) -> list[list[int]]:
+        """Return the partitions that have rows, ascending, in groups that fit into memory."""
+        return grouped({p: self.sizes[p] for p in self.counted}, group_bytes)
+
+    def state(self, group: Sequence[int], key_prefix: bytes = b"") -> Any:
+        """Return the newest row of each key of some partitions, deletes included, as ``tables.state`` does."""
+        counted = {p: self.counted[p] for p in group if p in self.counted}
+        return state(self.repository.storage, counted, key_prefix)
+
+
+def open_point(storage: Storage, at: Any = None, partitions: Sequence[int] | None = None) -> Point:
+    """Open a restore point and read all its files once, so that nothing damaged is used.
+
+    Args:
+        storage: the repository's.
+        at: a value of ``RestorePoint``; None means the newest.
+        partitions: only these; None means all.
+
+    Raises:
+        RepositoryError: there is no repository.
+        BackupNotFoundError: there is no such backup.
+        RepositoryDamagedError: a document or a file is damaged or missing.
+    """
+    repository = Repository.open(storage)
+    damage: list[str] = []
+    chain = repository.chain(damage.append)
+    number = number_at(chain, at)
+    if damage and not (isinstance(at, int) and chain.first <= at <= chain.last):
+        there = f"backups {chain.first} to {chain.last} can be used, with --at ID" if chain else ""
+        raise RepositoryDamagedError(damage[0], hint=there)
+    backups = needed(chain, number)
+    counted: Mapping[int, Sequence[Segment]] = segments_of(backups)
+    if partitions is not None:
+        wanted = set(partitions)
+        counted = {p: parts for p, parts in counted.items() if p in wanted}
+    check_files(storage, {part.file for parts in counted.values() for part in parts})
+    return Point(repository, chain.by_number(number), counted, sizes_of(backups), partitions)
+
+
+def grouped(sizes: Mapping[int, int], group_bytes: int = GROUP_BYTES) -> list[list[int]]:
+    """Return partitions, ascending, in groups of about so many bytes; a larger one comes alone."""
+    groups: list[list[int]] = []
+    room = 0
+    for partition, size in sorted(sizes.items()):
+        if not groups or size > room:
+            groups.append([])
+            room = group_bytes
+        groups[-1].append(partition)
+        room -= size
+    return groups
+
+
+BUCKET_SCHEMA: Final = pa.schema(
+    [
+        ("partition", pa.int32()),
+        ("seqno", pa.int64()),
+        ("deleted", pa.bool_()),
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+    ]
+)
+"""Of what is read back. value is null for a delete."""
+
+_BUCKET_FOLD_BYTES: Final = 32 * 2**20
+_SLICE_ROWS: Final = 65_536
+_WIDE_BYTES: Final = 2**31 - 1
+_RETRY_SECONDS: Final = 60.0
+_ATTEMPTS: Final = 5
+_SHOWN: Final = 3
+_SHOWN_BYTES: Final = 32
+
+Keep = Callable[[Any], Any]
+
+
+def read_newest(
+    bucket: Bucket,
+    partitions: Iterable[int],
+    until: Pinned | None = None,
+    keep: Keep = lambda table: table,
+    on_rows: Callable[[int], Any] = lambda rows: None,
+) -> Any:
+    """Return the newest row of each key of some partitions, deletes included, as a table of ``SCHEMA``.
+
+    Args:
+        bucket: where from.
+        partitions: which.
+        until: where to end; None means at what is there now.
+        keep: takes a table of ``SCHEMA`` and returns what is to be kept of it. It must keep or drop a key's
+            rows together, or from the older ones on.
+        on_rows: called with the rows read since the last call.
+
+    Raises:
+        UprError: the server failed, or its history changed again and again.
+    """
+    chosen = sorted(partitions)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return _read(bucket, chosen, until, keep, on_rows)
+        except RollbackError:
+            # A server that restarted may have undone what was read; the state is then read anew.
+            if attempt == _ATTEMPTS:
+                raise
+    raise AssertionError
+
+
+def _read(
+    bucket: Bucket,
+    partitions: list[int],
+    until: Pinned | None,
+    keep: Keep,
+    on_rows: Callable[[int], Any],
+) -> Any:
+    folded = pa.Table.from_batches([], BUCKET_SCHEMA)
+    gathered: list[Any] = []
+    gathered_bytes = 0
+    following = bucket.changes(
+        partitions, until_now=until is None, until=until, retry_seconds=_RETRY_SECONDS
+    )
+    with following as changes:
+        for batch in changes.batches():
+            if not batch.rows:
+                continue
+            rows = record_batch(batch)
+            gathered.append(
+                pa.RecordBatch.from_arrays(
+                    [rows.column(n) for n in BUCKET_SCHEMA.names], schema=BUCKET_SCHEMA
+                )
+            )
+            gathered_bytes += rows.nbytes
+            on_rows(batch.rows)
+            if gathered_bytes > max(_BUCKET_FOLD_BYTES, folded.nbytes):
+                folded = _fold(folded, gathered, keep)
+                gathered, gathered_bytes = [], 0
+    return _fold(folded, gathered, keep)
+
+
+def _fold(folded: Any, gathered: list[Any], keep: Keep) -> Any:
+    if not gathered:
+        return folded
+    return newest(pa.concat_tables([folded, keep(pa.Table.from_batches(gathered))]))
+
+
+class Differences(NamedTuple):
+    """How what is there differs from what should be.
+
+    Args:
+        missing: how many keys are not there.
+        different: how many have another value.
+        unexpected: how many are there that should not be.
+        examples: some of the keys.
+    """
+
+    missing: int
+    different: int
+    unexpected: int
+    examples: tuple[bytes, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.different or self.unexpected)
+
+    def words(self) -> str:
+        """Return it as words."""
+        kinds = (
+            (self.missing, "missing"),
+            (self.different, "with another value"),
+            (self.unexpected, "that should not be there"),
+        )
+        counts = ", ".join(f"{count} {what}" for count, what in kinds if count)
+        return f"keys {counts}; for example {', '.join(map(shown, self.examples))}"
+
+
+def shown(key: bytes) -> str:
+    """Return a key for people: as text where it is printable ASCII, else in hex, and not all of it when it is long."""
+    head = key[:_SHOWN_BYTES]
+    more = "..." if len(key) > _SHOWN_BYTES else ""
+    if head.isascii() and head.decode("ascii", "replace").isprintable():
+        return repr(head.decode()) + more
+    return "0x" + head.hex() + more
+
+
+def differences(expected: Any, found: Any) -> Differences:
+    """Compare two tables with columns key and value, in any order of rows; a key is in each at most once.
+
+    Returns:
+        No difference exactly when both have the same keys with the same values.
+    """
+    wide = max(_largest(expected), _largest(found)) > _WIDE_BYTES
+    keys, values = (_one(expected.column(name), wide) for name in ("key", "value"))
+    found_keys, found_values = (_one(found.column(name), wide) for name in ("key", "value"))
+    at = pc.index_in(keys, value_set=found_keys)
+    missing = pc.is_null(at)
+    different = []
+    for first in range(0, len(keys), _SLICE_ROWS):
+        theirs = found_values.take(at.slice(first, _SLICE_ROWS))
+        same = pc.equal(values.slice(first, _SLICE_ROWS), theirs)
+        different.append(
+            pc.and_(pc.invert(pc.fill_null(same, False)), pc.is_valid(at.slice(first, _SLICE_ROWS)))
+        )
+    differs = pa.chunked_array(different, pa.bool_())
+    matched = len(keys) - (missing.true_count if len(keys) else 0)
+    unexpected = len(found_keys) - matched
+    examples = [*_some(keys, missing), *_some(keys, differs)]
+    if unexpected:
+        examples += _some(found_keys, pc.is_null(pc.index_in(found_keys, value_set=keys)))
+    return Differences(len(keys) - matched, _count(differs), unexpected, tuple(examples[:_SHOWN]))
+
+
+def _largest(table: Any) -> int:
+    return max(int(table.column(name).nbytes) for name in ("key", "value"))
+
+
+def _one(column: Any, wide: bool) -> Any:
+    """Return a column as one array; with offsets of 64 bits where 32 do not reach."""
+    return (pc.cast(column, pa.large_binary()) if wide else column).combine_chunks()
+
+
+def _count(flags: Any) -> int:
+    return int(pc.sum(flags).as_py() or 0)
+
+
+def _some(keys: Any, chosen: Any) -> list[bytes]:
+    found: list[bytes] = keys.filter(chosen).slice(0, _SHOWN).to_pylist()
+    return found
+
+
+def live(table: Any) -> Any:
+    """Return the rows of a table with a column value that are no deletes."""
+    return table.filter(pc.is_valid(table.column("value")))
+
+
+def only_keys(keys: Any) -> Keep:
+    """Return what keeps the rows of these keys, for ``read_newest``."""
+    wanted = keys.combine_chunks()
+    return lambda table: table.filter(pc.is_in(table.column("key"), value_set=wanted))
+
+
+def data_bytes(table: Any) -> int:
+    """Return the bytes of a table's keys and values."""
+    total = 0
+    for name in ("key", "value"):
+        total += int(pc.sum(pc.cast(pc.binary_length(table.column(name)), pa.int64())).as_py() or 0)
+    return total
+
+
+_CHUNK = 2**20
+
+
+def check_files(storage: Storage, files: set[FileRef]) -> None:
+    """Check that data files are as they were written.
+
+    Raises:
+        RepositoryDamagedError: one is not, or is missing.
+        OSError, UprError: one cannot be reached, or may not be read.
+    """
+    for file in sorted(files, key=lambda file: file.path):
+        problem = _file_problem(storage, file, True)
+        if problem:
+            raise RepositoryDamagedError(
+                problem, hint="upr-backup REPOSITORY verify --full tells all that is damaged"
+            )
+
+
+def _file_problem(storage: Storage, file: FileRef, full: bool) -> str:
+    try:
+        size = storage.size(file.path)
+        if size != file.bytes:
+            return f"{file.path} has {size} bytes, it was written with {file.bytes}"
+        if full and _sha256(storage, file) != file.sha256:
+            return f"{file.path} is damaged: its SHA-256 is not the one it was written with"
+    except FileNotFoundError:
+        return f"{file.path} is missing"
+    except OSError as error:
+        if not is_damage(error):
+            raise
+        return f"{file.path} cannot be read: {error.strerror or error}"
+    return ""
+
+
+def _sha256(storage: Storage, file: FileRef) -> str:
+    digest = hashlib.sha256()
+    with storage.open(file.path) as opened:
+        while chunk := opened.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _rows_problem(storage: Storage, manifest: Manifest, index: int) -> str:
+    """Return what is wrong with a file's rows: not those that the manifest tells, or not in order."""
+    file = manifest.files[index]
+    entries = {p: entry for p, entry in manifest.entries.items() if entry.file == index}
+    rows = np.zeros(PARTITIONS, np.int64)
+    # The seqno that each partition has reached; from the beginning of its range on.
+    reached = np.zeros(PARTITIONS, np.int64)
+    for partition, entry in entries.items():
+        reached[partition] = entry.start
+    try:
+        for batch in read_rows(storage, file, range(PARTITIONS)):
+            partitions = batch.column("partition").to_numpy()
+            seqnos = batch.column("seqno").to_numpy()
+            if (partitions_of(batch.column("key").to_pylist()) != partitions).any():
+                return f"{file.path} has a key in a partition that it does not belong to"
+            for partition in np.unique(partitions).tolist():
+                own = seqnos[partitions == partition]
+                if (np.diff(own, prepend=reached[partition]) <= 0).any():
+                    return f"{file.path}: the seqnos of partition {partition} do not rise"
+                reached[partition] = own[-1]
+            rows += np.bincount(partitions, minlength=PARTITIONS)
+    except RepositoryDamagedError as error:
+        return str(error)
+    for partition in range(PARTITIONS):
+        known = entries.get(partition)
+        if rows[partition] != (known.rows if known else 0):
+            return f"{file.path} has {rows[partition]} rows of partition {partition}, the manifest says {known.rows if known else 0}"
+        if known is not None and reached[partition] > known.end:
+            return f"{file.path} has rows of partition {partition} above {known.end}"
+    return ""

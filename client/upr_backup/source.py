@@ -1,0 +1,261 @@
+"""The server as a backup's source: its cuts, and the changes of a group of partitions up to there."""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from upr_backup.errors import HistoryChangedError, RepositoryError
+from upr_backup.repository import Storage, open_storage
+from upr_backup.repository.documents import Entry, Json, RolledBack, canonical, sha256
+from upr_backup.repository.repository import Repository
+from upr_backup.rows import RowsWriter
+from upr_backup.task import CutPoint, GroupResult, GroupSpec, PinnedAt, stage_read
+from upr_client import (
+    Bucket,
+    Client,
+    CutInfo,
+    CutNotFoundError,
+    MemoryPositions,
+    Pin,
+    Position,
+    Rollback,
+    SnapshotGoneError,
+)
+from upr_client.arrow import record_batch
+from upr_protocol.errors import UprError
+from upr_protocol.failover import format_failover_id, parse_failover_id
+from upr_protocol.limits import BACKUP_CUTS_NAME
+
+_LEASE_SECONDS: Final = 900.0
+_RENEW_AGAIN_SECONDS: Final = 15.0
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class ServerSource:
+    """The cuts of one bucket that are for one repository, which their names begin with.
+
+    Only who holds the repository's lock makes one.
+
+    Args:
+        bucket: the bucket.
+        repository: the one that the backup is for.
+    """
+
+    def __init__(self, bucket: Bucket, repository: Repository) -> None:
+        self._bucket = bucket
+        self._repository = repository
+        self._renew_at = 0.0
+        # With its place, because a copy of a repository goes on by itself.
+        own = sha256(canonical([repository.id, repository.storage.location]))
+        self._names = f"{BACKUP_CUTS_NAME}{own[:16]}-"
+
+    def make_cut(self) -> CutPoint:
+        """Pin all partitions but dead ones, and give up every other cut that is for the repository.
+
+        Raises:
+            RepositoryError: the bucket is not the one of the repository.
+            UprError: the server refused, or cannot be reached.
+        """
+        # A run that was killed, or whose request was answered too late, left one that nobody knows.
+        for left in self._bucket.cuts():
+            if left.name.startswith(self._names):
+                self.release(left.name)
+        name = f"{self._names}{secrets.token_hex(8)}"
+        cut = self._bucket.create_cut(name, lease=_LEASE_SECONDS)
+        version = f"{self._bucket.version:016x}"
+        if version != self._repository.bucket_version:
+            self.release(cut.name)
+            raise RepositoryError(
+                f"the bucket {self._bucket.name!r} at the server is not the one of this repository: "
+                f"its version is {version}, here it is {self._repository.bucket_version}",
+                hint="a bucket that was created anew needs a repository of its own: upr-backup REPOSITORY init",
+            )
+        self._renewed()
+        left_out = {partition: why.message for partition, why in cut.left_out.items()}
+        return replace(_cut_point(cut), left_out=left_out)
+
+    def find_cut(self, name: str) -> CutPoint | None:
+        """Return a cut that still holds, renewed."""
+        found = [cut for cut in self._bucket.cuts(with_pins=True) if cut.name == name]
+        if not found:
+            return None
+        try:
+            self._bucket.renew_cut(name, _LEASE_SECONDS)
+        except CutNotFoundError:
+            return None
+        self._renewed()
+        return _cut_point(found[0])
+
+    def renew(self, name: str) -> None:
+        """Have a cut's lease begin anew when a third of it is over.
+
+        Raises:
+            HistoryChangedError: the cut is gone.
+        """
+        if time.monotonic() < self._renew_at:
+            return
+        try:
+            self._bucket.renew_cut(name, _LEASE_SECONDS)
+            self._renewed()
+        except CutNotFoundError as error:
+            raise HistoryChangedError(f"the cut is gone: {error.message}") from error
+        except UprError:
+            # Who reads waits for the server as well, and says when it takes too long.
+            self._renew_at = time.monotonic() + _RENEW_AGAIN_SECONDS
+
+    def _renewed(self) -> None:
+        self._renew_at = time.monotonic() + _LEASE_SECONDS / 3
+
+    def release(self, name: str) -> None:
+        """Give a cut up; where that fails its lease ends it."""
+        with suppress(UprError):
+            self._bucket.release_cut(name)
+
+    def committed(self, cut_time: int) -> None:
+        """Have the server know up to where the repository has everything, so that purging waits for the next backup.
+
+        Args:
+            cut_time: of the cut that was committed; microseconds since the epoch.
+        """
+        at = _EPOCH + timedelta(microseconds=cut_time)
+        # Without it a backup that comes late reads some partitions anew, and is as right.
+        with suppress(UprError):
+            self._bucket.reset_consumer(f"upr-backup-{self._repository.id}", at, create=True)
+
+
+def read_group(
+    bucket: Bucket,
+    storage: Storage,
+    spec: GroupSpec,
+    path: str,
+    progress: Callable[[int], Any],
+) -> GroupResult:
+    """Read partitions up to their cut into a new data file.
+
+    Args:
+        bucket: the bucket.
+        storage: of the repository.
+        spec: which partitions, from where and to where.
+        path: the file's name.
+        progress: called with the rows read since the last call.
+
+    Raises:
+        HistoryChangedError: the cut is gone, or the server rolled back what was being read.
+        UprError: the server failed.
+        OSError: the storage failed.
+    """
+    writer = RowsWriter(storage, path)
+    try:
+        rollbacks, reached = _read(bucket, writer, spec, progress)
+        file = writer.finish()
+    except (SnapshotGoneError, CutNotFoundError) as error:
+        raise HistoryChangedError(f"the cut is gone: {error.message}") from error
+    finally:
+        writer.close()
+    last = {rollback.partition: rollback for rollback in rollbacks}
+    entries = {}
+    for partition, entry in spec.starts.items():
+        begun = entry.end if entry else 0
+        cut_at = last[partition].seqno if partition in last else None
+        rows = int(writer.rows[partition])
+        entries[partition] = Entry(
+            begun if cut_at is None else cut_at,
+            reached[partition].seqno,
+            cut_at,
+            rows,
+            int(writer.data_bytes[partition]),
+            0 if rows else None,
+            reached[partition].to_json(),
+        )
+    return GroupResult(file, entries, rollbacks)
+
+
+def _read(
+    bucket: Bucket,
+    writer: RowsWriter,
+    spec: GroupSpec,
+    progress: Callable[[int], Any],
+) -> tuple[list[RolledBack], Mapping[int, Position]]:
+    positions = {
+        partition: Position.from_json(entry.position)
+        for partition, entry in spec.starts.items()
+        if entry is not None and entry.position is not None
+    }
+    rollbacks: list[RolledBack] = []
+    # Up to where the chain's data stays.
+    stays = {p: entry.end if entry else 0 for p, entry in spec.starts.items()}
+    pins = {partition: _pin(pin) for partition, pin in spec.cut.pins.items()}
+    changes = bucket.changes(
+        list(spec.starts),
+        positions=MemoryPositions(positions),
+        until=CutInfo(spec.cut.name, spec.cut.time, 0, 0.0, pins),
+        on_rollback="event",
+        retry_seconds=spec.patience,
+    )
+    with changes:
+        for batch in changes.batches():
+            for rollback in batch.rollbacks:
+                rollbacks.append(_checked(rollback, stays[rollback.partition]))
+                stays[rollback.partition] = rollback.seqno
+            writer.add(record_batch(batch))
+            progress(batch.rows)
+        reached = changes.positions()
+    short = [p for p, pin in pins.items() if reached[p].seqno != pin.seqno]
+    if short:
+        raise HistoryChangedError(f"partition {short[0]} did not end where the cut is")
+    return rollbacks, reached
+
+
+def _checked(rollback: Rollback, stays: int) -> RolledBack:
+    # Also where nothing but seqnos was read: what the new history has in their place would be lost.
+    if rollback.from_seqno != stays:
+        raise HistoryChangedError(
+            f"the server rolled partition {rollback.partition} back to {rollback.seqno} while it was read"
+        )
+    return RolledBack(rollback.partition, rollback.from_seqno, rollback.seqno, rollback.words)
+
+
+def _pin(pin: PinnedAt) -> Pin:
+    return Pin(parse_failover_id(pin.failover_id) if pin.failover_id else None, pin.seqno)
+
+
+def _cut_point(cut: Any) -> CutPoint:
+    pins = {
+        partition: PinnedAt(
+            format_failover_id(pin.failover_id) if pin.failover_id else "", pin.seqno
+        )
+        for partition, pin in cut.pins.items()
+    }
+    return CutPoint(cut.name, cut.created_time, pins)
+
+
+def backup_group(
+    spec: GroupSpec,
+    progress: Callable[[int], Any] = lambda rows: None,
+) -> Json:
+    """Read a group over a connection of its own, write and record it; returns the record that counts.
+
+    Args:
+        spec: the group.
+        progress: called with the rows read since the last call; what it raises ends the reading.
+
+    Raises:
+        HistoryChangedError: the cut is gone, or the server rolled back what was being read.
+        RepositoryError: there is another repository at the location.
+        UprError: the server or the storage failed.
+        OSError: the storage failed.
+    """
+    repository = Repository.open(open_storage(spec.location))
+    if repository.bucket_version != spec.bucket_version:
+        raise RepositoryError(f"there is another repository in {spec.location} by now")
+    with Client(spec.target, retry_seconds=spec.patience) as client:
+        bucket = client.bucket(spec.bucket)
+
+        def read(spec: GroupSpec, path: str) -> GroupResult:
+            return read_group(bucket, repository.storage, spec, path, progress)
+
+        return stage_read(repository, spec, read)

@@ -1,0 +1,318 @@
+"""Verification: damage in a repository, and the newest backup compared with the server, row by row.
+
+For the comparison the server is read up to a cut. Of each key it has the newest row, and the backup has the newest one
+up to where it ended. So a row of the server that lies within the backup has to be the backup's, and a row of the backup
+has to be the server's unless that has a newer one, or purged it as the deletion that it is. Where the server rolled back
+since below what the backup has, the two are different histories, and there is nothing to compare.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from upr_backup.repository.repository import Repository
+from upr_backup.rows import (
+    BUCKET_SCHEMA,
+    Point,
+    _file_problem,
+    _rows_problem,
+    grouped,
+    read_newest,
+    shown,
+    takeable,
+)
+from upr_client import Bucket, Cut, UprError
+from upr_protocol.failover import parse_failover_id
+from upr_protocol.limits import PARTITIONS
+
+_MERGED = {"full": "", "incremental": "", "merged": ", merged"}
+
+
+def verify(
+    repository: Repository, full: bool, progress: Callable[[int, int], Any]
+) -> Iterator[str]:
+    """Yield everything that is wrong, as one line each.
+
+    Args:
+        repository: it was opened, so its own document is right.
+        full: whether every data file is read, and not only looked at for its size.
+        progress: called with files done and files in all.
+
+    Raises:
+        OSError, UprError: something cannot be reached, or may not be read, which says nothing of damage.
+    """
+    wrong: list[str] = []
+    chain = repository.chain(wrong.append)
+    yield from wrong
+    if not wrong:
+        for name in repository.lost_manifests(chain):
+            yield f"{name} is missing: its data is there"
+    total = chain.files
+    done = 0
+    for manifest in chain.rests_on():
+        for index, file in enumerate(manifest.files):
+            progress(done, total)
+            problem = _file_problem(repository.storage, file, full)
+            if not problem and full:
+                problem = _rows_problem(repository.storage, manifest, index)
+            if problem:
+                yield f"backup {manifest.number}{_MERGED[manifest.kind]}: {problem}"
+            done += 1
+    progress(done, total)
+
+
+_LEASE_SECONDS: Final = 900.0
+_SHOWN: Final = 3
+_NEWER_ROW_BYTES: Final = 128
+"""Of a row that is newer than the backup about its key is kept."""
+
+I64 = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What came out.
+
+    Attributes:
+        number: of the backup.
+        partitions: how many were compared.
+        keys: how many keys of the backup were compared.
+        differences: a line for each kind of difference in a group of partitions.
+        not_comparable: by partition, why it was left out.
+        undecided: keys of the backup that the server does not have, where a deletion that is purged since may be why.
+    """
+
+    number: int
+    partitions: int = 0
+    keys: int = 0
+    differences: list[str] = field(default_factory=list)
+    not_comparable: dict[int, str] = field(default_factory=dict)
+    undecided: int = 0
+
+
+class AgainstServer:
+    """Compares a backup with the bucket that it was taken of.
+
+    Args:
+        point: the newest backup, whole.
+        bucket: the bucket.
+        progress: called with partitions done and in all.
+    """
+
+    def __init__(self, point: Point, bucket: Bucket, progress: Callable[[int, int], Any]) -> None:
+        self._point = point
+        self._bucket = bucket
+        self._progress = progress
+        self._renewed = 0.0
+        self._ends = np.zeros(PARTITIONS, np.int64)
+        for partition, entry in point.manifest.entries.items():
+            self._ends[partition] = entry.end
+
+    def run(self) -> Comparison:
+        """Compare all partitions.
+
+        Raises:
+            UprError: the server failed, or its history changed while it was read.
+            RepositoryDamagedError: a file cannot be read.
+        """
+        found = Comparison(self._point.manifest.number)
+        cut = self._bucket.create_cut(f"upr-backup-{secrets.token_hex(8)}", lease=_LEASE_SECONDS)
+        self._renewed = time.monotonic()
+        try:
+            found.not_comparable = self._not_comparable(cut)
+            chosen = [p for p in self._point.manifest.entries if p not in found.not_comparable]
+            groups = self._groups(chosen, cut)
+            total, done = sum(map(len, groups)), 0
+            for group in groups:
+                self._progress(done, total)
+                self._group(group, cut, found)
+                done += len(group)
+            self._progress(done, total)
+            found.partitions = len(chosen)
+        finally:
+            # Where that fails its lease ends it.
+            with suppress(UprError):
+                cut.release()
+        return found
+
+    def _not_comparable(self, cut: Cut) -> dict[int, str]:
+        """Return the partitions whose history is not the backup's, and why."""
+        repository, entries = self._point.repository, self._point.manifest.entries
+        version = f"{self._bucket.version:016x}"
+        if version != repository.bucket_version:
+            why = f"the bucket is another one: its version is {version}, that of the repository {repository.bucket_version}"
+            return dict.fromkeys(entries, why)
+        ids = {
+            p: parse_failover_id(entry.position["failover_id"])
+            for p, entry in entries.items()
+            if entry.position is not None and entry.position["failover_id"]
+        }
+        found = {p: why.message for p, why in cut.left_out.items()}
+        for answer in self._bucket.hello(ids) if ids else ():
+            p, end = answer.partition, int(self._ends[answer.partition])
+            if answer.HasField("problem"):
+                found[p] = str(answer.problem.message)
+            elif answer.HasField("rollback_seqno") and answer.rollback_seqno < end:
+                found[p] = _rolled_back(
+                    end, f"the server's history is another one from {answer.rollback_seqno} on"
+                )
+            elif p not in cut.pins or cut.pins[p].seqno < end:
+                found[p] = _rolled_back(end, "the server ends before that")
+        return dict(sorted(found.items()))
+
+    def _groups(self, chosen: Sequence[int], cut: Cut) -> list[list[int]]:
+        """Return the partitions that have rows on either side, in groups that fit into memory."""
+        sizes = {}
+        for partition in chosen:
+            newer = cut.pins[partition].seqno - int(self._ends[partition])
+            size = newer * _NEWER_ROW_BYTES + self._point.sizes.get(partition, 0)
+            if size or partition in self._point.counted:
+                sizes[partition] = size
+        return grouped(sizes)
+
+    # One group.
+
+    def _group(self, group: Sequence[int], cut: Cut, found: Comparison) -> None:
+        mine = self._point.state(group)
+        theirs = read_newest(
+            self._bucket,
+            group,
+            until=cut,
+            keep=self._without_newer_values,
+            on_rows=self._renew_of(cut),
+        )
+        purged = self._purged(group)
+        found.keys += mine.num_rows
+        names = f"partitions {group[0]} to {group[-1]}"
+        for words, keys in self._compare(mine, theirs, purged, found):
+            if len(keys):
+                some = ", ".join(shown(key.as_py()) for key in keys[:_SHOWN])
+                found.differences.append(f"{names}: {len(keys)} keys {words}; for example {some}")
+
+    def _without_newer_values(self, table: Any) -> Any:
+        """Drop the values of rows above the backup's end: nothing is compared with them, and they may be many."""
+        newer = pa.array(self._above(table))
+        values = pc.if_else(newer, pa.scalar(None, pa.binary()), table.column("value"))
+        return table.set_column(BUCKET_SCHEMA.get_field_index("value"), "value", values)
+
+    def _above(self, table: Any) -> Flags:
+        above: Flags = _numbers(table, "seqno") > self._ends[_numbers(table, "partition")]
+        return above
+
+    def _renew_of(self, cut: Cut) -> Callable[[int], None]:
+        def renew(_: int) -> None:
+            if time.monotonic() - self._renewed > _LEASE_SECONDS / 3:
+                # One that cannot be reached now is asked again with the next rows.
+                with suppress(UprError):
+                    cut.renew()
+                    self._renewed = time.monotonic()
+
+        return renew
+
+    def _purged(self, group: Sequence[int]) -> I64:
+        """Return up to where deletions may be gone from the server, by partition; int64, shape (1024,)."""
+        purged = np.zeros(PARTITIONS, np.int64)
+        for info in self._bucket.partitions(group):
+            purged[info.partition] = info.purge_seqno
+        return purged
+
+    def _compare(
+        self, mine: Any, theirs: Any, purged: I64, found: Comparison
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield what is different: words, and an array of keys."""
+        my_keys, their_keys = (t.column("key").combine_chunks() for t in (mine, theirs))
+        at = pc.index_in(my_keys, value_set=their_keys)
+        there = _flags(pc.is_valid(at))
+        rows = at.drop_null().to_numpy(zero_copy_only=False).astype(np.int64)
+        my_partitions, my_seqnos = _numbers(mine, "partition"), _numbers(mine, "seqno")
+        my_deleted = _flags(pc.equal(mine.column("op"), "delete"))
+        their_seqnos, their_deleted = _numbers(theirs, "seqno"), _flags(theirs.column("deleted"))
+
+        yield (
+            "have rows above where the backup ended",
+            my_keys.filter(pa.array(my_seqnos > self._ends[my_partitions])),
+        )
+        # Of keys that both have: within the backup, so the same row.
+        within = ~self._above(theirs)[rows]
+        both = np.flatnonzero(there)
+        same_seqno = my_seqnos[both] == their_seqnos[rows]
+        same_op = my_deleted[both] == their_deleted[rows]
+        yield (
+            "have another seqno than at the server",
+            my_keys.take(pa.array(both[within & ~same_seqno])),
+        )
+        exact = within & same_seqno
+        yield (
+            "are deleted in one and not in the other",
+            my_keys.take(pa.array(both[exact & ~same_op])),
+        )
+        compared = exact & same_op & ~my_deleted[both]
+        yield (
+            "have another value than at the server",
+            _with_other_values(mine, theirs, both[compared], rows[compared]),
+        )
+
+        # Of keys that only the backup has: a deletion that was purged, or one that came later and was purged.
+        gone = ~there
+        purged_at = purged[my_partitions]
+        may_be_gone = purged_at > self._ends[my_partitions]
+        found.undecided += int((gone & ~my_deleted & may_be_gone).sum())
+        yield "are not at the server", my_keys.filter(pa.array(gone & ~my_deleted & ~may_be_gone))
+        lost = gone & my_deleted & (purged_at < my_seqnos)
+        yield "have a deletion that is not at the server", my_keys.filter(pa.array(lost))
+
+        # Of keys that only the server has. A merged backup has no deletions beneath which nothing is left.
+        new = _flags(pc.is_null(pc.index_in(their_keys, value_set=my_keys)))
+        new &= ~self._above(theirs) & ~their_deleted
+        yield "are not in the backup", their_keys.filter(pa.array(new))
+
+
+def not_comparable_lines(reasons: Mapping[int, str], most: int = 5) -> list[str]:
+    """Return lines for people about partitions that were left out: at most so many, and one with how many."""
+    lines = [f"partition {p} is not comparable: {why}" for p, why in list(reasons.items())[:most]]
+    if len(reasons) > most:
+        lines.append(f"{len(reasons)} partitions in all are not comparable")
+    return lines
+
+
+def _with_other_values(mine: Any, theirs: Any, my_rows: I64, their_rows: I64) -> Any:
+    """Return the keys whose values differ between these rows of the two tables."""
+    keys = []
+    mine, theirs = (takeable(table.select(["key", "value"])) for table in (mine, theirs))
+    for first in range(0, max(len(my_rows), 1), 65_536):
+        part = slice(first, first + 65_536)
+        own = mine.take(pa.array(my_rows[part]))
+        other = theirs.take(pa.array(their_rows[part]))
+        keys.append(
+            own.column("key")
+            .filter(pc.invert(pc.equal(own.column("value"), other.column("value"))))
+            .cast(pa.binary())
+        )
+    return pa.chunked_array(
+        [chunk for one in keys for chunk in one.chunks], pa.binary()
+    ).combine_chunks()
+
+
+def _rolled_back(end: int, why: str) -> str:
+    return f"rolled back since: the backup has {end}, and {why}; the next backup will say so"
+
+
+def _numbers(table: Any, name: str) -> I64:
+    column: I64 = table.column(name).to_numpy().astype(np.int64)
+    return column
+
+
+def _flags(column: Any) -> Flags:
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    flags: Flags = column.to_numpy(zero_copy_only=False).astype(np.bool_)
+    return flags

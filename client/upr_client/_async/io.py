@@ -1,0 +1,171 @@
+"""Primitives in which the two flavours differ: asyncio here, threads in ``_sync/io.py``, which has the same names. Both are written by hand."""
+
+import asyncio
+import inspect
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+T = TypeVar("T")
+
+Channel = grpc.aio.Channel
+Cancelled = asyncio.CancelledError
+"""What a reader sees, besides grpc.RpcError, when its own side cancels the call."""
+
+
+def cancelled_from_outside() -> bool:
+    """Whether somebody cancelled the running task, and not only a call that it waits for."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+now: Callable[[], float] = time.monotonic
+
+
+def open_channel(
+    target: str, options: list[tuple[str, int]], credentials: grpc.ChannelCredentials | None
+) -> Channel:
+    """Return a channel, without TLS when there are no credentials; nothing is connected yet."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+def mutex() -> AbstractContextManager[Any]:
+    """Guards a few statements with nothing awaited in between; on one event loop nothing is needed for that."""
+    return nullcontext()
+
+
+class Event:
+    """A flag that can be waited for."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def clear(self) -> None:
+        self._event.clear()
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is set; False when ``seconds`` passed before."""
+        if self._event.is_set():
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._event.wait()
+        except TimeoutError:
+            return False
+
+
+class Semaphore:
+    """So many may be taken at a time; who waits gets the next one in turn."""
+
+    def __init__(self, count: int) -> None:
+        self._places = asyncio.Semaphore(count)
+
+    async def take(self) -> None:
+        await self._places.acquire()
+
+    def give_back(self) -> None:
+        self._places.release()
+
+
+class Queue(Generic[T]):
+    """Messages from the reader of a call; bounded by the credit and not by itself."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._filled = Event()
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._filled.set()
+
+    async def get(self, seconds: float | None = None) -> T | None:
+        """Return the next item, None when none came in ``seconds``."""
+        if self._items:
+            # A consumer that always finds something must not keep the reader of the call from its turns.
+            await asyncio.sleep(0)
+        while not self._items:
+            self._filled.clear()
+            if not await self._filled.wait(seconds):
+                return None
+        return self._items.popleft()
+
+
+class RequestQueue(Generic[T]):
+    """The requests of a call, handed to gRPC as an iterator. Closing it is the half-close."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._filled = asyncio.Event()
+        self._closed = False
+
+    def put(self, item: T) -> None:
+        """Add a request; after ``close`` it is dropped."""
+        if not self._closed:
+            self._items.append(item)
+            self._filled.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._filled.set()
+
+    def __aiter__(self) -> "RequestQueue[T]":
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._items:
+            if self._closed:
+                raise StopAsyncIteration
+            self._filled.clear()
+            await self._filled.wait()
+        return self._items.popleft()
+
+
+class Background:
+    """Something that runs beside the application until it ends by itself."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        self._task = asyncio.get_running_loop().create_task(work(), name=name)
+
+    async def join(self) -> None:
+        """Wait for its end."""
+        await asyncio.wait([self._task])
+
+
+async def run_blocking(work: Callable[..., T], *arguments: Any) -> T:
+    """Run what blocks (files) where it does not hold up anything else; also when cancelled it is done at the end."""
+    task = asyncio.create_task(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        # The thread cannot be stopped: what comes next must not run beside it.
+        await asyncio.wait({task})
+        raise
+
+
+async def give_way() -> None:
+    """Let what else is ready on the event loop have a turn."""
+    await asyncio.sleep(0)
+
+
+async def maybe_await(value: object) -> None:
+    """Wait for what an application's callback returned, if it is something to wait for."""
+    if inspect.isawaitable(value):
+        await value
+
+
+async def unary(method: Callable[..., Awaitable[T]], request: object, seconds: float) -> T:
+    """Call a unary method."""
+    return await method(request, timeout=seconds)

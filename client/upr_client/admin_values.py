@@ -1,0 +1,495 @@
+"""Operator values: what a server tells of itself, its buckets, partitions, consumers, cuts and purges."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.failover import check_partition
+from upr_protocol.handshake import Pin
+from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, QUOTA_BYTES_MAX, check_name
+from upr_protocol.wire.grpc import error_of
+from upr_protocol.wire.v1 import admin_service_pb2, types_pb2
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class BucketStatus:
+    """One bucket at this moment.
+
+    Args:
+        name: its name.
+        version: its random id.
+        tail_bytes: about how much memory the tail holds.
+        tail_limit_bytes: the tail's limit; writers wait when it is reached.
+        volatile_bytes: the part of the tail that is not durable yet.
+        streams: open streams.
+        streams_from_store: those of them that read from the store now.
+        cuts: cuts whose lease has not ended.
+        damaged_partitions: partitions that are not whole.
+        problem: why no writes are taken; None otherwise.
+        quota_bytes: what its store and its tail may take; 0 for no such limit.
+    """
+
+    name: str
+    version: int
+    tail_bytes: int
+    tail_limit_bytes: int
+    volatile_bytes: int
+    streams: int
+    streams_from_store: int
+    cuts: int
+    damaged_partitions: int
+    problem: UprError | None
+    quota_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """One server process.
+
+    Args:
+        server_version: for people.
+        server_id: another one after each start.
+        uptime_seconds: since it began to serve.
+        anonymous_bytes: memory that the process really holds.
+        mapped_bytes: pages of files, which the kernel takes back when it needs them.
+        follow_calls, write_calls: how many are open.
+        buckets: by name.
+        loop_delays: how late its event loop was, as a histogram: (up to how many seconds, samples); None for the last.
+        longest_loop_delay_seconds: the largest of these delays.
+        clock_off_seconds: by how much the day's clock is ahead of the server's, which counts the time that passes; 0 as
+            long as that is less than an hour.
+        clock_jumped_seconds: how long the server was away before its start, by the day's clock, while nothing gets
+            older by that because the clock may have been set forward; 0 for nothing.
+        clock_left_seconds: how long it is still to run until that counts.
+    """
+
+    server_version: str
+    server_id: int
+    uptime_seconds: float
+    anonymous_bytes: int
+    mapped_bytes: int
+    follow_calls: int
+    write_calls: int
+    buckets: tuple[BucketStatus, ...]
+    loop_delays: tuple[tuple[float | None, int], ...] = ()
+    longest_loop_delay_seconds: float = 0.0
+    clock_off_seconds: float = 0.0
+    clock_jumped_seconds: float = 0.0
+    clock_left_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StorageInfo:
+    """What a bucket takes on disk. The counters count since the server was started.
+
+    Args:
+        bucket_version: which bucket answered.
+        file_bytes: size of the store's file; it never shrinks.
+        used_bytes: its pages in use; the rest is free for what comes.
+        journal_bytes: the journal's segments.
+        tail_bytes: about how much memory the tail holds.
+        blocks, rows, block_bytes: what is stored, superseded rows included.
+        unmerged_bytes: at most so much of block_bytes can be superseded by what is stored in later blocks.
+        ingested_bytes: columns of the blocks that were numbered.
+        journalled_bytes, flushed_bytes: written to the journal, and to the store by flushes.
+        merge_input_bytes, merge_output_bytes: read and stored by merges.
+        merge_input_rows, merge_output_rows: their rows.
+        merge_seconds: time that merges worked.
+        purged_tombstones: tombstones dropped.
+        partitions_to_merge: partitions that wait for a merge.
+        compression: of stored blocks: empty for none, or zstd.
+    """
+
+    bucket_version: int
+    file_bytes: int
+    used_bytes: int
+    journal_bytes: int
+    tail_bytes: int
+    blocks: int
+    rows: int
+    block_bytes: int
+    unmerged_bytes: int
+    ingested_bytes: int
+    journalled_bytes: int
+    flushed_bytes: int
+    merge_input_bytes: int
+    merge_output_bytes: int
+    merge_input_rows: int
+    merge_output_rows: int
+    merge_seconds: float
+    purged_tombstones: int
+    partitions_to_merge: int
+    compression: str
+
+    @property
+    def write_amplification(self) -> float | None:
+        """Bytes written for each byte that writers sent; None when they sent nothing since the start."""
+        if not self.ingested_bytes:
+            return None
+        written = self.journalled_bytes + self.flushed_bytes + self.merge_output_bytes
+        return written / self.ingested_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerPosition:
+    """What a consumer acknowledged, or saved in the server, in one partition.
+
+    Args:
+        failover_id: the id under which it did; 0 for none.
+        seqno: everything up to here is safe with it.
+        member: who owns the partition, of a group; empty without one.
+        high_seqno: the partition's high seqno.
+        time: when it acknowledged or saved, microseconds since the epoch; 0 when it has not yet.
+    """
+
+    failover_id: int
+    seqno: int
+    member: str = ""
+    high_seqno: int = 0
+    time: int = 0
+
+    @property
+    def lag(self) -> int:
+        """Mutations up to the high seqno."""
+        return max(self.high_seqno - self.seqno, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberInfo:
+    """One member of a group.
+
+    Args:
+        name: its name.
+        peer: where it calls from; empty while it has no call open.
+        partitions: how many are its own.
+        releasing: how many of them it was asked to release.
+        lease_seconds: the length of its lease.
+        lease_left_seconds: when that ends unless it says something; 0 when it has ended.
+    """
+
+    name: str
+    peer: str
+    partitions: int
+    releasing: int
+    lease_seconds: float
+    lease_left_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """One registered consumer, or a group that is not registered yet.
+
+    Args:
+        name: its name.
+        connected: whether a call under this name is open.
+        generation: of its ownership: it rises with every call, and with every change of what a member owns.
+        last_ack_time: when it acknowledged or saved last, microseconds since the epoch; 0 for not yet.
+        partitions: how many have a position.
+        lag: mutations between its positions and the high seqnos of those partitions.
+        positions: by partition, ascending; empty when not asked for. With them, at seqno 0 and time 0, come partitions
+            that a member owns and has said nothing of.
+        members: by name; none when it is no group.
+    """
+
+    name: str
+    connected: bool
+    generation: int
+    last_ack_time: int
+    partitions: int
+    lag: int
+    positions: Mapping[int, ConsumerPosition]
+    members: tuple[MemberInfo, ...] = ()
+
+
+def server_status(message: admin.GetStatusResponse) -> ServerStatus:
+    """Return a server's status out of its message."""
+    return ServerStatus(
+        message.server_version,
+        message.server_id,
+        message.uptime_seconds,
+        message.anonymous_bytes,
+        message.mapped_bytes,
+        message.follow_calls,
+        message.write_calls,
+        tuple(_bucket_status(bucket) for bucket in message.buckets),
+        tuple(
+            (part.up_to_seconds if part.HasField("up_to_seconds") else None, part.count)
+            for part in message.loop_delays
+        ),
+        message.longest_loop_delay_seconds,
+        message.clock.off_seconds,
+        message.clock.jumped_seconds,
+        message.clock.left_seconds,
+    )
+
+
+def _bucket_status(message: admin.BucketStatus) -> BucketStatus:
+    return BucketStatus(
+        message.name,
+        message.version,
+        message.tail_bytes,
+        message.tail_limit_bytes,
+        message.volatile_bytes,
+        message.streams,
+        message.streams_from_store,
+        message.cuts,
+        message.damaged_partitions,
+        error_of(message.problem) if message.HasField("problem") else None,
+        message.quota_bytes,
+    )
+
+
+def storage_info(message: admin.GetStorageResponse) -> StorageInfo:
+    """Return what a bucket takes on disk out of its message."""
+    return StorageInfo(
+        **{name: getattr(message, name) for name in StorageInfo.__dataclass_fields__}
+    )
+
+
+def consumer_info(message: admin.ConsumerInfo) -> ConsumerInfo:
+    """Return a registered consumer out of its message."""
+    return ConsumerInfo(
+        message.name,
+        message.connected,
+        message.generation,
+        message.last_ack_time,
+        message.partitions,
+        message.lag,
+        consumer_positions(message.positions),
+        tuple(
+            MemberInfo(
+                one.name,
+                one.peer,
+                one.partitions,
+                one.releasing,
+                one.lease_seconds,
+                one.lease_left_seconds,
+            )
+            for one in message.members
+        ),
+    )
+
+
+def consumer_positions(
+    messages: Iterable[admin.ConsumerPosition],
+) -> dict[int, ConsumerPosition]:
+    """Return positions by partition out of their messages."""
+    return {
+        at.partition: ConsumerPosition(at.failover_id, at.seqno, at.member, at.high_seqno, at.time)
+        for at in messages
+    }
+
+
+def reset_request(
+    bucket: str,
+    name: str,
+    to: Literal["beginning", "now"] | datetime,
+    partitions: Iterable[int],
+    create: bool,
+) -> admin.ResetConsumerRequest:
+    """Return the request of ``reset_consumer``.
+
+    Raises:
+        InvalidArgumentError: a value is out of its range.
+    """
+    request = admin.ResetConsumerRequest(
+        bucket=bucket, name=check_name(name, "consumer"), create=create
+    )
+    request.partitions.extend(check_partition(partition) for partition in partitions)
+    if isinstance(to, datetime):
+        if to.tzinfo is None or to.timestamp() < 0:
+            raise InvalidArgumentError(
+                f"the time {to} has no time zone or lies before 1970",
+                hint="for example datetime.now(timezone.utc) - timedelta(hours=2)",
+            )
+        request.to_time = round(to.timestamp() * 1e6)
+    elif to == "beginning":
+        request.to_beginning = True
+    elif to == "now":
+        request.to_now = True
+    else:
+        raise InvalidArgumentError(
+            f"to is {to!r}, it must be 'beginning', 'now' or a datetime with a time zone"
+        )
+    return request
+
+
+@dataclass(frozen=True, slots=True)
+class BucketInfo:
+    """One bucket.
+
+    Args:
+        name: its name; of a bucket whose name cannot be read its version, 16 hex digits.
+        version: its random id, another one whenever a bucket of the name is created.
+        compression: of stored blocks: empty for none, or zstd.
+        mutations: how many were ever numbered.
+        used_bytes: pages of its store in use.
+        problem: why it is not served or takes no writes; None when all is well.
+        quota_bytes: what its store and its tail may take; 0 for no such limit.
+    """
+
+    name: str
+    version: int
+    compression: str
+    mutations: int
+    used_bytes: int
+    problem: UprError | None
+    quota_bytes: int = 0
+
+
+def check_quota(quota_bytes: int) -> int:
+    """Return a bucket's quota, or raise InvalidArgumentError."""
+    if not 0 <= quota_bytes <= QUOTA_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"quota_bytes is {quota_bytes}; must be 0 to {QUOTA_BYTES_MAX}", hint="0 is for none"
+        )
+    return quota_bytes
+
+
+def bucket_info(message: admin.BucketInfo) -> BucketInfo:
+    """Return one bucket out of its message."""
+    return BucketInfo(
+        message.name,
+        message.version,
+        message.compression,
+        message.mutations,
+        message.used_bytes,
+        error_of(message.problem) if message.HasField("problem") else None,
+        message.quota_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeHolder:
+    """One that has not passed a tombstone yet.
+
+    Args:
+        kind: ``stream``, ``consumer`` or ``cut``; ``newest`` for the row at the high seqno, which always stays.
+        name: its name; of a stream without a consumer name, where it calls from.
+        seqno: it has everything up to here.
+    """
+
+    kind: str
+    name: str
+    seqno: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionPurge:
+    """One partition's tombstones.
+
+    Args:
+        partition: 0 to 1023.
+        tombstones: how many are stored, superseded ones included.
+        old_tombstones: those of them that are old enough.
+        purged: those that went, or would go.
+        purge_seqno: tombstones at or below may be gone.
+        holders: who has not passed the old ones.
+        problem: why the partition could not be looked at; None otherwise.
+    """
+
+    partition: int
+    tombstones: int
+    old_tombstones: int
+    purged: int
+    purge_seqno: int
+    holders: tuple[PurgeHolder, ...]
+    problem: UprError | None
+
+
+def partition_purge(message: admin.PartitionPurge) -> PartitionPurge:
+    """Return what a message tells of a partition."""
+    return PartitionPurge(
+        message.partition,
+        message.tombstones,
+        message.old_tombstones,
+        message.purged,
+        message.purge_seqno,
+        tuple(PurgeHolder(one.kind, one.name, one.seqno) for one in message.holders),
+        error_of(message.problem) if message.HasField("problem") else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CutInfo:
+    """A cut as the server told of it. Times are microseconds since the epoch.
+
+    Args:
+        name: unique in the bucket.
+        created_time: when it was made.
+        expires_time: when its lease ends.
+        lease_seconds: the lease it was made or last renewed with.
+        pins: the pinned marker of each partition, ascending; empty where they were not asked for.
+    """
+
+    name: str
+    created_time: int
+    expires_time: int
+    lease_seconds: float
+    pins: Mapping[int, Pin]
+
+
+def cut_info(message: stream_pb2.Cut) -> CutInfo:
+    """Return a cut out of its message."""
+    return CutInfo(
+        message.name,
+        message.created_time,
+        message.expires_time,
+        message.lease_seconds,
+        {one.partition: Pin(one.failover_id, one.seqno) for one in message.partitions},
+    )
+
+
+def lease_seconds(lease: float | None) -> float:
+    """Return a lease as requests carry it, 0 for None: the server's choice; InvalidArgumentError out of its range."""
+    if lease is None:
+        return 0.0
+    if not 0 < lease <= CUT_LEASE_SECONDS_MAX:
+        raise InvalidArgumentError(
+            f"a lease of {lease} seconds, it is above 0 and the limit is {CUT_LEASE_SECONDS_MAX:.0f}",
+            hint="None means the default",
+        )
+    return lease
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionInfo:
+    """The state of one partition at a server.
+
+    Args:
+        partition: 0 to 1023.
+        state: "active", "replica", "pending" or "dead".
+        high_seqno: the newest seqno given.
+        durable_seqno: the highest durable seqno.
+        purge_seqno: tombstones at or below it may be gone.
+        failover_id: the newest failover id.
+        problem: why the partition is dead, or what is damaged of it; None otherwise.
+        dead_since: when it died, microseconds since the epoch; 0 when it is not dead, or that was not noted.
+    """
+
+    partition: int
+    state: str
+    high_seqno: int
+    durable_seqno: int
+    purge_seqno: int
+    failover_id: int
+    problem: UprError | None
+    dead_since: int = 0
+
+
+def partition_info(message: admin_service_pb2.PartitionInfo) -> PartitionInfo:
+    """Return a partition's state out of its message."""
+    return PartitionInfo(
+        message.partition,
+        types_pb2.PartitionState.Name(message.state).removeprefix("PARTITION_STATE_").lower(),
+        message.high_seqno,
+        message.durable_seqno,
+        message.purge_seqno,
+        message.failover_id,
+        error_of(message.problem) if message.HasField("problem") else None,
+        message.dead_since,
+    )

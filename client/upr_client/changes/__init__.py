@@ -1,0 +1,1 @@
+"""Following changes, decided without I/O: the same in both flavours."""

@@ -1,0 +1,358 @@
+"""Events: changes, markers and rollbacks as the application gets them, a delivered batch, and how much of it was consumed."""
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import repeat
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from upr_protocol.block import (
+    Block,
+    block_keys,
+    block_partitions,
+    block_seqnos,
+    block_values,
+    select_runs,
+)
+from upr_protocol.consumer import Delivery
+from upr_protocol.errors import ProtocolError
+from upr_protocol.handshake import PendingRollback
+from upr_protocol.wire.codec import joined_blocks
+from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+
+Op = Literal["set", "delete"]
+
+_OPS: Final = ("set", "delete")
+
+
+class Change(NamedTuple):
+    """One mutation.
+
+    Args:
+        partition: 0 to 1023.
+        seqno: 1 to 2^48 - 1, rising within the partition.
+        op: "set" or "delete".
+        key: 1 to 4096 bytes.
+        value: 0 to 20 MiB; None for a delete, and for everything in a stream of keys only.
+    """
+
+    partition: int
+    seqno: int
+    op: Op
+    key: bytes
+    value: bytes | None
+
+
+class Marker(NamedTuple):
+    """A snapshot marker: the partition as received so far is a state that it had, at this seqno."""
+
+    partition: int
+    seqno: int
+
+
+class Rollback(NamedTuple):
+    """The server's history of a partition is another one: everything above ``seqno`` is to be undone.
+
+    Args:
+        partition: 0 to 1023.
+        from_seqno: up to where data was received.
+        seqno: up to where it stays; 0 for nothing.
+        old_id: the failover id the data belongs to, None when it was lost.
+        new_id: the server's newest failover id.
+        rule: the rule that decided, as a token.
+        words: the same for people.
+        keys: the keys that were received above ``seqno``, each once, as far as they are remembered.
+        keys_complete: whether those are all. Above ``seqno`` the new history says what they hold, if anything.
+    """
+
+    partition: int
+    from_seqno: int
+    seqno: int
+    old_id: int | None
+    new_id: int
+    rule: str
+    words: str
+    keys: tuple[bytes, ...] = ()
+    keys_complete: bool = False
+
+
+def block_changes(block: Block) -> list[Change]:
+    """Return a numbered block's rows as changes, in order."""
+    ops: Iterable[str] = map(_OPS.__getitem__, block.ops) if block.ops else repeat("set")
+    collecting = gc.isenabled()
+    # Thousands of new objects and none that could be garbage: looking for some meanwhile takes a third of the time.
+    gc.disable()
+    try:
+        rows = zip(
+            block_partitions(block),
+            block_seqnos(block),
+            ops,
+            block_keys(block),
+            block_values(block),
+            strict=False,
+        )
+        # Change.__new__ is a Python function that is called with five arguments; this makes the same object at
+        # more than twice the speed.
+        return list(map(tuple.__new__, repeat(Change), rows))
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def markers_of(pairs: Iterable[tuple[int, int]]) -> list[Marker]:
+    """Return (partition, seqno) pairs as markers."""
+    return list(map(tuple.__new__, repeat(Marker), pairs))
+
+
+class ChangeBatch:
+    """What one frame brought, or the rollbacks to undo.
+
+    Args:
+        blocks: the numbered blocks, for those who take the columns as they are. Small ones of ascending partitions
+            arrive as one block of several runs.
+        markers: as the property, or a function that makes them.
+        rollbacks: with ``on_rollback="event"``: what is to be undone; such a batch has no changes.
+        delivery: what the state machine made of the frame; None for rollbacks.
+    """
+
+    __slots__ = ("_changes", "_markers", "blocks", "delivery", "rollbacks")
+
+    def __init__(
+        self,
+        blocks: list[Block],
+        markers: list[Marker] | Callable[[], list[Marker]],
+        rollbacks: list[Rollback] | None = None,
+        delivery: Delivery | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.delivery = delivery
+        self._markers = markers
+        self.rollbacks: list[Rollback] = rollbacks or []
+        self._changes: list[Change] | None = None
+
+    @property
+    def markers(self) -> list[Marker]:
+        """The snapshot markers that are true for this consumer, in order; made when asked for first."""
+        if callable(self._markers):
+            self._markers = self._markers()
+        return self._markers
+
+    @property
+    def changes(self) -> list[Change]:
+        """The changes, decoded when asked for first; within a partition in the order of their seqnos."""
+        if self._changes is None:
+            self._changes = []
+            for block in self.blocks:
+                self._changes += block_changes(block)
+        return self._changes
+
+    def events(self) -> list["Change | Marker | Rollback"]:
+        """The changes with each marker behind what it completes; or the rollbacks."""
+        if self.delivery is None:
+            return list(self.rollbacks)
+        bounds = self.bounds()
+        changes = self.changes
+        events: list[Change | Marker | Rollback] = []
+        first = 0
+        # Only markers are put in one by one; the changes between two of them go in at once.
+        for at, marker in zip(bounds[self.delivery.is_marker].tolist(), self.markers, strict=True):
+            events += changes[first:at]
+            events.append(marker)
+            first = at
+        events += changes[first:]
+        return events
+
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """Behind how many changes each run ends, one a run."""
+        counts = np.concatenate([block.runs["count"] for block in self.blocks])
+        return np.cumsum(counts, dtype=np.int64)
+
+    @property
+    def rows(self) -> int:
+        """How many changes there are, without decoding them."""
+        return sum(block.rows for block in self.blocks)
+
+    def to_arrow(self) -> Any:
+        """Return the changes as one ``pyarrow.RecordBatch``; see ``upr_client.arrow.schema`` for its columns.
+
+        Raises:
+            MissingPackageError: pyarrow is not installed; it comes with ``upr-stream[arrow]``.
+        """
+        from upr_client.arrow import record_batch
+
+        return record_batch(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ChangeBatch {self.rows} changes, {len(self.markers)} markers, "
+            f"{len(self.rollbacks)} rollbacks>"
+        )
+
+
+RECENT_KEY_BYTES: Final = 4 * 2**20
+"""Bytes of key columns that are remembered, by default."""
+
+
+class KeysAbove(NamedTuple):
+    """Which keys were received above a seqno.
+
+    Args:
+        keys: each once, the one received first first.
+        complete: whether that is all of them; else some were received too long ago.
+    """
+
+    keys: tuple[bytes, ...]
+    complete: bool
+
+
+class RecentKeys:
+    """A ring of the key columns received last, over all partitions.
+
+    It refers to the columns as they came, so that a frame costs a constant whatever its number of rows.
+
+    Args:
+        limit: bytes of key columns that are kept; 0 keeps nothing.
+    """
+
+    def __init__(self, limit: int = RECENT_KEY_BYTES) -> None:
+        self._limit = limit
+        self._blocks: deque[Block] = deque()
+        self._bytes = 0
+        self._forgotten: dict[int, int] = {}
+
+    def add(self, blocks: list[Block]) -> None:
+        """Remember the keys of blocks that were received."""
+        for block in blocks:
+            if not block.rows:
+                continue
+            bare = replace(block, value_offsets=b"", values=b"", times=b"")
+            self._blocks.append(bare)
+            self._bytes += _size(bare)
+        while self._blocks and self._bytes > self._limit:
+            old = self._blocks.popleft()
+            self._bytes -= _size(old)
+            self._forget(old)
+
+    def _forget(self, block: Block) -> None:
+        runs = block.runs[block.runs["count"] > 0]
+        for partition, end in zip(
+            runs["partition"].tolist(), runs["end_seqno"].tolist(), strict=True
+        ):
+            self._forgotten[partition] = max(self._forgotten.get(partition, 0), end)
+
+    def begin(self, partition: int, seqno: int) -> None:
+        """A partition begins at a seqno: what was received up to there before is not known."""
+        self._forgotten[partition] = max(self._forgotten.get(partition, 0), seqno)
+
+    def above(self, partition: int, seqno: int) -> KeysAbove:
+        """Return the keys of a partition received above a seqno."""
+        found: dict[bytes, None] = {}
+        for block in self._blocks:
+            if not (block.runs["partition"] == partition).any():
+                continue
+            chosen = np.asarray(block_partitions(block)) == partition
+            chosen &= np.asarray(block_seqnos(block), np.uint64) > np.uint64(seqno)
+            if chosen.any():
+                keys = list(block_keys(block))
+                found.update((keys[row], None) for row in np.flatnonzero(chosen).tolist())
+        return KeysAbove(tuple(found), self._forgotten.get(partition, 0) <= seqno)
+
+    def rolled_back(self, partition: int, seqno: int) -> None:
+        """A partition went back to a seqno: what lies above it concerns nobody any more."""
+        kept: deque[Block] = deque()
+        for block in self._blocks:
+            of_it = (block.runs["partition"] == partition) & (block.runs["end_seqno"] > seqno)
+            if not of_it.any():
+                kept.append(block)
+                continue
+            # Runs are not cut in two: a rollback goes to the end of one.
+            self._bytes -= _size(block)
+            if not of_it.all():
+                rest = select_runs(block, ~of_it)
+                self._bytes += _size(rest)
+                kept.append(rest)
+        self._blocks = kept
+        if self._forgotten.get(partition, 0) > seqno:
+            self._forgotten[partition] = seqno
+
+
+def _size(block: Block) -> int:
+    return len(block.keys) + len(block.key_offsets) + len(block.seqnos) + block.runs.nbytes
+
+
+def decode_frame(frame: stream_pb2.Frame) -> tuple[list[Block], npt.NDArray[np.uint32]]:
+    """Return a frame's blocks, checked whole and small ones joined, and the token of each run.
+
+    Raises:
+        InvalidArgumentError: a block is damaged or out of its limits.
+        ProtocolError: there is no block, or the tokens cannot be read.
+    """
+    if not frame.blocks or len(frame.tokens) % 4:
+        raise ProtocolError(
+            f"a frame of {len(frame.blocks)} blocks with {len(frame.tokens)} bytes of tokens"
+        )
+    return joined_blocks(frame.blocks, np.frombuffer(frame.tokens, "<u4"))
+
+
+def batch_of(delivery: Delivery) -> ChangeBatch:
+    """Return what a delivery is for the application."""
+    return ChangeBatch(delivery.blocks, lambda: markers_of(delivery.markers()), delivery=delivery)
+
+
+def rollback_of(pending: PendingRollback, above: KeysAbove) -> Rollback:
+    """Return what a pending rollback is for the application; ``above`` are the keys that it concerns."""
+    return Rollback(
+        pending.partition,
+        pending.from_seqno,
+        pending.seqno,
+        pending.old_id,
+        pending.new_id,
+        pending.rule,
+        pending.words,
+        above.keys,
+        above.complete,
+    )
+
+
+class HandedOut:
+    """A batch that was handed to the application, and how much of it was consumed one by one."""
+
+    __slots__ = ("_bounds", "_count", "_events", "batch", "delivery")
+
+    def __init__(self, batch: ChangeBatch, delivery: Delivery | None) -> None:
+        self.delivery = delivery
+        self.batch = batch
+        self._events: list[Change | Marker | Rollback] | None = None
+        self._bounds: npt.NDArray[np.int64] | None = None
+        self._count = 0
+
+    def next_event(self) -> Change | Marker | Rollback | None:
+        """Return the next event, None when there is none left; what was returned before it is consumed."""
+        if self._events is None:
+            self._events = self.batch.events()
+            if self.delivery is not None:
+                self._bounds = self.batch.bounds() + np.cumsum(self.delivery.is_marker)
+        count = self._count
+        if count == len(self._events):
+            return None
+        self._count = count + 1
+        return self._events[count]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether events were asked for one by one, and there are more of them."""
+        return self._events is not None and self._count < len(self._events)
+
+    def consumed(self) -> tuple[int, int | None]:
+        """How many runs were consumed, and up to which seqno the next one; the newest event is not."""
+        done = self._count - 1
+        if self._events is None or self._bounds is None or done <= 0:
+            return 0, None
+        runs = int(np.searchsorted(self._bounds, done, side="right"))
+        first = int(self._bounds[runs - 1]) if runs else 0
+        last = self._events[done - 1]
+        return runs, last.seqno if done > first else None

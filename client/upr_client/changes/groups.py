@@ -1,0 +1,351 @@
+"""Shares of a group: a member's partitions and lease, and positions that only their owner may store in the server."""
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from upr_protocol.errors import FencedError, ProtocolError
+from upr_protocol.failover import check_partition
+from upr_protocol.position import Position
+from upr_protocol.wire.codec import position_from_message, position_to_message
+from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+
+_RENEWALS: Final = 3
+"""So many renewals go out in the length of a lease."""
+_RELEASE_SHARE: Final = 0.5
+"""For so much of a lease a partition that is to be handed over waits for what was handed out of it."""
+
+
+class Share(NamedTuple):
+    """What an Assignment changed.
+
+    Args:
+        gained: partitions to be followed from their stored positions.
+        lost: partitions that are another's now, or nobody's.
+        release: partitions to be handed over.
+        kept: partitions that were to be handed over, and are not any more.
+    """
+
+    gained: list[int]
+    lost: list[int]
+    release: list[int]
+    kept: list[int]
+
+
+class Membership:
+    """One member's share.
+
+    Times are seconds on a clock that does not jump.
+
+    Attributes:
+        generation: the newest that was told; 0 before the first.
+        owned: the partitions that are this member's.
+        releasing: those of them that it was asked to hand over, and when it was.
+        is_told: whether this call said what is this member's. What it keeps over a lost call is granted anew, under
+            another generation.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.owned: set[int] = set()
+        self.releasing: dict[int, float] = {}
+        self.is_told = False
+        self._server_id = 0
+        self._lease = 0.0
+        self._ends = 0.0
+        self._number = 0
+        self._sent: dict[int, float] = {}
+        self._waiting: stream_pb2.Assignment | None = None
+        self._give_up: set[int] = set()
+
+    def opened(self, server_id: int, lease_seconds: float, sent_at: float) -> list[int]:
+        """A call was accepted whose Open was sent then. Return what is not this member's any more.
+
+        Within the lease the server keeps a member's share for it. Another server, or one that was started anew,
+        knows nothing of that.
+
+        Raises:
+            ProtocolError: there is no lease.
+        """
+        if not lease_seconds > 0:
+            raise ProtocolError(f"the server gave a lease of {lease_seconds} seconds")
+        lost: list[int] = []
+        self.is_told = False
+        if server_id != self._server_id:
+            lost = self.forget()
+            self.generation = 0
+            self._server_id = server_id
+        self._lease = lease_seconds
+        self._ends = max(self._ends, sent_at + lease_seconds)
+        self._sent.clear()
+        self._waiting = None
+        self._give_up.clear()
+        return lost
+
+    def assigned(self, message: stream_pb2.Assignment, now: float) -> Share | None:
+        """Take what the server says about this member's share; None while the lease counts as ended, see ``renewed``.
+
+        Raises:
+            ProtocolError: the generation went back, or what is to be released is not owned.
+            InvalidArgumentError: a partition is out of range.
+        """
+        if self.expired(now):
+            # How old it is cannot be known; the answer to a Renew tells.
+            self._waiting = message
+            return None
+        if message.generation < self.generation:
+            raise ProtocolError(
+                f"an assignment of generation {message.generation} after one of {self.generation}"
+            )
+        owned = {check_partition(partition) for partition in message.owned}
+        release = set(message.to_release)
+        if not release <= owned:
+            raise ProtocolError(f"to be released and not owned: {sorted(release - owned)[:5]}")
+        gained, lost = sorted(owned - self.owned), sorted(self.owned - owned)
+        kept = sorted((self.releasing.keys() & owned) - release)
+        self.generation = message.generation
+        self.is_told = True
+        self.owned = owned
+        self.releasing = {p: self.releasing.get(p, now) for p in release}
+        return Share(gained, lost, sorted(release), kept)
+
+    def releasable(self, now: float, busy: Container[int]) -> list[int]:
+        """The partitions to hand over now; ``busy`` ones wait a while for what was handed out of them."""
+        by = now - self._lease * _RELEASE_SHARE
+        return [p for p, asked_at in self.releasing.items() if p not in busy or asked_at <= by]
+
+    def released(self, partitions: Iterable[int]) -> stream_pb2.FollowRequest:
+        """Give partitions up; return what tells the server."""
+        given = sorted(partitions)
+        self.owned.difference_update(given)
+        for partition in given:
+            self.releasing.pop(partition, None)
+        return stream_pb2.FollowRequest(release=stream_pb2.Release(partitions=given))
+
+    def forget(self, partitions: Iterable[int] | None = None) -> list[int]:
+        """Own these partitions no more, None for all; return those that were owned."""
+        gone = sorted(self.owned if partitions is None else self.owned & set(partitions))
+        self.owned.difference_update(gone)
+        for partition in gone:
+            self.releasing.pop(partition, None)
+        return gone
+
+    # The lease.
+
+    def expired(self, now: float) -> bool:
+        """Whether the lease has ended, by this member's own count."""
+        return now >= self._ends
+
+    def expire(self, now: float) -> list[int]:
+        """Own nothing any more when the lease has ended; return what was owned.
+
+        By the server's count the lease may go on, so it is told.
+        """
+        if not self.expired(now):
+            return []
+        gone = self.forget()
+        self._give_up.update(gone)
+        return gone
+
+    def due(self, now: float) -> list[stream_pb2.FollowRequest]:
+        """Return what is to be sent now."""
+        messages = []
+        if self._give_up:
+            messages.append(self.released(self._give_up))
+            self._give_up = set()
+        if now >= self._next_renewal():
+            self._number += 1
+            self._sent[self._number] = now
+            renew = stream_pb2.Renew(number=self._number)
+            messages.append(stream_pb2.FollowRequest(renew=renew))
+        return messages
+
+    def renewed(self, number: int, now: float) -> Share | None:
+        """The server answered a Renew: the lease began anew when it was sent, or later.
+
+        Returns:
+            What an assignment changed that had to wait for this.
+        """
+        sent_at = self._sent.pop(number, None)
+        if sent_at is None:
+            return None
+        self._ends = max(self._ends, sent_at + self._lease)
+        self._sent = {other: at for other, at in self._sent.items() if other > number}
+        waiting, self._waiting = self._waiting, None
+        return None if waiting is None else self.assigned(waiting, now)
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether a Renew is not answered yet."""
+        return bool(self._sent)
+
+    def next_due(self, now: float) -> float:
+        """In how many seconds there is something to do: a renewal, the lease's end, a partition to hand over."""
+        times = [self._next_renewal()]
+        if not self.expired(now):
+            times.append(self._ends)
+            times += [at + self._lease * _RELEASE_SHARE for at in self.releasing.values()]
+        return max(min(times) - now, 0.0)
+
+    def _next_renewal(self) -> float:
+        newest = max(self._sent.values(), default=self._ends - self._lease)
+        return newest + self._lease / _RENEWALS
+
+
+class _Stored(NamedTuple):
+    """What is stored of a partition, None for nothing, under which generation, and in which server process."""
+
+    position: Position | None
+    generation: int
+    server_id: int
+
+
+_UNKNOWN: Final = _Stored(None, 0, 0)
+
+
+class Ownership:
+    """What a consumer's owner, or a member of a group, knows of the stored positions.
+
+    Args:
+        consumer: the consumer's name, or the group's.
+        member: the member's; empty for a sole owner.
+
+    Attributes:
+        membership: of a member; None for a sole owner.
+        to_load: partitions whose stored positions are to be looked at before they go on.
+    """
+
+    def __init__(self, consumer: str, member: str) -> None:
+        self.consumer = consumer
+        self.member = member
+        self.membership = Membership() if member else None
+        self.to_load: set[int] = set()
+        self._generation = self._saving = self._server_id = 0
+        self._stored: dict[int, _Stored] = {}
+        self._sent: dict[int, Position] = {}
+
+    @property
+    def generation(self) -> int:
+        """The newest that was told; what is stored is stored under it."""
+        return self._generation if self.membership is None else self.membership.generation
+
+    @property
+    def may_save(self) -> bool:
+        """Whether it is known under which generation to store; else what is asked for would be refused."""
+        return self.membership is None or self.membership.is_told
+
+    def opened(
+        self, opened: stream_pb2.Opened, partitions: Iterable[int], sent_at: float
+    ) -> list[int]:
+        """A call was accepted, whose Open was sent then. Return the partitions that are not owned any more."""
+        self._generation, self._server_id = opened.generation, opened.server_id
+        self.to_load.update(partitions)
+        if self.membership is None:
+            return []
+        lost = self.membership.opened(opened.server_id, opened.lease_seconds, sent_at)
+        self.lost(lost)
+        return lost
+
+    def lost(self, partitions: Iterable[int]) -> None:
+        """Partitions are not owned any more: whatever is stored of them later is another's."""
+        for partition in partitions:
+            self._stored.pop(partition, None)
+            self._sent.pop(partition, None)
+            self.to_load.discard(partition)
+
+    def found(self, response: stream_pb2.LoadPositionsResponse) -> dict[int, Position | None]:
+        """Take what is stored of the partitions that are to be loaded. Return what this owner does not know of.
+
+        What is older than what it stored itself comes from an old copy of the server's data: to take it would hide
+        from the server what this one has received since. So does nothing at all from a server that was started
+        anew, while the same one has it from an operator. Nothing of a bucket that was made anew is no reason to
+        forget what has to be undone of the one before.
+
+        Raises:
+            InvalidArgumentError: a position is out of range or contradicts itself.
+        """
+        version = response.bucket_version
+        stored = {
+            m.partition: (position_from_message(m, version), m.generation)
+            for m in response.positions
+        }
+        unknown: dict[int, Position | None] = {}
+        for partition in sorted(self.to_load):
+            position, generation = stored.get(partition, (None, 0))
+            if not self._knows(partition, position, generation, version):
+                unknown[partition] = position
+                self._stored[partition] = _Stored(position, generation, self._server_id)
+        self.to_load.clear()
+        return unknown
+
+    def _knows(
+        self, partition: int, position: Position | None, generation: int, version: int
+    ) -> bool:
+        known = self._stored.get(partition, _UNKNOWN)
+        if known is _UNKNOWN:
+            return False
+        if position is None and known.position is not None:
+            return known.server_id != self._server_id or known.position.bucket_version != version
+        # What was sent last may be stored although no answer said so.
+        sent = self._sent.get(partition)
+        return (
+            generation < known.generation
+            or _same(known.position, position)
+            or (sent is not None and _same(sent, position))
+        )
+
+    def stored(self, positions: Mapping[int, Position]) -> None:
+        """Positions were stored."""
+        for partition, position in positions.items():
+            self._stored[partition] = _Stored(position, self._saving, self._server_id)
+
+    @property
+    def was_told_meanwhile(self) -> bool:
+        """Whether the generation changed since positions were sent to be stored: what was refused may be right by now."""
+        return self._saving != self.generation
+
+    # Messages.
+
+    def load_request(self, bucket: str, version: int) -> stream_pb2.LoadPositionsRequest:
+        """Return what asks for the positions that are to be loaded."""
+        return stream_pb2.LoadPositionsRequest(
+            bucket=bucket,
+            bucket_version=version,
+            consumer=self.consumer,
+            partitions=sorted(self.to_load),
+        )
+
+    def save_request(
+        self, bucket: str, version: int, positions: Mapping[int, Position]
+    ) -> stream_pb2.SavePositionsRequest:
+        """Return what stores positions."""
+        self._saving = self.generation
+        self._sent.update(positions)
+        return stream_pb2.SavePositionsRequest(
+            bucket=bucket,
+            bucket_version=version,
+            consumer=self.consumer,
+            member=self.member,
+            generation=self.generation,
+            positions=[position_to_message(p, position) for p, position in positions.items()],
+        )
+
+
+def _same(one: Position | None, other: Position | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    fields = ("failover_id", "data_id", "seqno", "horizon", "markers")
+    return all(getattr(one, name) == getattr(other, name) for name in fields)
+
+
+def fenced(consumer: str, partitions: Iterable[int]) -> FencedError:
+    """Return the error of a sole owner that is none any more."""
+    some = sorted(partitions)[:5]
+    return FencedError(
+        f"consumer {consumer!r} has another owner by now: the positions of {some} were not stored",
+        hint="give each consumer its own name, or share the work: changes(group=...)",
+    )
+
+
+def is_of_group(message: stream_pb2.FollowResponse) -> bool:
+    """Whether a message is about a member's share and lease, and not about any stream."""
+    return message.WhichOneof("message") in ("assignment", "renewed")

@@ -1,0 +1,297 @@
+"""The link to the server, without I/O: credit and silence of a call, and when to try the next one."""
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from upr_client import backoff
+from upr_client.changes.status import Progress
+from upr_client.endpoints import SILENT_REASON
+from upr_protocol.block import POSITION
+from upr_protocol.errors import BucketGoneError, ProtocolError, UnavailableError, UprError
+from upr_protocol.flow import CreditReturn, Liveness
+from upr_protocol.limits import (
+    CREDIT_BYTES,
+    CREDIT_BYTES_MAX,
+    HEARTBEAT_SECONDS,
+    HEARTBEAT_SECONDS_MAX,
+    PARTITIONS,
+    SILENT_INTERVALS,
+)
+from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+
+MOMENT_SECONDS: Final = 0.2
+"""What is waited for at least before the server counts as silent."""
+_PONG: Final = stream_pb2.FollowRequest(pong=stream_pb2.Pong())
+
+
+class Arrived(NamedTuple):
+    """What to do with a message that arrived.
+
+    Args:
+        answer: to be sent at once, None for nothing.
+        half_close: nothing is to be sent after this message.
+        keep: it waits for the application; else its content was taken in already.
+    """
+
+    answer: stream_pb2.FollowRequest | None
+    half_close: bool
+    keep: bool
+
+
+class CallState:
+    """One call.
+
+    Times are seconds on a clock that does not jump.
+
+    Args:
+        request: the Open.
+        now: when the call began.
+
+    Attributes:
+        highs: the high seqnos that heartbeats told, of all 1024 partitions; 0 for none.
+    """
+
+    def __init__(self, request: stream_pb2.Open, now: float) -> None:
+        self.highs: npt.NDArray[np.uint64] = np.zeros(PARTITIONS, np.uint64)
+        self._beat_waits = False
+        self._credit = CreditReturn(request.credit_bytes or CREDIT_BYTES)
+        self._liveness = Liveness(request.heartbeat_seconds or HEARTBEAT_SECONDS, now)
+
+    def arrived(self, message: stream_pb2.FollowResponse, now: float) -> Arrived:
+        """Take note of a message when it arrives, before the application has time for it."""
+        self._liveness.heard(now)
+        kind = message.WhichOneof("message")
+        if kind == "heartbeat":
+            partitions, seqnos = high_seqnos(message.heartbeat)
+            self.highs[partitions] = np.maximum(self.highs[partitions], seqnos)
+            # Of heartbeats that wait only the newest numbers count, and those are kept here.
+            keep, self._beat_waits = not self._beat_waits, True
+            return Arrived(_PONG, False, keep)
+        return Arrived(None, kind == "ended" and not message.ended.streams, True)
+
+    def accepted(self, message: stream_pb2.FollowResponse, now: float) -> stream_pb2.Opened:
+        """Return the server's terms out of its first message.
+
+        Raises:
+            UprError: the call was refused, or something else came first.
+        """
+        kind = message.WhichOneof("message")
+        if kind == "ended":
+            problem = message.ended.problem
+            raise UprError(
+                problem.message,
+                hint=problem.hint,
+                reason=problem.reason,
+                retriable=problem.retriable,
+            )
+        if kind != "opened":
+            raise UnavailableError(f"the server's first message is {kind}, not opened")
+        granted = message.opened.credit_bytes
+        if 0 < granted <= CREDIT_BYTES_MAX:
+            self._credit = CreditReturn(granted)
+        if message.opened.heartbeat_seconds > 0:
+            self._liveness = Liveness(message.opened.heartbeat_seconds, now)
+        opened: stream_pb2.Opened = message.opened
+        return opened
+
+    def taken(self, message: Any) -> stream_pb2.FollowRequest | None:
+        """The application took a message. Return the credit that goes back for it, None for nothing."""
+        size = 0
+        kind = message.WhichOneof("message")
+        if kind == "frame":
+            size = self._credit.consumed(frame_bytes(message.frame))
+        elif kind == "heartbeat":
+            self._beat_waits = False
+            # Everything received is consumed: the rest too small to be returned alone may be what is missing.
+            size = self._credit.flush()
+        return stream_pb2.FollowRequest(credit=stream_pb2.Credit(bytes=size)) if size else None
+
+    def patience(self, now: float) -> float:
+        """Return how many seconds to wait for the next message at most, before ``check_heard``."""
+        self._liveness.sent(now)
+        # At least a moment: where the application held up the reader too, silence is its own.
+        return max(self._liveness.next_deadline() - now, MOMENT_SECONDS)
+
+    def check_heard(self, now: float) -> None:
+        """Check that the server is there, after nothing came in a moment of waiting.
+
+        Raises:
+            UnavailableError: it was silent for three heartbeat intervals.
+        """
+        if self._liveness.peer_is_gone(now):
+            raise UnavailableError(
+                "the server was silent for three heartbeat intervals", reason=SILENT_REASON
+            )
+
+
+_DOUBLINGS_MAX: Final = 5
+_CALM_SILENCES: Final = 3
+
+
+class Patience:
+    """The heartbeat interval to ask for.
+
+    While a message is on its way nothing else comes, and one that takes longer than three intervals on a slow link
+    looks like silence; in the next call it would be sent from its start again, for ever. So the interval doubles
+    with every call that ended in silence and brought nothing, up to 32 times its length. It is the first one again
+    when something was brought, or when a call held for three times as long as silence may last.
+
+    Args:
+        interval: the first one, seconds.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._first = interval
+        self._doublings = 0
+        self._opened_at = 0.0
+
+    @property
+    def interval(self) -> float:
+        """The interval to ask for, seconds."""
+        doubled: float = self._first * 2**self._doublings
+        return min(doubled, HEARTBEAT_SECONDS_MAX)
+
+    def opened(self, now: float) -> None:
+        """A call was accepted."""
+        self._opened_at = now
+
+    def brought(self) -> None:
+        """A call brought changes."""
+        self._doublings = 0
+
+    def beat(self, now: float) -> None:
+        """A call brought a heartbeat."""
+        if now - self._opened_at > _CALM_SILENCES * SILENT_INTERVALS * self.interval:
+            self._doublings = 0
+
+    def lost(self, reason: str) -> None:
+        """A call ended."""
+        if reason == SILENT_REASON:
+            self._doublings = min(self._doublings + 1, _DOUBLINGS_MAX)
+
+
+_VIOLATIONS_MAX: Final = 5
+"""So often in a row, with no frame in between, the protocol may be broken before that is an error."""
+
+
+class Clock(NamedTuple):
+    """Where time and chance come from.
+
+    Args:
+        now: seconds on a clock that does not jump.
+        wall: seconds since the epoch.
+        random: evenly distributed numbers from 0 to 1.
+    """
+
+    now: Callable[[], float]
+    wall: Callable[[], float]
+    random: Callable[[], float]
+
+
+class Reconnecting:
+    """What became of the calls so far.
+
+    Args:
+        heartbeat_seconds: the interval to ask for at first.
+        retry_seconds: how long to try without any progress; None for ever.
+        say: takes words for people.
+    """
+
+    def __init__(
+        self,
+        heartbeat_seconds: float,
+        retry_seconds: float | None,
+        progress: Progress,
+        say: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        self._patience = Patience(heartbeat_seconds)
+        self._limit = retry_seconds
+        self._progress = progress
+        self._say = say
+        self._clock = clock
+        self._attempt = self._violations = 0
+        self._any_version = False
+        self._heard_at = clock.now()
+
+    @property
+    def interval(self) -> float:
+        """The heartbeat interval to ask for, seconds."""
+        return self._patience.interval
+
+    def version(self, known: int) -> int | None:
+        """Return the version of the bucket to ask for, None for whatever has the name; 0 means not known."""
+        return None if self._any_version else known or None
+
+    def heard(self) -> None:
+        """The server said something."""
+        self._heard_at = self._clock.now()
+
+    def answered(self) -> None:
+        """Starts were answered."""
+        self._attempt = 0
+
+    def beat(self) -> None:
+        """A heartbeat came."""
+        self._patience.beat(self._clock.now())
+
+    def brought(self) -> None:
+        """Changes came."""
+        self._attempt = self._violations = 0
+        self._patience.brought()
+
+    def opened(self) -> None:
+        """A call was accepted."""
+        self._any_version = False
+        self._patience.opened(self._clock.now())
+
+    def not_opened(self, error: UprError, known: int) -> bool:
+        """A call was not accepted. Return whether to open another one at once; ``known`` as for ``version``."""
+        # Whatever has the name now: its version tells that everything of the old one is to be undone.
+        self._any_version = (
+            not self._any_version and bool(known) and error.reason == BucketGoneError.default_reason
+        )
+        if self._any_version:
+            self._say(f"{error}; going on with the new one")
+        return self._any_version
+
+    def lost(self, error: UprError) -> float:
+        """The call is lost. Return how many seconds to wait before the next one.
+
+        Raises:
+            UprError: trying again does not mend it, or was tried for long enough.
+        """
+        self._patience.lost(error.reason)
+        if not error.retriable:
+            raise error
+        if isinstance(error, ProtocolError):
+            self._violations += 1
+            if self._violations >= _VIOLATIONS_MAX:
+                raise error
+        if self._limit is not None and self._clock.now() - self._heard_at >= self._limit:
+            raise error
+        self._progress.reconnects += 1
+        seconds = backoff.delay(self._attempt, self._clock.random())
+        self._attempt += 1
+        self._say(
+            f"the call ended with {error.reason} ({error}); connecting again in {seconds:.2f} s"
+        )
+        return seconds
+
+
+def high_seqnos(
+    message: stream_pb2.Heartbeat,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """Return the partitions and high seqnos of a Heartbeat; what is out of range is left out."""
+    usable = len(message.high_seqnos) // POSITION.itemsize * POSITION.itemsize
+    table = np.frombuffer(message.high_seqnos[:usable], POSITION)
+    table = table[table["partition"] < 1024]
+    return table["partition"].astype(np.int64), table["seqno"].astype(np.uint64)
+
+
+def frame_bytes(frame: stream_pb2.Frame) -> int:
+    """Return what a frame counts against the credit: the bytes of its encoded blocks, without their envelope."""
+    return sum(block.ByteSize() for block in frame.blocks)

@@ -1,0 +1,884 @@
+"""The session of a consumer: what to do next when following, decided without I/O, and for the tests' simulated world too.
+
+A shell connects, sends, receives, stores and calls the application; in which order, and what anything that the
+server says means for that, is decided here.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from upr_client import backoff
+from upr_client.changes.events import (
+    ChangeBatch,
+    HandedOut,
+    RecentKeys,
+    Rollback,
+    batch_of,
+    decode_frame,
+    rollback_of,
+)
+from upr_client.changes.groups import Membership, Ownership, fenced, is_of_group
+from upr_client.changes.ledger import Ledger
+from upr_client.changes.link import Clock, Reconnecting
+from upr_client.changes.options import ChangesOptions
+from upr_client.changes.status import ChangesStatus, Progress
+from upr_protocol.block import POSITION, STARTED, U64
+from upr_protocol.consumer import Consumer, Delivery, Fate, State, fate_of
+from upr_protocol.errors import InvalidArgumentError, ProtocolError, RollbackError, UprError
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.position import Position
+from upr_protocol.wire.codec import log_from_messages
+from upr_protocol.wire.grpc import error_of
+from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+from upr_protocol.wire.v1.types_pb2 import Problem
+
+
+class Step(enum.Enum):
+    """What the shell is to do."""
+
+    FINISH = "finish"
+    """Every partition ended for good: store, and end the call."""
+    UNDO = "undo"
+    """Have the application undo; see ``rollbacks``."""
+    CONNECT = "connect"
+    """Open a call; see ``open_message``."""
+    LOAD = "load"
+    """Load positions from the server; see ``ownership`` and ``loaded``."""
+    SAVE = "save"
+    """Store the positions that changed; see ``begin_save``."""
+    RELEASE = "release"
+    """Send what ``release`` gives."""
+    RECEIVE = "receive"
+    """Send what ``due`` gives, and receive the next message; see ``take``."""
+
+
+class Outcome(NamedTuple):
+    """What a message came to.
+
+    Args:
+        batch: for the application, None for nothing.
+        lost: why the call is of no use any more, None when it is; see ``lost``.
+        finish_seconds: how long the server may take to end such a call; 0: it is ended at once.
+        fatal: why a partition cannot be followed any more, None when each can.
+    """
+
+    batch: ChangeBatch | None = None
+    lost: UprError | None = None
+    finish_seconds: float = 0.0
+    fatal: UprError | None = None
+
+
+_ROLLBACKS_MAX: Final = 3
+"""So often in a row a partition may be told to roll back before its next Start waits."""
+
+_LASTING: Final = frozenset({"PARTITION_NOT_ACTIVE", "DATA_DAMAGED", "STORAGE_ERROR"})
+"""With these, if the server calls them not retriable, a partition waits for somebody who mends it; others go on."""
+
+
+class Incoming:
+    """Takes what the server says about partitions.
+
+    Args:
+        say: takes words for people.
+
+    Attributes:
+        session: the state machine of the partitions.
+        retries: when each partition may be started again.
+        handshakes: the newest rollback answers: partition, rule, words.
+        must_save: how often a position changed that is to be stored before its Start is sent.
+        stuck: partitions that wait for somebody to mend them, and why.
+    """
+
+    def __init__(
+        self,
+        session: Consumer,
+        progress: Progress,
+        say: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        self.session = session
+        self.retries = backoff.Retries()
+        self.handshakes: deque[tuple[int, str, str]] = deque(maxlen=4096)
+        self.must_save = 0
+        self.stuck: dict[int, UprError] = {}
+        self._progress = progress
+        self._say = say
+        self._clock = clock
+        self._rollbacks_in_row: dict[int, int] = {}
+        self._begun: list[int] = []
+
+    def take_frame(self, frame: stream_pb2.Frame) -> Delivery | None:
+        """Take a frame; None when nothing in it belongs to an open stream."""
+        delivery = self.session.frame(*decode_frame(frame))
+        if delivery is not None:
+            self.retries.succeeded(delivery.partitions)
+            self._progress.received(delivery, self._clock.now())
+        return delivery
+
+    def take_answers(self, message: stream_pb2.StartAnswers) -> UprError | None:
+        """Take the answers to Starts; return what cannot be mended by trying again."""
+        if message.started:
+            if len(message.started) % STARTED.itemsize:
+                raise ProtocolError(f"{len(message.started)} bytes of started streams")
+            records = np.frombuffer(message.started, STARTED)
+            self.session.started_plain(records)
+            if self._rollbacks_in_row or self.stuck:
+                for partition in records["partition"].tolist():
+                    self._rollbacks_in_row.pop(partition, None)
+                    self.stuck.pop(partition, None)
+        refused: dict[str, list[int]] = {}
+        fatal: UprError | None = None
+        for answer in message.answers:
+            if self.session.is_stale(answer.partition):
+                continue
+            kind = answer.WhichOneof("answer")
+            if kind == "started":
+                self._take_started(answer.partition, answer.started)
+            elif kind == "rollback":
+                self._take_rollback(answer.partition, answer.rollback)
+            elif kind == "refused":
+                problem = answer.refused
+                again = problem.retriable or is_lasting(problem)
+                self.session.refused(answer.partition, again)
+                if again:
+                    words = f"{problem.reason} ({problem.message})"
+                    if self._wait(answer.partition, problem, refused=True):
+                        refused.setdefault(words, []).append(answer.partition)
+                else:
+                    fatal = fatal or error_of(problem)
+            else:
+                raise ProtocolError(f"the answer for partition {answer.partition} is empty")
+        for words, partitions in refused.items():
+            self._say(f"{named(partitions)} refused: {words}; asking again after a pause")
+        return fatal
+
+    def _take_started(self, partition: int, started: stream_pb2.Started) -> None:
+        until = started.until_seqno if started.HasField("until_seqno") else None
+        begins = started.start_seqno if started.HasField("start_seqno") else None
+        log = log_from_messages(started.failover_log)
+        self.session.started(
+            partition, started.token, started.failover_id, started.high_seqno, until, log, begins
+        )
+        self._rollbacks_in_row.pop(partition, None)
+        self.stuck.pop(partition, None)
+        if begins is not None:
+            # Before any change: after a crash it would begin later, and what lies between would be missed.
+            self.must_save += 1
+            self._begun.append(partition)
+
+    def take_begun(self) -> list[int]:
+        """Return, once, the partitions that were started where they wanted to begin."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def _wait(self, partition: int, problem: Problem, *, refused: bool = False) -> bool:
+        """Have a partition wait for its next Start; returns whether that is to be said: what lasts is said once."""
+        lasting, now = is_lasting(problem), self._clock.now()
+        self.retries.failed(partition, now, self._clock.random(), lasting=lasting)
+        is_news = self._progress.failed(partition, problem.reason, problem.message, now)
+        if lasting and (refused or not is_news):
+            # A stream that was ended gets a second try before the partition is given up.
+            self.stuck[partition] = error_of(problem)
+        return is_news or not lasting
+
+    def nothing_left(self) -> UprError | None:
+        """Return why nothing that is followed goes on: all that has not come to its end is stuck. Else None."""
+        waiting = [p for p in self.session.partitions if self.session.state(p) is not State.DONE]
+        if not waiting or any(
+            p not in self.stuck or self.session.state(p) is not State.READY for p in waiting
+        ):
+            return None
+        first, others = self.stuck[waiting[0]], len(self.session.partitions) - len(waiting)
+        words = f"{named(waiting)} cannot be read: {first.message}"
+        if others:
+            words += "; the others were read to their end"
+        return type(first)(words, hint=first.hint, reason=first.reason, retriable=False)
+
+    def _take_rollback(self, partition: int, message: stream_pb2.Rollback) -> None:
+        log = log_from_messages(message.failover_log)
+        self.stuck.pop(partition, None)
+        self.handshakes.append((partition, message.rule, message.words))
+        self._progress.rollbacks[message.rule] += 1
+        pending = self.session.rollback(
+            partition, message.rollback_seqno, message.failover_id, message.rule, message.words, log
+        )
+        if pending is None:
+            self.must_save += 1
+        count = self._rollbacks_in_row.get(partition, 0) + 1
+        self._rollbacks_in_row[partition] = count
+        if count > _ROLLBACKS_MAX:
+            self._wait(partition, Problem(reason="ROLLBACK", message=message.words, retriable=True))
+            self._say(f"partition {partition} was told to roll back {count} times in a row")
+
+    def take_ended(self, ended: stream_pb2.Ended) -> UprError | None:
+        """Take the end of streams; return what cannot be mended by trying again."""
+        streams = [(stream.partition, stream.token) for stream in ended.streams]
+        problem = ended.problem
+        partitions = self.session.ended(streams, problem.reason)
+        fate = fate_of(problem.reason)
+        if fate is Fate.FAILED and partitions:
+            return error_of(problem)
+        if fate is Fate.AGAIN and partitions:
+            said = [partition for partition in partitions if self._wait(partition, problem)]
+            if said:
+                self._say(
+                    f"{named(said)} ended: {problem.reason} ({problem.message}); starting again"
+                )
+        return None
+
+
+def is_lasting(problem: Problem) -> bool:
+    """Whether somebody has to mend a partition before it can be started again."""
+    return not problem.retriable and problem.reason in _LASTING
+
+
+def named(partitions: list[int]) -> str:
+    """Return partitions for people."""
+    if len(partitions) == 1:
+        return f"partition {partitions[0]}"
+    return f"{len(partitions)} partitions ({', '.join(map(str, partitions[:5]))}, ...)"
+
+
+_FENCED_SECONDS: Final = 1.0
+"""For so long a refusal waits for what the call says about it: a server that was started anew knows of no owner."""
+
+
+class Saving:
+    """What changed since it was stored, what must be stored before a Start, and what could not be stored.
+
+    Args:
+        incoming: holds the positions of what was received.
+        ledger: moves them back to what was acknowledged; None when asking for more acknowledges.
+        ownership: of positions that are kept in the server; None for others.
+    """
+
+    def __init__(
+        self,
+        options: ChangesOptions,
+        incoming: Incoming,
+        ledger: Ledger | None,
+        ownership: Ownership | None,
+        clock: Clock,
+    ) -> None:
+        self._seconds = options.save_seconds
+        self._is_of_use = options.store is not None or ownership is not None
+        self._incoming = incoming
+        self._ledger = ledger
+        self._ownership = ownership
+        self._clock = clock
+        self._saved_at = clock.now()
+        self._musts_taken = self._musts_stored = 0
+        self._stored: dict[int, Position] = {}
+        self._failures = 0
+        self._not_before = 0.0
+        self._fenced_at: float | None = None
+
+    # When.
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a position is not as it was stored last."""
+        ledger = self._ledger
+        return self._incoming.session.has_changed or (ledger is not None and ledger.has_changed)
+
+    @property
+    def must(self) -> bool:
+        """Whether a position is to be stored before anything is started: a crash in between must not find the old one."""
+        return self._incoming.must_save != self._musts_stored
+
+    def is_due(self, now: float, hurry: bool) -> bool:
+        """Whether to store now; ``hurry``: what changed is not to wait for its time."""
+        if self._ownership is not None and not self._ownership.may_save:
+            return False
+        overdue = hurry or now - self._saved_at >= self._seconds
+        return now >= self._not_before and (self.must or (self.has_changed and overdue))
+
+    def next_due(self, now: float, hurry: bool) -> float | None:
+        """In how many seconds there is something to store, None for not by itself."""
+        if not (self.must or (self._is_of_use and self.has_changed)):
+            return None
+        if self._ownership is not None and not self._ownership.may_save:
+            return None
+        due = now if self.must or hurry else self._saved_at + self._seconds
+        return max(due, self._not_before) - now
+
+    # What.
+
+    def load(self) -> None:
+        """The positions were loaded."""
+        self._saved_at = self._clock.now()
+
+    def begin(self) -> list[int]:
+        """Return the partitions whose positions may have changed; ``stored`` or ``failed`` follows."""
+        self._saved_at = self._clock.now()
+        # What changes while these are being stored is to be stored too.
+        self._musts_taken = self._incoming.must_save
+        changed = set(self._incoming.session.take_changed())
+        if self._ledger is not None:
+            changed |= self._ledger.take_changed()
+        return sorted(changed.intersection(self._incoming.session.partitions))
+
+    def news(self, positions: Mapping[int, Position]) -> dict[int, Position]:
+        """Return those that are not what was stored last: what is received and not acknowledged moves no position."""
+        if self._ledger is None:
+            return dict(positions)
+        return {p: at for p, at in positions.items() if self._stored.get(p) != at}
+
+    def stored(self, positions: Mapping[int, Position]) -> None:
+        """They are stored."""
+        self._musts_stored = self._musts_taken
+        self._failures, self._not_before, self._fenced_at = 0, 0.0, None
+        if self._ledger is not None:
+            self._stored.update(positions)
+        if self._ownership is not None:
+            self._ownership.stored(positions)
+
+    def failed(self, positions: Iterable[int], *, wait: bool = False) -> None:
+        """They could not be stored; ``wait``: try again after a pause only, which grows."""
+        self._incoming.session.mark_changed(
+            set(positions).intersection(self._incoming.session.partitions)
+        )
+        if wait:
+            seconds = backoff.delay(self._failures, self._clock.random())
+            self._not_before = self._clock.now() + seconds
+            self._failures += 1
+
+    def fenced(self, error: UprError) -> None:
+        """The server said that this is no owner any more, and nothing was stored.
+
+        When its positions were set back, or the server was started anew, the call ends and the next one owns again;
+        when there is another owner the call ends with that.
+
+        Raises:
+            UprError: the error, when the call goes on all the same.
+        """
+        now = self._clock.now()
+        if self._fenced_at is None:
+            self._fenced_at = now
+        elif now - self._fenced_at >= _FENCED_SECONDS:
+            raise error
+
+    def opened(self) -> None:
+        """Another call was accepted."""
+        self._failures, self._not_before, self._fenced_at = 0, 0.0, None
+
+    def forget(self, partitions: Iterable[int]) -> None:
+        """What is stored of these partitions is not known any more."""
+        for partition in partitions:
+            self._stored.pop(partition, None)
+
+
+_FINISH_SECONDS: Final = 1.0
+
+
+class Following:
+    """Everything of ``AsyncChanges`` that is decided and not done.
+
+    Args:
+        partitions: which to follow, None for all.
+        say: takes words for people.
+        bucket: the bucket's name; empty when it is not known.
+
+    Attributes:
+        taken: what the application has and did not consume whole.
+        ownership: of positions that are kept in the server; None for others.
+        ledger: what is handed out and not acknowledged; None when asking for more acknowledges.
+        progress: counts.
+    """
+
+    def __init__(
+        self,
+        options: ChangesOptions,
+        partitions: Iterable[int] | None,
+        *,
+        say: Callable[[str], None],
+        clock: Clock,
+        bucket: str = "",
+    ) -> None:
+        self.taken: HandedOut | None = None
+        self.ownership: Ownership | None = None
+        if options.kept_in_server:
+            self.ownership = Ownership(options.group or options.consumer, options.member)
+        self.ledger = Ledger() if options.acknowledge == "manual" else None
+        self.progress = Progress()
+        self._options = options
+        self._say = say
+        self._clock = clock
+        self._keys = RecentKeys(options.recent_key_bytes)
+        self._incoming = Incoming(
+            options.session(partitions, {}, bucket), self.progress, say, clock
+        )
+        self._saving = Saving(options, self._incoming, self.ledger, self.ownership, clock)
+        self._offered: list[Rollback] = []
+        self._calls = Reconnecting(
+            options.heartbeat_seconds, options.retry_seconds, self.progress, say, clock
+        )
+        self._held: deque[stream_pb2.FollowResponse] = deque()
+        self._opening_at = clock.now()
+
+    @property
+    def session(self) -> Consumer:
+        """The state machine of the partitions."""
+        return self._incoming.session
+
+    @property
+    def handshakes(self) -> deque[tuple[int, str, str]]:
+        """The newest rollback answers: partition, rule, words."""
+        return self._incoming.handshakes
+
+    def load(self, positions: Mapping[int, Position]) -> None:
+        """Go on from stored positions; before anything else.
+
+        Raises:
+            PositionBucketError: a position is of a bucket of another name.
+        """
+        self._incoming.session = self._options.session(
+            self.session.partitions, positions, self.session.bucket
+        )
+        for partition in self.session.partitions:
+            self._begin(partition)
+        self._calls.heard()
+        self._saving.load()
+
+    def _begin(self, partition: int) -> None:
+        self._keys.begin(partition, self.session.seqno(partition))
+        if self.ledger is not None:
+            self.ledger.begin(partition, self.session.position(partition))
+
+    def next_step(self, connected: bool) -> Step:
+        """Return what to do now; ``connected``: there is a call."""
+        now = self._clock.now()
+        if self.has_lapsed:
+            if connected and self._saving.is_due(now, hurry=True):
+                # By the server's count the lease may go on, and what it stores was consumed while it was this one's.
+                return Step.SAVE
+            self._lapse(now)
+        if self.session.finished:
+            return Step.FINISH
+        if self.session.undoing:
+            return Step.UNDO
+        if not connected:
+            return Step.CONNECT
+        if self.ownership is not None and self.ownership.to_load:
+            return Step.LOAD
+        releasable = bool(self._releasable(now))
+        if self._saving.is_due(now, hurry=releasable):
+            return Step.SAVE
+        return Step.RELEASE if releasable and not self._saving.has_changed else Step.RECEIVE
+
+    @property
+    def _is_full(self) -> bool:
+        ledger = self.ledger
+        return ledger is not None and ledger.outstanding >= self._options.unacknowledged_max
+
+    @property
+    def waits_for_acknowledgements(self) -> bool:
+        """Whether something is to be done once more is acknowledged."""
+        return bool(self._held or (self._membership and self._membership.releasing))
+
+    # What the application has consumed.
+
+    def may_hand_out(self, partition: int) -> bool:
+        """Whether what was received of a partition may still be handed out: not when it was lost meanwhile, or a
+        member's lease has ended. What was consumed before that still counts, if the server agrees.
+        """
+        if self.has_lapsed:
+            self.acknowledge_part()
+            self._let_go()
+            return False
+        return self.session.state(partition) is not State.IDLE
+
+    def acknowledge_part(self) -> None:
+        """Count what was consumed of the batch that is being iterated over."""
+        if self.taken is not None and self.taken.delivery is not None:
+            self.session.acknowledge_part(self.taken.delivery, *self.taken.consumed())
+
+    def acknowledge(self) -> None:
+        """The application asks for the next batch: all before it was received, and undone.
+
+        Raises:
+            InvalidArgumentError: not all of it was: it was asked for one by one before.
+        """
+        if self.taken is not None and self.taken.has_more:
+            raise InvalidArgumentError(
+                "the changes were iterated one by one, in the middle of what came together",
+                hint="go on one by one, or take batches, or run, from the beginning",
+            )
+        taken, self.taken = self.taken, None
+        if taken is not None and taken.delivery is not None:
+            self.session.acknowledge(taken.delivery)
+        offered, self._offered = self._offered, []
+        for rollback in offered:
+            self.rolled_back(rollback)
+
+    def position(self, partition: int) -> Position:
+        """The position of what was dealt with; ``acknowledge_part`` comes first."""
+        received = self.session.position(partition)
+        return received if self.ledger is None else self.ledger.position(partition, received)
+
+    def begin_save(self) -> dict[int, Position]:
+        """Return the positions to store, in one atomic write; ``saved`` or ``not_saved`` follows."""
+        self.acknowledge_part()
+        return self._saving.news({p: self.position(p) for p in self._saving.begin()})
+
+    def saved(
+        self, positions: Mapping[int, Position], refused: Iterable[int] = ()
+    ) -> stream_pb2.FollowRequest | None:
+        """They are stored, but for those refused as another's. Return what to tell the server, None for nothing.
+
+        Raises:
+            FencedError: a sole owner is none any more.
+        """
+        gone = set(refused)
+        kept = {p: at for p, at in positions.items() if p not in gone}
+        self._saving.stored(kept)
+        ownership = self.ownership
+        if ownership is None:
+            return ack_message((p, at.seqno) for p, at in kept.items()) if kept else None
+        if gone and ownership.membership is None:
+            raise fenced(ownership.consumer, gone)
+        if gone and ownership.was_told_meanwhile:
+            self.not_saved({p: positions[p] for p in gone})
+        elif gone and ownership.membership is not None:
+            self._lose(ownership.membership.forget(gone), "they are another member's by now")
+        return None
+
+    def not_saved(self, positions: Mapping[int, Position], *, wait: bool = False) -> None:
+        """They could not be stored; ``wait``: that is to be tried again after a pause only."""
+        self._saving.failed(positions, wait=wait)
+
+    def fenced(self, error: UprError) -> None:
+        """Storing was refused as another's; see ``Saving.fenced``."""
+        self._saving.fenced(error)
+
+    # Undoing.
+
+    def rollbacks(self) -> list[Rollback]:
+        """Return what the application has to undo.
+
+        Raises:
+            RollbackError: it did not say how it wants to be told, or that it wants to fail.
+        """
+        rollbacks = [
+            rollback_of(item, self._keys.above(item.partition, item.seqno))
+            for item in self.session.undoing
+        ]
+        if self._options.on_rollback in (None, "fail"):
+            first = rollbacks[0]
+            raise RollbackError(
+                f"{len(rollbacks)} partitions must roll back, the first is {first.partition}, from seqno "
+                f"{first.from_seqno} to {first.seqno}: {first.words}",
+                hint='undo the data above and go on: pass on_rollback=a function, "event" or "restart"',
+            )
+        return rollbacks
+
+    def offer(self, rollbacks: list[Rollback]) -> ChangeBatch:
+        """Return them as a batch; they are undone when the application asks for the next one."""
+        self._offered = list(rollbacks)
+        batch = ChangeBatch([], [], rollbacks)
+        self.taken = HandedOut(batch, None)
+        return batch
+
+    def rolled_back(self, rollback: Rollback) -> None:
+        """The application undid a partition's data."""
+        partition = rollback.partition
+        if not any(item.partition == partition for item in self.session.undoing):
+            # Meanwhile the partition went to another member.
+            return
+        self.session.rolled_back(partition)
+        self._keys.rolled_back(partition, rollback.seqno)
+        if self.ledger is not None:
+            self.ledger.rolled_back(partition, self.session.position(partition))
+        self._incoming.must_save += 1
+
+    # The call.
+
+    def open_message(self, bucket: str) -> stream_pb2.Open:
+        """Return the first message of a call that is opened now."""
+        self._opening_at = self._clock.now()
+        version = self._calls.version(self.session.bucket_version)
+        return self._options.open_message(bucket, version, self._calls.interval)
+
+    def opened(self, opened: stream_pb2.Opened) -> None:
+        """The call was accepted."""
+        self._calls.opened()
+        self._held.clear()
+        self.session.opened(opened.bucket_version)
+        self._saving.opened()
+        if self.ownership is not None:
+            lost = self.ownership.opened(opened, self.session.partitions, self._opening_at)
+            self._lose(lost, "the server was started anew")
+
+    def not_opened(self, error: UprError) -> bool:
+        """The call was not accepted. Return whether to open another one at once; else ``lost`` follows."""
+        return self._calls.not_opened(error, self.session.bucket_version)
+
+    def lost(self, error: UprError) -> float:
+        """The call is lost. Return how many seconds to wait before the next one.
+
+        Raises:
+            UprError: trying again does not mend it, or was tried for long enough.
+        """
+        self.session.disconnected()
+        self._held.clear()
+        return self._calls.lost(error)
+
+    def due(self) -> tuple[list[stream_pb2.FollowRequest], float | None]:
+        """Return what is to be sent now, and after how many seconds there is more to do, None for not by itself."""
+        now = self._clock.now()
+        messages = []
+        waits: list[float] = []
+        if not self._saving.must:
+            due, next_due = self._incoming.retries.split(self.session.ready(), now)
+            if due:
+                messages.append(start_message(self.session, due, self._options.until_now))
+            if next_due is not None:
+                waits.append(next_due - now)
+        saving_due = self._saving.next_due(now, hurry=bool(self._releasable(now)))
+        if saving_due is not None:
+            waits.append(saving_due)
+        membership = self._membership
+        if membership is not None:
+            messages += membership.due(now)
+            waits.append(membership.next_due(now))
+        return messages, max(min(waits), 0.0) if waits else None
+
+    # Positions in the server, and groups.
+
+    def loaded(self, response: stream_pb2.LoadPositionsResponse) -> None:
+        """The server said what it has stored of the partitions that were to be loaded.
+
+        Raises:
+            InvalidArgumentError: a position is out of range or contradicts itself.
+        """
+        assert self.ownership is not None
+        anew = self.ownership.found(response)
+        self.session.unfollow(set(anew).intersection(self.session.partitions))
+        self.session.follow(anew)
+        self._saving.forget(anew)
+        for partition in anew:
+            self._begin(partition)
+
+    @property
+    def _membership(self) -> Membership | None:
+        return self.ownership.membership if self.ownership is not None else None
+
+    def _take_of_group(self, message: stream_pb2.FollowResponse) -> None:
+        membership, now = self._membership, self._clock.now()
+        if membership is None or self.ownership is None:
+            raise ProtocolError("an assignment, and this is no member of a group")
+        if message.WhichOneof("message") == "assignment":
+            share = membership.assigned(message.assignment, now)
+        else:
+            share = membership.renewed(message.renewed.number, now)
+        if share is None:
+            return
+        self._lose(share.lost, "")
+        self.ownership.to_load.update(share.gained)
+        # What is to be handed over is followed no further, and its position is still this member's to store.
+        self.session.finish(set(share.release).intersection(self.session.partitions))
+        self.session.resume(set(share.kept).intersection(self.session.partitions))
+        self._say(
+            f"generation {membership.generation}: {len(membership.owned)} partitions, {len(share.gained)} more, "
+            f"{len(share.lost)} fewer, {len(share.release)} to be handed over"
+        )
+
+    def _lose(self, partitions: list[int], why: str) -> None:
+        if not partitions:
+            return
+        assert self.ownership is not None
+        self.ownership.lost(partitions)
+        self.session.unfollow(set(partitions).intersection(self.session.partitions))
+        self.progress.mended(set(partitions))
+        self._saving.forget(partitions)
+        if self.ledger is not None:
+            self.ledger.end(partitions)
+        if why:
+            self._say(f"{named(partitions)} lost: {why}")
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether a member's lease has ended, by its own count."""
+        return self._membership is not None and self._membership.expired(self._clock.now())
+
+    def _lapse(self, now: float) -> None:
+        assert self._membership is not None
+        gone = self._membership.expire(now)
+        if gone:
+            self._let_go()
+            self._lose(gone, "the lease has ended")
+
+    def _let_go(self) -> None:
+        """Of what was handed out as one batch nothing more is."""
+        self.taken, self._offered = None, []
+        self.session.abandon()
+
+    def renewals(self) -> tuple[list[stream_pb2.FollowRequest], bool]:
+        """Return what a member's lease needs to be sent now, and whether an answer is awaited."""
+        membership = self._membership
+        if membership is None or self.has_lapsed:
+            return [], False
+        return membership.due(self._clock.now()), membership.awaits_answer
+
+    def _releasable(self, now: float) -> list[int]:
+        membership = self._membership
+        if membership is None or not membership.releasing:
+            return []
+        return membership.releasable(now, self.ledger.waiting() if self.ledger is not None else ())
+
+    def release(self) -> stream_pb2.FollowRequest:
+        """Hand over what can be handed over; return what tells the server."""
+        assert self._membership is not None
+        given = self._releasable(self._clock.now())
+        message = self._membership.released(given)
+        self._lose(given, "")
+        return message
+
+    # What a message means.
+
+    def take(self, message: stream_pb2.FollowResponse, highs: U64) -> Outcome:
+        """Take a message; ``highs`` are the high seqnos that the call's heartbeats told.
+
+        Raises:
+            UprError: a partition cannot be followed any more, or not so.
+        """
+        self._calls.heard()
+        if is_of_group(message):
+            return self._in_bounds(lambda: self._take_of_group(message))
+        if message.WhichOneof("message") == "ended" and not message.ended.streams:
+            # Nothing comes behind it, and what waits comes again in the next call.
+            return self._call_ended(error_of(message.ended.problem))
+        if (self._is_full or self._held) and message.WhichOneof("message") != "heartbeat":
+            # In order: what ends a stream must not overtake its last frame. Bounded by the credit.
+            self._held.append(message)
+            return Outcome()
+        return self._in_bounds(lambda: self._take(message, highs))
+
+    def take_held(self, highs: U64) -> Outcome | None:
+        """Take the oldest message that came while nothing more could be handed out; None when there is none to be taken.
+
+        Raises:
+            UprError: as ``take``.
+        """
+        if not self._held or self._is_full:
+            return None
+        message = self._held.popleft()
+        return self._in_bounds(lambda: self._take(message, highs))
+
+    def _in_bounds(self, take: Callable[[], Outcome | None]) -> Outcome:
+        try:
+            outcome = take() or Outcome()
+        except InvalidArgumentError as error:
+            # What the server sent is out of range, or damaged on the way: nothing of it was used.
+            return Outcome(lost=ProtocolError(error.message))
+        except ProtocolError as error:
+            return Outcome(lost=error)
+        if outcome.fatal is not None:
+            raise outcome.fatal
+        return outcome
+
+    def _take(self, message: stream_pb2.FollowResponse, highs: U64) -> Outcome | None:
+        kind = message.WhichOneof("message")
+        fatal: UprError | None = None
+        if kind == "frame":
+            return Outcome(self._take_frame(message.frame))
+        if kind == "start_answers":
+            self._calls.answered()
+            fatal = self._incoming.take_answers(message.start_answers)
+            for partition in self._incoming.take_begun():
+                self._begin(partition)
+        elif kind == "heartbeat":
+            self._calls.beat()
+            self.session.highs(np.arange(PARTITIONS), highs)
+        elif kind == "ended":
+            fatal = self._incoming.take_ended(message.ended)
+        elif kind == "opened":
+            raise ProtocolError("the server said opened twice")
+        if fatal is None and self._incoming.stuck and not self._options.group:
+            fatal = self._incoming.nothing_left()
+        return None if fatal is None else Outcome(fatal=fatal)
+
+    def _take_frame(self, frame: stream_pb2.Frame) -> ChangeBatch | None:
+        delivery = self._incoming.take_frame(frame)
+        if delivery is None:
+            return None
+        self._calls.brought()
+        self._keys.add(delivery.blocks)
+        batch = batch_of(delivery)
+        self.taken = HandedOut(batch, delivery)
+        return batch
+
+    def hand_out(self) -> None:
+        """What was taken is handed out."""
+        if self.ledger is not None and self.taken is not None and self.taken.delivery is not None:
+            self.ledger.hand_out(self.taken.delivery, self.taken.batch)
+
+    def _call_ended(self, error: UprError) -> Outcome:
+        self.session.disconnected()
+        if self.session.finished:
+            return Outcome()
+        error.retriable = fate_of(error.reason) is not Fate.FAILED
+        # The half-close was sent when the message arrived; the server ends the call then.
+        return Outcome(lost=error, finish_seconds=_FINISH_SECONDS)
+
+    # What can be asked.
+
+    def status(self, connected: bool) -> ChangesStatus:
+        """Return a snapshot."""
+        ownership = self.ownership
+        membership = self._membership
+        return self.progress.status(
+            self.session,
+            self._clock.now(),
+            self._clock.wall(),
+            connected=connected,
+            unacknowledged=self.ledger.outstanding if self.ledger is not None else 0,
+            member=self._options.member,
+            generation=ownership.generation if ownership is not None else 0,
+            owned=len(membership.owned) if membership is not None else 0,
+        )
+
+
+PLAIN_STARTS: Final = 8
+"""From so many partitions on a Start is a table: a few are easier to read one by one."""
+
+
+def start_message(
+    session: Consumer, partitions: Sequence[int], until_now: bool
+) -> stream_pb2.FollowRequest:
+    """Return a Start of these partitions, all of them ready; many go as a table where that says all."""
+    if len(partitions) >= PLAIN_STARTS:
+        records = session.plain_starts(partitions)
+        if records is not None:
+            plain = stream_pb2.Start(table=records.tobytes(), until_now=until_now)
+            return stream_pb2.FollowRequest(start=plain)
+    start = stream_pb2.Start()
+    for request in session.starts(partitions):
+        message = start.partitions.add(
+            partition=request.partition,
+            failover_id=request.failover_id,
+            seqno=request.seqno,
+            data_id=request.data_id,
+            horizon=request.horizon,
+        )
+        if request.until_exact is not None:
+            message.until_exact = request.until_exact
+        elif request.until_seqno is not None:
+            message.until_seqno = request.until_seqno
+        elif request.until_now:
+            message.until_now = True
+        if request.beginning == "now":
+            message.from_now = True
+        elif request.beginning is not None:
+            message.from_time = request.beginning
+    return stream_pb2.FollowRequest(start=start)
+
+
+def ack_message(positions: Iterable[tuple[int, int]]) -> stream_pb2.FollowRequest:
+    """Return an Ack of (partition, seqno) pairs."""
+    table = np.array(list(positions), POSITION)
+    return stream_pb2.FollowRequest(ack=stream_pb2.Ack(positions=table.tobytes()))

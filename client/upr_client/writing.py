@@ -1,0 +1,224 @@
+"""Values of writing: results, batches of rows on their way, and the failures of those batches."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from upr_protocol.block import Block, select_runs
+from upr_protocol.errors import InvalidArgumentError, UprError, WriteFailedError
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, WRITES_IN_FLIGHT_MAX, choice
+from upr_protocol.partitioning import partition_of
+from upr_protocol.wire.codec import block_from_message, block_to_message, decode_runs
+from upr_protocol.wire.grpc import error_of
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
+from upr_protocol.wire.v1 import types_pb2
+
+
+class WriteResult(NamedTuple):
+    """Where a mutation went.
+
+    Args:
+        partition: 0 to 1023.
+        seqno: the seqno it was given; 0 when it was applied before a lost answer and the server forgot the seqno.
+        failover_id: the failover id under which the seqno was given; 0 as above.
+    """
+
+    partition: int
+    seqno: int
+    failover_id: int
+
+
+class WriteResults(NamedTuple):
+    """Where many mutations went.
+
+    Args:
+        rows: how many were written.
+        runs: (partition, start_seqno, end_seqno, failover_id): the rows of a partition got the seqnos above start
+            up to end; one for each block and partition, in the order of writing.
+    """
+
+    rows: int
+    runs: list[tuple[int, int, int, int]]
+
+
+def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> kv_pb2.WriteRequest:
+    """Return a Write that has no number yet."""
+    return kv_pb2.WriteRequest(
+        write=kv_pb2.WriteBlock(durability=durability, block=block_to_message(block))
+    )
+
+
+def result_runs(result: kv_pb2.WriteResult) -> list[tuple[int, int, int, int]]:
+    """Return the runs that were applied, as ``WriteResults.runs``."""
+    runs = decode_runs(result.runs)
+    ids = list(result.failover_ids) + [0] * (len(runs) - len(result.failover_ids))
+    return list(
+        zip(
+            runs["partition"].tolist(),
+            runs["start_seqno"].tolist(),
+            runs["end_seqno"].tolist(),
+            ids,
+            strict=False,
+        )
+    )
+
+
+def partly_refused(
+    partitions: Iterable[types_pb2.RefusedPartition], *, applied: bool
+) -> UprError | None:
+    """Return the error of a write that partitions refused for good; None for none.
+
+    Args:
+        applied: whether other partitions applied their part, or still may.
+    """
+    refused = list(partitions)
+    if not refused:
+        return None
+    error = error_of(refused[0].problem)
+    if len(refused) == 1 and not applied:
+        return error
+    names = ", ".join(str(item.partition) for item in refused[:5])
+    more = ", ..." if len(refused) > 5 else ""
+    rest = ", the rest was applied" if applied else ""
+    error.message = f"{len(refused)} partitions ({names}{more}) refused their part of the write{rest}: {error.message}"
+    return error
+
+
+def part_of(request: kv_pb2.WriteRequest, partitions: Collection[int]) -> kv_pb2.WriteRequest:
+    """Return a Write of only some of another's partitions, with its number."""
+    write = request.write
+    block = block_from_message(write.block, numbered=False)
+    keep = np.isin(block.runs["partition"], list(partitions))
+    part = write_request(select_runs(block, keep), write.durability)
+    part.write.number = write.number
+    return part
+
+
+def window_of(opened: kv_pb2.WriteOpened) -> int:
+    """Return how many writes may be outstanding, 1 to 64."""
+    return min(opened.writes_in_flight or WRITES_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_MAX)
+
+
+Rows = list[tuple[bytes, bytes | None]]
+OnResults = Callable[[Rows, WriteResults], Any]
+
+BATCH_ROWS: Final = 4000
+LINGER_SECONDS: Final = 0.005
+OUTSTANDING_BYTES: Final = 16 * 2**20
+ROW_BYTES: Final = 9
+"""What a row takes in a block besides key and value: an op and two offsets."""
+_KEYS_TOLD: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class WriterOptions:
+    """How to gather; the meanings are those of ``AsyncBucket.writer``.
+
+    Raises:
+        InvalidArgumentError: a value is out of its range.
+    """
+
+    durability: str
+    batch_rows: int
+    batch_bytes: int
+    linger_seconds: float
+    max_outstanding_bytes: int
+    on_results: OnResults | None
+
+    def __post_init__(self) -> None:
+        choice(DURABILITIES, self.durability, "durability")
+        for name, value, largest in (
+            ("batch_rows", self.batch_rows, BLOCK_ROWS_MAX),
+            ("batch_bytes", self.batch_bytes, BLOCK_COLUMN_BYTES),
+            ("max_outstanding_bytes", self.max_outstanding_bytes, None),
+        ):
+            if value < 1 or (largest is not None and value > largest):
+                limit = "1 or more" if largest is None else f"1 to {largest}"
+                raise InvalidArgumentError(f"{name} is {value}, it must be {limit}")
+        if not (self.linger_seconds >= 0 and isfinite(self.linger_seconds)):
+            raise InvalidArgumentError(
+                f"linger_seconds is {self.linger_seconds}, it must be 0 or more"
+            )
+        if self.on_results is not None and not callable(self.on_results):
+            raise InvalidArgumentError("on_results must be None or a function of rows and results")
+
+
+class Batch:
+    """Rows that are to go out in one Write.
+
+    Attributes:
+        number: batches are numbered in the order of writing, from 1.
+        due: when it goes out at the latest, full or not.
+        bytes: what its columns take.
+        level: the strongest durability of its rows; the values of the enumeration rise with it.
+    """
+
+    __slots__ = ("bytes", "due", "keys", "level", "number", "values")
+
+    def __init__(self, number: int, due: float) -> None:
+        self.number = number
+        self.due = due
+        self.bytes = 0
+        self.level: types_pb2.Durability.ValueType = types_pb2.DURABILITY_MEMORY
+        self.keys: list[bytes] = []
+        self.values: list[bytes | None] = []
+
+    def rows(self) -> Rows:
+        """Return the rows as (key, value) pairs, in the order of writing."""
+        return list(zip(self.keys, self.values, strict=True))
+
+
+class Failures:
+    """What failed since it was last told."""
+
+    def __init__(self) -> None:
+        self._first: UprError | None = None
+        self._rows = 0
+        self._keys: list[bytes] = []
+        self._partitions: set[int] = set()
+        self._raised: Exception | None = None
+
+    def __bool__(self) -> bool:
+        return self._first is not None or self._raised is not None
+
+    def add(self, batch: Batch, error: UprError, applied: Iterable[int] = ()) -> None:
+        """Rows of a batch were not written, or may not have been: all but those of the partitions that applied them."""
+        done = frozenset(applied)
+        partitions = [partition_of(key) for key in batch.keys]
+        failed = [
+            key
+            for key, partition in zip(batch.keys, partitions, strict=True)
+            if partition not in done
+        ]
+        self._first = self._first or error
+        self._rows += len(failed)
+        self._keys += failed[: _KEYS_TOLD - len(self._keys)]
+        self._partitions.update(set(partitions) - done)
+
+    def raised(self, error: Exception) -> None:
+        """The application's callback failed."""
+        self._raised = self._raised or error
+
+    def take(self) -> Exception | None:
+        """Return what is to be raised now, None for nothing; it is told once."""
+        if self._first is None:
+            raised, self._raised = self._raised, None
+            return raised
+        first, rows = self._first, self._rows
+        error = WriteFailedError(
+            f"{rows} rows were not written, or may not have been: {first.message}",
+            hint=first.hint,
+            retriable=first.retriable,
+            rows=rows,
+            keys=self._keys,
+            partitions=sorted(self._partitions),
+        )
+        error.__cause__ = first
+        self._first, self._rows, self._keys, self._partitions = None, 0, [], set()
+        return error
+
+
+DURABILITIES: Final = {"disk": types_pb2.DURABILITY_DISK, "memory": types_pb2.DURABILITY_MEMORY}

@@ -1,0 +1,193 @@
+"""Flow of a call, at both ends: credit for bytes under way, heartbeats, and when a silent peer counts as gone.
+
+Source: the project's design, "Following" and its limits. The server pulls; one value larger than the whole credit still
+goes through. An idle server sends heartbeats, the client answers, silence for three intervals ends the call at
+either side. The clock is the caller's: every method is handed the time, in seconds on a clock that does not jump.
+"""
+
+from upr_protocol.errors import CreditExceededError, InvalidArgumentError
+from upr_protocol.limits import (
+    CREDIT_BYTES,
+    CREDIT_BYTES_MAX,
+    CREDIT_RETURN_FRACTION,
+    HEARTBEAT_SECONDS_MAX,
+    HEARTBEAT_SECONDS_MIN,
+    SILENT_INTERVALS,
+)
+
+
+def check_window(window: int) -> int:
+    """Return the window, in bytes, when it is 1 to ``CREDIT_BYTES_MAX``.
+
+    Raises:
+        InvalidArgumentError: it is not.
+    """
+    if not 1 <= window <= CREDIT_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"credit is {window} bytes, it must be from 1 to {CREDIT_BYTES_MAX}"
+        )
+    return window
+
+
+class CreditWindow:
+    """The sender's side of one call.
+
+    Args:
+        window: bytes that may be outstanding, 1 to ``CREDIT_BYTES_MAX``.
+
+    Raises:
+        InvalidArgumentError: the window is out of range.
+    """
+
+    __slots__ = ("_outstanding", "_window")
+
+    def __init__(self, window: int = CREDIT_BYTES) -> None:
+        self._window = check_window(window)
+        self._outstanding = 0
+
+    @property
+    def window(self) -> int:
+        """Bytes that may be outstanding."""
+        return self._window
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes sent and not yet given back; above the window only while one larger message is out."""
+        return self._outstanding
+
+    def may_send(self, size: int) -> bool:
+        """Whether ``size`` bytes (0 or more) may be sent now.
+
+        They may if they fit into what is left, or if less is outstanding than a receiver may keep back for its next
+        return: else a value larger than the rest would wait until the receiver has reason to return less than that.
+        """
+        left = self._window - self._outstanding
+        return size <= left or self._outstanding * CREDIT_RETURN_FRACTION < self._window
+
+    def spend(self, size: int) -> None:
+        """Count ``size`` bytes (0 or more) as sent.
+
+        Raises:
+            InvalidArgumentError: it is negative or ``may_send`` says no; nothing was changed.
+        """
+        if size < 0 or not self.may_send(size):
+            raise InvalidArgumentError(
+                f"{size} bytes do not fit: {self._outstanding} of {self._window} are outstanding"
+            )
+        self._outstanding += size
+
+    def give_back(self, size: int) -> None:
+        """Count ``size`` bytes (1 to ``outstanding``) as consumed by the peer.
+
+        Raises:
+            CreditExceededError: it is 0, negative or more than is outstanding; nothing was changed.
+        """
+        if not 1 <= size <= self._outstanding:
+            raise CreditExceededError(
+                f"{size} bytes of credit were returned, it must be from 1 to {self._outstanding}",
+                hint="return each received byte once, after it was consumed",
+            )
+        self._outstanding -= size
+
+
+class CreditReturn:
+    """The receiver's side of one call: gathers what was consumed until a quarter of the window is together.
+
+    Args:
+        window: bytes that the peer may have outstanding, 1 to ``CREDIT_BYTES_MAX``.
+
+    Raises:
+        InvalidArgumentError: the window is out of range.
+    """
+
+    __slots__ = ("_held", "_window")
+
+    def __init__(self, window: int = CREDIT_BYTES) -> None:
+        self._window = check_window(window)
+        self._held = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes consumed and not yet returned, always less than a quarter of the window."""
+        return self._held
+
+    def consumed(self, size: int) -> int:
+        """Count ``size`` bytes (0 or more) as consumed and say how many to return now, 0 for none.
+
+        Raises:
+            InvalidArgumentError: it is negative; nothing was changed.
+        """
+        if size < 0:
+            raise InvalidArgumentError(f"{size} bytes were consumed, it must be 0 or more")
+        self._held += size
+        return self.flush() if self._held * CREDIT_RETURN_FRACTION >= self._window else 0
+
+    def flush(self) -> int:
+        """Say how many bytes to return now although a quarter is not together; 0 for none.
+
+        To be called with the answer to a heartbeat, so that an idle call has all of its credit.
+        """
+        held, self._held = self._held, 0
+        return held
+
+
+def check_interval(interval_seconds: float) -> float:
+    """Return the heartbeat interval, in seconds, when it is in its limits.
+
+    Raises:
+        InvalidArgumentError: it is below 0.05, above 3600 or not a number.
+    """
+    # Written so that NaN fails it too.
+    if not HEARTBEAT_SECONDS_MIN <= interval_seconds <= HEARTBEAT_SECONDS_MAX:
+        raise InvalidArgumentError(
+            f"heartbeat interval is {interval_seconds} s, it must be from {HEARTBEAT_SECONDS_MIN} "
+            f"to {HEARTBEAT_SECONDS_MAX}"
+        )
+    return interval_seconds
+
+
+class Liveness:
+    """The two timers of one side of a call.
+
+    Args:
+        interval_seconds: the heartbeat interval, 0.05 to 3600.
+        now: when the call began; both timers run from there.
+
+    Raises:
+        InvalidArgumentError: the interval is out of range.
+    """
+
+    __slots__ = ("_heard", "_interval", "_sent")
+
+    def __init__(self, interval_seconds: float, now: float) -> None:
+        self._interval = check_interval(interval_seconds)
+        self._heard = now
+        self._sent = now
+
+    def heard(self, now: float) -> None:
+        """Something arrived from the peer, whatever it was."""
+        self._heard = max(self._heard, now)
+
+    def sent(self, now: float) -> None:
+        """Something was sent to the peer, whatever it was."""
+        self._sent = max(self._sent, now)
+
+    def _heartbeat_at(self) -> float:
+        return self._sent + self._interval
+
+    def _gone_at(self) -> float:
+        return self._heard + self._interval * SILENT_INTERVALS
+
+    def heartbeat_due(self, now: float) -> bool:
+        """Whether nothing was sent for one interval."""
+        # The same sum as in next_deadline, not a difference: rounding must never make a caller that slept until
+        # the deadline find that nothing is due.
+        return now >= self._heartbeat_at()
+
+    def next_deadline(self) -> float:
+        """The time at which a heartbeat falls due or the peer counts as gone, whichever is first."""
+        return min(self._heartbeat_at(), self._gone_at())
+
+    def peer_is_gone(self, now: float) -> bool:
+        """Whether nothing arrived for three intervals."""
+        return now >= self._gone_at()

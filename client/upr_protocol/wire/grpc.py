@@ -1,0 +1,130 @@
+"""gRPC at both ends: channel and server options, and domain errors as statuses and back.
+
+The status carries the error's reason, retriable, message and hint as a Problem in trailing metadata; without
+it (a proxy, another server) the code alone decides.
+"""
+
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from upr_protocol import errors
+from upr_protocol.errors import UprError
+from upr_protocol.limits import MESSAGE_BYTES_MAX, STREAM_WINDOW_BYTES
+from upr_protocol.wire.codec import problem_of
+from upr_protocol.wire.v1 import types_pb2
+
+PROBLEM_KEY = "upr-problem-bin"
+
+_CODES: dict[str, grpc.StatusCode] = {
+    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+    "CORRUPT_BLOCK": grpc.StatusCode.INVALID_ARGUMENT,
+    "CREDIT_EXCEEDED": grpc.StatusCode.FAILED_PRECONDITION,
+    "BUCKET_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "BUCKET_GONE": grpc.StatusCode.FAILED_PRECONDITION,
+    "CUT_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "CONSUMER_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "FENCED": grpc.StatusCode.FAILED_PRECONDITION,
+    "NOT_OWNER": grpc.StatusCode.FAILED_PRECONDITION,
+    "POSITION_DAMAGED": grpc.StatusCode.DATA_LOSS,
+    "SNAPSHOT_GONE": grpc.StatusCode.FAILED_PRECONDITION,
+    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
+    "PARTITION_NOT_ACTIVE": grpc.StatusCode.FAILED_PRECONDITION,
+    "TOO_MANY": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "TOO_SLOW": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "QUOTA_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "NO_ROOM": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "STORAGE_FAILED": grpc.StatusCode.FAILED_PRECONDITION,
+    "DATA_DAMAGED": grpc.StatusCode.DATA_LOSS,
+    "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
+    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+}
+
+_CLASSES: dict[str, type[UprError]] = {
+    value.default_reason: value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, UprError)
+}
+
+
+def code_of(error: UprError) -> grpc.StatusCode:
+    """Return the gRPC status code an error travels under; INTERNAL for what is not in the table."""
+    return _CODES.get(error.reason, grpc.StatusCode.INTERNAL)
+
+
+def metadata_of(error: UprError) -> tuple[tuple[str, bytes], ...]:
+    """Return the trailing metadata that carries the error whole."""
+    return ((PROBLEM_KEY, problem_of(error).SerializeToString()),)
+
+
+def error_of(problem: types_pb2.Problem) -> UprError:
+    """Return the error a Problem tells of, as the class its reason belongs to."""
+    kind = _CLASSES.get(problem.reason, UprError)
+    return kind(
+        problem.message or problem.reason,
+        hint=problem.hint,
+        reason=problem.reason,
+        retriable=problem.retriable,
+    )
+
+
+def error_from_call(error: grpc.RpcError) -> UprError:
+    """Return the domain error behind a failed call, sync or asyncio."""
+    trailing: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    for key, value in trailing or ():
+        if key == PROBLEM_KEY and isinstance(value, bytes):
+            try:
+                return error_of(types_pb2.Problem.FromString(value))
+            except DecodeError:
+                # Not one of ours, whatever it is: the code alone decides.
+                break
+    code = error.code() if hasattr(error, "code") else None
+    words = f"{code.name if code else 'error'}: {error.details() if hasattr(error, 'details') else error}"
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return errors.UnavailableError(words, hint="is the server running at this address?")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.UnavailableError(words, hint="the server did not answer in time")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.TooManyError(words)
+    return UprError(words)
+
+
+COMMON: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+]
+CLIENT_OPTIONS: list[tuple[str, int]] = [
+    *COMMON,
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # The SDK reconnects with backoff and jitter of its own; gRPC's would add up to two minutes of silence.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # In spite of its name this is how long one attempt to connect may take: a slow link or a busy host needs it.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),
+    # A channel that is opened instead of a dead one must not find that one's connection again.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *COMMON,
+    # Compressed requests are refused: a few KiB would become MESSAGE_BYTES_MAX before anybody can look at them. Nor are
+    # they decompressed while the refusal is on its way.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.per_message_decompression", 0),
+    # What may come to a call that waits for nothing: else gRPC guesses it from the link, up to many MiB a call.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
+    # On by default, and then a second server takes a share of the connections without a word.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A peer that vanished without a word is found, also behind a Write call, which has no heartbeat.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # A connection that says nothing, or on which nobody calls, gives its place to others.
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+]

@@ -1,0 +1,238 @@
+"""A writer that keeps the rules of the wire, and a bucket, over refusals, lost answers, flushes and crashes.
+
+Whatever happens, each part of a write is applied at most once, in the order in which it was submitted; one that is told
+to have been applied before was, and one that was refused for good never is.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from upr.engine.bucket import Bucket
+from upr.engine.partitions import ACTIVE, PENDING, Partitions
+from upr.engine.producers import ProducerCall
+from upr.engine.recovery import recover
+from upr.storage.journal import Commit
+from upr.storage.keyspace import PartitionRow, ProducerRow
+from upr.storage.store import Identity
+from upr_protocol.block import build_block, make_runs, sealed
+from upr_protocol.errors import OutOfOrderError
+from upr_protocol.failover import FailoverLog
+
+NAME = b"p"
+USED = (5, 6, 700)
+PARTS = st.sets(st.sampled_from(USED), min_size=1)
+
+
+@dataclass
+class Pending:
+    """A write of the client, or what is left of it."""
+
+    id: int
+    parts: set[int]
+    number: int = 0
+    unknown: bool = False
+
+
+@dataclass
+class Answer:
+    """What the server answers to a write: taken or not, and the partitions that refused."""
+
+    write: Pending
+    taken: bool
+    refused: set[int]
+
+
+class WriterAndBucket(RuleBasedStateMachine):
+    """The client's half as ``upr_client`` does it, the server's half itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = iter(range(10**6, 10**9))
+        self.rows = {
+            p: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)
+        }
+        self.stored: dict[int, ProducerRow] = {}
+        self.commits: list[Commit] = []
+        self.bucket = Bucket(
+            Identity("b", 1), Partitions.from_rows(list(self.rows.values())), 1, proven=False
+        )
+        self.applied: dict[int, list[tuple[int, int]]] = {p: [] for p in USED}
+        """For each partition (seqno, id of the write)."""
+        self.failed: set[tuple[int, int]] = set()
+        self.pending: list[Pending] = []
+        self.submitted = self.last_number = 0
+        self.call: ProducerCall | None = None
+        self.previous = 0
+        self.sent = 0
+        self.answers: list[Answer] = []
+        self.broken_off = self.broken = False
+
+    # The client
+
+    @rule(parts=PARTS)
+    def submit(self, parts: set[int]) -> None:
+        self.submitted += 1
+        self.pending.append(Pending(self.submitted, parts))
+
+    @precondition(lambda self: self.call is None)
+    @rule()
+    def connect(self) -> None:
+        stored = max((row.number for row in self.stored.values()), default=0)
+        self.call = self.bucket.open_producer(NAME, stored)
+        self.last_number = max(self.last_number, self.call.producer.last_number)
+        self.previous = self.sent = 0
+        self.answers = []
+        self.broken_off = self.broken = False
+
+    @precondition(lambda self: self.call and not self.broken_off and self.sent < len(self.pending))
+    @rule(room=st.integers(0, 4))
+    def send(self, room: int) -> None:
+        assert self.call is not None
+        write = self.pending[self.sent]
+        self.sent += 1
+        if not write.number:
+            self.last_number += 1
+            write.number = self.last_number
+        previous, self.previous = self.previous, write.number
+        try:
+            self.call.check(write.number, previous)
+        except OutOfOrderError:
+            self.answers.append(Answer(write, False, set()))
+            return
+        if room:
+            self.answers.append(self.number(write))
+        else:
+            self.answers.append(Answer(write, False, set()))
+
+    def number(self, write: Pending) -> Answer:
+        parts = sorted(write.parts)
+        rows = [b"%d" % write.id] * len(parts)
+        block = sealed(replace(build_block(rows, rows), runs=make_runs(parts, [1] * len(parts))))
+        written = self.bucket.write(block, NAME, self.call, write.number, 1, self.stored)
+        for run in written.runs.tolist():
+            partition, _, start, end = run[:4]
+            known = [one for one, id_ in self.applied[partition] if id_ == write.id]
+            if known:
+                assert end in (0, *known), "told other seqnos than it was given"
+            else:
+                assert end == int(self.bucket.partitions.high[partition]) == start + 1
+                self.applied[partition].append((end, write.id))
+        told = {int(p) for p in written.runs["partition"]}
+        assert told | written.refused.keys() == write.parts
+        return Answer(write, True, set(written.refused))
+
+    @precondition(lambda self: self.call is not None and self.answers)
+    @rule(for_good=st.booleans())
+    def hear(self, for_good: bool) -> None:
+        answer = self.answers.pop(0)
+        write = answer.write
+        if answer.taken and for_good:
+            self.failed |= {(partition, write.id) for partition in answer.refused}
+            answer.refused = set()
+        if not answer.taken:
+            self.broken = self.broken_off = True
+        elif answer.refused:
+            write.parts = answer.refused
+            self.broken_off = True
+        else:
+            self.pending.remove(write)
+            self.sent -= 1
+
+    @precondition(lambda self: self.call is not None)
+    @rule()
+    def lose(self) -> None:
+        """The connection is lost, with the answers that are on their way."""
+        assert self.call is not None
+        self.bucket.close_producer(self.call)
+        self.call = None
+        if not self.broken:
+            for answer in self.answers:
+                answer.write.unknown = True
+        for write in reversed(self.pending):
+            if write.unknown:
+                break
+            write.number = 0
+
+    # The server
+
+    @rule(partition=st.sampled_from(USED))
+    def change_state(self, partition: int) -> None:
+        state = self.bucket.partitions.state
+        state[partition] = PENDING if state[partition] == ACTIVE else ACTIVE
+
+    @rule()
+    def commit(self) -> None:
+        commit = self.bucket.take_commit()
+        if commit is not None:
+            self.commits.append(commit)
+            self.bucket.commit_done(commit)
+
+    @rule(slices=st.integers(0, 3))
+    def flush(self, slices: int) -> None:
+        plan = self.bucket.begin_flush()
+        if plan is None:
+            return
+        parts = plan.prepare()
+        for part in parts[:slices]:
+            merged = plan.merge(part)
+            for numbers in plan.producer_rows(part, merged).values():
+                for partition, *fields in numbers.table.tolist():
+                    self.stored[partition] = ProducerRow(*fields)
+            self.rows.update(self.bucket.flush_rows(merged))
+            self.bucket.slice_stored(merged)
+        through = self.bucket.end_flush(slices >= len(parts))
+        self.commits = [commit for commit in self.commits if commit.number > through]
+
+    @rule()
+    def crash(self) -> None:
+        if self.call is not None:
+            self.lose()
+        found = recover(
+            self.rows, lambda _: [], self.commits, proven=None, new_id=lambda: next(self.ids)
+        )
+        self.rows.update(found.rows)
+        self.bucket = Bucket(Identity("b", 1), found.partitions, found.next_commit, proven=True)
+        self.bucket.recovered(found.entries)
+        self.bucket.proven = False
+        for partition, given in self.applied.items():
+            high = int(self.bucket.partitions.high[partition])
+            self.applied[partition] = [one for one in given if one[0] <= high]
+
+    # What holds
+
+    @invariant()
+    def in_order_and_once(self) -> None:
+        for partition, given in self.applied.items():
+            ids = [id_ for _, id_ in given]
+            assert ids == sorted(set(ids)), f"partition {partition}: {ids}"
+            assert not {(partition, id_) for id_ in ids} & self.failed, "refused, and applied"
+
+    def teardown(self) -> None:
+        """Nothing goes wrong any more: everything that is pending is applied."""
+        wanted = [(partition, write.id) for write in self.pending for partition in write.parts]
+        for partition in USED:
+            self.bucket.partitions.state[partition] = ACTIVE
+        if self.call is not None:
+            self.lose()
+        self.connect()
+        while self.sent < len(self.pending):
+            self.send(1)
+        while self.answers:
+            assert not self.answers[0].refused
+            self.hear(False)
+        self.in_order_and_once()
+        for partition, id_ in wanted:
+            assert id_ in [one for _, one in self.applied[partition]], "never applied"
+
+
+def _test_case() -> Any:
+    case = WriterAndBucket.TestCase
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    return case
+
+
+TestWriterAndBucket = _test_case()

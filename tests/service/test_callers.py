@@ -1,0 +1,294 @@
+"""Limits of calls, of each peer and in all; what a peer's expensive calls may take; consumers that are too slow."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.conftest import StartServer
+from tests.raw import OWN_CONNECTION, RawClient, RawFollow, start_at
+from upr.service.overload import callers as callers_module
+from upr.service.overload.callers import PEER_BURST_SECONDS, PEER_SHARE, Callers, peer_of
+from upr_client import AsyncClient
+from upr_protocol.errors import TooManyError
+from upr_protocol.limits import FOLLOW_CALLS_MAX, OTHER_CALLS_MAX, PARTITIONS, PEER_CALLS
+from upr_protocol.wire.grpc import CLIENT_OPTIONS, error_from_call
+from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
+from upr_protocol.wire.v1 import change_stream_service_pb2_grpc as changes_grpc
+
+MINE = int(FOLLOW_CALLS_MAX * PEER_CALLS)
+MIB = 2**20
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("address", "peer"),
+    [
+        ("ipv4:10.1.2.3:4444", "10.1.2.3"),
+        ("ipv6:[2001:db8:1:2:3:4:5:6]:4444", "2001:db8:1:2::/64"),
+        ("ipv6:%5B2001:db8:1:2::9%5D:4444", "2001:db8:1:2::/64"),
+        ("ipv6:[::ffff:10.1.2.3]:4444", "10.1.2.3"),
+        ("ipv6:[fe80::1%eth0]:4444", "fe80::/64"),
+        ("unix:", "unix:"),
+        ("", ""),
+    ],
+)
+def test_a_peer_is_a_host(address: str, peer: str) -> None:
+    assert peer_of(address) == peer
+
+
+def test_a_peer_cannot_have_all_calls() -> None:
+    callers = Callers(Clock())
+    with contextlib.ExitStack() as stack:
+        for _ in range(MINE):
+            stack.enter_context(callers.open("Follow", "a"))
+        with pytest.raises(TooManyError, match=f"{MINE} Follow calls of a are open"):
+            stack.enter_context(callers.open("Follow", "a"))
+        for _ in range(FOLLOW_CALLS_MAX - MINE):
+            stack.enter_context(callers.open("Follow", "b"))
+        with pytest.raises(TooManyError, match=f"{FOLLOW_CALLS_MAX} Follow calls are open"):
+            stack.enter_context(callers.open("Follow", "c"))
+        stack.enter_context(callers.open("Write", "a"))
+        stack.enter_context(callers.open("Hello", "a"))
+        stack.enter_context(callers.open("Get", "a"))
+        assert callers.open_calls("ListCuts") == 2
+    assert callers.open_calls("Follow") == 0
+    assert not callers._open
+
+
+@pytest.mark.asyncio
+async def test_who_has_used_up_its_share_waits_and_is_refused_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, slept = Clock(), []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    callers = Callers(clock)
+
+    async def no_turn() -> None:
+        pass
+
+    monkeypatch.setattr(callers.turns, "turn", no_turn)
+    for _ in range(10):
+        await callers.pay("a", PEER_BURST_SECONDS / 10)
+    assert slept == []
+    await callers.pay("a", 0.5)
+    await callers.pay("a", 0.5)
+    assert slept == [pytest.approx(0.5 / PEER_SHARE)]
+    await callers.pay("a", 3.0)
+    assert slept[-1] == pytest.approx(1.0 / PEER_SHARE)
+    slept.clear()
+    with pytest.raises(TooManyError, match="more than their share") as refused:
+        await callers.pay("a", 0.01)
+    assert refused.value.retriable
+    assert "wait 10 s" in refused.value.hint
+    assert slept == [callers_module.REFUSED_SECONDS]
+    await callers.pay("b", 0.01)
+    clock.now += 5
+    slept.clear()
+    with pytest.raises(TooManyError):
+        await callers.pay("a", 0.01, size=2 * MIB)
+    await callers.pay("a", 0.01)
+    assert slept == [callers_module.REFUSED_SECONDS, pytest.approx(5)]
+    clock.now += 10_000
+    slept.clear()
+    for _ in range(10):
+        await callers.pay("a", PEER_BURST_SECONDS / 10)
+    assert slept == []
+
+
+@pytest.mark.asyncio
+async def test_who_gives_up_waiting_pays_nothing() -> None:
+    """Clients with short deadlines, which come again and again, would keep themselves out for good."""
+    clock = Clock()
+    callers = Callers(clock)
+    await callers.pay("a", PEER_BURST_SECONDS + 1)
+    for _ in range(100):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(callers.pay("a", 0.5), 0.001)
+    clock.now += 1 / PEER_SHARE
+    await asyncio.wait_for(callers.pay("a", 0.001), 2)
+
+
+@contextlib.asynccontextmanager
+async def channels(target: str, count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
+    options = [*CLIENT_OPTIONS, *OWN_CONNECTION]
+    opened = [grpc.aio.insecure_channel(target, options=options) for _ in range(count)]
+    try:
+        yield opened
+    finally:
+        await asyncio.gather(*(channel.close() for channel in opened))
+
+
+@pytest.mark.asyncio
+async def test_calls_that_wait_with_their_open_count(server_process: StartServer) -> None:
+    """All of them arrive before one opens: each used to find none open."""
+    server = server_process()
+    more = 150
+    async with channels(server.target, 14) as opened, AsyncClient(server.target) as client:
+        stubs = [changes_grpc.ChangeStreamServiceStub(channel) for channel in opened]
+        calls = [stubs[i % len(stubs)].Follow() for i in range(MINE + more)]
+        # Some of these may be refused already.
+        waits = (call.wait_for_connection() for call in calls[::100])
+        await asyncio.gather(*waits, return_exceptions=True)
+
+        async def opens(call: Any) -> bool:
+            request = changes.FollowRequest(open=changes.Open(bucket="default"))
+            try:
+                await call.write(request)
+                return await call.read() is not grpc.aio.EOF
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                return False
+
+        results = await asyncio.gather(*map(opens, calls))
+        assert sum(results) == MINE
+        # Of those that wrote, the client may know only that its write met the end of the call.
+        late = stubs[0].Follow()
+        async with asyncio.timeout(60):
+            assert await late.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        words = f"{MINE} Follow calls of 127.0.0.1 are open, the limit is {MINE}"
+        assert await late.details() == words
+        assert (await client.status()).follow_calls == MINE
+        for call in calls:
+            call.cancel()
+        async with asyncio.timeout(60):
+            while (await client.status()).follow_calls:
+                pass
+        async with RawClient(server.target) as later:
+            await (await later.follow()).close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["health", "Get"])
+async def test_other_calls_are_counted_too(kind: str) -> None:
+    """Those of gRPC's own services as well."""
+    assert Callers().open_calls(kind) == 0
+    callers = Callers()
+    with contextlib.ExitStack() as stack:
+        for _ in range(int(OTHER_CALLS_MAX * PEER_CALLS)):
+            stack.enter_context(callers.open(kind, "a"))
+        with pytest.raises(TooManyError, match="other calls of a are open"):
+            stack.enter_context(callers.open("Watch", "a"))
+
+
+async def fill(target: str) -> None:
+    """Write more than every buffer between server and client holds."""
+    async with AsyncClient(target) as client:
+        rows = [(b"%d" % i, os.urandom(MIB)) for i in range(40)]
+        for row in rows:
+            await client.bucket().write_many([row])
+
+
+@pytest.mark.asyncio
+async def test_a_consumer_that_takes_nothing_is_ended_whatever_heartbeat_it_asked_for(
+    server_process: StartServer,
+) -> None:
+    server = server_process("--reader-timeout", "1", "--log-format", "text")
+    await fill(server.target)
+    async with RawClient(server.target) as client, AsyncClient(server.target) as asking:
+        follow = await client.follow(heartbeat_seconds=3600, credit_bytes=64 * MIB)
+        await follow.send(start=starts(range(PARTITIONS)))
+        async with asyncio.timeout(60):
+            while not (await asking.status()).follow_calls:
+                pass
+            while (await asking.status()).follow_calls:
+                pass
+        assert "reason=TOO_SLOW" in server.log_text()
+        # Who reads on at last is told why.
+        follow.give_credit = False
+        with pytest.raises(grpc.RpcError) as ended:
+            await read_to_the_end(follow)
+        error = error_from_call(ended.value)
+        assert error.reason == "TOO_SLOW"
+        assert error.retriable
+        assert "took nothing for 1 s" in error.message
+
+
+async def read_to_the_end(follow: RawFollow) -> None:
+    while await asyncio.wait_for(follow.call.read(), 60) is not grpc.aio.EOF:
+        pass
+    raise AssertionError("the call ended well")
+
+
+def starts(partitions: Sequence[int]) -> changes.Start:
+    return changes.Start(partitions=[start_at(partition) for partition in partitions])
+
+
+@pytest.mark.asyncio
+async def test_a_consumer_without_credit_that_answers_heartbeats_stays(
+    server_process: StartServer,
+) -> None:
+    server = server_process("--reader-timeout", "0.5")
+    await fill(server.target)
+    async with RawClient(server.target) as client:
+        follow = await client.follow(heartbeat_seconds=0.2, credit_bytes=2 * MIB)
+        follow.give_credit = False
+        await follow.send(start=starts(range(PARTITIONS)))
+        ends = time.monotonic() + 4
+        beats = 0
+        while time.monotonic() < ends:
+            message = await follow.read()
+            assert not message.HasField("ended"), message
+            beats += message.HasField("heartbeat")
+        assert beats > 5
+        await follow.close()
+
+
+CONSUMER = """
+import asyncio, logging, os, signal, sys
+from upr_client import AsyncClient, Change
+
+async def main():
+    seen = []
+    async with AsyncClient(sys.argv[1]) as client:
+        bucket = client.bucket()
+        async with bucket.changes(until_now=True, credit_bytes=2**26, heartbeat_seconds=60.0) as changes:
+            async for change in changes:
+                if isinstance(change, Change):
+                    if not seen:
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    seen.append(change.key.decode())
+    print(*seen)
+
+logging.basicConfig(level="INFO")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.asyncio
+async def test_the_sdk_goes_on_after_it_was_too_slow(server_process: StartServer) -> None:
+    server = server_process("--reader-timeout", "0.5", "--log-format", "text")
+    await fill(server.target)
+    consumer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CONSUMER, server.target, stdout=PIPE, stderr=PIPE
+    )
+    try:
+        async with asyncio.timeout(90):
+            while "reason=TOO_SLOW" not in server.log_text():
+                assert consumer.returncode is None
+                await asyncio.sleep(0.05)
+            consumer.send_signal(signal.SIGCONT)
+            out, errors = await consumer.communicate()
+    finally:
+        if consumer.returncode is None:
+            consumer.kill()
+            await consumer.wait()
+    assert sorted(map(int, out.split())) == list(range(40))
+    assert b"TOO_SLOW" in errors or b"took nothing" in errors

@@ -1,0 +1,160 @@
+"""A process that may open few files: sockets that say nothing take neither the store's descriptors nor the clients'."""
+
+import asyncio
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import RunningServer
+from tests.raw import RawClient
+from upr.service.overload import process
+from upr_protocol.errors import ListenError
+from upr_protocol.limits import BUCKETS_MAX, CONNECTIONS_MAX
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
+
+FILES = 128
+SILENT = 300
+SEGMENT_BYTES = 16 * 2**20
+
+
+def limit_to(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+
+
+def test_connections_leave_what_the_store_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_now = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
+    for files in (256, 1024, 4096, 2**20):
+        limit_to(monkeypatch, files + open_now)
+        buckets = process.buckets_max()
+        left = files - process.connections_max(1)
+        assert left >= buckets * process.BUCKET_DESCRIPTORS
+        assert process.connections_max(1) <= CONNECTIONS_MAX
+    assert process.connections_max(1) == CONNECTIONS_MAX
+    assert process.buckets_max() == BUCKETS_MAX
+    limit_to(monkeypatch, 128)
+    assert process.buckets_max() == 4
+    limit_to(monkeypatch, open_now + 30)
+    with pytest.raises(ListenError, match=r"must be at least \d+"):
+        process.connections_max(1)
+
+
+@pytest.fixture
+def few_files(tmp_path: Path) -> RunningServer:
+    """A server that may open FILES files; not started."""
+    return RunningServer(tmp_path, "--flush-seconds", "0.3")
+
+
+def silent_sockets(target: str, count: int) -> list[socket.socket]:
+    host, _, port = target.rpartition(":")
+    found = []
+    for _ in range(count):
+        one = socket.socket()
+        one.settimeout(10)
+        one.connect((host, int(port)))
+        found.append(one)
+    return found
+
+
+@pytest.mark.asyncio
+async def test_silent_sockets_stop_neither_a_writer_nor_the_flush(
+    few_files: RunningServer,
+) -> None:
+    server = few_files
+    server.start(prefix=("prlimit", f"--nofile={FILES}:{FILES}"))
+    try:
+        async with RawClient(server.target) as client:
+            writer = await client.writer()
+            await writer.write([(b"before", b"1")])
+            silent = await asyncio.to_thread(silent_sockets, server.target, SILENT)
+            async with RawClient(server.target) as refused:
+                with pytest.raises(Exception, match=r"UNAVAILABLE|DEADLINE"):
+                    await refused.changes.Hello(_hello(), timeout=2)
+            # Two segments of the journal, and flushes of them: each opens files.
+            for number in range(3 * SEGMENT_BYTES // 2**20):
+                result = await writer.write([(b"%d" % number, os.urandom(2**20))])
+                assert not result.HasField("refused"), result
+            async with asyncio.timeout(30):
+                while not (await client.admin.GetStorage(_storage())).flushed_bytes:
+                    pass
+            for one in silent:
+                one.close()
+            async with RawClient(server.target) as later, asyncio.timeout(30):
+                assert (await later.get(b"before"))[0].value == b"1"
+            await writer.close()
+        assert server.terminate() == 0
+        assert "error" not in server.log_text()
+    finally:
+        server.close()
+
+
+def test_the_soft_limit_of_open_files_is_raised(few_files: RunningServer) -> None:
+    server = few_files
+    server.start(prefix=("prlimit", "--nofile=64:1024"))
+    try:
+        limits = Path(f"/proc/{server.pid}/limits").read_text()
+        line = next(line for line in limits.splitlines() if line.startswith("Max open files"))
+        assert line.split()[3:5] == ["1024", "1024"]
+    finally:
+        server.close()
+
+
+def test_a_start_with_too_few_files_says_what_it_needs(few_files: RunningServer) -> None:
+    server = few_files
+    server.launch(prefix=("prlimit", "--nofile=32:32"))
+    assert server.wait() == 2
+    assert "the limit of open files is 32; must be at least" in server.log_text()
+    assert "ulimit -n" in server.log_text()
+
+
+def test_nothing_is_imported_once_the_server_serves(few_files: RunningServer) -> None:
+    """Without a descriptor an import fails, and with it the flush that wanted it."""
+    script = """
+import asyncio, sys, threading
+from pathlib import Path
+from upr.config import ServerConfig
+from upr.service.server import Server
+from upr_client import Client
+known = set()
+def use(target):
+    with Client(target) as client:
+        for name, compression in (("default", ""), ("small", "zstd")):
+            if name != "default":
+                client.create_bucket(name, compression=compression)
+            bucket = client.bucket(name)
+            for round in range(6):
+                bucket.write_many([(b"%d" % i, None if (i + round) % 3 else b"x" * 90) for i in range(3000)])
+            bucket.get_many([b"1", b"2"])
+async def main(data):
+    server = Server(ServerConfig(data=data, listen="127.0.0.1:0", flush_seconds=0.05, tombstone_seconds=0))
+    await server.start()
+    known.update(sys.modules)
+    await asyncio.to_thread(use, server.address)
+    await asyncio.sleep(1)
+    assert await server.stop()
+asyncio.run(main(Path(sys.argv[1])))
+# What the client needs does not count.
+later = {name for name in set(sys.modules) - known if not name.startswith(("upr_client", "grpc."))}
+print(sorted(later))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(few_files.folder / "data")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "[]"
+
+
+def _hello() -> changes.HelloRequest:
+    return changes.HelloRequest(bucket="default", partitions=[changes.HelloPartition(partition=0)])
+
+
+def _storage() -> admin.GetStorageRequest:
+    return admin.GetStorageRequest(bucket="default")

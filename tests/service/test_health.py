@@ -1,0 +1,66 @@
+"""Health, beside watchers that do not read."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.conftest import StartServer
+from upr.service.health import BUCKET, Health
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Blocked:
+    """A context of a call whose transport takes nothing."""
+
+    def __init__(self) -> None:
+        self.writing = asyncio.Event()
+
+    async def write(self, _: object) -> None:
+        self.writing.set()
+        await asyncio.Event().wait()
+
+
+@pytest.mark.asyncio
+async def test_a_watcher_that_takes_nothing_keeps_nobody_waiting() -> None:
+    """It holds what setting a status waits for: neither a failed bucket nor the end of the server was told."""
+    health, blocked = Health(["a", "b"], ["b"]), Blocked()
+    watch = asyncio.create_task(
+        health.servicer.Watch(health_pb2.HealthCheckRequest(service=""), blocked)
+    )
+    await blocked.writing.wait()
+
+    async def status(name: str) -> Any:
+        answer = await health.servicer.Check(health_pb2.HealthCheckRequest(service=name), None)
+        return answer.status
+
+    async with asyncio.timeout(30):
+        await health.serving()
+        await health.tell(writes=False, buckets={"x": False})
+        assert [await status(name) for name in ("", "a", "b", BUCKET + "x")] == [
+            NOT_SERVING,
+            SERVING,
+            NOT_SERVING,
+            NOT_SERVING,
+        ]
+        await health.tell(writes=True, buckets={"x": True})
+        assert await status("") == await status(BUCKET + "x") == SERVING
+        await health.shut_down()
+        assert await status("") == await status("a") == NOT_SERVING
+    watch.cancel()
+
+
+@pytest.mark.asyncio
+async def test_a_health_check_is_of_a_name_and_no_more(server_process: StartServer) -> None:
+    """A Watch keeps its request: a thousand of them held a quarter of a gigabyte."""
+    async with grpc.aio.insecure_channel(server_process().target) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        long = health.Watch(health_pb2.HealthCheckRequest(service="x" * 2000))
+        with pytest.raises(grpc.RpcError, match="the limit is 1024"):
+            await long.read()
+        short = health.Watch(health_pb2.HealthCheckRequest(service=""))
+        assert (await short.read()).status == SERVING

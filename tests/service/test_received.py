@@ -1,0 +1,249 @@
+"""Anonymous memory of a server under clients that send much, and keep what they sent waiting."""
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.conftest import StartServer
+from tests.raw import RawClient, RawWriter, start_at
+from upr_protocol.block import build_block
+from upr_protocol.errors import UprError
+from upr_protocol.wire.codec import block_to_message
+from upr_protocol.wire.grpc import error_from_call
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv
+from upr_protocol.wire.v1 import types_pb2 as types
+
+MIB = 2**20
+LIMIT_BYTES = 512 * MIB
+VALUE_BYTES = 20 * MIB
+SAMPLE_SECONDS = 0.01
+WAIT_SECONDS = 60.0
+SOME_SECONDS = 15.0
+
+
+def anonymous(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+@asynccontextmanager
+async def sampled(pid: int) -> AsyncIterator[list[int]]:
+    """Sample a process's anonymous memory while the body runs; yields the samples."""
+    samples = [anonymous(pid)]
+
+    async def sample() -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            samples.append(anonymous(pid))
+
+    sampling = asyncio.create_task(sample())
+    try:
+        yield samples
+    finally:
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+        samples.append(anonymous(pid))
+
+
+def within(samples: list[int]) -> None:
+    assert len(samples) > 3
+    assert max(samples) < LIMIT_BYTES, f"{max(samples) / MIB:.0f} MiB"
+
+
+async def until_below(pid: int, limit: int) -> None:
+    """Wait until freed memory has gone back."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while anonymous(pid) > limit:
+        assert time.monotonic() < deadline, f"{anonymous(pid) / MIB:.0f} MiB remain"
+        await asyncio.sleep(0.1)
+
+
+def large(size: int = VALUE_BYTES) -> types.Block:
+    return block_to_message(build_block([b"k"], [os.urandom(size)]))
+
+
+async def clients(stack: AsyncExitStack, target: str, count: int) -> list[RawClient]:
+    """Connections of their own, so that each has its own flow control."""
+    return [await stack.enter_async_context(RawClient(target)) for _ in range(count)]
+
+
+async def outcomes(calls: Iterable[Awaitable[Any]]) -> list[UprError]:
+    """Wait for all; returns the errors, which must be retriable ones with a reason."""
+    found = []
+    for one in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(one, grpc.RpcError):
+            found.append(error_from_call(one))
+        elif isinstance(one, BaseException):
+            raise one
+    return found
+
+
+async def ended(call: Any) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(
+        await call.code(),
+        await call.initial_metadata(),
+        await call.trailing_metadata(),
+        await call.details(),
+    )
+
+
+async def write_large(writer: RawWriter, block: types.Block) -> kv.WriteResult:
+    """Write, and again while it is refused for now."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:
+            try:
+                await writer.send_block(block)
+                message: Any = await writer.call.read()
+            except asyncio.InvalidStateError:
+                message = grpc.aio.EOF
+            if message is grpc.aio.EOF:
+                raise await ended(writer.call)
+            result: kv.WriteResult = message.result
+            if not result.HasField("refused"):
+                return result
+            assert result.refused.reason == "TOO_MANY", result.refused
+            assert result.refused.retriable
+            assert result.refused.hint
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("count", [4, 16, 60])
+async def test_large_writes_at_once(server_process: StartServer, count: int) -> None:
+    server = server_process()
+    block = large()
+    async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+        calls = [
+            await one.writer()
+            for one in await clients(stack, server.target, min(count, 15))
+            for _ in range(max(count // 15, 1))
+        ]
+
+        async def one(writer: RawWriter) -> None:
+            for _ in range(3 if count == 4 else 1):
+                await write_large(writer, block)
+
+        writes = [asyncio.ensure_future(one(call)) for call in calls]
+        # Large writes take turns: not all of sixty have theirs while this test lasts.
+        done, left = await asyncio.wait(writes, timeout=SOME_SECONDS)
+        for write in left:
+            write.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await outcomes(done)
+    within(samples)
+    assert done
+
+
+@pytest.mark.asyncio
+async def test_idle_calls_keep_nothing_of_what_they_have_written(
+    server_process: StartServer,
+) -> None:
+    server = server_process("--flush-seconds", "0.2")
+    block = large()
+    async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+        (client,) = await clients(stack, server.target, 1)
+        writers = [await client.writer() for _ in range(24)]
+        for writer in writers:
+            await write_large(writer, block)
+        # What is not in the tail any more has gone back while the calls are still open.
+        await until_below(server.pid, 192 * MIB)
+        for writer in writers:
+            await write_large(writer, large(10))
+    within(samples)
+
+
+@pytest.mark.asyncio
+async def test_names_are_looked_at_before_anything_else_and_never_shown_whole(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    name = "x" * VALUE_BYTES
+    async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+        opened = await clients(stack, server.target, 8)
+
+        async def follow(one: RawClient, bucket: str) -> None:
+            call = one.changes.Follow()
+            await call.write(wire.FollowRequest(open=wire.Open(bucket=bucket)))
+            if await call.read() is grpc.aio.EOF:
+                raise await ended(call)
+
+        def calls(one: RawClient, bucket: str) -> list[Callable[[], Awaitable[Any]]]:
+            return [
+                lambda: one.changes.Hello(wire.HelloRequest(bucket=bucket)),
+                lambda: one.admin.CreateBucket(admin.CreateBucketRequest(name=bucket)),
+                lambda: one.admin.CreateBucket(
+                    admin.CreateBucketRequest(name="a", compression=bucket)
+                ),
+                lambda: one.admin.DropBucket(admin.DropBucketRequest(name=bucket)),
+                lambda: one.kv.Get(kv.GetRequest(bucket=bucket, keys=[b"k"])),
+                lambda: follow(one, bucket),
+            ]
+
+        for size, which in itertools.product((VALUE_BYTES, 5000), range(6)):
+            errors = await outcomes([calls(one, name[:size])[which]() for one in opened])
+            assert len(errors) == len(opened)
+            reasons = {error.reason for error in errors}
+            # Too much may be arriving, and who still sends then may be told INTERNAL by its own gRPC.
+            assert reasons <= {"INVALID_ARGUMENT"} | (
+                {"INTERNAL", "TOO_MANY", "UNAVAILABLE"} if size > 5000 else set()
+            )
+            for error in errors:
+                assert "x" * 101 not in error.message
+                assert len(error.message) + len(error.hint) < 400
+        (error,) = await outcomes([opened[0].changes.Hello(wire.HelloRequest(bucket=name[:150]))])
+        assert (error.reason, "x" * 101 in error.message) == ("BUCKET_NOT_FOUND", False)
+        assert "x" * 90 in error.message
+    within(samples)
+
+
+@pytest.mark.asyncio
+async def test_compressed_requests_are_refused(server_process: StartServer) -> None:
+    server = server_process()
+    hello = wire.HelloRequest(
+        bucket="default", partitions=[wire.HelloPartition(partition=0)] * (20 * MIB // 4)
+    )
+    async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+        opened = await clients(stack, server.target, 8)
+        errors = []
+        for _ in range(2):
+            calls = [one.changes.Hello(hello, compression=grpc.Compression.Gzip) for one in opened]
+            errors += await asyncio.gather(*calls, return_exceptions=True)
+        codes = {error.code() for error in errors if isinstance(error, grpc.aio.AioRpcError)}
+        assert len(errors) == 16
+        assert codes == {grpc.StatusCode.UNIMPLEMENTED}
+        assert (await opened[0].hello({0: None})).answers
+    within(samples)
+    assert max(samples) - samples[0] < 64 * MIB, "requests were decompressed"
+
+
+@pytest.mark.asyncio
+async def test_followers_that_never_read(server_process: StartServer) -> None:
+    server = server_process()
+    keys = [b"key %d" % i for i in range(2000)]
+    async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+        (client,) = await clients(stack, server.target, 1)
+        writer = await client.writer()
+        for _ in range(20):
+            await writer.send_block(
+                block_to_message(build_block(keys, [os.urandom(1024) for _ in keys]))
+            )
+            assert not (await writer.result()).HasField("refused")
+        for one in await clients(stack, server.target, 60):
+            follow = await one.follow(heartbeat_seconds=3600)
+            await follow.send(start=wire.Start(partitions=[start_at(p) for p in range(1024)]))
+        for _ in range(20):
+            assert not (await writer.write([(key, b"v") for key in keys])).HasField("refused")
+            await asyncio.sleep(0.2)
+    within(samples)

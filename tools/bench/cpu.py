@@ -1,0 +1,161 @@
+"""CPU of the server, in microseconds a row, beside that of another commit: ``dev.py bench cpu --against REV``.
+
+Wall times on a busy machine mean little; the CPU that a process used moves far less. The two trees run in turn, each
+with its own SDK and wire, so that a drift of the machine's speed meets both.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from tests.harness import RunningServer
+from tools.bench.common import batches, say, server, zipfian_rows
+from upr_client import AsyncClient
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PASSES: Final = 4
+"""Ingests of all rows: with the last ones a flush and compaction run."""
+DRAINS: Final = 4
+SINGLES: Final = 3000
+TASKS: Final = 16
+
+
+def server_cpu(running: RunningServer) -> float:
+    """Return the seconds that the server's threads have run so far."""
+    total = 0
+    for task in Path(f"/proc/{running.pid}/task").iterdir():
+        total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+async def _ingest(target: str) -> int:
+    rows = zipfian_rows()
+    async with AsyncClient(target) as client:
+        bucket = client.bucket()
+        places = asyncio.Semaphore(TASKS)
+
+        async def write(batch: list[tuple[bytes, bytes | None]]) -> None:
+            async with places:
+                await bucket.write_many(batch)
+
+        for _ in range(PASSES):
+            await asyncio.gather(*map(write, batches(rows, 2000)))
+    return PASSES * len(rows)
+
+
+async def _singles(target: str) -> int:
+    async with AsyncClient(target) as client:
+        bucket = client.bucket()
+
+        async def write(task: int) -> None:
+            for number in range(SINGLES // TASKS):
+                await bucket.set(b"key-%d-%d" % (task, number), b"v" * 128)
+
+        await asyncio.gather(*map(write, range(TASKS)))
+    return SINGLES // TASKS * TASKS
+
+
+async def _drain(target: str) -> int:
+    rows = 0
+    async with AsyncClient(target) as client:
+        for _ in range(DRAINS):
+            async with client.bucket().changes(until_now=True) as changes:
+                async for batch in changes.batches():
+                    rows += batch.rows
+    return rows
+
+
+def measure() -> dict[str, float]:
+    """Run each load once on a new server. Return its CPU in microseconds a row, by load."""
+    found: dict[str, float] = {}
+    with server() as running:
+        loads = (("ingest", _ingest), ("drain, tail", _drain), ("single set", _singles))
+        for name, load in loads:
+            began = server_cpu(running)
+            rows = asyncio.run(load(running.target))
+            found[name] = (server_cpu(running) - began) / rows * 1e6
+        assert running.terminate() == 0, running.log_text()
+        running.start()
+        began = server_cpu(running)
+        rows = asyncio.run(_drain(running.target))
+        found["drain, store"] = (server_cpu(running) - began) / rows * 1e6
+    return found
+
+
+@contextmanager
+def _checkout(revision: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="upr-bench-") as folder:
+        tree = Path(folder) / "tree"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "-q", "--detach", str(tree), revision], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def _measure_tree(tree: Path) -> dict[str, float]:
+    """Measure the code of a tree, in a process that imports nothing of this one."""
+    path = os.pathsep.join((str(tree), str(tree / "client")))
+    done = subprocess.run(
+        [sys.executable, __file__, "--once"],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def compare(revision: str, runs: int) -> dict[str, dict[str, float]]:
+    """Return, by load, the medians of both trees and the median of the ratios of the pairs."""
+    pairs: list[tuple[dict[str, float], dict[str, float]]] = []
+    with _checkout(revision) as tree:
+        for run in range(runs):
+            first = _measure_tree(tree) if run % 2 else _measure_tree(ROOT)
+            second = _measure_tree(ROOT) if run % 2 else _measure_tree(tree)
+            pairs.append((second, first) if run % 2 else (first, second))
+            say(f"pair {run + 1} of {runs}: {pairs[-1]}")
+    return {
+        load: {
+            "here": statistics.median(here[load] for here, _ in pairs),
+            "there": statistics.median(there[load] for _, there in pairs),
+            "ratio": statistics.median(here[load] / there[load] for here, there in pairs),
+        }
+        for load in pairs[0][0]
+    }
+
+
+def main() -> int:
+    """Run what was chosen."""
+    reader = argparse.ArgumentParser(prog="tools/dev.py bench cpu", description=__doc__)
+    reader.add_argument("--against", default="HEAD~1", help="a commit (default: the one before)")
+    reader.add_argument("--runs", type=int, default=10, help="pairs of runs (default: 10)")
+    reader.add_argument("--json", action="store_true", help="one JSON document")
+    reader.add_argument("--once", action="store_true", help="this tree alone, once, as JSON")
+    options = reader.parse_args()
+    if options.once:
+        print(json.dumps(measure()))
+        return 0
+    found = compare(options.against, options.runs)
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print(f"{'server CPU, us a row':<24}{'here':>9}{options.against[:12]:>14}{'ratio':>8}")
+    for load, row in found.items():
+        print(f"{load:<24}{row['here']:>9.2f}{row['there']:>14.2f}{row['ratio']:>8.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

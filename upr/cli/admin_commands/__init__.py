@@ -1,0 +1,1 @@
+"""The commands of upr-admin, one file each."""

@@ -1,0 +1,300 @@
+"""``upr-admin accept-loss``: have a dead partition go on without what is missing of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from upr.cli.admin_commands.restore_copy import on_terminal, open_directory
+from upr.cli.kit.options import PARTITION_SET, one_list
+from upr.cli.kit.output import json_option, note, print_json, verbose_option
+from upr.cli.kit.times import format_micros
+from upr_protocol.errors import BucketNotFoundError, InvalidArgumentError, UprError
+from upr_protocol.failover import format_failover_id
+from upr_protocol.limits import FAILOVER_LOG_MAX
+
+if TYPE_CHECKING:
+    from upr.engine.recovery import Recovered
+    from upr.storage.keyspace import CutRow
+    from upr.storage.store import Store
+
+
+_QUESTION = (
+    "What is missing and what is discarded is lost for good; clients that have it will be rolled back. "
+    "If the missing part can still be found, in a copy of the disk say, do not go on. Go on?"
+)
+Range = tuple[int, int]
+"""The seqnos above the first number, up to the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a dead partition loses when it is made active.
+
+    Attributes:
+        partition: 0 to 1023.
+        reason: why it died.
+        since: when, microseconds since the epoch; 0 when that is not known.
+        kept: the last complete marker before the gap.
+        missing: the ranges that nothing is there of, as far as is known.
+        discarded: the ranges that are given up although they are there, because something before them is missing.
+        rows: how many rows these have.
+    """
+
+    partition: int
+    reason: str
+    since: int
+    kept: int
+    missing: Sequence[Range]
+    discarded: Sequence[Range]
+    rows: int
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    found: list[Range] = []
+    for above, end in sorted(ranges):
+        if found and above <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((above, end))
+    return found
+
+
+def _missing(whole: int, aside: Sequence[Range], known_high: int) -> list[Range]:
+    """Return the gaps between what is whole, what is kept aside, and the highest seqno there was."""
+    gaps: list[Range] = []
+    at = whole
+    for above, end in [*aside, (known_high, known_high)]:
+        if above > at:
+            gaps.append((at, above))
+        at = max(at, end)
+    return gaps
+
+
+def _loss(store: "Store", result: "Recovered", partition: int, ends: Range) -> Loss:
+    """Return what a partition loses; ``ends`` are the end and the last complete marker of its stored blocks."""
+    from upr_protocol.wire.codec import decode_block
+
+    table = result.partitions
+    whole, kept = ends
+    if whole == table.stored[partition]:
+        whole, kept = int(result.highs[partition]), int(result.complete[partition])
+    known = max(int(table.known_high[partition]), int(table.stored[partition]))
+    rows, aside = 0, list[Range]()
+    for data in store.aside(partition):
+        for run in decode_block(data).runs:
+            aside.append((int(run["start_seqno"]), int(run["end_seqno"])))
+            rows += int(run["count"])
+    for entry in result.entries:
+        own = entry.runs[entry.runs["partition"] == partition]
+        rows += int(own["count"][own["end_seqno"] > kept].sum())
+    ranges = _joined(aside)
+    unfinished = [(kept, whole)] if kept < whole else []
+    return Loss(
+        partition,
+        table.reasons.get(partition, ""),
+        int(table.since[partition]),
+        kept,
+        _missing(whole, ranges, known),
+        _joined([*unfinished, *ranges]),
+        rows,
+    )
+
+
+class _Accepting:
+    """One bucket whose dead partitions are looked at, and then made active."""
+
+    def __init__(self, folder: Path) -> None:
+        from upr.storage.store import Store
+
+        self._folder = folder
+        self._store = Store(folder / "store")
+        self._ends: dict[int, Range] = {}
+
+    def close(self) -> None:
+        self._store.close()
+
+    @property
+    def name(self) -> str:
+        identity = self._store.identity()
+        return "" if identity is None else identity.name
+
+    def look(self, partitions: Sequence[int]) -> list[Loss]:
+        """Recover the bucket as a start would, in memory, and return what is lost.
+
+        Raises:
+            InvalidArgumentError: a partition is not dead.
+        """
+        from upr.engine.partitions import DEAD, STATE_NAMES
+        from upr.engine.recovery import recover
+        from upr.service.buckets.bucket_service import new_failover_id
+        from upr.service.clock import Clock
+        from upr.storage.blocks import last_complete
+        from upr.storage.journal import Journal
+
+        identity = self._store.identity()
+        assert identity is not None
+        self._version = identity.version
+        proof = self._store.proof()
+        journal = Journal(self._folder / "journal", identity.version)
+        try:
+            self._result = result = recover(
+                self._store.partitions(),
+                self._store.heads,
+                journal.replay(needed=proof is None),
+                proven=None if proof is None else proof.highs,
+                new_id=new_failover_id,
+                now=Clock().now(),
+                log_records=FAILOVER_LOG_MAX,
+            )
+        finally:
+            journal.close()
+        state = result.partitions.state
+        for partition in partitions:
+            if state[partition] != DEAD:
+                raise InvalidArgumentError(
+                    f"partition {partition} of bucket {identity.name!r} is {STATE_NAMES[int(state[partition])]}, "
+                    "not dead; nothing was changed",
+                    hint="'upr-admin partitions' and 'upr-admin check' name those that are dead",
+                )
+        # As a start does it; it changes nothing of what there is.
+        self._store.put_aside(result.aside)
+        losses = []
+        for partition in partitions:
+            heads, _ = self._store.heads_until_damage(partition)
+            ends = self._ends[partition] = (heads[-1].end if heads else 0, last_complete(heads))
+            losses.append(_loss(self._store, result, partition, ends))
+        return losses
+
+    def accept(self, losses: Sequence[Loss]) -> dict[str, Any]:
+        """Make the partitions active, in one transaction; returns what was done."""
+        from upr import failpoints
+        from upr.engine import recovery
+        from upr.service.buckets.bucket_service import new_failover_id
+
+        result = self._result
+        recovery.accept_loss(result, self._ends, new_failover_id, FAILOVER_LOG_MAX)
+        kept = {loss.partition: loss.kept for loss in losses}
+        released = _cuts_above(self._store.cuts(), kept)
+        failpoints.hit("accept.before_commit")
+        self._store.write_recovery(
+            result.rows,
+            result.blocks,
+            result.cut_off,
+            result.highs,
+            result.producers,
+            accepted=self._ends,
+            released=released,
+        )
+        failpoints.hit("accept.after_commit")
+        return {
+            "bucket": self.name,
+            "bucket_version": f"{self._version:016x}",
+            "partitions": [
+                {**_document(loss), "failover_id": self._newest_id(loss)} for loss in losses
+            ],
+            "released_cuts": [name.decode(errors="replace") for name in released],
+        }
+
+    def _newest_id(self, loss: Loss) -> str:
+        return format_failover_id(self._result.partitions.logs[loss.partition].newest.failover_id)
+
+
+def _cuts_above(cuts: Mapping[bytes, "CutRow"], kept: Mapping[int, int]) -> list[bytes]:
+    """Return the cuts that pin what is given up: they are not exact any more."""
+    return sorted(
+        name
+        for name, row in cuts.items()
+        if any(p in kept and pin.seqno > kept[p] for p, pin in row.pins.items())
+    )
+
+
+def _document(loss: Loss) -> dict[str, Any]:
+    return {
+        "partition": loss.partition,
+        "reason": loss.reason,
+        "since": format_micros(loss.since),
+        "kept": loss.kept,
+        "missing": [list(one) for one in loss.missing],
+        "discarded": [list(one) for one in loss.discarded],
+        "discarded_rows": loss.rows,
+    }
+
+
+def _spelled(ranges: Sequence[Range]) -> str:
+    return ", ".join(f"{above + 1}-{end}" for above, end in ranges) or "none that is known"
+
+
+def _words(loss: Loss) -> str:
+    discarded = f"{loss.rows} rows are discarded, of seqnos {_spelled(loss.discarded)}"
+    return (
+        f"partition {loss.partition}: kept up to {loss.kept}; missing seqnos: {_spelled(loss.missing)}; "
+        f"{discarded if loss.discarded else 'nothing is discarded'}"
+    )
+
+
+@click.command("accept-loss")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("partitions", nargs=-1, required=True, type=PARTITION_SET, metavar="PARTITION ...")
+@click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@verbose_option
+def accept_loss(
+    directory: Path, partitions: tuple[list[int], ...], bucket: str, yes: bool, as_json: bool
+) -> None:
+    """Have dead partitions (5, or 0-63,512) of DIR, whose server is stopped, go on without what is missing of them.
+
+    Says which seqnos are missing, as far as is known, and what is discarded because it lies behind them. Each partition
+    gets a new failover record at the last complete marker before the gap, so that clients that have more roll back to
+    there, and is active again at the next start. Cuts that pin what is given up are released. Without a terminal, --yes
+    is needed.
+    """
+    if not yes and not on_terminal():
+        raise click.UsageError("nobody can be asked here: give --yes to accept the loss")
+    data = open_directory(directory)
+    try:
+        found = _find(data.buckets(), bucket)
+        try:
+            losses = found.look(one_list(partitions) or [])
+            for loss in losses:
+                note(_words(loss))
+            if not yes:
+                click.confirm(_QUESTION, abort=True, err=True)
+            document = found.accept(losses)
+        finally:
+            found.close()
+    finally:
+        data.close()
+    if as_json:
+        print_json(document)
+        return
+    for told in document["partitions"]:
+        click.echo(
+            f"partition {told['partition']}: active again, with a new failover record at {told['kept']}"
+        )
+    for cut in document["released_cuts"]:
+        click.echo(f"cut {cut!r} released")
+
+
+def _find(folders: Iterable[Path], name: str) -> _Accepting:
+    unreadable: UprError | None = None
+    for folder in folders:
+        try:
+            found = _Accepting(folder)
+        except UprError as error:
+            unreadable = error
+            continue
+        try:
+            is_it = found.name == name
+        except UprError as error:
+            is_it, unreadable = False, error
+        if is_it:
+            return found
+        found.close()
+    if unreadable is not None:
+        # Its name is not known: it may be the one.
+        raise unreadable
+    raise BucketNotFoundError(f"there is no bucket {name!r} in the directory")

@@ -1,0 +1,191 @@
+"""``upr-admin bucket``: list, create and drop buckets, and set their quotas."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from upr.cli.kit.options import target_option
+from upr.cli.kit.output import (
+    Group,
+    columns,
+    json_option,
+    note,
+    print_json,
+    problem_document,
+    size_text,
+    verbose_option,
+)
+from upr_protocol.errors import BucketGoneError, BucketNotFoundError
+from upr_protocol.limits import QUOTA_BYTES_MAX
+
+if TYPE_CHECKING:
+    from upr_client import BucketInfo, Client
+
+
+_COLUMNS = ("name", "version", "compression", "mutations", "used", "quota", "problem")
+
+
+def _parse_version(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> int | None:
+    if value is None:
+        return None
+    if len(value) != 16 or not set(value.lower()) <= set("0123456789abcdef"):
+        raise click.BadParameter(f"{value!r} is not 16 hex digits.", context, parameter)
+    return int(value, 16)
+
+
+@click.group("bucket", cls=Group)
+@verbose_option
+def bucket() -> None:
+    """List, create and drop buckets, and set their quotas."""
+
+
+@bucket.command("list")
+@target_option
+@json_option
+@verbose_option
+def list_command(target: str, as_json: bool) -> None:
+    """Show all buckets; those that could not be opened too, with their problem."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        found = client.buckets()
+    if as_json:
+        print_json([_document(info) for info in found])
+    else:
+        click.echo(columns(_COLUMNS, map(_row, found)))
+
+
+@bucket.command("create")
+@click.argument("name")
+@click.option(
+    "--compression",
+    type=click.Choice(["none", "zstd"]),
+    default="none",
+    show_default=True,
+    help="Of stored blocks; it cannot be changed later.",
+)
+@click.option(
+    "--quota",
+    type=click.IntRange(0, QUOTA_BYTES_MAX),
+    default=0,
+    metavar="BYTES",
+    help="Refuse writes when the bucket would take more; 0 for no limit but the disk.",
+)
+@target_option
+@json_option
+@verbose_option
+def create(name: str, compression: str, quota: int, target: str, as_json: bool) -> None:
+    """Make the empty bucket NAME."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        made = client.create_bucket(
+            name, "" if compression == "none" else compression, quota_bytes=quota
+        )
+    if as_json:
+        print_json(_document(made))
+    else:
+        click.echo(f"created: {made.name}, version {made.version:016x}")
+
+
+@bucket.command("quota")
+@click.argument("name")
+@click.argument("quota", type=click.IntRange(0, QUOTA_BYTES_MAX), metavar="BYTES")
+@target_option
+@json_option
+@verbose_option
+def quota_command(name: str, quota: int, target: str, as_json: bool) -> None:
+    """Set how many BYTES the bucket NAME may take; 0 for no limit but the disk.
+
+    What is there already stays. Beyond the quota writes are refused, but for those that only delete.
+    """
+    from upr_client import Client
+
+    with Client(target) as client:
+        info = client.set_bucket_quota(name, quota)
+    if as_json:
+        print_json(_document(info))
+    else:
+        limit = size_text(info.quota_bytes) if info.quota_bytes else "none"
+        click.echo(f"quota: {info.name}, {limit}; {size_text(info.used_bytes)} used")
+
+
+@bucket.command("drop")
+@click.argument("name")
+@click.option(
+    "--version",
+    callback=_parse_version,
+    metavar="HEX",
+    help="Drop it only if this is its version (16 hex digits, as 'list' shows).",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@target_option
+@verbose_option
+def drop(name: str, version: int | None, yes: bool, target: str) -> None:
+    """Remove the bucket NAME with all its data.
+
+    Whoever follows it or writes to it is told that it is gone. Without a terminal, --yes is needed. The bucket "default" exists from the start: once
+    dropped, it is made anew, empty, when the server is started the next time.
+    """
+    from upr_client import Client
+
+    with Client(target) as client:
+        if not yes:
+            version = _confirmed(client, name, version)
+        dropped = client.drop_bucket(name, version)
+    click.echo(f"dropped: {name}, version {dropped:016x}")
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty()
+
+
+def _confirmed(client: "Client", name: str, version: int | None) -> int:
+    """Ask whether to drop the bucket that is there now, and return its version."""
+    if not _can_ask():
+        raise click.UsageError("nobody can be asked here: give --yes to drop the bucket")
+    info = next((info for info in client.buckets() if info.name == name), None)
+    if info is None:
+        raise BucketNotFoundError(
+            f"there is no bucket {name!r}", hint="'upr-admin bucket list' shows them"
+        )
+    if version not in (None, info.version):
+        raise BucketGoneError(
+            f"bucket {name!r} has version {info.version:016x}, not {version:016x}"
+        )
+    note(f"bucket {name!r}, version {info.version:016x}: {_contents(info)}")
+    click.confirm("Drop it? Its data cannot be brought back", abort=True, err=True)
+    return info.version
+
+
+def _contents(info: "BucketInfo") -> str:
+    if info.problem is not None:
+        return f"damaged: {info.problem.message}"
+    return f"{info.mutations} mutations, {size_text(info.used_bytes)}"
+
+
+def _row(info: "BucketInfo") -> tuple[object, ...]:
+    return (
+        info.name,
+        f"{info.version:016x}",
+        info.compression or "none",
+        info.mutations,
+        size_text(info.used_bytes),
+        size_text(info.quota_bytes) if info.quota_bytes else "-",
+        info.problem.message if info.problem is not None else "-",
+    )
+
+
+def _document(info: "BucketInfo") -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "version": f"{info.version:016x}",
+        "compression": info.compression or "none",
+        "mutations": info.mutations,
+        "used_bytes": info.used_bytes,
+        "quota_bytes": info.quota_bytes,
+        "problem": problem_document(info.problem),
+    }

@@ -1,0 +1,116 @@
+"""``upr-admin check``: verify a closed data directory whole."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from upr.cli.kit import exit_codes
+from upr.cli.kit.options import PARTITION_SET, DirectoryPath
+from upr.cli.kit.output import Progress, json_option, note, print_json, verbose_option
+from upr_protocol.limits import PARTITIONS
+
+if TYPE_CHECKING:
+    from upr.storage.check.contents import Finding
+    from upr.storage.check.directory import BucketReport
+
+
+def _text(report: "BucketReport", finding: "Finding") -> str:
+    """Return one line: where, and what."""
+    where = [f"bucket {report.name or report.version}"]
+    if finding.partition is not None:
+        where.append(f"partition {finding.partition}")
+    if finding.above is not None and finding.end is not None:
+        where.append(f"seqnos {finding.above + 1} to {finding.end}")
+    if finding.file:
+        byte = "" if finding.offset is None else f" byte {finding.offset}"
+        where.append(f"{report.version}/{finding.file}{byte}")
+    return f"{finding.severity}: {', '.join(where)}: {finding.what}"
+
+
+def damaged_partitions(report: "BucketReport") -> list[int]:
+    """Return the partitions that damage was found in, ascending."""
+    found = {f.partition for f in report.findings if f.severity == "damage"}
+    return sorted(partition for partition in found if partition is not None)
+
+
+def _ranges(ranges: Iterable[list[int]]) -> str:
+    return ", ".join(f"{above + 1} to {end}" for above, end in ranges) or "nothing"
+
+
+def to_text(reports: "Iterable[BucketReport]") -> str:
+    """Return the findings, what can still be read, and a summary for each bucket, as lines."""
+    lines = []
+    for report in reports:
+        name = report.name or report.version
+        lines += [_text(report, finding) for finding in report.findings]
+        damaged = damaged_partitions(report)
+        lines += [
+            f"readable: bucket {name}, partition {p}: seqnos {_ranges(report.readable.get(p, []))}"
+            for p in damaged
+        ]
+        if report.unusable:
+            lines.append(f"bucket {name}: not checked: {report.unusable}")
+        elif report.damaged:
+            count = sum(finding.severity == "damage" for finding in report.findings)
+            lines.append(f"bucket {name}: damaged: {count} findings in {len(damaged)} partitions")
+        else:
+            high = sum(ranges[-1][1] for ranges in report.readable.values())
+            lines.append(f"bucket {name}: fine: {high} seqnos in {len(report.readable)} partitions")
+    return "\n".join(lines)
+
+
+def to_json(reports: "Iterable[BucketReport]") -> dict[str, Any]:
+    """Return what was found as a JSON document; seqno ranges are ``[above, end]``, above exclusive."""
+    buckets = [
+        {
+            "bucket": report.name or None,
+            "bucket_version": report.version,
+            "damaged": report.damaged,
+            "unusable": report.unusable or None,
+            "findings": [finding.to_json() for finding in report.findings],
+            "readable": {str(p): report.readable.get(p, []) for p in damaged_partitions(report)},
+        }
+        for report in reports
+    ]
+    return {"damaged": any(bucket["damaged"] for bucket in buckets), "buckets": buckets}
+
+
+def exit_code(reports: "Iterable[BucketReport]") -> int:
+    """Return 0 when all is fine, 1 for damage, 2 when something cannot be judged."""
+    several = list(reports)
+    if any(report.unusable for report in several):
+        return exit_codes.USAGE
+    return exit_codes.BAD_ANSWER if any(report.damaged for report in several) else exit_codes.OK
+
+
+@click.command("check")
+@click.argument("directory", type=DirectoryPath(), metavar="DIR")
+@click.option(
+    "--partitions",
+    type=PARTITION_SET,
+    default=None,
+    help="Only these, as 5 or 0-63,512.  [default: all]",
+)
+@json_option
+@verbose_option
+def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:
+    """Verify the data directory DIR, which no server may be using. Changes nothing.
+
+    Exit status: 0 all is fine, 1 damage was found, 2 DIR cannot be judged.
+    """
+    from upr.storage.check.directory import check_directory
+
+    progress = Progress("partitions", PARTITIONS if partitions is None else len(partitions))
+    try:
+        reports = check_directory(directory, partitions, progress.update)
+    finally:
+        progress.close()
+    if as_json:
+        print_json(to_json(reports))
+    else:
+        click.echo(to_text(reports) or "there are no buckets")
+    if any(report.damaged for report in reports):
+        note("there is no repair: take the data from a replica or a backup")
+    return exit_code(reports)

@@ -1,0 +1,286 @@
+"""``upr-admin consumers``: who follows, how far they are, and who of a group owns what."""
+
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+from click.core import ParameterSource
+
+from upr.cli.kit.options import PARTITION_SET, server_options
+from upr.cli.kit.output import Group, columns, json_option, print_json, verbose_option
+from upr.cli.kit.times import format_duration, format_micros, parse_time
+from upr_protocol.errors import UprError
+from upr_protocol.failover import format_failover_id
+
+if TYPE_CHECKING:
+    from upr_client import ConsumerInfo, ConsumerPosition, MemberInfo
+
+
+_COLUMNS = ("name", "connected", "generation", "members", "partitions", "lag", "last_ack", "ago")
+_MEMBER_COLUMNS = ("member", "connected", "owned", "releasing", "lease", "left", "peer")
+_POSITION_COLUMNS = (
+    "name",
+    "partition",
+    "member",
+    "failover_id",
+    "seqno",
+    "high_seqno",
+    "lag",
+    "last_ack",
+)
+
+
+@click.group("consumers", cls=Group, invoke_without_command=True)
+@click.option("--partitions", is_flag=True, help="Show the position in every partition.")
+@server_options
+@json_option
+@verbose_option
+@click.pass_context
+def consumers(
+    context: click.Context, partitions: bool, target: str, bucket: str, as_json: bool
+) -> None:
+    """Show the registered consumers and the members of groups; show, reset or forget one.
+
+    A consumer with a name is registered by its first acknowledgement, or by the first position that it saves in the
+    server. Tombstones that it has not passed are not purged before the hold limit.
+    """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
+    _list(target, bucket, partitions=partitions, as_json=as_json)
+
+
+def _refuse_options(context: click.Context) -> None:
+    """Refuse what stands before a subcommand, which would otherwise ask another server or bucket than was named."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is ParameterSource.COMMANDLINE and parameter.expose_value:
+            raise click.UsageError(
+                f"{parameter.opts[-1]} goes behind {context.invoked_subcommand!r}", context
+            )
+
+
+@consumers.command("list")
+@click.option("--partitions", is_flag=True, help="Show the position in every partition.")
+@server_options
+@json_option
+@verbose_option
+def list_command(partitions: bool, target: str, bucket: str, as_json: bool) -> None:
+    """Show all consumers, as without a subcommand."""
+    _list(target, bucket, partitions=partitions, as_json=as_json)
+
+
+def _list(target: str, bucket: str, *, partitions: bool, as_json: bool) -> None:
+    from upr_client import Client
+
+    with Client(target) as client:
+        found = client.bucket(bucket).consumers(with_positions=partitions)
+    if as_json:
+        print_json([_document(info, partitions) for info in found])
+    elif partitions:
+        click.echo(columns(_POSITION_COLUMNS, (row for info in found for row in _positions(info))))
+    else:
+        click.echo(columns(_COLUMNS, map(_row, found)))
+        for info in found:
+            if info.members:
+                click.echo(f"\n{info.name}:")
+                click.echo(columns(_MEMBER_COLUMNS, map(_member_row, info.members)))
+
+
+@consumers.command("show")
+@click.argument("name")
+@server_options
+@json_option
+@verbose_option
+def show(name: str, target: str, bucket: str, as_json: bool) -> None:
+    """Show consumer NAME: its members, and partition by partition who owns it and where it stands."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        found = client.bucket(bucket).consumers(with_positions=True)
+    info = next((info for info in found if info.name == name), None)
+    if info is None:
+        raise _not_found(name)
+    if as_json:
+        print_json(_document(info, with_positions=True))
+        return
+    click.echo(columns(_COLUMNS, [_row(info)]))
+    if info.members:
+        click.echo()
+        click.echo(columns(_MEMBER_COLUMNS, map(_member_row, info.members)))
+    click.echo()
+    click.echo(columns(_POSITION_COLUMNS[1:], (row[1:] for row in _positions(info))))
+
+
+@consumers.command("reset")
+@click.argument("name")
+@click.option(
+    "--to",
+    "to",
+    required=True,
+    metavar="beginning|now|TIME",
+    help="Where it goes on: TIME as 2026-05-01T12:00:00Z, or '2h ago'.",
+)
+@click.option(
+    "--partitions", type=PARTITION_SET, help="Which partitions, as 0-63,512. [default: all]"
+)
+@click.option("--create", is_flag=True, help="Store positions also for a name that is not known.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@server_options
+@json_option
+@verbose_option
+def reset(
+    name: str,
+    to: str,
+    partitions: list[int] | None,
+    create: bool,
+    yes: bool,
+    target: str,
+    bucket: str,
+    as_json: bool,
+) -> None:
+    """Set the positions that consumer NAME has stored in the server.
+
+    Its calls end; they connect again and go on from there, and nothing that they had is saved any more. What the
+    consumer has made of the data is not undone: fit it to the new positions. Positions that a consumer keeps itself
+    are not touched. Without a terminal, --yes is needed.
+    """
+    from upr_client import Client
+
+    place: Literal["beginning", "now"] | datetime
+    words = to
+    if to == "beginning":
+        place = "beginning"
+    elif to == "now":
+        place = "now"
+    else:
+        place = parse_time(to, datetime.now(UTC))
+        words = place.isoformat(timespec="seconds")
+    where = "all partitions" if partitions is None else f"{len(partitions)} partitions"
+    if not yes:
+        if not _can_ask():
+            raise click.UsageError("nobody can be asked here: give --yes to reset the positions")
+        click.confirm(f"Reset {where} of consumer {name!r} to {words}?", abort=True, err=True)
+    with Client(target) as client:
+        stored = client.bucket(bucket).reset_consumer(
+            name, place, partitions=partitions, create=create
+        )
+    if as_json:
+        print_json({"name": name, "to": words, "positions": list(map(_place, stored.items()))})
+    else:
+        click.echo(f"reset: {name}, {where} to {words}; {len(stored)} positions stored")
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty()
+
+
+@consumers.command("forget")
+@click.argument("name")
+@server_options
+@verbose_option
+def forget(name: str, target: str, bucket: str) -> None:
+    """Forget the positions of consumer NAME, so that they hold no purging up any more.
+
+    One that is connected is registered again by its next acknowledgement, or the next position that it saves.
+    """
+    from upr_client import Client
+
+    with Client(target) as client:
+        if not client.bucket(bucket).forget_consumer(name):
+            raise _not_found(name)
+    click.echo(f"forgotten: {name}")
+
+
+def _not_found(name: str) -> UprError:
+    return UprError(
+        f"there is no consumer {name!r}",
+        reason="NOT_FOUND",
+        hint="'upr-admin consumers' lists them",
+    )
+
+
+def _ago(micros: int) -> str:
+    if not micros:
+        return "-"
+    return format_duration(max(round(time.time() - micros / 1e6), 0))
+
+
+def _row(info: "ConsumerInfo") -> tuple[object, ...]:
+    return (
+        info.name,
+        "yes" if info.connected else "no",
+        info.generation,
+        len(info.members),
+        info.partitions,
+        info.lag,
+        format_micros(info.last_ack_time) or "-",
+        _ago(info.last_ack_time),
+    )
+
+
+def _member_row(member: "MemberInfo") -> tuple[object, ...]:
+    return (
+        member.name,
+        "yes" if member.peer else "no",
+        member.partitions,
+        member.releasing,
+        f"{member.lease_seconds:g}s",
+        f"{member.lease_left_seconds:.1f}s",
+        member.peer or "-",
+    )
+
+
+def _positions(info: "ConsumerInfo") -> Iterator[tuple[object, ...]]:
+    for partition, at in info.positions.items():
+        yield (
+            info.name,
+            partition,
+            at.member or "-",
+            format_failover_id(at.failover_id) if at.failover_id else "-",
+            at.seqno,
+            at.high_seqno,
+            at.lag,
+            format_micros(at.time) or "-",
+        )
+
+
+def _place(item: "tuple[int, ConsumerPosition]") -> dict[str, Any]:
+    partition, at = item
+    return {
+        "partition": partition,
+        "member": at.member or None,
+        "failover_id": format_failover_id(at.failover_id) if at.failover_id else None,
+        "seqno": at.seqno,
+        "high_seqno": at.high_seqno,
+        "last_ack": format_micros(at.time),
+    }
+
+
+def _document(info: "ConsumerInfo", with_positions: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "name": info.name,
+        "connected": info.connected,
+        "generation": info.generation,
+        "partitions": info.partitions,
+        "lag": info.lag,
+        "last_ack_time": info.last_ack_time or None,
+        "last_ack": format_micros(info.last_ack_time),
+        "members": [
+            {
+                "name": member.name,
+                "peer": member.peer or None,
+                "partitions": member.partitions,
+                "releasing": member.releasing,
+                "lease_seconds": member.lease_seconds,
+                "lease_left_seconds": member.lease_left_seconds,
+            }
+            for member in info.members
+        ],
+    }
+    if with_positions:
+        document["positions"] = list(map(_place, info.positions.items()))
+    return document

@@ -1,0 +1,172 @@
+"""``upr-admin cut``: pin a point in time of a bucket."""
+
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from upr.cli.kit.options import PARTITION_SET, server_options
+from upr.cli.kit.output import (
+    Group,
+    columns,
+    json_option,
+    note,
+    print_json,
+    problem_document,
+    verbose_option,
+)
+from upr.cli.kit.times import DURATION, format_duration
+from upr_protocol.errors import CutNotFoundError
+from upr_protocol.failover import format_failover_id
+
+if TYPE_CHECKING:
+    from upr_client import Cut, CutInfo
+
+
+_COLUMNS = ("name", "created", "expires", "lease", "left")
+_PIN_COLUMNS = ("name", "partition", "failover_id", "seqno")
+_lease_option = click.option(
+    "--lease",
+    type=DURATION,
+    help="How long it holds without being renewed, as 90, 30s, 5m, 1h or 2d.",
+)
+
+
+@click.group("cut", cls=Group)
+@verbose_option
+def cut() -> None:
+    """Pin the bucket as it is at one instant, so that it can be read as of then again and again."""
+
+
+@cut.command("create")
+@click.argument("name")
+@_lease_option
+@click.option(
+    "--partitions", type=PARTITION_SET, help="Which partitions, as 0-63,512. [default: all]"
+)
+@server_options
+@json_option
+@verbose_option
+def create(
+    name: str,
+    lease: float | None,
+    partitions: list[int] | None,
+    target: str,
+    bucket: str,
+    as_json: bool,
+) -> None:
+    """Make cut NAME of this instant. Everything up to it is on disk when this returns.
+
+    It holds for an hour unless --lease says otherwise, and can be renewed and released. Dead partitions are left out,
+    and named.
+    """
+    from upr_client import Client
+
+    with Client(target) as client:
+        made = client.bucket(bucket).create_cut(name, partitions=partitions, lease=lease)
+    if as_json:
+        document = _document(made, with_pins=True)
+        document["left_out"] = [
+            {"partition": partition, **(problem_document(why) or {})}
+            for partition, why in made.left_out.items()
+        ]
+        print_json(document)
+    else:
+        expires = _time(made.expires_time)
+        click.echo(f"{made.name}: {len(made.pins)} partitions pinned until {expires}")
+        for why in made.left_out.values():
+            note(f"warning: left out: {why.message}")
+
+
+@cut.command("list")
+@click.option("--partitions", is_flag=True, help="Show the pinned marker of every partition.")
+@server_options
+@json_option
+@verbose_option
+def list_command(partitions: bool, target: str, bucket: str, as_json: bool) -> None:
+    """Show the cuts whose lease has not ended, oldest first."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        found = client.bucket(bucket).cuts(with_pins=partitions)
+    if as_json:
+        print_json([_document(info, with_pins=partitions) for info in found])
+    elif partitions:
+        rows = (
+            (info.name, partition, _shown(pin.failover_id), pin.seqno)
+            for info in found
+            for partition, pin in info.pins.items()
+        )
+        click.echo(columns(_PIN_COLUMNS, rows))
+    else:
+        click.echo(columns(_COLUMNS, map(_row, found)))
+
+
+@cut.command("renew")
+@click.argument("name")
+@_lease_option
+@server_options
+@verbose_option
+def renew(name: str, lease: float | None, target: str, bucket: str) -> None:
+    """Have the lease of cut NAME begin anew, with its length or another one."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        info = client.bucket(bucket).renew_cut(name, lease)
+    click.echo(f"{info.name}: pinned until {_time(info.expires_time)}")
+
+
+@cut.command("release")
+@click.argument("name")
+@server_options
+@verbose_option
+def release(name: str, target: str, bucket: str) -> None:
+    """Give cut NAME up: what it pinned may be merged away."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        if not client.bucket(bucket).release_cut(name):
+            raise CutNotFoundError(
+                f"there is no cut {name!r}, or its lease has ended",
+                hint="'upr-admin cut list' shows those there are",
+            )
+    click.echo(f"released: {name}")
+
+
+def _time(micros: int) -> str:
+    return datetime.fromtimestamp(micros / 1e6, UTC).isoformat(timespec="seconds")
+
+
+def _id(failover_id: int | None) -> str | None:
+    return format_failover_id(failover_id) if failover_id else None
+
+
+def _shown(failover_id: int | None) -> str:
+    return _id(failover_id) or "-"
+
+
+def _row(info: "CutInfo") -> tuple[object, ...]:
+    left = max(round(info.expires_time / 1e6 - time.time()), 0)
+    return (
+        info.name,
+        _time(info.created_time),
+        _time(info.expires_time),
+        format_duration(info.lease_seconds),
+        f"{left}s",
+    )
+
+
+def _document(info: "CutInfo | Cut", *, with_pins: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "name": info.name,
+        "created": _time(info.created_time),
+        "expires": _time(info.expires_time),
+        "lease_seconds": info.lease_seconds,
+    }
+    if with_pins:
+        document["partitions"] = [
+            {"partition": partition, "failover_id": _id(pin.failover_id), "seqno": pin.seqno}
+            for partition, pin in info.pins.items()
+        ]
+    return document

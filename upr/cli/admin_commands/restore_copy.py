@@ -1,0 +1,151 @@
+"""``upr-admin restore-copy``: make an old copy of a data directory fit to be served."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from upr.cli.kit.options import DirectoryPath
+from upr.cli.kit.output import json_option, note, print_json, verbose_option
+from upr_protocol.errors import DataDirectoryError
+from upr_protocol.failover import format_failover_id
+from upr_protocol.limits import FAILOVER_LOG_MAX
+
+if TYPE_CHECKING:
+    from upr.storage.directory import DataDirectory
+
+
+_QUESTION = (
+    "Every client of this copy will be rolled back to what the copy holds. "
+    "This must be a copy, and the original must not be served any more. Go on?"
+)
+
+
+def on_terminal() -> bool:
+    """Whether there is somebody who can answer a question."""
+    return sys.stdin.isatty()
+
+
+def _restore(folder: Path) -> dict[str, Any]:
+    """Recover one bucket as after an unclean stop; everything is durable when it returns.
+
+    A run that is cut short leaves a bucket as it was, or done; running again adds another record.
+    """
+    from upr import failpoints
+    from upr.engine.partitions import ACTIVE
+    from upr.engine.recovery import recover
+    from upr.service.buckets.bucket_service import new_failover_id
+    from upr.service.clock import Clock
+    from upr.storage.journal import Journal
+    from upr.storage.store import Store, forget_future
+
+    store = Store(folder / "store")
+    journal = None
+    try:
+        identity = store.identity()
+        if identity is None:
+            raise DataDirectoryError(f"{folder} holds a store without an identity")
+        journal = Journal(folder / "journal", identity.version)
+        result = recover(
+            store.partitions(),
+            store.heads,
+            journal.replay(),
+            proven=None,
+            new_id=new_failover_id,
+            now=Clock().now(),
+            # How many the server is told to keep is not known here: it drops the oldest when it adds one itself.
+            log_records=FAILOVER_LOG_MAX,
+        )
+        table = result.partitions
+        active = [p for p in result.rows if table.state[p] == ACTIVE]
+        records = {p: table.logs[p].newest for p in active}
+        failpoints.hit("restore.before_forget")
+        store.put_aside(result.aside)
+        # First what speaks of the lost future, then the records: cut short in between, the next run does the rest.
+        forgotten = forget_future(store, {p: r.seqno for p, r in records.items()})
+        failpoints.hit("restore.before_records")
+        store.write_recovery(
+            result.rows, result.blocks, result.cut_off, result.highs, result.producers
+        )
+        failpoints.hit("restore.after_records")
+    finally:
+        if journal is not None:
+            journal.close()
+        store.close()
+    return {
+        "bucket": identity.name,
+        "bucket_version": f"{identity.version:016x}",
+        "records": [
+            {
+                "partition": p,
+                "failover_id": format_failover_id(r.failover_id),
+                "seqno": r.seqno,
+                "records": len(table.logs[p]),
+            }
+            for p, r in records.items()
+        ],
+        "not_active": len(result.rows) - len(active),
+        "torn_bytes": journal.torn_bytes,
+        "released_cuts": list(forgotten.cuts),
+        "removed_positions": [
+            {"consumer": name, "partition": p, "seqno": seqno}
+            for name, p, seqno in forgotten.consumers
+        ],
+        "problems": [problem.message for problem in table.problems.values()],
+    }
+
+
+def open_directory(path: Path) -> "DataDirectory":
+    """Open the directory of a stopped server, which must be there."""
+    from upr.storage.check.directory import closed_directory
+    from upr.storage.directory import DataDirectory
+
+    # A server makes a directory that is not there; here that would be a slip of the pen.
+    with closed_directory(path):
+        pass
+    return DataDirectory(path)
+
+
+@click.command("restore-copy")
+@click.argument("directory", type=DirectoryPath(), metavar="DIR")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@verbose_option
+def restore_copy(directory: Path, yes: bool, as_json: bool) -> None:
+    """Prepare DIR, a copy of an older state of a data directory, for being served.
+
+    Every active partition of every bucket gets a new failover record at the last complete marker of the copy, and what
+    lies above it is cut off, as after an unclean stop. So clients that are ahead of the copy learn that it is
+    another history, and roll back to the record. Cuts are released, and acknowledged positions above the copy
+    are removed. Running it again adds another record; no harm, but nothing is gained. Without a terminal, --yes is
+    needed.
+    """
+    data = open_directory(directory)
+    try:
+        if not yes:
+            if not on_terminal():
+                raise click.UsageError("nobody can be asked here: give --yes to change the copy")
+            click.confirm(_QUESTION, abort=True, err=True)
+        data.is_another()
+        documents = [_restore(folder) for folder in data.buckets()]
+    finally:
+        data.close()
+    if as_json:
+        print_json(documents)
+        return
+    for document in documents:
+        name = document["bucket"]
+        click.echo(
+            f"bucket {name}: new failover records in {len(document['records'])} partitions, "
+            f"{document['not_active']} are not active and keep theirs"
+        )
+        for cut in document["released_cuts"]:
+            click.echo(f"bucket {name}: cut {cut!r} released")
+        for position in document["removed_positions"]:
+            click.echo(
+                f"bucket {name}: consumer {position['consumer']!r} was at {position['seqno']} "
+                f"in partition {position['partition']}, which the copy does not have: removed"
+            )
+        for problem in document["problems"]:
+            note(f"warning: bucket {name}: {problem}")

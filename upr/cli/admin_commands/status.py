@@ -1,0 +1,166 @@
+"""``upr-admin status`` and ``upr-admin storage``: what a server process uses, and what a bucket takes on disk."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from upr.cli.kit.options import server_options, target_option
+from upr.cli.kit.output import (
+    columns,
+    json_option,
+    print_json,
+    problem_document,
+    size_text,
+    verbose_option,
+)
+
+if TYPE_CHECKING:
+    from upr_client import BucketStatus, ServerStatus, StorageInfo
+
+
+_STATUS_COLUMNS = (
+    "bucket",
+    "tail",
+    "limit",
+    "volatile",
+    "streams",
+    "from_store",
+    "cuts",
+    "damaged",
+    "problem",
+)
+
+
+@click.command("status")
+@target_option
+@json_option
+@verbose_option
+def status(target: str, as_json: bool) -> None:
+    """Show memory, open calls, and for each bucket its tail, streams, cuts and damage."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        found = client.status()
+    if as_json:
+        print_json(_status_document(found))
+        return
+    click.echo(f"server            {found.server_version}, {found.server_id:016x}")
+    click.echo(f"uptime            {_duration(found.uptime_seconds)}")
+    click.echo(f"anonymous memory  {size_text(found.anonymous_bytes)}")
+    click.echo(f"mapped memory     {size_text(found.mapped_bytes)}")
+    click.echo(f"follow calls      {found.follow_calls}")
+    click.echo(f"write calls       {found.write_calls}")
+    click.echo(f"loop delays       {_delays(found)}")
+    for words in _clock(found):
+        click.echo(f"clock             {words}")
+    click.echo()
+    click.echo(columns(_STATUS_COLUMNS, map(_row, found.buckets)))
+
+
+def _delays(found: "ServerStatus") -> str:
+    """Return up to how much the event loop was late in half and in 99 % of all samples, and at worst."""
+    words, seen, shares = [], 0, [0.5, 0.99]
+    total = sum(count for _, count in found.loop_delays)
+    for bound, count in found.loop_delays:
+        seen += count
+        while shares and total and seen >= shares[0] * total:
+            limit = "more" if bound is None else f"{bound * 1e3:g} ms"
+            words.append(f"{shares.pop(0):.0%} up to {limit}")
+    return ", ".join([*words, f"longest {found.longest_loop_delay_seconds * 1e3:.0f} ms"])
+
+
+def _clock(found: "ServerStatus") -> Iterator[str]:
+    """Yield what is wrong with the clock."""
+    if found.clock_off_seconds:
+        where = "ahead of" if found.clock_off_seconds > 0 else "behind"
+        yield f"the day's clock is {_duration(abs(found.clock_off_seconds))} {where} the server's"
+    if found.clock_jumped_seconds:
+        yield (
+            f"the server was away for {_duration(found.clock_jumped_seconds)} or the day's clock was set forward:"
+            f" that counts in {_duration(found.clock_left_seconds)}"
+        )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
+
+
+def _row(bucket: "BucketStatus") -> tuple[object, ...]:
+    return (
+        bucket.name,
+        size_text(bucket.tail_bytes),
+        size_text(bucket.tail_limit_bytes),
+        size_text(bucket.volatile_bytes),
+        bucket.streams,
+        bucket.streams_from_store,
+        bucket.cuts,
+        bucket.damaged_partitions,
+        bucket.problem.message if bucket.problem is not None else "-",
+    )
+
+
+def _status_document(found: "ServerStatus") -> dict[str, Any]:
+    document = asdict(found)
+    document["server_id"] = f"{found.server_id:016x}"
+    for bucket, told in zip(found.buckets, document["buckets"], strict=True):
+        told["version"] = f"{bucket.version:016x}"
+        told["problem"] = problem_document(bucket.problem)
+    return document
+
+
+@click.command("storage")
+@server_options
+@json_option
+@verbose_option
+def storage(target: str, bucket: str, as_json: bool) -> None:
+    """Show space, and what journal, flushes and merges wrote since the server was started."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        found = client.bucket(bucket).storage()
+    if as_json:
+        print_json(_storage_document(found))
+        return
+    lines = {
+        "store file": _of(found.used_bytes, found.file_bytes, " in use"),
+        "journal": size_text(found.journal_bytes),
+        "tail": size_text(found.tail_bytes),
+        "blocks": f"{found.blocks}, {found.rows} rows, {size_text(found.block_bytes)}",
+        "superseded": "at most " + _of(found.unmerged_bytes, found.block_bytes, ""),
+        "compression": found.compression or "none",
+        "ingested": size_text(found.ingested_bytes),
+        "journalled": size_text(found.journalled_bytes),
+        "flushed": size_text(found.flushed_bytes),
+        "merged": f"{size_text(found.merge_input_bytes)} to {size_text(found.merge_output_bytes)}, "
+        f"{found.merge_input_rows} rows to {found.merge_output_rows}, {found.merge_seconds:.1f} s",
+        "write amplification": _amplification(found),
+        "purged": f"{found.purged_tombstones} tombstones",
+        "to merge": f"{found.partitions_to_merge} partitions",
+    }
+    width = max(map(len, lines))
+    for name, text in lines.items():
+        click.echo(f"{name.ljust(width)}  {text}")
+
+
+def _of(part: int, whole: int, words: str) -> str:
+    share = f", {part / whole:.0%}" if whole else ""
+    return f"{size_text(part)} of {size_text(whole)}{words}{share}"
+
+
+def _amplification(found: "StorageInfo") -> str:
+    factor = found.write_amplification
+    if factor is None:
+        return "nothing since the start"
+    return f"{factor:.2f} bytes for each byte ingested"
+
+
+def _storage_document(found: "StorageInfo") -> dict[str, Any]:
+    document = asdict(found)
+    document["bucket_version"] = f"{found.bucket_version:016x}"
+    document["write_amplification"] = found.write_amplification
+    return document

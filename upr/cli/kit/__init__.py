@@ -1,0 +1,1 @@
+"""The kit of the commands: options, output, exit statuses, times."""

@@ -1,0 +1,164 @@
+"""Options and argument types that several commands share."""
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.failover import check_seqno, parse_failover_id
+from upr_protocol.limits import PARTITIONS
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+DEFAULT_TARGET = "127.0.0.1:7711"
+
+
+class DirectoryPath(click.Path):
+    """The path of a directory; an empty one, as of a shell variable that is not set, is refused and not "here"."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        if not str(value):
+            self.fail("the path is empty; is a variable not set?", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def _bounded(digits: str, name: str, highest: int) -> int:
+    """Return the number that decimal digits stand for, or raise InvalidArgumentError."""
+    # Python refuses to convert thousands of digits, in words that mean nothing to a user.
+    shown = digits if len(digits) <= 20 else f"{digits[:20]}..."
+    if len(digits) > 20 or int(digits) > highest:
+        raise InvalidArgumentError(f"{name} is {shown}, it must be from 0 to {highest}")
+    return int(digits)
+
+
+def parse_partitions(text: str) -> list[int]:
+    """Return the partitions that ``0-63,512`` names, ascending, each once.
+
+    Raises:
+        InvalidArgumentError: a part is no partition or range.
+    """
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        ends = [first, last] if dash else [first, first]
+        if not all(end.isascii() and end.isdigit() for end in ends):
+            raise InvalidArgumentError(
+                f"{part.strip()!r} is not a partition or a range of partitions",
+                hint="for example 0-63,512",
+            )
+        low, high = (_bounded(end, "partition", PARTITIONS - 1) for end in ends)
+        if low > high:
+            raise InvalidArgumentError(f"the range {part.strip()} is empty")
+        chosen.update(range(low, high + 1))
+    return sorted(chosen)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; an IPv6 host stands in brackets.
+
+    Raises:
+        InvalidArgumentError: it is not of that form, or the port is above 65535.
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if (
+        not colon
+        or not host
+        or not (port.isascii() and port.isdigit())
+        or (":" in host) > bracketed
+    ):
+        raise InvalidArgumentError(f"{text!r} is not HOST:PORT", hint="for example 127.0.0.1:7711")
+    return host[1:-1] if bracketed else host, _bounded(port, "port", 65535)
+
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    # Generic at run time only from click 8.4 on.
+    _ParamType = click.ParamType
+
+
+class _Parsed(_ParamType):
+    """An argument that a function of this project parses, with that function's errors."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse the value, unless it is a default that is parsed already."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except InvalidArgumentError as error:
+            self.fail(str(error), param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers without "nan", which compares with nothing, and "inf"."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse the number and check that it is finite."""
+        number = super().convert(value, param, ctx)
+        if isinstance(number, float) and not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+def _checked_address(text: str) -> str:
+    split_address(text)
+    return text
+
+
+def _parse_seqno(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise InvalidArgumentError(f"seqno is {text!r}, it must be an integer") from None
+    return check_seqno(number)
+
+
+def _parse_seqnos(text: str) -> tuple[int, ...]:
+    return tuple(_parse_seqno(part.strip()) for part in text.split(",") if part.strip())
+
+
+PARTITION_SET = _Parsed("partitions", parse_partitions)
+ADDRESS = _Parsed("host:port", _checked_address)
+SEQNO = _Parsed("seqno", _parse_seqno)
+SEQNOS = _Parsed("seqnos", _parse_seqnos)
+FAILOVER_ID = _Parsed("id", parse_failover_id)
+
+
+def one_list(sets: Iterable[Iterable[int]]) -> list[int] | None:
+    """Return the partitions of several arguments, ascending, each once; None when none was named."""
+    chosen = sorted(set().union(*sets))
+    return chosen or None
+
+
+def server_options(function: _F) -> _F:
+    """Add --target and --bucket."""
+    function = click.option(
+        "--bucket", default="default", show_default=True, help="The bucket's name."
+    )(function)
+    return target_option(function)
+
+
+def target_option(function: _F) -> _F:
+    """Add --target."""
+    return click.option(
+        "--target",
+        type=ADDRESS,
+        default=DEFAULT_TARGET,
+        show_default=True,
+        envvar="UPR_TARGET",
+        show_envvar=True,
+        help="HOST:PORT of the server.",
+    )(function)

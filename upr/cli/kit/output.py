@@ -1,0 +1,241 @@
+"""Output of the commands: columns, JSON, progress; and errors, as one line.
+
+stdout is data; progress, warnings and errors go to stderr.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TextIO, TypeVar
+
+import click
+
+from upr.cli.kit import exit_codes
+from upr_protocol.errors import UprError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_VERBOSE = "upr.verbose"
+_BAR_WIDTH = 30
+_BAR_SECONDS = 0.1
+_LOG_SECONDS = 5.0
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return the rows as aligned columns, numbers to the right; nothing is ever cut."""
+    table = [tuple(row) for row in rows]
+    texts = [tuple(header), *(tuple(map(str, row)) for row in table)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    right = [
+        bool(table) and all(isinstance(row[index], int) for row in table)
+        for index in range(len(header))
+    ]
+    lines = []
+    for text in texts:
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(text, widths, right, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes for people."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document on stdout."""
+    click.echo(json.dumps(document, indent=2))
+
+
+def problem_document(problem: UprError | None) -> dict[str, str] | None:
+    """Return an error that is told as data, as a JSON object; None for none."""
+    if problem is None:
+        return None
+    return {"reason": problem.reason, "message": problem.message, "hint": problem.hint}
+
+
+def note(text: str) -> None:
+    """Print a line for people on stderr."""
+    click.echo(text, err=True)
+
+
+class Progress:
+    """How far a command is: a bar on a terminal, else a line every few seconds.
+
+    Args:
+        unit: what is counted, in the plural.
+        total: how many there will be, None when it is not known.
+        stream: where to, stderr by default.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        total: int | None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._unit = unit
+        self._total = total
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._terminal = self._stream.isatty()
+        self._shown = clock()
+        self._open_bar = False
+
+    def update(self, done: int, detail: str = "") -> None:
+        """Say that ``done`` of the total are done; ``detail`` is shown behind."""
+        now = self._clock()
+        if now - self._shown < (_BAR_SECONDS if self._terminal else _LOG_SECONDS):
+            return
+        self._shown = now
+        text = (
+            f"{done} {self._unit}" if self._total is None else f"{done}/{self._total} {self._unit}"
+        )
+        if detail:
+            text = f"{text}, {detail}"
+        if not self._terminal:
+            print(text, file=self._stream, flush=True)
+            return
+        if self._total:
+            filled = _BAR_WIDTH * min(done, self._total) // self._total
+            text = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {text}"
+        # Erases to the end of the line, because a later text may be shorter.
+        print(f"\r{text}\x1b[K", end="", file=self._stream, flush=True)
+        self._open_bar = True
+
+    def close(self) -> None:
+        """End the line of the bar."""
+        if self._open_bar:
+            print(file=self._stream, flush=True)
+            self._open_bar = False
+
+
+class CommandError(Exception):
+    """An error that is shown as one line and ends the command with a status.
+
+    Args:
+        message: what happened and, in brackets, what to do.
+        exit_code: one of ``exit_codes``.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _as_command_error(error: Exception) -> CommandError:
+    if isinstance(error, UprError):
+        return CommandError(str(error), exit_codes.exit_code_of(error))
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return CommandError(f"{where}{error.strerror or error}", exit_codes.USAGE)
+    return CommandError(
+        f"internal error: {type(error).__name__}: {error} (--verbose shows where; please report it)",
+        exit_codes.BAD_ANSWER,
+    )
+
+
+def _invoked(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
+    """Run a command and turn what it raises into a CommandError."""
+    try:
+        result = invoke(ctx)
+        # Here and not at the interpreter's end, where a closed pipe would be a complaint and status 120.
+        sys.stdout.flush()
+        return result
+    except (CommandError, click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except BrokenPipeError:
+        # Whoever reads has seen enough: `upr-cat follow | head`.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ctx.exit(exit_codes.OK)
+    except Exception as error:
+        if ctx.meta.get(_VERBOSE):
+            traceback.print_exc()
+        raise _as_command_error(error) from error
+
+
+def _left(run: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any]) -> Any:
+    """Run a command and leave with its status, an error as one line."""
+    if not extra.pop("standalone_mode", True):
+        return run(*args, standalone_mode=False, **extra)
+    try:
+        code = run(*args, standalone_mode=False, **extra)
+    except click.UsageError as error:
+        where = f" (see '{error.ctx.command_path} --help')" if error.ctx else ""
+        note(f"error: {_one_line(error.format_message()).rstrip('.')}{where}")
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        note(f"error: {_one_line(error.format_message())}")
+        sys.exit(error.exit_code)
+    except CommandError as error:
+        note(f"error: {_one_line(str(error))}")
+        sys.exit(error.exit_code)
+    except click.Abort:
+        note("interrupted")
+        sys.exit(exit_codes.INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else exit_codes.OK)
+
+
+class Command(click.Command):
+    """A command of its own, with one-line errors and the statuses of ``exit_codes``."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command and turn what it raises into a CommandError."""
+        return _invoked(super().invoke, ctx)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command and leave with its status."""
+        return _left(super().main, args, extra)
+
+
+class Group(click.Group):
+    """A command with subcommands, with one-line errors and the statuses of ``exit_codes``."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command and turn what it raises into a CommandError."""
+        return _invoked(super().invoke, ctx)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command and leave with its status."""
+        return _left(super().main, args, extra)
+
+
+def _remember_verbose(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta[_VERBOSE] = True
+
+
+def verbose_option(function: _F) -> _F:
+    """Add --verbose, which shows the trace of an error too."""
+    return click.option(
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        callback=_remember_verbose,
+        help="Show the trace of an error.",
+    )(function)
+
+
+def json_option(function: _F) -> _F:
+    """Add --json."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(
+        function
+    )

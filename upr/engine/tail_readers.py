@@ -1,0 +1,225 @@
+"""Tail readers: the streams of one follower that read the tail together."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from upr.engine.tail import Tail, TailEntry
+from upr.storage.read import Showing, Tokens
+from upr_protocol.block import I64, RUN, U64, Runs, select_runs, slice_runs
+from upr_protocol.limits import FRAME_BYTES, PARTITIONS
+from upr_protocol.wire.codec import encode_block
+
+EVERYTHING = Showing()
+ENTRIES_AT_ONCE = 256
+"""Entries looked at in one step, so that a tail of tiny writes does not hold the event loop."""
+
+
+@dataclass(slots=True)
+class _Group:
+    next_entry: int
+    members: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(PARTITIONS, bool))
+
+
+@dataclass(slots=True)
+class Taken:
+    """Blocks out of the tail for a group: the runs in them, end to end, and where the group goes on.
+
+    ``beyond`` are the runs that were left out because they reach beyond their stream's limit.
+    """
+
+    group: _Group
+    next_entry: int
+    blocks: list[bytes]
+    runs: Runs
+    size: int
+    beyond: Runs | None = None
+
+
+class TailReaders:
+    """Which partitions read the tail, and from which entry on; at most a group an entry.
+
+    Attributes:
+        moves: how often a group moved on.
+    """
+
+    def __init__(self, tail: Tail, memory: bool, showing: Showing = EVERYTHING) -> None:
+        self._tail = tail
+        self._showing = showing
+        self._memory = memory
+        self._groups: list[_Group] = []
+        self.moves = 0
+
+    @property
+    def _limit(self) -> int:
+        """Entries from this number on may not be shown."""
+        return self._tail.end if self._memory else self._tail.durable
+
+    def join(self, partitions: Sequence[int] | I64, entry: int) -> None:
+        """Have partitions read from an entry on."""
+        if not len(partitions):
+            return
+        for group in self._groups:
+            if group.next_entry == entry:
+                group.members[partitions] = True
+                return
+        group = _Group(entry)
+        group.members[partitions] = True
+        self._groups.append(group)
+
+    def leave(self, partitions: Iterable[int]) -> None:
+        """Have partitions read no more."""
+        gone = list(partitions)
+        for group in self._groups:
+            group.members[gone] = False
+        self._groups = [group for group in self._groups if group.members.any()]
+
+    def take_dropped(self) -> list[int]:
+        """Remove and return the partitions whose next entry is not in the tail any more."""
+        behind = [group for group in self._groups if group.next_entry < self._tail.first]
+        if not behind:
+            return []
+        self._groups = [group for group in self._groups if group.next_entry >= self._tail.first]
+        members = np.logical_or.reduce([group.members for group in behind])
+        dropped: list[int] = np.flatnonzero(members).tolist()
+        return dropped
+
+    def take(
+        self,
+        seqno: U64,
+        horizon: U64,
+        until: U64,
+        max_bytes: int,
+        tokens: Tokens,
+        limit: U64 | None = None,
+    ) -> Taken | None:
+        """Return what the group that is furthest behind reads next; None when no group has anything.
+
+        Nothing is changed until ``commit``. The result may hold no blocks: entries were passed over.
+
+        Args:
+            seqno, horizon, until: each stream's state, shape (1024,).
+            max_bytes: stop before this is exceeded, but not before the first block.
+            tokens: each stream's token, shape (1024,).
+            limit: the largest horizon that each stream may be sent, shape (1024,); None: no stream has one.
+        """
+        self._merge_groups()
+        waiting = [g for g in self._groups if self._tail.first <= g.next_entry < self._limit]
+        if not waiting:
+            return None
+        group = min(waiting, key=lambda g: g.next_entry)
+        others = [g.next_entry for g in self._groups if g.next_entry > group.next_entry]
+        # Stopping where the next group stands lets the two become one.
+        end = min(self._limit, group.next_entry + ENTRIES_AT_ONCE, *others)
+        first = group.next_entry
+        while True:
+            entries = self._fitting(first, end)
+            if any((entry.runs["horizon"] != entry.runs["end_seqno"]).any() for entry in entries):
+                # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
+                entries = entries[:1]
+            state = (seqno, horizon, until, limit)
+            taken = self._select(group, first, entries, state, max_bytes, tokens)
+            if taken.beyond is not None:
+                return taken
+            if taken.blocks or taken.next_entry == end or len(entries) == 1:
+                return taken
+            first = taken.next_entry
+
+    def _fitting(self, first: int, end: int) -> list[TailEntry]:
+        """Return entries that together fill a frame for a reader of all partitions: at least one."""
+        last, size = first + 1, len(self._tail[first].data)
+        while last < end and (size := size + len(self._tail[last].data)) <= FRAME_BYTES:
+            last += 1
+        return self._tail.range(first, last)
+
+    def _select(
+        self,
+        group: _Group,
+        first: int,
+        entries: list[TailEntry],
+        state: tuple[U64, U64, U64, U64 | None],
+        max_bytes: int,
+        tokens: Tokens,
+    ) -> Taken:
+        seqno, horizon, until, limit = state
+        runs = _joined(entries)
+        partitions = runs["partition"]
+        starts = runs["start_seqno"]
+        above = seqno[partitions]
+        keep = (
+            group.members[partitions]
+            & (runs["end_seqno"] > above)
+            & ((starts < until[partitions]) | (horizon[partitions] > starts))
+        )
+        beyond = None
+        if limit is not None:
+            # A later run of such a stream begins at or above its end: only the first one reaches beyond.
+            beyond = keep & (runs["horizon"] > limit[partitions])
+            keep &= ~beyond
+        # A position may lie inside a run: what it has of it is not sent again.
+        inside = keep & (starts < above)
+        sliced = bool(inside.any())
+        blocks: list[bytes] = []
+        size = at = done = used = 0
+        for entry in entries:
+            last = at + len(entry.runs)
+            kept = keep[at:last]
+            if kept.any():
+                slices = above[at:last] if sliced and inside[at:last].any() else None
+                data, cost = _selected(entry, kept, self._showing, tokens, slices)
+                if blocks and size + cost > max_bytes:
+                    break
+                blocks.append(data)
+                size += cost
+            at = used = last
+            done += 1
+        taken = Taken(group, first + done, blocks, runs[:used][keep[:used]], size)
+        if beyond is not None and beyond[:used].any():
+            taken.beyond = runs[:used][beyond[:used]]
+        return taken
+
+    def commit(self, taken: Taken) -> None:
+        """Move the group behind what was taken."""
+        taken.group.next_entry = taken.next_entry
+        self.moves += 1
+
+    def _merge_groups(self) -> None:
+        if len(self._groups) < 2:
+            return
+        by_entry: dict[int, _Group] = {}
+        for group in self._groups:
+            same = by_entry.setdefault(group.next_entry, group)
+            if same is not group:
+                same.members |= group.members
+        self._groups = list(by_entry.values())
+
+
+def _joined(entries: list[TailEntry]) -> Runs:
+    """Return the tables end to end; numpy is slow to concatenate records, and bytes are not."""
+    if len(entries) == 1:
+        return entries[0].runs
+    return np.frombuffer(b"".join([entry.runs.tobytes() for entry in entries]), RUN)
+
+
+def _selected(
+    entry: TailEntry,
+    kept: npt.NDArray[np.bool_],
+    showing: Showing,
+    tokens: Tokens,
+    above: U64 | None,
+) -> tuple[bytes, int]:
+    """Return an entry's bytes as they are, or a cut-out of what is to be shown; and what it takes from the credit.
+
+    Args:
+        above: for each run the seqno above which it is shown, None for all of them whole.
+    """
+    if above is None and kept.all() and showing.as_they_are:
+        return entry.data, len(entry.data)
+    block = select_runs(entry.block(), kept)
+    if above is not None:
+        block = slice_runs(block, above[kept])
+    block = showing.of(block)
+    data = encode_block(block)
+    return data, showing.cost(block, len(data), tokens[block.runs["partition"]])

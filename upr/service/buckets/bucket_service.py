@@ -1,0 +1,570 @@
+"""The service of one bucket: numbers, commits and reads, with the engine on the event loop and the disk in threads.
+
+The engine decides on the loop, one thread does, and the outcome is reported back on the loop. One thread owns
+the journal, one makes the store's write transactions, two read.
+"""
+
+import asyncio
+import errno
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+
+from upr import failpoints
+from upr.config import ServerConfig
+from upr.engine.bucket import Bucket, Written
+from upr.engine.producers import ProducerCall
+from upr.engine.recovery import recover
+from upr.service import trouble
+from upr.service.buckets.compactor import Compactor
+from upr.service.buckets.disk import Disk
+from upr.service.buckets.flusher import Flusher
+from upr.service.buckets.keepers import (
+    ConsumerSaver,
+    CutKeeper,
+    LeaseKeeper,
+    ProducerKeeper,
+    expire_consumers,
+)
+from upr.service.buckets.room import (
+    ROOM_AGAIN_BYTES,
+    DiskRoom,
+    WaitingRoom,
+    check_map,
+    merge_room,
+)
+from upr.service.clock import Clock
+from upr.service.trouble import words_of
+from upr.storage.journal import Commit, record_bytes
+from upr.storage.read import ReadResult, Showing, read_blocks
+from upr.storage.store import Identity, ReadRequest
+from upr_protocol.block import OP_DELETE, Block
+from upr_protocol.errors import (
+    BucketGoneError,
+    InvalidArgumentError,
+    NoRoomError,
+    ShuttingDownError,
+    StorageFailedError,
+    UprError,
+)
+from upr_protocol.limits import FAILOVER_ID_MAX, VALUE_BYTES_MAX
+
+log = logging.getLogger(__name__)
+
+LOST_HINT = "put it back in its place and restart the server"
+_RETRY_SECONDS = 0.25
+_QUOTA_SECONDS = 1.0
+
+
+def new_failover_id() -> int:
+    """Draw a failover id: 64 random bits, never 0."""
+    return 1 + secrets.randbelow(FAILOVER_ID_MAX)
+
+
+def only_deletes(block: Block) -> bool:
+    """Whether a block sets nothing."""
+    return bool(block.ops) and block.ops.count(OP_DELETE) == len(block.ops)
+
+
+class BucketService:
+    """One open bucket.
+
+    Args:
+        folder: its folder in the data directory.
+        config: tail and flush settings.
+        waiting: for the writes of all buckets together.
+        clock: the server's; one of its own by default.
+        room: on the disk, which all buckets share; its own for None.
+
+    Raises:
+        DataDirectoryError: the store is of a newer format, or its compression is unknown here.
+        DataDamagedError: identity or journal are damaged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ServerConfig,
+        waiting: WaitingRoom | None = None,
+        clock: Clock | None = None,
+        room: DiskRoom | None = None,
+    ) -> None:
+        self._waiting_room = waiting or WaitingRoom()
+        self.folder = folder
+        self._config = config
+        self._wanted_room = 0
+        self.failover_log_records = config.failover_log_records
+        self.users: set[Callable[[BucketGoneError], None]] = set()
+        """Called, each once, when the bucket is dropped: the calls that are open."""
+        self._on_failure: Callable[[], Awaitable[None]] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
+        self.disk = Disk(folder, clock or Clock(), room or DiskRoom(folder), self._tell, self.fail)
+        try:
+            self._open(config)
+        except BaseException:
+            self.disk.store.close()
+            raise
+
+    def _open(self, config: ServerConfig) -> None:
+        disk = self.disk
+        self._quota_at = 0.0
+        self.bucket = bucket = self._recover(disk.identity)
+        positions = bucket.consumer_positions
+        positions.load(disk.store.consumers())
+        # The clock, too, because not every generation that was given was stored.
+        bucket.owners.begin_above(max(disk.clock.now(), positions.newest_generation))
+        cuts = disk.store.cuts()
+        leases = {name: disk.clock.until(cut.expires, cut.lease) for name, cut in cuts.items()}
+        cuts = {name: replace(cut, expires=leases[name]) for name, cut in cuts.items()}
+        bucket.cuts.load(cuts, bucket.tail)
+        self.acknowledged = ConsumerSaver(positions, self._put_consumers, disk.troubles)
+        self.cuts = CutKeeper(disk, bucket, disk.clock.now, self.durable)
+        self.leases = LeaseKeeper(bucket.owners)
+        self.compactor = Compactor(disk, bucket, config, self._merge_room)
+        self.flusher = Flusher(disk, bucket, config, self.compactor.note)
+        self.producers = ProducerKeeper(disk, bucket, self.flusher.wanted.set)
+        disk.room.add(bucket.tail, self.flusher.wanted.set)
+        self._work = asyncio.Event()
+        self._clearing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _recover(self, identity: Identity) -> Bucket:
+        proof = self.disk.store.proof(may_be_moved=self._config.data_moved)
+        moved = proof is not None and proof.moved
+        result = recover(
+            self.disk.store.partitions(),
+            self.disk.store.heads,
+            self.disk.journal.replay(needed=proof is None),
+            proven=None if proof is None else proof.highs,
+            new_id=new_failover_id,
+            now=self.disk.clock.now(),
+            log_records=self._config.failover_log_records,
+        )
+        if result.aside:
+            # First: once the rest is stored a flush may drop the journal.
+            failpoints.hit("recovery.before_aside")
+            self.disk.store.put_aside(result.aside)
+        # A proof that was accepted on somebody's word is bound anew to the place where it is now.
+        if result.rows or moved:
+            failpoints.hit("recovery.before_records")
+            self.disk.store.write_recovery(
+                result.rows, result.blocks, result.cut_off, result.highs, result.producers
+            )
+            failpoints.hit("recovery.after_records")
+        if self._config.data_moved:
+            told = "a copied proof was accepted" if moved else "it was not needed"
+            result.notes.append(f"--data-moved was given, and {told}: take it away again")
+        torn = self.disk.journal.torn_bytes
+        if torn:
+            result.notes.append(f"{torn} bytes at the journal's end are no whole record: cut off")
+        for note in result.notes:
+            log.warning("recovery", extra={"bucket": identity.name, "note": note})
+        bucket = Bucket(identity, result.partitions, result.next_commit, proven=True)
+        bucket.recovered(result.entries)
+        return bucket
+
+    def start(self, on_failure: Callable[[], Awaitable[None]]) -> None:
+        """Begin committing and flushing; ``on_failure`` is awaited when ``problem`` may have changed."""
+        self._on_failure = on_failure
+        self._tasks = [
+            asyncio.create_task(self._commit_loop(), name="committer"),
+            asyncio.create_task(self.flusher.run(), name="flusher"),
+            asyncio.create_task(self.compactor.run(), name="compactor"),
+            asyncio.create_task(self.compactor.sweep(), name="purger"),
+            asyncio.create_task(
+                expire_consumers(
+                    self.disk, self.bucket, self._config.consumer_seconds, self.compactor.rest
+                ),
+                name="expiry of consumers",
+            ),
+            asyncio.create_task(self.acknowledged.run(), name="saver of consumers"),
+            asyncio.create_task(self.cuts.run(), name="keeper of cuts"),
+            asyncio.create_task(self.leases.run(), name="keeper of leases"),
+            asyncio.create_task(self.producers.run(), name="keeper of producers"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Without its committer or flusher the bucket must not go on as if it had them."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self.disk.gone is None:
+            log.critical("a task of the bucket failed", exc_info=error)
+            self.fail(StorageFailedError(f"the {task.get_name()} failed: {words_of(error)}"))
+
+    @property
+    def problem(self) -> UprError | None:
+        """What is wrong with the bucket's storage now; None when nothing is."""
+        return self.bucket.failure or self.disk.troubles.problem()
+
+    def _tell(self) -> None:
+        """Have the health told of a change of ``problem``."""
+        if self._on_failure is not None:
+            task = asyncio.create_task(self._tell_now(self._on_failure))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+    @staticmethod
+    async def _tell_now(on_failure: Callable[[], Awaitable[None]]) -> None:
+        await on_failure()
+
+    # Writing
+
+    async def write(
+        self, block: Block, name: bytes, call: ProducerCall | None, number: int
+    ) -> Written:
+        """Number a block as soon as there is room for it.
+
+        Raises:
+            InvalidArgumentError: a value is larger than this server takes.
+            NoRoomError: the disk is down to its reserve.
+            QuotaExceededError: the bucket would take more than it may.
+            TooManyError: too many bytes wait for room already.
+            ShuttingDownError: the server is stopping.
+            BucketGoneError: the bucket was dropped; nothing is numbered.
+            ContentDiffersError, StorageFailedError, DataDamagedError: see Bucket.write, and ProducerKeeper.stored.
+        """
+        bucket = self.bucket
+        if self.disk.gone is not None:
+            raise self.disk.gone
+        self._check_values(block)
+        needed = block.column_bytes + block.runs.nbytes
+        waited, stored = True, None
+        while waited:
+            if call is not None and number <= call.producer.last_number:
+                stored = await self.producers.stored(name)
+                if bucket.known(call, number, block.runs, stored).seen.all():
+                    # Answering a write again numbers nothing: neither room nor the proof is touched.
+                    return bucket.write(block, name, call, number, self.disk.clock.now(), stored)
+            waited = bucket.proven or self._is_short_of(needed)
+            if waited and not self.disk.stopping and bucket.failure is None:
+                with self.waiting(needed):
+                    await self._until_room(needed)
+            else:
+                waited = False
+        if self.disk.stopping:
+            raise self.disk.gone or ShuttingDownError(
+                "the server is stopping", hint="connect again"
+            )
+        before = bucket.tail.bytes
+        if bucket.failure is None:
+            check_map(self.disk.store, before + needed, is_full=self.flusher.map_full)
+            self._check_quota(block, before + needed)
+        written = bucket.write(block, name, call, number, self.disk.clock.now(), stored)
+        self.disk.room.take(bucket.tail.bytes - before)
+        self.disk.counters.ingested_bytes += block.column_bytes
+        self._work.set()
+        return written
+
+    def waiting(self, size: int) -> AbstractContextManager[None]:
+        """Let a write of so many bytes wait while the body runs, or raise TooManyError; in all buckets together."""
+        return self._waiting_room.waiting(size)
+
+    def _is_short_of(self, needed: int) -> bool:
+        """Whether the tail, or the disk for it, has no room for a write now."""
+        return self.bucket.tail.bytes >= self._config.tail_bytes or needed > self.disk.room.left()
+
+    async def _until_room(self, needed: int) -> None:
+        """Wait until a write can be numbered, or never will."""
+        while not self.disk.stopping and self.bucket.failure is None:
+            if self._is_short_of(needed):
+                self._check_wait(needed)
+                self.flusher.wanted.set()
+                await self.disk.next_change()
+            elif self.bucket.proven:
+                await self._clear_proof()
+            else:
+                break
+
+    def _check_values(self, block: Block) -> None:
+        """Raise unless each value is within --max-value-bytes; what the protocol allows was checked before."""
+        limit = self._config.max_value_bytes
+        if block.column_bytes > limit < VALUE_BYTES_MAX:
+            largest = int(np.diff(np.frombuffer(block.value_offsets, "<i4")).max(initial=0))
+            if largest > limit:
+                raise InvalidArgumentError(
+                    f"a value of {largest} bytes, the limit of this server is {limit}",
+                    hint="store it elsewhere, or in parts; --max-value-bytes sets the limit",
+                )
+
+    def _check_quota(self, block: Block, pending: int) -> None:
+        if self.disk.quota.exceeded(pending) and not only_deletes(block):
+            self._look_at_quota()
+            raise self.disk.quota.error(pending)
+
+    def _look_at_quota(self) -> None:
+        """See whether merging made room, once a second while writes are refused."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._quota_at:
+            self._quota_at = now + _QUOTA_SECONDS
+            self.disk.refresh_quota()
+
+    async def set_quota(self, limit: int) -> None:
+        """Set what the bucket may take, durably; 0 for no limit."""
+        try:
+            await self.disk.in_store_thread(lambda: self.disk.store.put_quota(limit))
+        except (OSError, lmdb.Error) as error:
+            raise StorageFailedError(
+                f"the quota could not be stored: {words_of(error)}", retriable=True
+            ) from error
+        self.disk.quota.limit = limit
+
+    def _check_wait(self, needed: int) -> None:
+        """Raise unless storing the tail may give the room that a write needs.
+
+        Raises:
+            NoRoomError, StorageFailedError: it would not, or it is tried in vain.
+        """
+        for what in (trouble.FLUSH, trouble.JOURNAL):
+            if what in self.disk.troubles:
+                raise self.disk.troubles.problem_of(what)
+        check_map(self.disk.store, self.bucket.tail.bytes + needed, is_full=self.flusher.map_full)
+        if self.flusher.busy or self.bucket.tail.first != self.bucket.tail.end:
+            return
+        if self.disk.room.error is not None:
+            words = f"the disk does not tell its room: {words_of(self.disk.room.error)}"
+            raise StorageFailedError(words, retriable=True)
+        left = max(self.disk.room.left(), 0)
+        error = NoRoomError(
+            f"the disk has room for {left} bytes above the reserve, the write needs {needed}",
+            hint="free some space; writing resumes by itself",
+        )
+        self._wanted_room = max(needed, ROOM_AGAIN_BYTES)
+        self.disk.troubles.begins(trouble.ROOM, error)
+        # Another bucket's tail may be what the reserve is for.
+        self.disk.room.wanted()
+        raise error
+
+    def look_at_room(self) -> None:
+        """Note the end of a lack of room, also when nobody writes any more."""
+        if trouble.ROOM in self.disk.troubles and self.disk.room.left() >= self._wanted_room:
+            self.disk.troubles.ends(trouble.ROOM)
+
+    def _merge_room(self) -> int:
+        return min(self.disk.room.above_reserve(), merge_room(self.disk.store))
+
+    async def _put_consumers(self, rows: Callable[[], Mapping[Any, Any]]) -> None:
+        if not self.disk.stopping and self.disk.room.left() < 0:
+            raise OSError(errno.ENOSPC, "there is no room above the reserve")
+        await self.disk.in_store_thread(lambda: self.disk.store.put_consumers(rows()))
+
+    async def _clear_proof(self) -> None:
+        """Remove the proof once, for all who wait; who gives up waiting does not stop it half-way."""
+        if self._clearing is None:
+            self._clearing = asyncio.create_task(self._clear_proof_for_all())
+        await asyncio.shield(self._clearing)
+
+    async def _clear_proof_for_all(self) -> None:
+        try:
+            await self.disk.in_store_thread(self._clear_proof_now)
+            self.bucket.proven = False
+            self.disk.troubles.ends(trouble.PROOF)
+        except (OSError, lmdb.Error) as error:
+            self.disk.troubles.begins(trouble.PROOF, error)
+            kind = NoRoomError if trouble.is_full(error) else StorageFailedError
+            raise kind(
+                f"nothing can be numbered: the store could not be written: {words_of(error)}",
+                hint="writing resumes by itself when the store can be written",
+                retriable=True,
+            ) from error
+        finally:
+            self._clearing = None
+
+    def _clear_proof_now(self) -> None:
+        failpoints.hit("proof.before_clear")
+        self.disk.store.clear_proof()
+        failpoints.hit("proof.after_clear")
+
+    async def durable(self, entry: int) -> None:
+        """Wait until a tail entry is on disk.
+
+        Raises:
+            StorageFailedError: it never will be, as far as this process can tell.
+            BucketGoneError: the bucket was dropped meanwhile.
+        """
+        while self.bucket.tail.durable <= entry:
+            if self.disk.gone is not None:
+                raise self.disk.gone
+            if self.bucket.failure is not None:
+                raise self.bucket.failure.with_traceback(None)
+            await self.disk.next_change()
+
+    # Committing
+
+    async def _commit_loop(self) -> None:
+        while True:
+            commit = self.bucket.take_commit()
+            if commit is None:
+                self._work.clear()
+                if self.disk.stopping:
+                    return
+                await self._work.wait()
+                continue
+            if not await self._append(commit):
+                return
+            self.bucket.commit_done(commit)
+            self.disk.counters.journalled_bytes += record_bytes(commit)
+            if self.bucket.tail.bytes >= self.flusher.begin_bytes:
+                self.flusher.wanted.set()
+            self.disk.changed()
+
+    async def _append(self, commit: Commit) -> bool:
+        """Journal a commit; a full disk is waited for, because what is numbered is never withdrawn."""
+        while self.bucket.failure is None:
+            try:
+                await self.disk.in_journal_thread(lambda: self.disk.journal.append(commit))
+                self.disk.troubles.ends(trouble.JOURNAL)
+                return True
+            except StorageFailedError as error:
+                self.fail(error)
+            except OSError as error:
+                self.disk.troubles.begins(trouble.JOURNAL, error)
+                if self.disk.stopping:
+                    words = f"the journal could not be written: {words_of(error)}"
+                    self.fail(StorageFailedError(words))
+                    break
+                self.flusher.wanted.set()
+                await asyncio.sleep(_RETRY_SECONDS)
+        return False
+
+    def fail(self, error: StorageFailedError) -> None:
+        """Take no more writes until the next start: what the disk holds is not known any more."""
+        if self.bucket.failure is not None:
+            return
+        log.critical(
+            "storage failed: no more writes are taken",
+            extra={"bucket": self.bucket.identity.name, "error": str(error)},
+        )
+        self.bucket.fail(error)
+        self.disk.changed()
+        self._tell()
+
+    async def check_files(self) -> None:
+        """Fail if the bucket's files are not those that were opened any more."""
+        lost = await self.disk.in_reader(self.disk.store.lost) or await self.disk.in_journal_thread(
+            self.disk.journal.lost
+        )
+        if lost and self.disk.gone is None:
+            self.fail(StorageFailedError(lost, hint=LOST_HINT))
+
+    async def flush(self) -> bool:
+        """Store what the tail holds durably, and drop it; False when there was nothing."""
+        return await self.flusher.flush()
+
+    # Reading
+
+    async def read(
+        self,
+        requests: Sequence[ReadRequest],
+        max_bytes: int,
+        *,
+        showing: Showing,
+        accept_zstd: bool = False,
+    ) -> list[ReadResult]:
+        """Read stored blocks in a reader thread; partitions that are found damaged are told by the status."""
+        results = await self.disk.in_reader(
+            lambda: read_blocks(
+                self.disk.store,
+                requests,
+                max_bytes,
+                keys_only=showing.keys_only,
+                key_prefix=showing.key_prefix,
+                plain_rows=showing.plain_rows,
+                accept_zstd=accept_zstd,
+            ),
+        )
+        self.found_damaged({r.request.partition: r.error for r in results if r.error is not None})
+        return results
+
+    def found_damaged(self, failed: Mapping[int, UprError]) -> None:
+        """Take note of partitions whose stored blocks could not be read, for the status and the log."""
+        known = self.bucket.partitions.problems
+        # Its streams are started again and again: once is enough for the log.
+        self.compactor.damaged({p: error for p, error in failed.items() if p not in known})
+
+    async def journal_bytes(self) -> int:
+        """Return the bytes of the journal's segments."""
+        return await self.disk.in_journal_thread(lambda: self.disk.journal.size)
+
+    # Stopping
+
+    def leave(self, error: BucketGoneError) -> None:
+        """The bucket was dropped: nothing of it is numbered, stored or read from this step on.
+
+        Whoever uses it or waits for it is given the error. ``discard`` is to follow.
+        """
+        self.disk.gone = error
+        self.disk.stopping = True
+        self.compactor.stop()
+        for task in self._tasks:
+            task.cancel()
+        for tell in list(self.users):
+            tell(error)
+        self.disk.changed()
+
+    async def discard(self) -> None:
+        """Close without storing anything, after ``leave``: the data goes away."""
+        clearing = [self._clearing] if self._clearing is not None else []
+        await asyncio.gather(*self._tasks, *clearing, return_exceptions=True)
+        await self.compactor.finish()
+        # A merge may take seconds to come to its end, and other buckets use the loop.
+        await asyncio.to_thread(self.close_files)
+
+    def close_files(self) -> None:
+        """Wait for the threads and close journal and store; what is in memory is lost."""
+        self.compactor.close()
+        self.disk.close()
+        self.disk.room.remove(self.bucket.tail)
+
+    async def close(self) -> bool:
+        """Commit and flush everything, prove that it was done, and close; False when that was not possible."""
+        self.disk.stopping = True
+        if self._clearing is not None:
+            await asyncio.gather(self._clearing, return_exceptions=True)
+        self._work.set()
+        self.flusher.wanted.set()
+        self.acknowledged.stop()
+        self.compactor.stop()
+        self.cuts.stop()
+        self.leases.stop()
+        self.producers.stop()
+        self.disk.changed()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.compactor.finish()
+        await self.cuts.finish()
+        await self.acknowledged.finish()
+        clean = False
+        try:
+            clean = await self._finish()
+        except (OSError, lmdb.Error, UprError) as error:
+            log.error(
+                "shutdown is not clean",
+                extra={"bucket": self.bucket.identity.name, "error": str(error)},
+            )
+        finally:
+            self.close_files()
+        return clean
+
+    async def _finish(self) -> bool:
+        tail = self.bucket.tail
+        if self.bucket.failure is not None:
+            return False
+        failpoints.hit("shutdown.before_flush")
+        while await self.flush():
+            pass
+        if tail.first != tail.end:
+            # Something was numbered and could not be stored: nothing may claim that this shutdown was clean.
+            return False
+        await self.acknowledged.save()
+        failpoints.hit("shutdown.before_proof")
+        highs = self.bucket.partitions.high.copy()
+        await self.disk.in_store_thread(lambda: self.disk.store.write_proof(highs))
+        failpoints.hit("shutdown.after_proof")
+        return True

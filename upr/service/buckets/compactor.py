@@ -1,0 +1,547 @@
+"""The compactor: compaction in the background, a bounded piece at a time; purges for the operator, and a periodic sweep.
+
+One thread compares and rebuilds, the store's thread makes the transactions, and between two pieces the compactor
+rests for as long as the piece took, so that writers and readers keep at least half of the processor. It rests less
+the more blocks have gathered in the meantime.
+
+The sweep visits partitions that compaction does not.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeVar
+
+import lmdb
+import numpy as np
+
+from upr import failpoints
+from upr.config import ServerConfig
+from upr.engine.bucket import Bucket
+from upr.engine.compaction import (
+    Holder,
+    PurgeAges,
+    begin_purge,
+    end_purge,
+    holders,
+    plan_merge,
+    plan_whole,
+    purge_limits,
+)
+from upr.service import trouble
+from upr.service.buckets.disk import Disk
+from upr.storage.blocks import Head, MergeRange, Replacement
+from upr.storage.compact import (
+    Direct,
+    Examined,
+    Purge,
+    PurgeLimits,
+    RangeTooLargeError,
+    Tombstones,
+    count_tombstones,
+    examine,
+    merge_direct,
+    rewrite_group,
+)
+from upr_protocol.errors import (
+    CorruptBlockError,
+    DataDamagedError,
+    NoRoomError,
+    StorageFailedError,
+    TooManyError,
+    UprError,
+)
+from upr_protocol.limits import PARTITIONS
+
+log = logging.getLogger(__name__)
+
+LOOK_PARTITIONS = 128
+DIRECT_BYTES = 2 * 2**20
+"""Ranges up to this are rewritten whole; in larger ones the keys are compared first."""
+BATCH_BYTES = 8 * 2**20
+"""Ranges with more bytes than this, when they are not compressed, are not rewritten whole either."""
+REST_SECONDS_MAX = 0.05
+HASTE_BLOCKS = 24
+"""With so many blocks in a range it is not rested at all: flushes make them faster than they are merged."""
+FIRST_LOOK_SECONDS = 5.0
+"""After the start, all partitions are looked at; those that are flushed before are looked at at once."""
+_RETRY_SECONDS = 1.0
+_T = TypeVar("_T")
+
+
+SWEEP_FRACTION = 0.25
+SWEEP_SECONDS_MIN = 1.0
+SWEEP_SECONDS_MAX = 6 * 3600.0
+WORTH_FRACTION = 0.01
+"""A sweep writes a partition anew when at least this part of its rows are tombstones that may go."""
+
+
+@dataclass(slots=True)
+class Purged:
+    """What became, or would become, of one partition's tombstones."""
+
+    tombstones: Tombstones
+    purged: int = 0
+    holders: list[Holder] = field(default_factory=list)
+
+
+class Compactor:
+    """Keeps the tiers of a bucket's partitions in order, and drops tombstones where that may be done.
+
+    Attributes:
+        ages: how old tombstones must be.
+        turn: held by whoever merges: ``run``, or the purger.
+
+    Args:
+        room: returns how many bytes the disk can take.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        bucket: Bucket,
+        config: ServerConfig,
+        room: Callable[[], int],
+    ) -> None:
+        self._disk = disk
+        self._room = room
+        self._bucket = bucket
+        self._store = disk.store
+        self.ages = PurgeAges(
+            int(config.tombstone_seconds * 1e6), int(config.purge_hold_seconds * 1e6)
+        )
+        self._waiting: dict[int, None] = {}
+        self._wanted = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._settled: dict[int, list[tuple[int, int]]] = {}
+        self._stored_at_start = bucket.partitions.stored.copy()
+        self._thread = ThreadPoolExecutor(1, "merge")
+        self.turn = asyncio.Lock()
+        self._work: set[asyncio.Task[Any]] = set()
+        self._leisure = 1.0
+
+    @property
+    def waiting(self) -> int:
+        """How many partitions changed since they were looked at."""
+        return len(self._waiting)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether ``stop`` was called."""
+        return self._stopped.is_set()
+
+    def note(self, partitions: Iterable[int]) -> None:
+        """Have partitions looked at."""
+        problems = self._bucket.partitions.problems
+        self._waiting.update(dict.fromkeys(p for p in partitions if p not in problems))
+        if self._waiting:
+            self._wanted.set()
+
+    async def run(self) -> None:
+        """Merge until ``stop``."""
+        # What an earlier process left is not urgent: who has waited for the server comes first.
+        asyncio.get_running_loop().call_later(FIRST_LOOK_SECONDS, self.note, range(PARTITIONS))
+        while not self.stopped:
+            if not self._waiting:
+                self._wanted.clear()
+                await self._wanted.wait()
+                continue
+            # Those that wait longest: flushes note all of them again and again.
+            partitions = sorted(islice(self._waiting, LOOK_PARTITIONS))
+            for partition in partitions:
+                del self._waiting[partition]
+            try:
+                async with self.turn:
+                    await self._merge(partitions)
+                self._disk.troubles.ends(trouble.MERGE)
+            except (OSError, lmdb.Error, NoRoomError) as error:
+                self._disk.troubles.begins(trouble.MERGE, error)
+                if isinstance(error, lmdb.PanicError):
+                    return
+                self.note(partitions)
+                await self.rest(_RETRY_SECONDS)
+
+    def stop(self) -> None:
+        """Have ``run`` return after the piece that is being made."""
+        self._stopped.set()
+        self._wanted.set()
+
+    async def whole(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Do something that is not stopped half-way when its caller goes away."""
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return await asyncio.shield(task)
+
+    async def finish(self) -> None:
+        """Wait for what has begun, after ``stop``."""
+        await asyncio.gather(*self._work, return_exceptions=True)
+
+    def close(self) -> None:
+        """Give the thread back, once ``run`` and ``finish`` have returned."""
+        self._thread.shutdown(wait=True)
+
+    async def rest(self, seconds: float) -> bool:
+        """Wait so long, or until ``stop``; False then."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
+        except TimeoutError:
+            return True
+        return False
+
+    async def _rest_after(self, started: float) -> None:
+        seconds = min(time.monotonic() - started, REST_SECONDS_MAX)
+        await self.rest(seconds * self._leisure)
+
+    async def in_thread(self, call: Callable[[], _T]) -> _T:
+        """Run something in the thread that compares and rebuilds."""
+        started = time.monotonic()
+        if self._disk.gone is not None:
+            raise self._disk.gone
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        finally:
+            self._disk.counters.merge_seconds += time.monotonic() - started
+
+    def damaged(self, problems: Mapping[int, UprError]) -> None:
+        """Report partitions, and leave them as they are: what is damaged is merged with nothing."""
+        for partition, error in problems.items():
+            log.error("a partition is damaged", extra={"error": error.message})
+            self._bucket.partitions.problems.setdefault(partition, error)
+            self._waiting.pop(partition, None)
+
+    # Choosing
+
+    async def _merge(self, partitions: Sequence[int]) -> None:
+        pins = {p: self._bucket.cuts.pinned(p) for p in partitions}
+        ranges, problems = await self.in_thread(lambda: self._look(pins))
+        self.damaged(problems)
+        crossed = [one.partition for one in ranges if self.crosses_pin(one)]
+        ranges = [one for one in ranges if one.partition not in crossed]
+        self.note(crossed)
+        small = [one for one in ranges if _is_direct(one.heads)]
+        blocks = sum(len(one.heads) for one in small) / max(len(small), 1)
+        self._leisure = max(1.0 - blocks / HASTE_BLOCKS, 0.0)
+        for batch in _batches(small):
+            if self.stopped:
+                return
+            started = time.monotonic()
+            size = sum(one.size for one in batch)
+            self._check_room(size)
+            with self._disk.claim_room(2 * size):
+                await self._merge_batch(batch)
+            await self._rest_after(started)
+        for one in ranges:
+            if not _is_direct(one.heads) and not self.stopped:
+                await self._merge_large(one)
+        self.note(one.partition for one in ranges)
+
+    def crosses_pin(self, one: MergeRange) -> bool:
+        """Whether a range goes across a cut: one made since it was chosen, with a flush behind it."""
+        return any(one.start < pin < one.end for pin in self._bucket.cuts.pinned(one.partition))
+
+    def _look(
+        self, pins: Mapping[int, Sequence[int]]
+    ) -> tuple[list[MergeRange], dict[int, UprError]]:
+        ranges = []
+        problems: dict[int, UprError] = {}
+        for partition, pinned in pins.items():
+            try:
+                heads = self._store.heads(partition)
+            except DataDamagedError as error:
+                problems[partition] = error
+                continue
+            found = plan_merge(partition, heads, pinned, self.settled_of(partition, heads))
+            if found is not None:
+                ranges.append(found)
+        return ranges, problems
+
+    def settled_of(self, partition: int, heads: Sequence[Head]) -> list[tuple[int, int]]:
+        """Return the ranges that were compared as a whole; a large partition was so before this start."""
+        known = self._settled.get(partition)
+        if known is None:
+            at_start = int(self._stored_at_start[partition])
+            large = not _is_direct([head for head in heads if head.end <= at_start])
+            known = self._settled[partition] = [(0, at_start)] if large else []
+        return known
+
+    def _settle(self, one: MergeRange) -> None:
+        inside = self._settled.get(one.partition, [])
+        outside = [r for r in inside if r[1] <= one.start or r[0] >= one.end]
+        self._settled[one.partition] = [*outside, (one.start, one.end)]
+
+    # Merging
+
+    async def _merge_batch(self, ranges: Sequence[MergeRange]) -> None:
+        limits = purge_limits(self._bucket, *self._when())
+        direct = await self._direct(ranges, limits)
+        raised = self._begin_purge(direct.purges)
+        refused = direct.purges.keys() - raised.keys()
+        await self._finish_batch(ranges, direct, raised, refused)
+        if refused:
+            # Somebody came who has not passed these tombstones: they stay for now.
+            left = [one for one in ranges if one.partition in refused]
+            direct = await self._direct(left, None)
+            await self._finish_batch(left, direct, {}, set())
+
+    async def _direct(self, ranges: Sequence[MergeRange], limits: PurgeLimits | None) -> Direct:
+        compress = self._disk.compress
+        return await self.in_thread(
+            lambda: merge_direct(ranges, self._store.blocks, limits, compress)
+        )
+
+    async def _finish_batch(
+        self,
+        ranges: Sequence[MergeRange],
+        direct: Direct,
+        raised: Mapping[int, int],
+        refused: set[int],
+    ) -> None:
+        self.damaged(direct.damaged)
+        chosen = [one for one in direct.replacements if one.partition not in refused]
+        done = {one.partition for one in chosen}
+        try:
+            await self._replace(chosen)
+        except DataDamagedError:
+            done = await self._replace_singly(chosen)
+        finally:
+            end_purge(self._bucket, raised)
+        self._count_input([head for one in ranges if one.partition in done for head in one.heads])
+        self._disk.counters.merge_output_rows += direct.rows
+        self._disk.counters.purged_tombstones += sum(
+            direct.purges[p].count for p in raised if p in done
+        )
+
+    async def _replace_singly(self, replacements: Sequence[Replacement]) -> set[int]:
+        """Find out of which partition something is damaged; the others do not suffer for it."""
+        done = set()
+        for one in replacements:
+            try:
+                await self._replace([one])
+                done.add(one.partition)
+            except DataDamagedError as error:
+                self.damaged({one.partition: error})
+        return done
+
+    async def _merge_large(self, one: MergeRange) -> None:
+        """Compare a large range, and write what lost enough anew."""
+        try:
+            await self.rewrite(one, await self.examine(one))
+            self._settle(one)
+        except RangeTooLargeError:
+            log.warning(
+                "a range has too many keys to be merged",
+                extra={"partition": one.partition, "rows": one.rows, "bytes": one.size},
+            )
+            self._settle(one)
+        except (DataDamagedError, CorruptBlockError) as error:
+            self.damaged({one.partition: error})
+
+    async def examine(self, one: MergeRange) -> Examined:
+        """Compare the keys of a range; see ``compact.examine``."""
+        limits = purge_limits(self._bucket, *self._when())
+        return await self.in_thread(lambda: examine(one, self._store.blocks, limits))
+
+    async def rewrite(self, one: MergeRange, examined: Examined) -> int:
+        """Write what lost enough anew; returns how many tombstones went.
+
+        Raises:
+            NoRoomError: the disk or the map has no room for it; some of it may be done.
+            DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
+        """
+        purges = {one.partition: examined.purge} if examined.purge else {}
+        raised = self._begin_purge(purges)
+        if purges and not raised:
+            examined = await self.in_thread(lambda: examine(one, self._store.blocks, None))
+        try:
+            for group in examined.groups():
+                if self.stopped:
+                    return 0
+                started = time.monotonic()
+                await self._rewrite_group(examined, group)
+                await self._rest_after(started)
+        finally:
+            end_purge(self._bucket, raised)
+        purged = examined.purge.count if examined.purge else 0
+        self._disk.counters.purged_tombstones += purged
+        return purged
+
+    async def _rewrite_group(self, examined: Examined, group: range) -> None:
+        heads = [examined.heads[i] for i in group]
+        size = sum(head.size for head in heads)
+        self._check_room(size)
+        compress = self._disk.compress
+        with self._disk.claim_room(2 * size):
+            new = await self.in_thread(
+                lambda: rewrite_group(examined, group, self._store.blocks, compress)
+            )
+            await self._replace([new])
+        self._count_input(heads)
+        kept = sum(int(np.count_nonzero(examined.keep[i])) for i in group)
+        self._disk.counters.merge_output_rows += kept
+
+    def old(self) -> int:
+        """Return the time up to which tombstones are old enough, microseconds since the epoch."""
+        return self._disk.clock.before(self.ages.young)
+
+    def _when(self) -> tuple[PurgeAges, int]:
+        """Return the ages that count at this moment, and the moment."""
+        now, before = self._disk.clock.now(), self._disk.clock.before
+        return PurgeAges(now - before(self.ages.young), now - before(self.ages.held)), now
+
+    def _begin_purge(self, purges: Mapping[int, Purge]) -> dict[int, int]:
+        return begin_purge(self._bucket, purges, *self._when()) if purges else {}
+
+    async def _replace(self, replacements: Sequence[Replacement]) -> None:
+        def store() -> None:
+            failpoints.hit("merge.before_commit")
+            self._store.replace(replacements)
+            failpoints.hit("merge.after_commit")
+
+        await self._disk.in_store_thread(store)
+        self._disk.counters.merge_output_bytes += sum(
+            len(data) for one in replacements for _, data in one.new
+        )
+
+    def _check_room(self, size: int) -> None:
+        """A merge needs room before it gives any back; the reserve is left to the flush.
+
+        It is not waited for here: who reads at 0 waits for a purge to end, and others for their ``turn``.
+        """
+        room = self._room()
+        if room < 2 * size:
+            raise NoRoomError(
+                f"there is room for {max(room, 0)} bytes above the reserve, merging {size} bytes needs {2 * size}",
+                hint="free some space; merging resumes by itself",
+            )
+
+    def _count_input(self, heads: Iterable[Head]) -> None:
+        counters = self._disk.counters
+        for head in heads:
+            counters.merge_input_bytes += head.size
+            counters.merge_input_rows += head.rows
+
+    # Purging
+
+    async def purge(self, partition: int, *, dry_run: bool = False, worth: float = 0.0) -> Purged:
+        """Drop a partition's old tombstones, as far as everybody has passed them.
+
+        Who gives up waiting does not stop it half-way: what is on its way to the store is not called back, and until
+        it is there nobody may read the partition at 0.
+
+        Args:
+            dry_run: change nothing.
+            worth: do it only if at least this part of the partition's rows would go.
+
+        Raises:
+            DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
+            TooManyError: the partition has more keys than are compared at once.
+            NoRoomError: the disk or the map has no room for what is written anew.
+            StorageFailedError: the store could not be written.
+        """
+        return await self.whole(self._purge(partition, dry_run, worth))
+
+    async def _purge(self, partition: int, dry_run: bool, worth: float) -> Purged:
+        async with self.turn:
+            pinned = self._bucket.cuts.pinned(partition)
+            old = self.old()
+
+            def look() -> tuple[Tombstones, MergeRange | None]:
+                heads: Sequence[Head] = self._store.heads(partition)
+                counted = count_tombstones(partition, heads, self._store.blocks, old)
+                return counted, plan_whole(partition, heads, pinned) if counted.old else None
+
+            tombstones, whole = await self.in_thread(look)
+            if whole is not None and self.crosses_pin(whole):
+                whole = None
+            result = Purged(tombstones)
+            if whole is not None:
+                try:
+                    examined = await self.examine(whole)
+                except RangeTooLargeError:
+                    raise TooManyError(
+                        f"partition {partition} has {whole.rows} rows, too many to be compared at once",
+                        hint="its tombstones stay",
+                        retriable=False,
+                    ) from None
+                count = examined.purge.count if examined.purge else 0
+                if dry_run:
+                    result.purged = count
+                elif count and count >= worth * tombstones.rows:
+                    result.purged = await self._rewritten(whole, examined)
+            if tombstones.old:
+                result.holders = self._holders(partition, tombstones.newest_old)
+            return result
+
+    async def _rewritten(self, whole: MergeRange, examined: Examined) -> int:
+        try:
+            return await self.rewrite(whole, examined)
+        except (OSError, lmdb.Error) as error:
+            raise StorageFailedError(
+                f"partition {whole.partition} could not be written: {trouble.words_of(error)}",
+                hint="see the server's log",
+                retriable=True,
+            ) from error
+
+    def _holders(self, partition: int, newest_old: int) -> list[Holder]:
+        found = holders(self._bucket, partition, newest_old)
+        if newest_old == int(self._bucket.partitions.durable[partition]):
+            found.append(Holder("newest", "", newest_old - 1))
+        return found
+
+    async def sweep(self) -> None:
+        """Purge partitions that have tombstones, until the compactor stops, each a few times in the age of a tombstone."""
+        interval = SWEEP_FRACTION * self.ages.young / 1e6
+        interval = min(max(interval, SWEEP_SECONDS_MIN), SWEEP_SECONDS_MAX)
+        seen = [-1] * PARTITIONS
+        while await self.rest(interval):
+            failed = False
+            for partition in range(PARTITIONS):
+                if self.stopped:
+                    return
+                started = time.monotonic()
+                stored = int(self._bucket.partitions.stored[partition])
+                if seen[partition] == stored or partition in self._bucket.partitions.problems:
+                    continue
+                try:
+                    result = await self.purge(partition, worth=WORTH_FRACTION)
+                    if result.tombstones.count == result.purged:
+                        # Nothing is left to be purged until something new is stored.
+                        seen[partition] = stored
+                except (DataDamagedError, CorruptBlockError) as error:
+                    self.damaged({partition: error})
+                except (OSError, lmdb.Error, NoRoomError, StorageFailedError) as error:
+                    self._disk.troubles.begins(trouble.PURGE, error)
+                    failed = True
+                    if isinstance(error, NoRoomError):
+                        break
+                except UprError as error:
+                    log.error("purging failed", extra={"partition": partition, "error": str(error)})
+                await self.rest(min(time.monotonic() - started, REST_SECONDS_MAX))
+            if not failed:
+                self._disk.troubles.ends(trouble.PURGE)
+
+
+def _is_direct(heads: Sequence[Head]) -> bool:
+    """Whether blocks are rewritten whole; small ones may be compressed, and be too much in memory."""
+    size = sum(head.size for head in heads)
+    return size <= DIRECT_BYTES and sum(head.plain for head in heads) <= BATCH_BYTES
+
+
+def _batches(ranges: Sequence[MergeRange]) -> Iterator[list[MergeRange]]:
+    """Yield ranges, ascending by partition, in pieces of about BATCH_BYTES, counted as they are in memory."""
+    batch: list[MergeRange] = []
+    size = 0
+    for one in ranges:
+        if batch and size + one.plain > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(one)
+        size += one.plain
+    if batch:
+        yield batch

@@ -1,0 +1,542 @@
+"""Keepers: what is stored and forgotten in the background for the cuts, consumers, members and producers of one bucket.
+
+*Cuts* are made durable before they are answered, and given up when their lease ends. Every change is decided on the event
+loop and handed to the store's thread in the same step, so the store sees the changes in the order of the decisions.
+
+*Consumers*: acknowledged positions are stored about once a second, saved ones at once. A consumer that nobody uses is
+forgotten after a time, so that it holds neither purging up nor a place. Leases of *members* end in time, whatever their
+calls do.
+
+*Producers*: what the store knows of one that connects or sends a write again; idle ones are forgotten.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
+
+import lmdb
+
+from upr import failpoints
+from upr.engine.bucket import Bucket
+from upr.engine.consumers import Consumers, Save, rows_of
+from upr.engine.cuts import Cut
+from upr.engine.groups import NEVER, Owners, fenced
+from upr.engine.producers import ProducerCall
+from upr.service import trouble
+from upr.service.buckets.disk import Disk
+from upr.service.trouble import Troubles
+from upr.storage.keyspace import ConsumerRow, CutRow, ProducerRow
+from upr_protocol.errors import (
+    CutNotFoundError,
+    ShuttingDownError,
+    StorageFailedError,
+    TooManyError,
+    shown,
+)
+from upr_protocol.limits import LEASE_SECONDS_MIN, PRODUCER_SECONDS, PRODUCERS_MAX
+
+LEASE_LOOK_SECONDS: Final = 1.0
+"""At least so often leases are looked at: a lease is never shorter, so that none begins and ends in between."""
+assert LEASE_LOOK_SECONDS <= LEASE_SECONDS_MIN
+
+
+def micros(seconds: float) -> int:
+    """Return a time of the event loop's clock as the engine has it, or a duration."""
+    return round(seconds * 1e6)
+
+
+class LeaseKeeper:
+    """Has the leases of a bucket's members end in time, also of those whose call was lost."""
+
+    def __init__(self, owners: Owners) -> None:
+        self._owners = owners
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Look at the leases when one may have ended, until ``stop``."""
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            self._owners.tick(micros(loop.time()))
+            deadline = self._owners.deadline
+            left = LEASE_LOOK_SECONDS if deadline == NEVER else deadline / 1e6 - loop.time()
+            try:
+                async with asyncio.timeout(min(max(left, 0.001), LEASE_LOOK_SECONDS)):
+                    await self._stopping.wait()
+            except TimeoutError:
+                continue
+
+    def stop(self) -> None:
+        """Have ``run`` return."""
+        self._stopping.set()
+
+
+log = logging.getLogger(__name__)
+
+CUT_LOOK_SECONDS = 1.0
+"""How often leases are looked at."""
+_T = TypeVar("_T")
+
+
+class CutKeeper:
+    """Makes, renews, releases and expires the cuts of a bucket.
+
+    Args:
+        now: returns microseconds since the epoch.
+        durable: waits until a tail entry is on disk.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        bucket: Bucket,
+        now: Callable[[], int],
+        durable: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self._disk = disk
+        self._bucket = bucket
+        self._durable = durable
+        self._cuts = bucket.cuts
+        self._now = now
+        self._work: set[asyncio.Task[Any]] = set()
+        self._stopping = asyncio.Event()
+
+    async def create(
+        self, name: str, partitions: Sequence[int], lease: int, holder: str = ""
+    ) -> Cut:
+        """Make a cut of this instant, and return it when it and everything up to it are durable.
+
+        Args:
+            partitions: ascending, each once.
+            lease: microseconds.
+            holder: the peer that asks for it.
+
+        Raises:
+            ShuttingDownError: the server is stopping.
+            StorageFailedError: journal or store failed; there is no cut.
+            CutNotFoundError: somebody released it before it was answered.
+            AlreadyExistsError, TooManyError, PartitionNotActiveError: see ``Cuts.create``.
+        """
+        if self._stopping.is_set():
+            raise ShuttingDownError("the server is stopping", hint="connect again")
+        cut = self._bucket.create_cut(name, partitions, lease, self._now(), holder)
+        await self._whole(self._make_durable(cut))
+        return cut
+
+    async def _make_durable(self, cut: Cut) -> None:
+        try:
+            await self._durable(cut.end_entry - 1)
+            self._check_not_released(cut)
+            await self._store({cut.name: cut.row()})
+            self._check_not_released(cut)
+        except BaseException:
+            self._cuts.forget(cut)
+            raise
+        cut.durable = True
+
+    def _check_not_released(self, cut: Cut) -> None:
+        if not self._cuts.has(cut):
+            raise CutNotFoundError(f"cut {shown(cut.name)} was released while it was made")
+
+    async def renew(self, name: str, lease: int | None) -> Cut:
+        """Have a lease begin anew, and return the cut when that is durable; None for the lease that it has.
+
+        Raises:
+            CutNotFoundError: there is none of that name, or its lease has ended.
+            StorageFailedError: the store failed; the lease is longer, but perhaps not after a restart.
+        """
+        cut = self._cuts.renew(name, lease, self._now())
+        await self._whole(self._store({name: cut.row()}))
+        return cut
+
+    async def release(self, name: str) -> bool:
+        """Give a cut up, durably; False when there was none.
+
+        Raises:
+            StorageFailedError: the store failed; the cut is still there.
+        """
+        self._expire()
+        cut = self._cuts.remove(name)
+        if cut is None:
+            return False
+        await self._whole(self._give_up(cut))
+        return True
+
+    async def _give_up(self, cut: Cut) -> None:
+        try:
+            await self._store({cut.name: None})
+        except StorageFailedError:
+            self._cuts.put_back(cut)
+            raise
+        self._cuts.forget(cut)
+
+    def live(self) -> list[Cut]:
+        """Return the cuts whose lease has not ended, oldest first."""
+        return self._cuts.live(self._now())
+
+    # In the background
+
+    async def run(self) -> None:
+        """Give up what has expired, about once a second, until ``stop``."""
+        while not self._stopping.is_set():
+            self._expire()
+            try:
+                async with asyncio.timeout(CUT_LOOK_SECONDS):
+                    await self._stopping.wait()
+            except TimeoutError:
+                continue
+
+    def _expire(self) -> None:
+        ended = self._cuts.ended(self._now())
+        for cut in ended:
+            log.info("the lease of a cut has ended", extra={"cut": cut.name})
+            self._cuts.forget(cut)
+        if ended:
+            # A row that stays because this fails is expired at the next start too.
+            self._begin(self._store({cut.name: None for cut in ended}))
+
+    def stop(self) -> None:
+        """Have ``run`` return; no more cuts are made."""
+        self._stopping.set()
+
+    async def finish(self) -> None:
+        """Wait for what has begun."""
+        await asyncio.gather(*self._work, return_exceptions=True)
+
+    # The store
+
+    async def _store(self, changes: Mapping[str, CutRow | None]) -> None:
+        rows = {name.encode(): row for name, row in changes.items()}
+
+        def store() -> None:
+            failpoints.hit("cuts.before_commit")
+            self._disk.store.put_cuts(rows)
+            failpoints.hit("cuts.after_commit")
+
+        try:
+            await self._disk.in_store_thread(store)
+        except (OSError, lmdb.Error) as error:
+            self._disk.troubles.begins(trouble.CUTS, error)
+            raise StorageFailedError(
+                f"cuts could not be stored: {trouble.words_of(error)}",
+                hint="see the server's log",
+                retriable=True,
+            ) from error
+        self._disk.troubles.ends(trouble.CUTS)
+
+    def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Do something that is not stopped half-way when its caller goes away."""
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._work.discard(task)
+        if not task.cancelled():
+            # Noted where it was met; nobody may be left to see it.
+            task.exception()
+
+    async def _whole(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return await asyncio.shield(self._begin(work))
+
+
+SAVE_SECONDS = 1.0
+SAVE_ROWS = 4096
+"""About as many rows in one transaction."""
+
+Rows = dict[tuple[bytes, int], ConsumerRow | None]
+
+
+class ConsumerSaver:
+    """Stores the changes of one bucket's consumers, one transaction after the other.
+
+    Args:
+        consumers: whose.
+        write: writes the rows that a function returns, in one transaction; calls it in the store thread.
+        troubles: where it is noted that they cannot be stored.
+    """
+
+    def __init__(
+        self,
+        consumers: Consumers,
+        write: Callable[[Callable[[], Rows]], Awaitable[None]],
+        troubles: Troubles,
+    ) -> None:
+        self._consumers = consumers
+        self._write = write
+        self._troubles = troubles
+        self._one_at_a_time = asyncio.Lock()
+        self._removing: Collection[str] = ()
+        self._stopping = asyncio.Event()
+        self._begun: dict[asyncio.Task[None], str] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def run(self) -> None:
+        """Save about once a second until ``stop``; what fails is tried again."""
+        while not self._stopping.is_set():
+            # What could not be stored is kept, and it was noted.
+            with contextlib.suppress(OSError, lmdb.Error):
+                await self.save()
+            try:
+                async with asyncio.timeout(SAVE_SECONDS):
+                    await self._stopping.wait()
+            except TimeoutError:
+                continue
+
+    def stop(self) -> None:
+        """Have ``run`` return; what is not stored yet is left to one more ``save``."""
+        self._stopping.set()
+
+    async def save(self) -> None:
+        """Store everything that was acknowledged up to now.
+
+        Raises:
+            OSError, lmdb.Error: the store cannot be written; what was not stored is kept for the next time.
+        """
+        async with self._one_at_a_time:
+            while await self._save_some():
+                pass
+
+    async def _save_some(self) -> bool:
+        changes = self._consumers.take_changes(SAVE_ROWS)
+        if changes is None:
+            return False
+        self._removing = changes.removed
+        try:
+            await self._put(changes.rows)
+        except BaseException:
+            self._consumers.put_back(changes)
+            raise
+        finally:
+            self._removing = ()
+        return True
+
+    # Positions that consumers save
+
+    def in_order(self, name: str) -> asyncio.Lock:
+        """Return what has a consumer's saves decided in the order in which they came, though each takes several steps."""
+        turns = self._turns.get(name)
+        if turns is None:
+            turns = self._turns[name] = asyncio.Lock()
+        return turns
+
+    def begin(self, save: Save, ended: Callable[[], None]) -> "asyncio.Task[None]":
+        """Take a save and store it, also if nobody waits for the task.
+
+        Args:
+            ended: called when it is stored, or was given up.
+
+        The task raises StorageFailedError: nothing of it was stored. And FencedError: its consumer was forgotten.
+
+        Raises:
+            TooManyError: see ``Saves.add``; ``ended`` is not called.
+        """
+        self._consumers.saves.add(save)
+        task = asyncio.create_task(self._store(save, ended))
+        self._begun[task] = save.name
+        task.add_done_callback(self._done)
+        return task
+
+    async def _store(self, save: Save, ended: Callable[[], None]) -> None:
+        try:
+            async with self._one_at_a_time:
+                # Whoever has the lock stores for those who wait for it.
+                while not save.ended:
+                    await self._store_waiting()
+        except (OSError, lmdb.Error) as error:
+            self._give_up(save, error)
+        except BaseException as error:
+            self._give_up(save, error)
+            raise
+        finally:
+            ended()
+        if save.void:
+            raise fenced(f"consumer {shown(save.name)} was forgotten meanwhile")
+        if save.failure is not None:
+            raise StorageFailedError(
+                f"the positions could not be stored: {trouble.words_of(save.failure)}",
+                hint="save them again",
+                retriable=True,
+            ) from save.failure
+
+    def _give_up(self, save: Save, why: BaseException) -> None:
+        """Nothing of a save is stored, also not later: what it waited for may have failed before it was handed over."""
+        save.failure = why
+        if not save.ended:
+            self._consumers.saves.failed([save], why)
+
+    async def _store_waiting(self) -> None:
+        while self._consumers.is_removing:
+            # Rows of a consumer that was forgotten must not be removed behind those that it writes anew.
+            await self._save_some()
+        saves = self._consumers.saves
+        taken = saves.take(SAVE_ROWS)
+
+        def rows() -> Rows:
+            failpoints.hit("positions.before_commit")
+            return rows_of(taken)
+
+        try:
+            await self._put(rows)
+        except BaseException as error:
+            saves.failed(taken, error)
+            raise
+        saves.stored(taken)
+
+    async def _put(self, rows: Callable[[], Rows]) -> None:
+        try:
+            await self._write(rows)
+        except (OSError, lmdb.Error) as error:
+            self._troubles.begins(trouble.POSITIONS, error)
+            raise
+        self._troubles.ends(trouble.POSITIONS)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        del self._begun[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, StorageFailedError):
+            log.error("positions of a consumer were not stored", extra={"error": str(error)})
+
+    async def settled(self, name: str) -> None:
+        """Wait for the saves of a consumer that have begun, and for what was forgotten of it to be gone from the store.
+
+        Raises:
+            OSError, lmdb.Error: the latter cannot be done; after a crash it would be there again.
+        """
+        begun = [task for task, owner in self._begun.items() if owner == name]
+        if begun:
+            await asyncio.wait(begun)
+        if name in self._removing or self._consumers.is_forgetting(name):
+            async with self._one_at_a_time:
+                while self._consumers.is_forgetting(name):
+                    await self._save_some()
+
+    async def finish(self) -> None:
+        """Wait for all saves that have begun."""
+        await asyncio.gather(*self._begun, return_exceptions=True)
+
+
+FORGET_SECONDS = 60.0
+"""So often the store is asked who is to be forgotten; that there is nobody it sees at the first entry of its index."""
+_PAUSE_SECONDS = 0.02
+"""Between two transactions that forget, so that flushes and first writes have their turn."""
+_WAIT_SECONDS = 5.0
+
+
+class ProducerKeeper:
+    """Opens the producers of a bucket, and forgets them.
+
+    Args:
+        flush: called to have the tail stored soon.
+    """
+
+    def __init__(self, disk: Disk, bucket: Bucket, flush: Callable[[], None]) -> None:
+        self._disk = disk
+        self._bucket = bucket
+        self._flush = flush
+        self._stopping = asyncio.Event()
+
+    async def open(self, name: bytes) -> ProducerCall:
+        """Return a call of a producer, with what the store knows of it.
+
+        Raises:
+            TooManyError: producers take all the memory that there is for them.
+            DataDamagedError: what the store knows of it is damaged.
+            BucketGoneError: the bucket was dropped.
+        """
+        disk, bucket = self._disk, self._bucket
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while True:
+            first, last = bucket.tail.first, None
+            if not bucket.knows_producer(name):
+                last = await disk.in_reader(lambda: disk.store.producer_number(name))
+            if first != bucket.tail.first and not bucket.knows_producer(name):
+                # What was read may be old by now.
+                continue
+            if disk.gone is not None:
+                raise disk.gone
+            try:
+                return bucket.open_producer(name, last)
+            except TooManyError:
+                # Producers whose writes are stored need no memory.
+                if bucket.tail.first == bucket.tail.end or time.monotonic() > deadline:
+                    raise
+                self._flush()
+                await disk.next_change()
+
+    async def stored(self, name: bytes) -> dict[int, ProducerRow]:
+        """Return what the store knows of a producer by partition; whatever it lacks is in the tail."""
+        disk, tail = self._disk, self._bucket.tail
+        while True:
+            first = tail.first
+            rows = await disk.in_reader(lambda: disk.store.producer_rows(name))
+            if tail.first == first:
+                return rows
+
+    async def run(self) -> None:
+        """Forget who has not written for long, until ``stop``."""
+        while not self._stopping.is_set():
+            try:
+                await self.forget()
+                self._disk.troubles.ends(trouble.PRODUCERS)
+            except (OSError, lmdb.Error) as error:
+                # There is no hurry: what stays is forgotten the next time.
+                self._disk.troubles.begins(trouble.PRODUCERS, error)
+            await self._pause(FORGET_SECONDS)
+
+    def stop(self) -> None:
+        """Have ``run`` return."""
+        self._stopping.set()
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    async def forget(self) -> int:
+        """Forget the producers that have not written for long, and the oldest above PRODUCERS_MAX; return how many.
+
+        In bounded transactions, with pauses: whoever waits for the store's thread waits for one of them at most.
+        """
+        store = self._disk.store
+        before = self._disk.clock.before(PRODUCER_SECONDS * 1_000_000)
+        count, more = 0, True
+        while more and not self._stopping.is_set():
+            gone = await self._disk.in_store_thread(
+                lambda: store.forget_producers(before, PRODUCERS_MAX)
+            )
+            count, more = count + gone.names, gone.more
+            if more:
+                await self._pause(_PAUSE_SECONDS)
+        if count:
+            log.info("producers forgotten", extra={"count": count})
+        return count
+
+
+EXPIRY_LOOKS: Final = 10
+"""So often in that time is looked, but at least once an hour."""
+EXPIRY_LOOK_SECONDS_MAX: Final = 3600.0
+
+
+async def expire_consumers(
+    disk: Disk, bucket: Bucket, seconds: float, rest: Callable[[float], Awaitable[bool]]
+) -> None:
+    """Forget them, until ``rest`` returns False; their rows go with the next save."""
+    while await rest(min(seconds / EXPIRY_LOOKS, EXPIRY_LOOK_SECONDS_MAX)):
+        groups = {name for name in bucket.owners if _has_calls(bucket, name)}
+        before, used = disk.clock.before(int(seconds * 1e6)), bucket.consumers.keys() | groups
+        for name in bucket.consumer_positions.expire(before, disk.clock.now(), used):
+            log.info(
+                "a consumer is forgotten, nobody has used it for long",
+                extra={"bucket": bucket.identity.name, "consumer": name, "seconds": int(seconds)},
+            )
+
+
+def _has_calls(bucket: Bucket, name: str) -> bool:
+    group = bucket.owners.group(name)
+    return group is not None and group.has_calls

@@ -1,0 +1,77 @@
+"""Calls: what the methods of all services share: opening messages, chosen partitions, and errors as statuses."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from upr.service.buckets.keepers import micros
+from upr.service.overload.intake import Context, Intake, abort
+from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.failover import check_partition
+from upr_protocol.limits import PARTITIONS, REQUEST_BYTES_MAX
+
+
+def chosen_partitions(partitions: Sequence[int]) -> list[int]:
+    """Return the partitions asked for, all for none; InvalidArgumentError for one out of range or repeated."""
+    if not partitions:
+        return list(range(PARTITIONS))
+    if len(partitions) > PARTITIONS:
+        raise InvalidArgumentError(f"{len(partitions)} partitions named, there are {PARTITIONS}")
+    chosen = [check_partition(partition) for partition in partitions]
+    if len(set(chosen)) != len(chosen):
+        raise InvalidArgumentError("a partition is named twice in one request")
+    return chosen
+
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+async def read_open(intake: Intake, context: Context, request: Any, kind: str) -> Any:
+    """Return the Open of a streaming call, its first message.
+
+    It must come soon: until then the call takes the place of another, and does nothing.
+
+    Args:
+        request: the class of the call's messages.
+        kind: how errors call it.
+
+    Raises:
+        InvalidArgumentError: nothing came within OPEN_SECONDS, or something else.
+    """
+    raw = await intake.receive(context, REQUEST_BYTES_MAX, "an Open")
+    first = parsed(request, raw or b"", "an Open")
+    if first.WhichOneof("message") != "open":
+        raise InvalidArgumentError(f"the first message of a {kind} call is Open")
+    return first.open
+
+
+def parsed(request: Any, raw: bytes, what: str) -> Any:
+    """Return the message of a class in some bytes, or raise InvalidArgumentError."""
+    try:
+        return request.FromString(raw)
+    except DecodeError:
+        raise InvalidArgumentError(f"{what} of {len(raw)} bytes is no such message") from None
+
+
+def answering(
+    method: Callable[[Any, _Request, Context], Awaitable[_Response]],
+) -> Callable[[Any, _Request, Context], Awaitable[_Response]]:
+    """Have a unary method's domain errors travel as statuses."""
+
+    @wraps(method)
+    async def wrapped(self: Any, request: _Request, context: Context) -> _Response:
+        try:
+            return await method(self, request, context)
+        except UprError as error:
+            await abort(context, error)
+
+    return wrapped
+
+
+def loop_micros() -> int:
+    """Return the time on the clock of leases, microseconds."""
+    return micros(asyncio.get_running_loop().time())

@@ -1,0 +1,435 @@
+"""ChangeStreamService: the handshake, cuts and positions; Follow is in ``follow``."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+import lmdb
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from upr import __version__
+from upr.engine.bucket import Bucket
+from upr.engine.consumers import Save
+from upr.engine.cuts import Cut
+from upr.engine.groups import Hold, fenced
+from upr.engine.streams import SHUTTING_DOWN, FollowOptions
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
+from upr.service.calls import answering, chosen_partitions, loop_micros, read_open
+from upr.service.conversation import read_member
+from upr.service.follow import FollowCall
+from upr.service.overload.callers import Callers, peer_of
+from upr.service.overload.intake import Context, Intake, abort
+from upr.service.trouble import words_of
+from upr_protocol.block import U64
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    PositionDamagedError,
+    ShuttingDownError,
+    StorageFailedError,
+    UprError,
+    shown,
+)
+from upr_protocol.failover import check_failover_id
+from upr_protocol.flow import CreditWindow, Liveness
+from upr_protocol.handshake import answer_hello
+from upr_protocol.limits import (
+    CREDIT_BYTES,
+    CREDIT_BYTES_MAX,
+    CUT_LEASE_SECONDS,
+    CUT_LEASE_SECONDS_MAX,
+    KEY_BYTES_MAX,
+    READER_SECONDS,
+    check_name,
+)
+from upr_protocol.wire.codec import log_to_messages, position_from_message, problem_of
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1 import types_pb2 as types
+
+LOGS_AT_ONCE = 64
+"""Failover logs that are written into a message in one step of the event loop: each may have a thousand records."""
+
+
+def hello_answer(bucket: Bucket, asked: wire.HelloPartition, with_log: bool) -> wire.HelloAnswer:
+    """Answer step 1 of the handshake for one partition ("Handshakes" of the specification)."""
+    table, partition = bucket.partitions, asked.partition
+    if not table.serves(partition):
+        return wire.HelloAnswer(partition=partition, problem=problem_of(table.refusal(partition)))
+    log = table.logs[partition]
+    answer = answer_hello(log, asked.failover_id if asked.HasField("failover_id") else None)
+    return wire.HelloAnswer(
+        partition=partition,
+        rollback_seqno=answer.rollback_seqno,
+        failover_id=answer.newest_id,
+        high_seqno=int(table.high[partition]),
+        durable_seqno=int(table.durable[partition]),
+        failover_log=log_to_messages(log) if with_log else None,
+        rule=answer.rule,
+        words=answer.words,
+    )
+
+
+def lease_micros(seconds: float) -> int | None:
+    """Return a lease in microseconds, at least 1; None for 0, which stands for the default.
+
+    Raises:
+        InvalidArgumentError: it is below 0, above CUT_LEASE_SECONDS_MAX or not a number.
+    """
+    if not 0 <= seconds <= CUT_LEASE_SECONDS_MAX or math.isnan(seconds):
+        raise InvalidArgumentError(
+            f"a lease of {seconds} seconds, the limit is {CUT_LEASE_SECONDS_MAX:.0f}",
+            hint="give a lease above 0, and renew it in time; 0 means the default",
+        )
+    return max(round(seconds * 1e6), 1) if seconds else None
+
+
+def cut_message(cut: Cut, *, with_partitions: bool) -> wire.Cut:
+    """Return a cut as the wire has it."""
+    message = wire.Cut(
+        name=cut.name,
+        created_time=cut.created,
+        expires_time=cut.expires,
+        lease_seconds=cut.lease / 1e6,
+    )
+    if with_partitions:
+        for partition, pin in cut.pins.items():
+            message.partitions.add(
+                partition=partition, failover_id=pin.failover_id, seqno=pin.seqno
+            )
+    return message
+
+
+POSITIONS_AT_ONCE = 128
+"""Checked in one turn of the event loop, about two milliseconds."""
+
+
+async def _check_positions(
+    positions: Sequence[wire.Position], bucket_version: int, generation: int, log_records: int
+) -> None:
+    """Check positions, and make of them what is stored: with their generation, and no longer logs than the server's."""
+    if positions:
+        chosen_partitions([message.partition for message in positions])
+    for i, message in enumerate(positions):
+        position_from_message(message, bucket_version)
+        # What this server does not know must not be stored either: its size has no limit.
+        message.DiscardUnknownFields()  # type: ignore[no-untyped-call, unused-ignore]
+        message.generation = generation
+        # The newest records are last. What a log forgot is of no use: the server knows no more either.
+        del message.failover_log[:-log_records]
+        if i % POSITIONS_AT_ONCE == POSITIONS_AT_ONCE - 1:
+            await asyncio.sleep(0)
+
+
+def _begin_save(
+    host: BucketService, request: wire.SavePositionsRequest
+) -> tuple[Hold, "asyncio.Task[None] | None"]:
+    """Decide who may save what, and hand it to the store, in this one step."""
+    owners = host.bucket.owners
+    partitions = np.array([message.partition for message in request.positions], np.int64)
+    hold = owners.hold(
+        request.consumer, request.member, request.generation, partitions, loop_micros()
+    )
+    allowed = [request.positions[i] for i in np.flatnonzero(hold.allowed).tolist()]
+    if not allowed:
+        return hold, None
+    try:
+        _check_highs(host.bucket, hold, allowed)
+        save = Save(
+            request.consumer,
+            request.generation,
+            hold.partitions,
+            _u64_column([message.failover_id for message in allowed]),
+            _u64_column([message.seqno for message in allowed]),
+            [message.SerializeToString() for message in allowed],
+            host.disk.clock.now(),
+        )
+        task = host.acknowledged.begin(save, lambda: owners.let_go(hold, loop_micros()))
+    except UprError:
+        owners.let_go(hold, loop_micros())
+        raise
+    return hold, task
+
+
+def _check_highs(bucket: Bucket, hold: Hold, positions: Sequence[wire.Position]) -> None:
+    highs = bucket.partitions.high[hold.partitions].tolist()
+    for message, high in zip(positions, highs, strict=True):
+        if message.seqno > high:
+            raise InvalidArgumentError(
+                f"the position of partition {message.partition} is at seqno {message.seqno}, its high seqno is {high}",
+                hint="save only what was received from this server",
+            )
+
+
+def _u64_column(values: list[int]) -> U64:
+    return np.array(values, np.uint64)
+
+
+def _damaged_positions(name: str, partitions: list[int]) -> PositionDamagedError:
+    few = ", ".join(map(str, partitions[:5])) + (", ..." if len(partitions) > 5 else "")
+    return PositionDamagedError(
+        f"the stored positions of consumer {shown(name)} in {len(partitions)} partitions ({few}) are damaged",
+        hint=f"'upr-admin consumers reset {name} --partitions ...' says where it goes on there; its data must fit",
+    )
+
+
+class ChangeStreamMethods:
+    """All of ChangeStreamService.
+
+    Args:
+        intake: where the messages of calls arrive.
+        server_id: drawn anew at each start of the server.
+        heartbeat_seconds: for clients that ask for none.
+        reader_seconds: a consumer whose connection takes nothing for so long, while something waits, is ended.
+        callers: who calls.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        intake: Intake,
+        server_id: int,
+        heartbeat_seconds: float,
+        reader_seconds: float = READER_SECONDS,
+        callers: Callers | None = None,
+    ) -> None:
+        self._catalog = catalog
+        self._intake = intake
+        self._server_id = server_id
+        self._heartbeat_seconds = heartbeat_seconds
+        self._reader_seconds = reader_seconds
+        self._callers = callers or Callers()
+        self._calls: set[FollowCall] = set()
+        self._stopping = False
+
+    @answering
+    async def Hello(self, request: wire.HelloRequest, context: Context) -> wire.HelloResponse:
+        """Answer for any number of partitions; one bad partition fails the request, and changes nothing."""
+        bucket = self._catalog.of(request).bucket
+        if request.partitions:
+            chosen_partitions([asked.partition for asked in request.partitions])
+        for asked in request.partitions:
+            if asked.HasField("failover_id"):
+                check_failover_id(asked.failover_id)
+        answers = []
+        for number, asked in enumerate(request.partitions, 1):
+            answers.append(hello_answer(bucket, asked, request.with_log))
+            if number % LOGS_AT_ONCE == 0 and request.with_log:
+                await asyncio.sleep(0)
+        return wire.HelloResponse(bucket_version=bucket.identity.version, answers=answers)
+
+    @answering
+    async def GetFailoverLog(
+        self, request: wire.GetFailoverLogRequest, context: Context
+    ) -> wire.GetFailoverLogResponse:
+        """Return whole logs, also of partitions that are dead."""
+        bucket = self._catalog.find(request.bucket).bucket
+        logs = []
+        for number, partition in enumerate(chosen_partitions(request.partitions), 1):
+            records = log_to_messages(bucket.partitions.logs[partition])
+            logs.append(wire.PartitionFailoverLog(partition=partition, records=records))
+            if number % LOGS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return wire.GetFailoverLogResponse(bucket_version=bucket.identity.version, logs=logs)
+
+    @answering
+    async def CreateCut(
+        self, request: wire.CreateCutRequest, context: Context
+    ) -> wire.CreateCutResponse:
+        """Pin partitions at this instant."""
+        host = self._catalog.of(request)
+        name = check_name(request.name, "cut")
+        lease = lease_micros(request.lease_seconds) or int(CUT_LEASE_SECONDS * 1e6)
+        partitions = sorted(chosen_partitions(request.partitions))
+        cut = await host.cuts.create(name, partitions, lease, peer_of(context.peer()))
+        return wire.CreateCutResponse(
+            bucket_version=host.bucket.identity.version,
+            cut=cut_message(cut, with_partitions=True),
+            left_out=[
+                wire.CutLeftOut(partition=partition, problem=problem_of(why))
+                for partition, why in cut.left_out.items()
+            ],
+        )
+
+    @answering
+    async def RenewCut(
+        self, request: wire.RenewCutRequest, context: Context
+    ) -> wire.RenewCutResponse:
+        """Have a cut's lease begin anew."""
+        host = self._catalog.of(request)
+        lease = lease_micros(request.lease_seconds)
+        cut = await host.cuts.renew(check_name(request.name, "cut"), lease)
+        return wire.RenewCutResponse(cut=cut_message(cut, with_partitions=False))
+
+    @answering
+    async def ReleaseCut(
+        self, request: wire.ReleaseCutRequest, context: Context
+    ) -> wire.ReleaseCutResponse:
+        """Give a cut up."""
+        host = self._catalog.of(request)
+        released = await host.cuts.release(check_name(request.name, "cut"))
+        return wire.ReleaseCutResponse(released=released)
+
+    @answering
+    async def ListCuts(
+        self, request: wire.ListCutsRequest, context: Context
+    ) -> wire.ListCutsResponse:
+        """Return the cuts whose lease has not ended."""
+        host = self._catalog.find(request.bucket)
+        cuts = []
+        for cut in host.cuts.live():
+            cuts.append(cut_message(cut, with_partitions=request.with_partitions))
+            # A thousand partitions take a millisecond.
+            await asyncio.sleep(0)
+        return wire.ListCutsResponse(bucket_version=host.bucket.identity.version, cuts=cuts)
+
+    @answering
+    async def LoadPositions(
+        self, request: wire.LoadPositionsRequest, context: Context
+    ) -> wire.LoadPositionsResponse:
+        """Return what is stored, with every save that had begun when this was asked; "nothing" holds after a crash too."""
+        host = self._catalog.of(request)
+        name = check_name(request.consumer, "consumer")
+        partitions = sorted(chosen_partitions(request.partitions))
+        response = wire.LoadPositionsResponse(bucket_version=host.bucket.identity.version)
+        try:
+            await host.acknowledged.settled(name)
+            consumer = host.bucket.consumer_positions.get(name)
+            if consumer is None:
+                return response
+            wanted = [partition for partition in partitions if consumer.saved[partition]]
+            stored = await host.disk.in_reader(
+                lambda: host.disk.store.saved_positions(name.encode(), wanted)
+            )
+        except (OSError, lmdb.Error) as error:
+            raise StorageFailedError(
+                f"the positions cannot be told: {words_of(error)}",
+                hint="see the server's log",
+                retriable=True,
+            ) from error
+        damaged = []
+        for partition, data in stored.items():
+            try:
+                position = wire.Position.FromString(data)
+            except DecodeError:
+                damaged.append(partition)
+            else:
+                response.positions.append(position)
+        if damaged:
+            raise _damaged_positions(name, damaged)
+        return response
+
+    @answering
+    async def SavePositions(
+        self, request: wire.SavePositionsRequest, context: Context
+    ) -> wire.SavePositionsResponse:
+        """Store what the sender may save; the rest is refused."""
+        host = self._catalog.find(request.bucket, request.bucket_version)
+        check_name(request.consumer, "consumer")
+        if request.member:
+            check_name(request.member, "member")
+        async with host.acknowledged.in_order(request.consumer):
+            await _check_positions(
+                request.positions,
+                request.bucket_version,
+                request.generation,
+                host.failover_log_records,
+            )
+            if host.disk.stopping:
+                raise host.disk.gone or ShuttingDownError(
+                    "the server is stopping", hint="connect again"
+                )
+            hold, save = _begin_save(host, request)
+        if save is not None:
+            await asyncio.shield(save)
+        response = wire.SavePositionsResponse()
+        for message in (request.positions[i] for i in np.flatnonzero(~hold.allowed).tolist()):
+            what = f"partition {message.partition} is not member {shown(request.member)}'s, or not any more"
+            problem = problem_of(fenced(what))
+            response.refused_partitions.append(
+                types.RefusedPartition(partition=message.partition, problem=problem)
+            )
+        return response
+
+    async def Follow(self, request_iterator: object, context: Context) -> None:
+        """Serve one call; see ``change_stream_service.proto``."""
+        try:
+            call = await self._open(context)
+        except UprError as error:
+            await abort(context, error)
+        self._calls.add(call)
+        try:
+            slow = await call.run()
+        except UprError as error:
+            await abort(context, error)
+        finally:
+            self._calls.discard(call)
+            call.close()
+        if slow is not None:
+            # The status waits behind what the transport has not sent.
+            await abort(context, slow)
+
+    async def _open(self, context: Context) -> "FollowCall":
+        opening = await read_open(self._intake, context, wire.FollowRequest, "Follow")
+        if self._stopping:
+            raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
+        host = self._catalog.of(opening)
+        if opening.stability not in types.Stability.values():
+            raise InvalidArgumentError(f"stability {opening.stability} is unknown")
+        window = opening.credit_bytes or CREDIT_BYTES
+        if window > CREDIT_BYTES_MAX:
+            raise InvalidArgumentError(f"credit of {window} bytes, the limit is {CREDIT_BYTES_MAX}")
+        member, lease = read_member(opening)
+        options = FollowOptions(
+            check_name(opening.consumer, "consumer") if opening.consumer else "",
+            opening.stability == types.STABILITY_MEMORY,
+            opening.keys_only,
+            peer=context.peer(),
+            accept_zstd=opening.accept_zstd and not opening.plain_rows,
+            key_prefix=_checked_prefix(opening.key_prefix),
+            plain_rows=opening.plain_rows,
+            member=member,
+            lease=lease,
+        )
+        interval = opening.heartbeat_seconds or self._heartbeat_seconds
+        liveness = Liveness(interval, asyncio.get_running_loop().time())
+        call = FollowCall(
+            host,
+            context,
+            self._intake,
+            options,
+            CreditWindow(window),
+            liveness,
+            self._callers,
+            self._reader_seconds,
+        )
+        opened = wire.Opened(
+            server_id=self._server_id,
+            bucket_version=host.bucket.identity.version,
+            credit_bytes=window,
+            heartbeat_seconds=interval,
+            server_version=__version__,
+            generation=call.follower.generation,
+            lease_seconds=lease / 1e6,
+        )
+        call.say(wire.FollowResponse(opened=opened))
+        return call
+
+    @property
+    def open_calls(self) -> int:
+        """Open Follow calls."""
+        return len(self._calls)
+
+    def shut_down(self) -> None:
+        """End every stream of every call with its reason."""
+        self._stopping = True
+        for call in list(self._calls):
+            call.end(SHUTTING_DOWN)
+
+
+def _checked_prefix(prefix: bytes) -> bytes:
+    if len(prefix) > KEY_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"a key prefix of {len(prefix)} bytes, a key has at most {KEY_BYTES_MAX}"
+        )
+    return prefix

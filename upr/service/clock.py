@@ -1,0 +1,260 @@
+"""The server's clock: what rows are dated with, and what ages and leases are counted by.
+
+It begins at the day's clock and goes on with the time that passes (the boot-time clock, which counts the time that a
+machine sleeps), so a step of the day's clock makes nothing older or younger. It follows the day's clock by a hundredth
+of the time that passes, so that its times stay honest where the two differ a little.
+
+Across restarts only the day's clock can tell how long the server was away. It is compared with the newest time that was
+stored: a server that was away for more than ``jump_seconds``, and a day's clock that was set forward, look the same. So
+then nothing gets older by the difference before the server has run for ``jump_seconds``: until then an operator may
+set the day's clock right. While that is back behind the server's clock by more than a jump, the difference never counts.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from upr import failpoints
+from upr.service.trouble import words_of
+from upr.storage.directory import DataDirectory
+from upr.storage.journal import sync_folder
+from upr_protocol.limits import CLOCK_JUMP_SECONDS
+
+log = logging.getLogger(__name__)
+
+CLOCK: Final = "clock"
+"""The file's name."""
+_SECOND: Final = 1_000_000
+_SLEW: Final = 100
+"""The clock gains or loses at most this part of the time that passes."""
+_CLOSE: Final = 10_000
+"""It is not corrected by less; microseconds."""
+STORES_A_JUMP: Final = 10
+"""The time is stored this often within ``jump_seconds``."""
+_FILE_BYTES_MAX: Final = 4096
+
+
+def _day() -> int:
+    return time.time_ns() // 1000 + failpoints.number("clock.day") * _SECOND
+
+
+def _boot() -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a server knows of time when it is started. All in microseconds, of this clock, since the epoch.
+
+    Attributes:
+        time: the newest time that was stored.
+        since: when the newest jump was met, 0 for none.
+        jump: how much later it was then than could be known to have passed.
+        left: how long the server is still to run until that counts as time that passed.
+    """
+
+    time: int
+    since: int = 0
+    jump: int = 0
+    left: int = 0
+
+
+class Clock:
+    """The time, in microseconds since the epoch. It never goes back while the server runs.
+
+    Args:
+        known: of the server before this one; None where there was none.
+        jump_seconds: a longer absence is taken for a step of the day's clock, until the server has run for so long.
+        day, boot: return the day's clock and the boot-time clock in microseconds.
+    """
+
+    def __init__(
+        self,
+        known: Known | None = None,
+        *,
+        jump_seconds: float = CLOCK_JUMP_SECONDS,
+        day: Callable[[], int] = _day,
+        boot: Callable[[], int] = _boot,
+    ) -> None:
+        self.jump_seconds = jump_seconds
+        self._day, self._boot = day, boot
+        self._limit = int(jump_seconds * _SECOND)
+        self._slew = 0
+        self._told_off = self._denied = False
+        today, self._booted = day(), boot()
+        self._at = today if known is None else max(today, known.time)
+        self._since = self._jump = self._left = 0
+        if known is not None:
+            self._go_on(known, today)
+
+    def _go_on(self, known: Known, today: int) -> None:
+        if known.left > 0:
+            self._since, self._jump, self._left = known.since, known.jump, known.left
+        gap = self._at - known.time
+        if gap > self._limit:
+            self._since, self._jump, self._left = self._at, self._jump + gap, self._limit
+            log.warning(
+                "the day's clock is far ahead of the newest time that was stored: nothing gets older by that until"
+                " the server has run for a while",
+                extra={"ahead_seconds": gap // _SECOND, "run_seconds": self.jump_seconds},
+            )
+        self._look(today)
+
+    def now(self) -> int:
+        """Return the time."""
+        passed = self._boot() - self._booted
+        if passed >= _SECOND:
+            self._at, self._booted = self._after(passed), self._booted + passed
+            self._look(self._day())
+            if self._left and not self._denied:
+                self._count_down(passed)
+            passed = 0
+        return self._after(passed)
+
+    def _after(self, passed: int) -> int:
+        return self._at + passed + self._slew * min(passed, _SECOND) // _SLEW
+
+    def _count_down(self, passed: int) -> None:
+        self._left = max(self._left - passed, 0)
+        if not self._left:
+            log.warning(
+                "the time that the server was away, by the day's clock, counts from now on",
+                extra={"seconds": self._jump // _SECOND},
+            )
+            self._since = self._jump = 0
+
+    def _look(self, today: int) -> None:
+        off = today - self._at
+        self._slew = 0 if abs(off) < _CLOSE else 1 if off > 0 else -1
+        # What looked like an absence was a day's clock that was ahead.
+        self._denied = off < -self._limit
+        if (abs(off) > self._limit) is self._told_off:
+            return
+        self._told_off = not self._told_off
+        words = "is far from the server's clock" if self._told_off else "is near the server's again"
+        log.warning(f"the day's clock {words}", extra={"ahead_seconds": off // _SECOND})
+
+    def before(self, age: int) -> int:
+        """Return the time that lies an age back: what is dated so, or earlier, has that age.
+
+        Args:
+            age: microseconds.
+        """
+        moment = self.now() - age
+        # Everything from before the jump is that much younger, and nothing else is.
+        return moment - self._jump if moment < self._since else moment
+
+    def until(self, expires: int, lease: int) -> int:
+        """Return when a lease ends that was to end at a time, and was stored by a server before this one.
+
+        Args:
+            lease: how long it is, microseconds.
+        """
+        now = self.now()
+        if not self._left or expires - lease >= self._since:
+            return expires
+        late = expires + self._jump
+        return late if self._denied else min(late, max(expires, now + self._left))
+
+    @property
+    def off_seconds(self) -> float:
+        """By how much the day's clock is ahead, when that is more than a jump; else 0."""
+        return (self._day() - self.now()) / _SECOND if self._told_off else 0.0
+
+    @property
+    def jumped_seconds(self) -> float:
+        """How long the server was away, or the day's clock set forward, while that does not count yet; else 0."""
+        self.now()
+        return self._jump / _SECOND
+
+    @property
+    def left_seconds(self) -> float:
+        """How long the server is still to run until that counts."""
+        return self._left / _SECOND
+
+    def known(self) -> Known:
+        """Return what a later server is to know."""
+        return Known(self.now(), self._since, self._jump, self._left)
+
+
+def read_clock(path: Path) -> Known | None:
+    """Return what was written; None where there is nothing. Of a damaged file nothing is known but that it was there."""
+    try:
+        with path.open("rb") as file:
+            document = json.loads(file.read(_FILE_BYTES_MAX))
+        crc = document.pop("crc32")
+        values = {name: document[name] for name in asdict(Known(0))}
+        if crc != _crc(document) or not all(type(v) is int and v >= 0 for v in values.values()):
+            raise ValueError("its CRC32 does not fit")
+        return Known(**values)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning(
+            "the stored time cannot be read", extra={"file": path.name, "error": str(error)}
+        )
+        return Known(0)
+
+
+def write_clock(path: Path, known: Known) -> None:
+    """Store what is known, durably; raises OSError."""
+    document: dict[str, Any] = asdict(known)
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("w") as file:
+        file.write(json.dumps({**document, "crc32": _crc(document)}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def _crc(document: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(document, sort_keys=True).encode()):08x}"
+
+
+class ClockKeeper:
+    """The clock of a server, and its file in the data directory: written at the start, now and then, and at the stop.
+
+    Attributes:
+        clock: the server's.
+    """
+
+    def __init__(self, directory: DataDirectory, jump_seconds: float) -> None:
+        self._directory = directory
+        self._path = directory.path / CLOCK
+        self._failing = False
+        self.clock = Clock(read_clock(self._path), jump_seconds=jump_seconds)
+        # Before anything is dated: the next start must not take that for the time that this one began with.
+        self.store()
+
+    async def run(self) -> None:
+        """Store the time until cancelled."""
+        while True:
+            await asyncio.sleep(self.clock.jump_seconds / STORES_A_JUMP)
+            known = self.clock.known()
+            await asyncio.to_thread(self._store, known)
+
+    def store(self) -> None:
+        """Store the time; without it, the next start may take its absence for longer than it was."""
+        self._store(self.clock.known())
+
+    def _store(self, known: Known) -> None:
+        if self._directory.lost():
+            return
+        try:
+            write_clock(self._path, known)
+        except OSError as error:
+            if not self._failing:
+                log.warning("the time cannot be stored", extra={"error": words_of(error)})
+            self._failing = True
+        else:
+            if self._failing:
+                log.info("the time can be stored again")
+            self._failing = False

@@ -1,0 +1,515 @@
+"""KeyValueService: writes, numbered as they come in and answered in order as they become durable; gets, from tail and store."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import lmdb
+import numpy as np
+
+from upr.engine.bucket import Written
+from upr.engine.producers import ProducerCall
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
+from upr.service.calls import answering, parsed, read_open
+from upr.service.overload.callers import Callers, Turns, peer_of
+from upr.service.overload.intake import LARGE_BYTES, Context, Intake, abort, shed_error
+from upr.service.overload.process import SAMPLE_SECONDS, LoopDelays
+from upr.service.trouble import words_of
+from upr.storage.search import Lookup, StoreSearch, TailSearch
+from upr_protocol.block import Block
+from upr_protocol.errors import (
+    BucketGoneError,
+    DataDamagedError,
+    InvalidArgumentError,
+    ShuttingDownError,
+    StorageFailedError,
+    TooManyError,
+    UnknownOutcomeError,
+    UprError,
+)
+from upr_protocol.limits import (
+    GET_ANSWER_BYTES_MAX,
+    GET_CALLS_MAX,
+    GET_KEYS_MAX,
+    KEY_BYTES_MAX,
+    KEY_BYTES_MIN,
+    PARTITIONS,
+    WRITE_OUTCOME_SECONDS,
+    WRITES_IN_FLIGHT_MAX,
+    check_name,
+)
+from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
+from upr_protocol.wire.v1 import key_value_service_pb2 as wire
+from upr_protocol.wire.v1 import types_pb2 as types
+
+GETS_AT_ONCE = 2
+"""Searches that run at the same time; the others wait for their turn."""
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise InvalidArgumentError unless there are 1 to GET_KEYS_MAX keys within their limits."""
+    if not 1 <= len(keys) <= GET_KEYS_MAX:
+        raise InvalidArgumentError(
+            f"a Get of {len(keys)} keys, it takes 1 to {GET_KEYS_MAX}", hint="send several"
+        )
+    for key in keys:
+        if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"a key of {len(key)} bytes, a key has {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
+            )
+
+
+async def find_newest(host: BucketService, lookup: Lookup) -> None:
+    """Search until every key was found, is known not to be there, or cannot be known.
+
+    What is found is as new as this call, or newer. The tail is looked through as it was in one step, and then the
+    store, to which it may have been flushed meanwhile. A key that was not found may have been written once more,
+    stored and merged behind the back of the search: where something was stored, what came since is looked through too.
+    """
+    bucket = host.bucket
+    table = bucket.partitions
+    for partition in np.flatnonzero(lookup.pending).tolist():
+        if not table.serves(partition):
+            lookup.fail([partition], table.refusal(partition))
+    floors = np.zeros(PARTITIONS, np.uint64)
+    while lookup.pending.any():
+        stored = table.stored.copy()
+        tail = bucket.tail
+        in_tail = TailSearch(lookup, tail.range(tail.first, tail.end))
+        while not await host.disk.in_reader(in_tail.bite):
+            pass
+        in_store = StoreSearch(lookup, host.disk.store, floors)
+        while not await host.disk.in_reader(in_store.bite):
+            pass
+        lookup.settle(table.stored == stored)
+        floors = stored
+
+
+async def _get(host: BucketService, keys: list[bytes]) -> wire.GetResponse:
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    lookup = Lookup(list(numbers), GET_ANSWER_BYTES_MAX)
+    await find_newest(host, lookup)
+    damaged = {
+        partition: error
+        for partition, error in lookup.problems.items()
+        if isinstance(error, DataDamagedError)
+    }
+    host.found_damaged(damaged)
+    response = wire.GetResponse(bucket_version=host.bucket.identity.version)
+    ids = host.bucket.partitions.newest_id
+    size = 0
+    for key in keys:
+        number = numbers[key]
+        partition = int(lookup.partitions[number])
+        newest = lookup.found.get(number)
+        size += len(newest.value or b"") if newest is not None else 0
+        if number >= lookup.end or (size > GET_ANSWER_BYTES_MAX and len(response.answers)):
+            break
+        if newest is None and partition in lookup.problems:
+            response.answers.add(problem=problem_of(lookup.problems[partition]))
+            continue
+        response.answers.add(
+            value=newest.value if newest is not None else None,
+            seqno=newest.seqno if newest is not None else 0,
+            failover_id=int(ids[partition]),
+        )
+    return response
+
+
+BYTE_SECONDS = 1 / 100e6
+FRAME_BYTE_SECONDS = 1 / 150e6
+RUN_SECONDS = 6e-6
+"""What a byte of a write takes, what it takes again for each follower, and what each run takes for each of them, at
+least: so long the next write waits that takes a turn, and the loop is free for those who send small ones."""
+LATE_WAIT_SECONDS = 1.0
+"""A write that takes a turn waits for so long at most until the loop is in time."""
+BULK_BYTES = 32 * 2**10
+LATE_SECONDS = 0.05
+"""Writes of LARGE_BYTES take turns; those of BULK_BYTES do while the loop is, or just was, later than this."""
+GONE_SECONDS = 0.5
+"""So long after its bucket was dropped a call still answers what it is sent, and then it ends: what was on its way
+is refused by name and not left without an answer."""
+_WRITE_TAG = bytes([wire.WriteRequest.WRITE_FIELD_NUMBER << 3 | 2])
+_NUMBER_TAG = bytes([wire.WriteBlock.NUMBER_FIELD_NUMBER << 3])
+_DURABILITIES = frozenset(types.Durability.values())
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A write whose answer is due: numbered, or refused."""
+
+    number: int
+    memory: bool
+    deadline: float = 0.0
+    written: Written | None = None
+    error: UprError | None = None
+
+
+class KeyValueMethods:
+    """All of KeyValueService.
+
+    Attributes:
+        bulk: turns of the calls that send much.
+        callers: who calls.
+        delays: of the event loop.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        intake: Intake,
+        delays: LoopDelays | None = None,
+        callers: Callers | None = None,
+    ) -> None:
+        self._intake = intake
+        self._catalog = catalog
+        self._turns = asyncio.Semaphore(GETS_AT_ONCE)
+        self._open_gets = 0
+        self.callers = callers or Callers()
+        self.bulk = Turns()
+        self.delays = delays or LoopDelays()
+        self._calls: set[_WriteCall] = set()
+        self._stopping = False
+
+    @answering
+    async def Get(self, request: wire.GetRequest, context: Context) -> wire.GetResponse:
+        """Return the newest value of each key."""
+        host = self._catalog.of(request)
+        check_keys(request.keys)
+        if self._open_gets >= GET_CALLS_MAX:
+            raise TooManyError(
+                f"{self._open_gets} Gets are open, the limit is {GET_CALLS_MAX}",
+                hint="one Get takes many keys; to read much, follow the bucket",
+            )
+        self._open_gets += 1
+        try:
+            async with self._turns:
+                return await _get(host, list(request.keys))
+        except (OSError, lmdb.Error) as error:
+            raise StorageFailedError(
+                f"the store cannot be read: {words_of(error)}", retriable=True
+            ) from error
+        finally:
+            self._open_gets -= 1
+
+    async def Write(self, request_iterator: object, context: Context) -> None:
+        """Serve one call; see ``key_value_service.proto``."""
+        try:
+            call = await self._open(context)
+        except UprError as error:
+            await abort(context, error)
+        self._calls.add(call)
+        try:
+            await call.run()
+        except UprError as error:
+            await abort(context, error)
+        finally:
+            self._calls.discard(call)
+            call.close()
+
+    async def _open(self, context: Context) -> "_WriteCall":
+        await self.callers.open_write(peer_of(context.peer()))
+        opening = await read_open(self._intake, context, wire.WriteRequest, "Write")
+        host = self._catalog.of(opening)
+        producer = None
+        if opening.producer:
+            name = check_name(opening.producer, "producer").encode()
+            producer = await host.producers.open(name)
+        call = _WriteCall(self, host, context, self._intake, producer)
+        opened = wire.WriteOpened(
+            bucket_version=host.bucket.identity.version,
+            last_number=producer.producer.last_number if producer else 0,
+            writes_in_flight=WRITES_IN_FLIGHT_MAX,
+        )
+        try:
+            await context.write(wire.WriteResponse(opened=opened))
+            if self._stopping:
+                # It was not there yet when the others were told.
+                raise ShuttingDownError("the server is stopping", hint="connect again")
+        except BaseException:
+            call.close()
+            raise
+        return call
+
+    @property
+    def open_calls(self) -> int:
+        """Open Write calls."""
+        return len(self._calls)
+
+    def shut_down(self) -> None:
+        """Have every call answer what it took and end."""
+        self._stopping = True
+        for call in self._calls:
+            call.shut_down()
+
+
+class _WriteCall:
+    """One open call: a task that reads and numbers, another that waits and answers."""
+
+    def __init__(
+        self,
+        methods: KeyValueMethods,
+        host: BucketService,
+        context: Context,
+        intake: Intake,
+        producer: ProducerCall | None,
+    ) -> None:
+        self._methods = methods
+        self._host = host
+        self._context = context
+        self._peer = peer_of(context.peer())
+        self._producer = producer
+        self._pending: deque[_Pending] = deque()
+        self._changed = asyncio.Event()
+        self._answered = asyncio.Event()
+        self._read_all = False
+        self._reader: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._gone: BucketGoneError | None = None
+        self._shed = False
+        self._arriving = intake.expect(context, self.shed)
+        host.users.add(self.bucket_gone)
+
+    async def run(self) -> None:
+        """Serve until the client half-closes, the server stops, or the bucket is dropped."""
+        self._reader = asyncio.create_task(self._read())
+        try:
+            await self._answer()
+        finally:
+            if self._read_no_more():
+                await asyncio.gather(self._reader, return_exceptions=True)
+            # Its exception keeps the frame that it ended in, with a block in it, and the frame this call.
+            self._reader = None
+        if self._gone is not None:
+            raise self._gone
+        if self._shed:
+            raise shed_error()
+        if self._stopping:
+            raise ShuttingDownError("the server is stopping", hint="connect again")
+
+    def shut_down(self) -> None:
+        """Read no more; what was taken is still answered."""
+        self._stopping = True
+        self._read_no_more()
+
+    def shed(self) -> None:
+        """Read no more, because too much is arriving; what was taken is still answered."""
+        self._shed = True
+        self._read_no_more()
+
+    def bucket_gone(self, error: BucketGoneError) -> None:
+        """The bucket was dropped: refuse what still comes, for a moment, and end the call.
+
+        What was not numbered is refused with BUCKET_GONE: it never was applied. What was numbered and is not durable
+        yet is answered UNKNOWN_OUTCOME: should the server die before the drop is on disk, the bucket will be there
+        again, with that write or without it.
+        """
+        self._gone = error
+        asyncio.get_running_loop().call_later(GONE_SECONDS, self._read_no_more)
+
+    def _read_no_more(self) -> bool:
+        """Have the reader end; False if it does so no sooner than the call."""
+        if self._reader is None or self._arriving.stop(self._reader):
+            return True
+        self._read_all = True
+        self._changed.set()
+        return False
+
+    def close(self) -> None:
+        """Give the producer back."""
+        self._arriving.close()
+        self._host.users.discard(self.bucket_gone)
+        if self._producer is not None:
+            self._host.bucket.close_producer(self._producer)
+
+    async def _read(self) -> None:
+        try:
+            while (raw := await self._receive()) is not None:
+                size = len(raw)
+                takes_turn = self._takes_turn(size)
+                pending = await self._refused_turn(raw) if takes_turn else None
+                if pending is None:
+                    pending, block = self._taken(raw)
+                    # Nothing of a large write is kept twice, or while the call waits for the next one.
+                    del raw
+                    if block is not None:
+                        if takes_turn:
+                            readers = len(self._host.bucket.followers)
+                            self._methods.bulk.charge(len(block.runs) * (1 + readers) * RUN_SECONDS)
+                        await self._number(pending, block)
+                    del block
+                else:
+                    del raw
+                self._pending.append(pending)
+                self._changed.set()
+                while len(self._pending) >= WRITES_IN_FLIGHT_MAX:
+                    # The client's own window is as large: more than that is only held back, not refused.
+                    self._answered.clear()
+                    await self._answered.wait()
+                if size >= LARGE_BYTES:
+                    await self._arriving.calm()
+                if takes_turn and pending.written is None:
+                    # It was refused, and taking it in was work all the same.
+                    await self._turn(size * BYTE_SECONDS)
+        finally:
+            self._read_all = True
+            self._changed.set()
+
+    async def _receive(self) -> bytes | None:
+        """Return the next message; None after the last."""
+        raw: Any = await self._arriving.read()
+        if raw is grpc.aio.EOF:
+            return None
+        if len(raw) >= LARGE_BYTES:
+            self._methods.callers.large_write(self._peer, len(raw))
+        if self._shed:
+            return None
+        message: bytes = raw
+        return message
+
+    def _takes_turn(self, size: int) -> bool:
+        """Whether a write of so many bytes keeps others waiting who send less."""
+        methods = self._methods
+        late = size >= BULK_BYTES and methods.delays.recent > LATE_SECONDS
+        return (size >= LARGE_BYTES or late) and (
+            bool(self._host.bucket.followers) or methods.open_calls > 1
+        )
+
+    async def _turn(self, seconds: float) -> None:
+        """Wait for a turn, and then for the loop to be in time again, up to LATE_WAIT_SECONDS."""
+        await self._methods.bulk.turn()
+        # Charged before anything is waited for: else all that wait would go on together.
+        self._methods.bulk.charge(seconds)
+        delays, until = self._methods.delays, time.monotonic() + LATE_WAIT_SECONDS
+        while delays.recent > LATE_SECONDS and time.monotonic() < until:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self._methods.bulk.charge(SAMPLE_SECONDS)
+
+    async def _refused_turn(self, raw: bytes) -> _Pending | None:
+        """Wait for a write's turn, before it is looked at, which copies it; return a refusal if too much waits."""
+        readers = len(self._host.bucket.followers)
+        try:
+            with self._host.waiting(len(raw)):
+                await self._turn(len(raw) * (BYTE_SECONDS + readers * FRAME_BYTE_SECONDS))
+            return None
+        except TooManyError as error:
+            number = _number_at_front(raw)
+            if number is None:
+                number = parsed(wire.WriteRequest, raw, "a message of a Write call").write.number
+            return _Pending(number, False, error=error.with_traceback(None))
+
+    def _taken(self, raw: bytes) -> tuple[_Pending, Block | None]:
+        """Return a write and its block, None if it is refused."""
+        request = parsed(wire.WriteRequest, raw, "a message of a Write call")
+        if request.WhichOneof("message") != "write":
+            raise InvalidArgumentError("a message of a Write call that is neither Open nor a write")
+        write = request.write
+        pending = _Pending(write.number, write.durability == types.DURABILITY_MEMORY)
+        try:
+            if write.durability not in _DURABILITIES:
+                raise InvalidArgumentError(
+                    f"durability {write.durability} is unknown, known are 0 to {max(_DURABILITIES)}"
+                )
+            if self._gone is not None:
+                raise self._gone
+            if self._producer is not None:
+                self._producer.check(write.number, write.previous_number)
+            return pending, block_from_message(write.block, numbered=False)
+        except UprError as error:
+            # The call does not take it, so nothing that names it as its predecessor is taken either.
+            pending.error = error.with_traceback(None)
+            return pending, None
+
+    async def _number(self, pending: _Pending, block: Block) -> None:
+        """Number one write, or take note of why not."""
+        producer = self._producer
+        name = b"" if producer is None else producer.name
+        try:
+            pending.written = await self._host.write(block, name, producer, pending.number)
+        except UprError as error:
+            # Its traceback would keep the block until the answer is sent.
+            pending.error = error.with_traceback(None)
+            return
+        pending.deadline = asyncio.get_running_loop().time() + WRITE_OUTCOME_SECONDS
+
+    async def _answer(self) -> None:
+        while True:
+            if not self._pending:
+                if self._read_all:
+                    break
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            pending = self._pending[0]
+            if pending.written is not None and not pending.memory:
+                await self._until_durable(pending, pending.written)
+            await self._context.write(wire.WriteResponse(result=_result(pending)))
+            self._pending.popleft()
+            self._answered.set()
+        assert self._reader is not None
+        if self._reader.done() and not self._reader.cancelled():
+            # An error of the reader itself ends the call with its reason.
+            self._reader.result()
+
+    async def _until_durable(self, pending: _Pending, written: Written) -> None:
+        if written.entry < self._host.bucket.tail.durable:
+            return
+        left = max(pending.deadline - asyncio.get_running_loop().time(), 0)
+        try:
+            async with asyncio.timeout(left):
+                await self._host.durable(written.entry)
+        except TimeoutError:
+            pending.error = UnknownOutcomeError(
+                f"write {pending.number} was not durable within {WRITE_OUTCOME_SECONDS:.0f} s; it may become so",
+                hint="send it again with its number to learn more",
+            )
+        except UprError as error:
+            pending.error = UnknownOutcomeError(
+                f"write {pending.number} may or may not be on disk: {error.message}",
+                retriable=False,
+            )
+
+
+def _number_at_front(raw: bytes) -> int | None:
+    """Return the number of an encoded write whose encoder put it first, as all known ones do; else None.
+
+    Parsing a large write only to refuse it by its number would copy all of it.
+    """
+    head = raw[:32]
+    at = 1
+    while head[at : at + 1] >= b"\x80":
+        at += 1
+    at += 1
+    if head[:1] != _WRITE_TAG or head[at : at + 1] != _NUMBER_TAG:
+        return None
+    number = shift = 0
+    for byte in head[at + 1 :]:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return number
+    return None
+
+
+def _result(pending: _Pending) -> wire.WriteResult:
+    if pending.error is not None:
+        return wire.WriteResult(number=pending.number, refused=problem_of(pending.error))
+    written = pending.written
+    assert written is not None
+    nothing = written.refused and not len(written.runs)
+    return wire.WriteResult(
+        number=pending.number,
+        refused=problem_of(next(iter(written.refused.values()))) if nothing else None,
+        runs=encode_runs(written.runs),
+        failover_ids=written.failover_ids.tolist(),
+        duplicate=written.duplicate and not nothing,
+        refused_partitions=[
+            types.RefusedPartition(partition=p, problem=problem_of(e))
+            for p, e in written.refused.items()
+        ],
+    )

@@ -1,0 +1,319 @@
+"""Callers: how many calls each peer has open, and how much of the event loop its expensive calls take.
+
+A peer is a host: the address that a call comes from, without the port; of an IPv6 address the first 64 bits. All
+clients behind one proxy, or one NAT, are one peer, so the limits are generous: no peer has more than PEER_CALLS of the
+calls of a kind, and the rest is for others.
+
+What an expensive call takes is charged to its peer's account. A peer that has used up what it holds waits, its calls in
+the order of arrival, and is refused when that would take long. Messages of a call that is open are never refused: the
+next one is not read before its turn. Then the call waits for one of the Turns of all peers.
+
+*Turns* are expensive requests one after the other, within a share of the event loop's time. The loop has one thread and
+serves its callers in the order in which they come: fifty clients that start all partitions again and again would leave a
+write one step in fifty.
+"""
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+from urllib.parse import unquote
+
+from upr_protocol.block import START
+from upr_protocol.errors import TooManyError
+from upr_protocol.limits import (
+    FOLLOW_CALLS_MAX,
+    OTHER_CALLS_MAX,
+    PARTITIONS,
+    PEER_CALLS,
+    WRITE_CALLS_MAX,
+)
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv
+
+SHARE = 0.5
+"""Of the loop's time, for all expensive requests together."""
+
+
+class Turns:
+    """A queue in which each caller waits until those before it have had their share of time.
+
+    A caller waits for its turn, works, and the work's CPU time is charged: the next turn comes when SHARE of the time
+    since then covers it. A request that finds nobody before it, and nothing owed, begins at once.
+    """
+
+    def __init__(self) -> None:
+        self._first = asyncio.Lock()
+        self._free_at = 0.0
+
+    async def turn(self) -> None:
+        """Wait for a turn. Callers are served in the order in which they came."""
+        loop = asyncio.get_running_loop()
+        async with self._first:
+            while True:
+                left = self._free_at - loop.time()
+                if left <= 0:
+                    return
+                # More may be charged meanwhile.
+                await asyncio.sleep(left)
+
+    def charge(self, seconds: float) -> None:
+        """Take note of time of the loop that a request has used."""
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now) + seconds * (1 / SHARE - 1)
+
+
+PEER_SHARE: Final = 0.4
+PEER_BURST_SECONDS: Final = 5.0
+"""Of a CPU: what a peer's expensive calls may take in the long run, and at first."""
+WAIT_SECONDS: Final = 10.0
+"""A call that would wait longer for its turn is refused."""
+REFUSED_SECONDS: Final = 1.0
+"""Before that it is kept for so long: who comes back at once costs as much with each refusal."""
+WAIT_BYTES: Final = 2**20
+"""A larger request is not kept while it would wait: it is refused."""
+ACCOUNTS_MAX: Final = 4096
+LARGE_BYTES_A_SECOND: Final = 50e6
+LARGE_BURST_BYTES: Final = 256 * 2**20
+"""What a peer's large writes may bring before its next Write call is kept waiting: a write that is taken in is work,
+also when it is refused."""
+OPEN_BYTES: Final = 2 * 2**20
+"""What such a call counts for until more has come in it."""
+CALL_SECONDS: Final = 0.0005
+"""What any call takes, and one that streams twice that."""
+BYTES_A_SECOND: Final = 200e6
+CHEAP_SECONDS: Final = 0.002
+"""What takes less is not charged, and needs no turn."""
+_KINDS: Final = {
+    "Follow": ("Follow", FOLLOW_CALLS_MAX, "one call carries any number of partitions"),
+    "Write": ("Write", WRITE_CALLS_MAX, "one call carries any number of writes"),
+}
+_OTHER: Final = ("other", OTHER_CALLS_MAX, "wait for the answers of some")
+
+
+def peer_of(address: str) -> str:
+    """Return the peer of an address as gRPC has it, such as ``ipv4:127.0.0.1:7711``."""
+    kind, _, rest = unquote(address).partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return address
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return host
+
+
+def seconds_of(request: object) -> float:
+    """Return about how much CPU a unary request takes."""
+    match request:
+        case changes.HelloRequest():
+            items, each = len(request.partitions), 8e-6
+        case changes.GetFailoverLogRequest():
+            items, each = len(request.partitions) or PARTITIONS, 4e-6
+        case changes.LoadPositionsRequest():
+            items, each = len(request.partitions) or PARTITIONS, 10e-6
+        case changes.SavePositionsRequest():
+            items, each = len(request.positions), 20e-6
+        case changes.CreateCutRequest() | changes.RenewCutRequest() | changes.ReleaseCutRequest():
+            items, each = 1, 4e-3
+        case changes.ListCutsRequest():
+            items, each = 1, 80e-3 if request.with_partitions else 1e-3
+        case kv.GetRequest():
+            items, each = len(request.keys), 25e-6
+        case admin.CreateBucketRequest() | admin.DropBucketRequest():
+            items, each = 1, 0.1
+        case admin.GetStorageRequest():
+            items, each = 1, 20e-3
+        case admin.GetPartitionsRequest():
+            items, each = len(request.partitions) or PARTITIONS, 3e-6
+        case admin.ListConsumersRequest():
+            items, each = 1, 0.1 if request.with_positions else 10e-3
+        case admin.PurgeRequest() | admin.ResetConsumerRequest():
+            items, each = len(request.partitions) or PARTITIONS, 50e-6
+        case _:
+            items, each = 0, 0.0
+    return items * each
+
+
+def seconds_of_streams(request: changes.FollowRequest) -> float:
+    """Return about how much CPU a message of a Follow call takes; 0 for one that is not about many streams."""
+    start = request.start
+    return (
+        30e-6 * len(start.partitions)
+        + len(start.table) / START.itemsize * 3e-6
+        + 4e-6 * len(request.stop.partitions)
+    )
+
+
+class _Account:
+    """Seconds of CPU, or bytes, that come in at a rate, up to a burst."""
+
+    __slots__ = ("_burst", "_paid", "_rate")
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._paid = now - burst / rate
+
+    def wait(self, now: float) -> float:
+        """Return for how long nothing more may be taken out."""
+        return self._paid - now
+
+    def take(self, amount: float, now: float) -> None:
+        """Take out, also more than there is."""
+        self._paid = max(self._paid, now - self._burst / self._rate) + amount / self._rate
+
+    def is_full(self, now: float) -> bool:
+        return self._paid <= now - self._burst / self._rate
+
+
+class Callers:
+    """The calls of one server.
+
+    Args:
+        clock: in seconds, for the accounts.
+
+    Attributes:
+        turns: of the expensive requests of all peers.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.turns = Turns()
+        self._clock = clock
+        self._open: dict[tuple[str, str], int] = {}
+        self._accounts: dict[tuple[str, bool], _Account] = {}
+
+    @contextmanager
+    def open(self, kind: str, peer: str) -> Iterator[None]:
+        """Count a call while it is open, from its arrival on.
+
+        Args:
+            kind: ``Follow`` or ``Write``; all others are counted together.
+
+        Raises:
+            TooManyError: as many of the kind are open as may be, in all or of this peer.
+        """
+        kind, limit, hint = _KINDS.get(kind, _OTHER)
+        keys = ((kind, ""), (kind, peer))
+        for key, most in zip(keys, (limit, int(limit * PEER_CALLS)), strict=True):
+            if self._open.get(key, 0) >= most:
+                whose = f" of {peer}" if key[1] else ""
+                raise TooManyError(
+                    f"{self._open[key]} {kind} calls{whose} are open, the limit is {most}",
+                    hint=hint,
+                )
+        for key in keys:
+            self._open[key] = self._open.get(key, 0) + 1
+        try:
+            yield
+        finally:
+            for key in keys:
+                self._open[key] -= 1
+                if not self._open[key]:
+                    del self._open[key]
+
+    def open_calls(self, kind: str, peer: str = "") -> int:
+        """Return how many calls of a kind are open, of one peer or in all."""
+        return self._open.get((_KINDS.get(kind, _OTHER)[0], peer), 0)
+
+    async def pay(self, peer: str, seconds: float, size: int = 0) -> None:
+        """Charge a request that has just come, and wait for its turn.
+
+        Args:
+            seconds: about what it takes.
+            size: of the request, in bytes.
+
+        Raises:
+            TooManyError: that would take WAIT_SECONDS or longer; nothing is charged.
+        """
+        if seconds < CHEAP_SECONDS:
+            # Many clients behind one address that read a key each are no attack.
+            return
+        left = self._account(peer).wait(self._clock())
+        if left >= WAIT_SECONDS or (left > 0 and size > WAIT_BYTES):
+            await asyncio.sleep(REFUSED_SECONDS)
+            raise TooManyError(
+                f"the calls of {peer} take more than their share of the server's time",
+                hint=f"wait {left:.0f} s, and ask for less at a time",
+            )
+        await self.turn(peer, seconds)
+        self.turns.charge(seconds)
+
+    async def turn(self, peer: str, seconds: float) -> None:
+        """Charge a peer, and wait for its turn, however long that takes.
+
+        Args:
+            seconds: what the request is likely to take; what it took is told with ``charged``.
+        """
+        account, now = self._account(peer), self._clock()
+        left = account.wait(now)
+        # Charged at its arrival, so that the next one waits behind this one.
+        account.take(seconds, now)
+        try:
+            if left > 0:
+                await asyncio.sleep(left)
+            if seconds >= CHEAP_SECONDS:
+                await self.turns.turn()
+        except asyncio.CancelledError:
+            # Else those who give up sooner than their turn comes would keep each other, and themselves, from it.
+            account.take(-seconds, self._clock())
+            raise
+
+    @contextmanager
+    def charged(self, peer: str, seconds: float) -> Iterator[None]:
+        """Correct what ``turn`` has charged by the CPU time of the body, which must not await."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            took = time.thread_time() - began
+            self.turns.charge(took)
+            self._account(peer).take(took - seconds, self._clock())
+
+    def large_write(self, peer: str, size: int) -> None:
+        """Take note that a peer's large write of so many bytes came in."""
+        self._account(peer, large=True).take(size, self._clock())
+
+    async def open_write(self, peer: str) -> None:
+        """Wait until a peer may open another Write call.
+
+        Raises:
+            TooManyError: that would take WAIT_SECONDS or longer.
+        """
+        account, waited = self._account(peer, large=True), 0.0
+        while (left := account.wait(self._clock())) > 0:
+            if waited + left >= WAIT_SECONDS:
+                await asyncio.sleep(REFUSED_SECONDS)
+                raise TooManyError(
+                    f"the large writes of {peer} take more than their share of the server's time",
+                    hint=f"wait {left:.0f} s, and keep Write calls open",
+                )
+            await asyncio.sleep(left)
+            waited += left
+        if waited:
+            account.take(OPEN_BYTES, self._clock())
+
+    def _account(self, peer: str, *, large: bool = False) -> _Account:
+        """Return a peer's account, of CPU or of the bytes of large writes."""
+        account = self._accounts.get((peer, large))
+        if account is None:
+            now = self._clock()
+            if len(self._accounts) >= ACCOUNTS_MAX:
+                self._accounts = {
+                    key: one for key, one in self._accounts.items() if not one.is_full(now)
+                }
+            rate, burst = (
+                (LARGE_BYTES_A_SECOND, LARGE_BURST_BYTES)
+                if large
+                else (PEER_SHARE, PEER_BURST_SECONDS)
+            )
+            account = self._accounts[peer, large] = _Account(rate, burst, now)
+        return account

@@ -1,0 +1,118 @@
+"""The gate: the gRPC interceptor that receives, counts and charges every call before its method sees it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from upr.service.overload.callers import BYTES_A_SECOND, CALL_SECONDS, Callers, peer_of, seconds_of
+from upr.service.overload.intake import Context, Intake, abort
+from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.limits import REQUEST_BYTES_MAX
+
+
+class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Receives, counts and charges every call, those of health and reflection included.
+
+    A call with one request receives it through the intake, and is charged for it. One with many is registered with the
+    intake, unless its method takes its messages as bytes and registers itself.
+
+    Args:
+        limits: bytes of a request, by the method's last name; REQUEST_BYTES_MAX for the others.
+    """
+
+    def __init__(self, intake: Intake, callers: Callers, limits: Mapping[str, int]) -> None:
+        self._intake = intake
+        self._callers = callers
+        self._limits = limits
+        self._handlers: dict[str, Any] = {}
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
+    ) -> Any:
+        """Return the method's handler with the gate around it."""
+        handler = self._handlers.get(details.method)
+        if handler is None:
+            handler = await continuation(details)
+            if handler is None:
+                return None
+            name = details.method.rpartition("/")[2]
+            around = self._streaming if handler.request_streaming else self._receiving
+            handler = self._handlers[details.method] = around(name, handler)
+        return handler
+
+    def _receiving(self, name: str, handler: Any) -> Any:
+        """Return the handler of a method with one request: it is received here, so gRPC is told of a stream."""
+        intake, callers = self._intake, self._callers
+        limit = self._limits.get(name, REQUEST_BYTES_MAX)
+        serve = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+        async def received(_: object, context: Context) -> Any:
+            try:
+                raw = await intake.receive(context, limit, f"a {name}")
+                if raw is None:
+                    raise InvalidArgumentError(f"a {name} without a request")
+                try:
+                    request = handler.request_deserializer(raw)
+                except DecodeError:
+                    raise InvalidArgumentError(f"{len(raw)} bytes are no {name}") from None
+                size = len(raw)
+                # It may be large, and the method may take long.
+                del raw
+                peer = peer_of(context.peer())
+                with callers.open(name, peer):
+                    seconds = CALL_SECONDS + seconds_of(request) + size / BYTES_A_SECOND
+                    await callers.pay(peer, seconds, size)
+                    return await serve(request, context)
+            except UprError as error:
+                await abort(context, error)
+
+        kind = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return kind(received, None, handler.response_serializer)
+
+    def _streaming(self, name: str, handler: Any) -> Any:
+        """Return the handler of a method with many requests."""
+        intake, callers = self._intake, self._callers
+        serve = handler.stream_stream
+        if not asyncio.iscoroutinefunction(serve):
+            serve = _writing(serve)
+
+        async def counted(messages: Any, context: Context) -> None:
+            peer = peer_of(context.peer())
+            try:
+                with callers.open(name, peer):
+                    await callers.pay(peer, 2 * CALL_SECONDS)
+                    await serve(messages, context)
+            except UprError as error:
+                await abort(context, error)
+
+        async def registered(messages: Any, context: Context) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            arriving = intake.expect(context, task.cancel)
+            try:
+                await counted(messages, context)
+            finally:
+                arriving.close()
+
+        return grpc.stream_stream_rpc_method_handler(
+            counted if handler.request_deserializer is None else registered,
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+
+
+def _writing(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Awaitable[None]]:
+    """Return a coroutine function of a method that yields its responses."""
+
+    async def written(messages: Any, context: Context) -> None:
+        async for response in method(messages, context):
+            await context.write(response)
+
+    return written

@@ -1,0 +1,365 @@
+"""The intake: what peers are sending, until a handler has it; bounded for each call, and by the memory of the process in all.
+
+gRPC takes a message into memory for each call that waits for one, up to MESSAGE_BYTES_MAX, and says nothing before it
+is whole; how many calls wait cannot be bounded further, since an idle call waits too. So the bytes are counted where
+they arrive: each connection's socket tells how many it received, and what of it came out as messages is counted here.
+When the process holds too much, the connections with the most in between lose their calls, with TOO_MANY. Large
+messages may come faster than the event loop handles them, so a thread looks as well: should the process hold still
+more, it shuts those connections down, and their clients connect again.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+import grpc
+
+from upr.service.overload.process import anonymous_bytes, give_back_freed
+from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
+from upr_protocol.limits import (
+    MESSAGE_BYTES_MAX,
+    OPEN_SECONDS,
+    RECEIVE_CLOSE_BYTES,
+    RECEIVE_LIMIT_BYTES,
+    RECEIVE_WATCH_BYTES,
+)
+from upr_protocol.wire import grpc as status
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.05
+GUARD_SECONDS = 0.01
+"""How often the thread looks while RECEIVE_WATCH_BYTES or more are held; otherwise as often as the loop does."""
+BASE_SECONDS = 60.0
+"""What a socket received is compared with what it had received at most so long ago: frames and headers add up."""
+ARRIVING_BYTES_MIN = 2**20
+"""A connection with less on its way loses no call."""
+LARGE_BYTES = 2**20
+CALM_SECONDS = 0.5
+"""While much is held, a call that sent LARGE_BYTES at once is not read from for up to CALM_SECONDS."""
+FREE_SECONDS = 0.25
+QUIET_TICKS = 20
+GIVE_BACK_BYTES = 24 * 2**20
+"""Grown by so much since freed memory was last given back, and quiet for QUIET_TICKS: it is given back again."""
+_TCP_INFO_BYTES_RECEIVED = struct.Struct("@Q")
+_TCP_INFO_OFFSET = 128
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def abort(context: Context, error: UprError) -> NoReturn:
+    """End a call with a domain error."""
+    await context.abort(status.code_of(error), error.message, status.metadata_of(error))
+
+
+_left: set[asyncio.Future[Any]] = set()
+
+
+def leave(reading: asyncio.Future[Any]) -> None:
+    """Leave a task that waits for a message to itself: it ends with its call.
+
+    To cancel it would lose the message that has come for it meanwhile: gRPC frees one that is taken, and no other.
+    """
+    _left.add(reading)
+    reading.add_done_callback(_ended)
+
+
+def _ended(reading: asyncio.Future[Any]) -> None:
+    _left.discard(reading)
+    if not reading.cancelled():
+        # How it ended is nobody's concern any more.
+        reading.exception()
+
+
+class _Peer:
+    """One connection.
+
+    Attributes:
+        name: gRPC's name of it.
+        delivered: bytes of the messages that came out.
+        base: so many more it had received when nothing counted as arriving.
+        calls: those for which messages may arrive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.delivered = 0
+        self.base = 0
+        self.calls: set[Arriving] = set()
+
+
+class Arriving:
+    """A call for which messages may be arriving; ``shed`` is called to end it at once."""
+
+    def __init__(
+        self, intake: "Intake", peer: _Peer, context: Context, shed: Callable[[], object]
+    ) -> None:
+        self._intake = intake
+        self._peer = peer
+        self._context = context
+        self._reading = self._stopped = False
+        self.shed = shed
+        peer.calls.add(self)
+
+    async def read(self) -> Any:
+        """Return the call's next message, or EOF. The task that reads is ended with ``stop``."""
+        self._reading = True
+        raw = await self._context.read()
+        self._reading = False
+        if self._stopped:
+            raise asyncio.CancelledError
+        if raw is not grpc.aio.EOF:
+            self.received(len(raw))
+        return raw
+
+    def stop(self, reader: asyncio.Task[None]) -> bool:
+        """End the task that reads; False if it waits for a message, and so ends no sooner than its call."""
+        if self._reading and not reader.done():
+            if not self._stopped:
+                self._stopped = True
+                leave(reader)
+            return False
+        reader.cancel()
+        return True
+
+    def received(self, size: int) -> None:
+        """Take note that a message of so many bytes came out."""
+        self._peer.delivered += size
+        if size >= LARGE_BYTES:
+            # At once: before the next tick more of them may be handled, one after the other.
+            self._intake.look()
+
+    async def calm(self) -> None:
+        """Wait while much is held, for CALM_SECONDS at most."""
+        left = CALM_SECONDS
+        while left > 0 and anonymous_bytes() >= RECEIVE_WATCH_BYTES:
+            await asyncio.sleep(TICK_SECONDS)
+            left -= TICK_SECONDS
+
+    def close(self) -> None:
+        """Expect nothing more."""
+        self._peer.calls.discard(self)
+
+
+def shed_error() -> TooManyError:
+    """Return what a call is told that was ended because too much was arriving."""
+    return TooManyError(
+        "the server holds too many bytes of unfinished requests",
+        hint="send again, after a moment; fewer large values at once",
+    )
+
+
+class Intake:
+    """All that is arriving at a server."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, _Peer] = {}
+        self._told = False
+        self._freed_at = 0.0
+        self._given_back = 0
+        self._last = 0
+        self._quiet = 0
+
+    def expect(self, context: Context, shed: Callable[[], object]) -> Arriving:
+        """Register a call that waits for messages, until it is closed."""
+        name = context.peer()
+        peer = self._peers.get(name)
+        if peer is None:
+            peer = self._peers[name] = _Peer(name)
+        return Arriving(self, peer, context, shed)
+
+    async def receive(self, context: Context, limit: int, what: str) -> bytes | None:
+        """Return a call's first message, None when there is none.
+
+        Raises:
+            InvalidArgumentError: it has more than ``limit`` bytes, or was not there within OPEN_SECONDS.
+            TooManyError: too much was arriving.
+        """
+        reading = asyncio.ensure_future(context.read())
+        shed = asyncio.get_running_loop().create_future()
+
+        def end() -> None:
+            if not shed.done():
+                shed.set_result(None)
+
+        arriving = self.expect(context, end)
+        try:
+            await asyncio.wait({reading, shed}, timeout=OPEN_SECONDS, return_when="FIRST_COMPLETED")
+        finally:
+            arriving.close()
+            if not reading.done():
+                leave(reading)
+        if shed.done():
+            raise shed_error()
+        if not reading.done():
+            raise InvalidArgumentError(
+                f"no {what} within {OPEN_SECONDS:.0f} s", hint="it is the first message of a call"
+            )
+        raw: Any = reading.result()
+        if raw is grpc.aio.EOF:
+            return None
+        arriving.received(len(raw))
+        if len(raw) > limit:
+            raise InvalidArgumentError(f"{what} of {len(raw)} bytes, the limit is {limit}")
+        message: bytes = raw
+        return message
+
+    # Watching
+
+    async def watch(self) -> None:
+        """Look at the process's memory, for ever."""
+        base_at = time.monotonic() + BASE_SECONDS
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            await self._give_back(self.look())
+            if time.monotonic() >= base_at:
+                base_at = time.monotonic() + BASE_SECONDS
+                self._begin_anew(await asyncio.to_thread(received_by_peer))
+
+    def _begin_anew(self, sizes: Mapping[str, int]) -> None:
+        """Count from here on what each connection receives, and forget those that are gone."""
+        for name, peer in list(self._peers.items()):
+            if name in sizes:
+                peer.base = sizes[name] - peer.delivered
+            elif not peer.calls:
+                del self._peers[name]
+
+    async def _give_back(self, held: int) -> None:
+        """Return freed memory to the system once it has grown and is quiet."""
+        self._quiet = self._quiet + 1 if abs(held - self._last) < 2**20 else 0
+        self._last = held
+        if self._quiet >= QUIET_TICKS and held > self._given_back + GIVE_BACK_BYTES:
+            await asyncio.to_thread(give_back_freed)
+            self._given_back = anonymous_bytes()
+            self._quiet = 0
+        self._given_back = min(self._given_back, held)
+
+    def look(self) -> int:
+        """End calls if the process holds too much; returns how much it holds."""
+        held = anonymous_bytes()
+        if held >= RECEIVE_LIMIT_BYTES and time.monotonic() > self._freed_at + FREE_SECONDS:
+            # What was freed may not have gone back yet.
+            give_back_freed()
+            self._freed_at = time.monotonic()
+            held = anonymous_bytes()
+        if held >= RECEIVE_LIMIT_BYTES:
+            self._shed(held)
+        elif self._told and held < RECEIVE_WATCH_BYTES:
+            self._told = False
+            log.info("no call is ended any more for what arrives")
+        return held
+
+    def _shed(self, held: int) -> None:
+        """End the calls of the connections on which most is arriving, until enough of it would be freed."""
+        ended = 0
+        for size, peer in self._over(received_by_peer(), held):
+            peer.base += size
+            ended += len(peer.calls)
+            for call in list(peer.calls):
+                call.shed()
+        if ended and not self._told:
+            self._told = True
+            log.warning(
+                "too much is arriving: calls are ended",
+                extra={"anonymous_bytes": held, "calls": ended},
+            )
+
+    def _over(self, sizes: Mapping[str, int], held: int) -> list[tuple[int, "_Peer"]]:
+        """Return the connections on which most is arriving, and how many bytes, until enough would be freed."""
+        arriving = sorted(
+            (
+                (sizes[name] - peer.delivered - peer.base, peer)
+                for name, peer in list(self._peers.items())
+                if name in sizes and peer.calls
+            ),
+            key=lambda one: one[0],
+        )
+        # One message is always let in, however slowly the tail is stored: else a lone writer would not get on.
+        left = min(
+            held - RECEIVE_WATCH_BYTES, sum(size for size, _ in arriving) - MESSAGE_BYTES_MAX
+        )
+        found = []
+        while left > 0 and arriving and arriving[-1][0] >= ARRIVING_BYTES_MIN:
+            found.append(arriving.pop())
+            left -= found[-1][0]
+        return found
+
+    # The thread
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Have a thread bound what arrives while the body runs."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._guard, args=(stop,), name="intake", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _guard(self, stop: threading.Event) -> None:
+        seconds = TICK_SECONDS
+        while not stop.wait(seconds):
+            held = anonymous_bytes()
+            seconds = GUARD_SECONDS if held >= RECEIVE_WATCH_BYTES else TICK_SECONDS
+            if held >= RECEIVE_CLOSE_BYTES:
+                give_back_freed()
+                held = anonymous_bytes()
+            if held >= RECEIVE_CLOSE_BYTES:
+                self._shut_down_connections(held)
+
+    def _shut_down_connections(self, held: int) -> None:
+        over = set()
+        for size, peer in self._over(received_by_peer(), held):
+            peer.base += size
+            over.add(peer.name)
+        if not over:
+            return
+        for name, one, _ in _connections():
+            if name in over:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+        log.warning(
+            "too much is arriving: connections are closed",
+            extra={"anonymous_bytes": held, "connections": len(over)},
+        )
+
+
+def received_by_peer() -> dict[str, int]:
+    """Return how many bytes each TCP connection of the process has received, by gRPC's name of its peer.
+
+    Empty where the system does not tell.
+    """
+    return {name: received for name, _, received in _connections()}
+
+
+def _connections() -> Iterator[tuple[str, socket.socket, int]]:
+    """Yield each TCP connection: gRPC's name of its peer, a copy of the socket, and the bytes that it has received."""
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:
+        return
+    for number in numbers:
+        with suppress(OSError, struct.error):
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            # The copy stays what it is should the connection be closed meanwhile.
+            with socket.socket(fileno=os.dup(int(number))) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6):
+                    name = _peer_name(one.getpeername())
+                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    yield name, one, _TCP_INFO_BYTES_RECEIVED.unpack_from(info, _TCP_INFO_OFFSET)[0]
+
+
+def _peer_name(address: tuple[Any, ...]) -> str:
+    host, port = address[0], address[1]
+    if host.startswith("::ffff:") and "." in host:
+        return f"ipv4:{host[7:]}:{port}"
+    return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -1,0 +1,189 @@
+"""The process: its file descriptors, memory, garbage collector, and how late its event loop is.
+
+*Descriptors*: what connections may take of them, so that journal and stores always find some.
+
+*Garbage*: a full collection looks at every object, and with a thousand followers that takes a tenth of a second. So what
+has survived one is set aside (``gc.freeze``): the next looks at what came since. Reference counts free most of what goes;
+cycles among what was set aside are looked for once an hour.
+"""
+
+import asyncio
+import ctypes
+import gc
+import os
+import resource
+from bisect import bisect_left
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from upr_protocol.errors import ListenError
+from upr_protocol.limits import BUCKETS_MAX, CONNECTIONS_MAX
+
+BUCKET_DESCRIPTORS: Final = 8
+"""What a bucket may have open: the store's files, the journal's segment and the next one, a folder to be synced."""
+SPARE_DESCRIPTORS: Final = 16
+"""For what is open for a moment: a connection that is refused, a file of /proc, the ready file."""
+CONNECTIONS_MIN: Final = 8
+_OPEN = Path("/proc/self/fd")
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard one, as far as that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        return  # Some systems refuse what they call unlimited; then the limit stays as it is.
+
+
+def descriptor_limit() -> int:
+    """Return how many files may be open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 2**31 if soft == resource.RLIM_INFINITY else soft
+
+
+def buckets_max() -> int:
+    """Return how many buckets there may be: they take at most a quarter of the descriptors."""
+    return max(min(BUCKETS_MAX, descriptor_limit() // 4 // BUCKET_DESCRIPTORS), 1)
+
+
+def connections_max(buckets: int) -> int:
+    """Return how many connections there may be at once: what is left when the store has what it may need.
+
+    Args:
+        buckets: how many are open now.
+
+    Raises:
+        ListenError: that is less than CONNECTIONS_MIN.
+    """
+    try:
+        now = len(os.listdir(_OPEN))
+    except OSError:
+        now = SPARE_DESCRIPTORS + buckets * BUCKET_DESCRIPTORS
+    kept = max(buckets, buckets_max()) * BUCKET_DESCRIPTORS + SPARE_DESCRIPTORS
+    left = descriptor_limit() - now - kept
+    if left < CONNECTIONS_MIN:
+        raise ListenError(
+            f"the limit of open files is {descriptor_limit()}; must be at least {descriptor_limit() + CONNECTIONS_MIN - left}",
+            hint="raise it with 'ulimit -n', or LimitNOFILE of systemd",
+        )
+    return min(left, CONNECTIONS_MAX)
+
+
+_STATUS = Path("/proc/self/status")
+_STATM = Path("/proc/self/statm")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_ARENAS = 2
+_MMAP_BYTES = 4 * 2**20
+"""What is larger has pages of its own, which go back when it is freed. Left alone glibc raises this to 32 MiB with the
+first large block that is freed, and holes of that size stay in the heap."""
+_TRIM_BYTES = 16 * 2**20
+
+
+def share_free_memory() -> None:
+    """Have all threads, and pyarrow, take memory from the same few places. Once, before anything is served.
+
+    By default each thread of a process with glibc has an arena of its own, and pyarrow a pool of its own, and what
+    one has freed the others do not use. With blocks that go from thread to thread that costs about 60 MiB, for no
+    speed.
+    """
+    pa.set_memory_pool(pa.system_memory_pool())
+    with suppress(AttributeError, OSError, TypeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_ARENA_MAX, _ARENAS)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+
+
+def give_back_freed() -> None:
+    """Return freed memory inside the heaps to the system; may take milliseconds."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def anonymous_bytes() -> int:
+    """Return about how much anonymous memory the process holds, cheaply; 0 where there is no /proc."""
+    try:
+        resident, shared = _STATM.read_bytes().split()[1:3]
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * _PAGE
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Return the process's anonymous and its mapped memory in bytes; zeros where there is no /proc."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return 0, 0
+    fields = dict(line.split(":", 1) for line in lines)
+    anonymous, file, shared = (
+        int(fields.get(name, "0 kB").split()[0]) * 1024
+        for name in ("RssAnon", "RssFile", "RssShmem")
+    )
+    return anonymous, file + shared
+
+
+WHOLE_SECONDS: Final = 3600.0
+
+
+def _set_aside(phase: str, info: dict[str, Any]) -> None:
+    if phase == "stop" and info["generation"] == 2:
+        gc.freeze()
+
+
+def tame_collector() -> None:
+    """Set aside what is there, and from now on what survives a full collection. Once, before anything is served."""
+    if _set_aside not in gc.callbacks:
+        gc.callbacks.append(_set_aside)
+    gc.collect()
+
+
+async def collect_garbage() -> None:
+    """Look through everything now and then, until cancelled."""
+    while True:
+        await asyncio.sleep(WHOLE_SECONDS)
+        gc.unfreeze()
+        gc.collect()
+
+
+BOUNDS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+"""Upper bounds of the histogram's parts; the last part has no bound."""
+SAMPLE_SECONDS: Final = 0.1
+FADE: Final = 0.9
+
+
+class LoopDelays:
+    """Samples by how much the loop is late.
+
+    Attributes:
+        counts: samples in each part of the histogram.
+        longest_ms: the largest delay of all.
+        recent: the newest delay in seconds, or an older one that was longer, times FADE for each sample since.
+    """
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_MS) + 1)
+        self.longest_ms = 0.0
+        self.recent = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one delay."""
+        self.recent = max(seconds, self.recent * FADE)
+        late_ms = max(seconds * 1e3, 0.0)
+        self.counts[bisect_left(BOUNDS_MS, late_ms)] += 1
+        self.longest_ms = max(self.longest_ms, late_ms)
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + SAMPLE_SECONDS
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self.add(loop.time() - due)

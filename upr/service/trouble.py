@@ -1,0 +1,123 @@
+"""Trouble with a bucket's storage: logged once when it begins and once when it ends, and shown while it lasts."""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+import lmdb
+
+from upr_protocol.errors import NoRoomError, StorageFailedError, UprError
+
+log = logging.getLogger(__name__)
+
+JOURNAL: Final = "the journal cannot be written"
+PROOF: Final = "the clean-shutdown proof cannot be removed"
+FLUSH: Final = "the tail cannot be stored"
+ROOM: Final = "writes are refused for lack of room"
+MERGE: Final = "blocks cannot be merged"
+PURGE: Final = "tombstones cannot be purged"
+POSITIONS: Final = "positions of consumers cannot be stored"
+CUTS: Final = "cuts cannot be stored"
+FILES: Final = "its files cannot be looked at"
+PRODUCERS: Final = "producers cannot be forgotten"
+_FULL: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+
+
+def words_of(error: BaseException) -> str:
+    """Return what went wrong as it may be told to clients: without paths of this machine."""
+    if isinstance(error, UprError):
+        return error.message
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    if isinstance(error, lmdb.Error):
+        # "what: why"; what can be a path.
+        return str(error).rsplit(": ", 1)[-1]
+    return f"{type(error).__name__} in the server"
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether something could not be written for lack of room."""
+    if isinstance(error, lmdb.MapFullError | lmdb.DiskError | NoRoomError):
+        return True
+    return words_of(error).startswith(_FULL)
+
+
+@dataclass(slots=True)
+class Trouble:
+    """One thing that does not work now.
+
+    Attributes:
+        what: one of the names above.
+        error: the newest error.
+        since: when it began, seconds since the epoch.
+        began: the same on the monotonic clock.
+    """
+
+    what: str
+    error: BaseException
+    since: float
+    began: float
+
+    def problem(self) -> UprError:
+        """Return what is said about it."""
+        since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        words = f"{self.what}, since {since}: {words_of(self.error)}"
+        if is_full(self.error):
+            return NoRoomError(words, hint="free some space; writing resumes by itself")
+        return StorageFailedError(words, hint="see the server's log", retriable=True)
+
+
+class Troubles:
+    """What is wrong with one bucket's storage now, and may pass.
+
+    Args:
+        bucket: its name.
+        changed: called when one begins or ends.
+    """
+
+    def __init__(self, bucket: str, changed: Callable[[], None]) -> None:
+        self._bucket = bucket
+        self._changed = changed
+        self._now: dict[str, Trouble] = {}
+
+    def __contains__(self, what: str) -> bool:
+        return what in self._now
+
+    def begins(self, what: str, error: BaseException) -> None:
+        """Something was tried in vain; the first time is logged."""
+        known = self._now.get(what)
+        if known is not None:
+            known.error = error
+            return
+        self._now[what] = Trouble(what, error, time.time(), time.monotonic())
+        log.error(
+            "storage trouble",
+            extra={"bucket": self._bucket, "trouble": what, "error": str(error)},
+        )
+        self._changed()
+
+    def ends(self, what: str) -> None:
+        """It works, again perhaps."""
+        known = self._now.pop(what, None)
+        if known is None:
+            return
+        seconds = round(time.monotonic() - known.began, 1)
+        log.warning(
+            "storage trouble is over",
+            extra={"bucket": self._bucket, "trouble": what, "seconds": seconds},
+        )
+        self._changed()
+
+    def problem_of(self, what: str) -> UprError:
+        """Return what is said about one that there is."""
+        return self._now[what].problem()
+
+    def problem(self) -> UprError | None:
+        """Return what is said about the one that lasts longest; None when there is none."""
+        oldest = next(iter(self._now.values()), None)
+        return None if oldest is None else oldest.problem()

@@ -1,0 +1,396 @@
+"""Stored blocks: their columns, the run record in front (enough to plan compaction), looks at them in the store, compression."""
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from upr.storage import keyspace
+from upr_protocol.block import I64, RUN, U64, Runs
+from upr_protocol.errors import DataDamagedError, DataDirectoryError
+from upr_protocol.limits import KEY_BYTES_MAX
+from upr_protocol.wire.codec import (
+    Columns,
+    column_spans,
+    compress_block,
+    open_checked,
+    open_columns,
+    plain_bytes,
+)
+from upr_protocol.wire.compression import zstd_available
+
+HEAD_BYTES = 2 + RUN.itemsize
+PEEK_BYTES = 128
+"""With so many bytes a block also says how large it is when it is not compressed."""
+_RUN = struct.Struct("<IIQQQ")
+"""The first five fields of a record of the run table."""
+_BEGINNING = b"\x0a" + bytes([RUN.itemsize])
+"""An encoded block begins with field 1, its run table; a stored block has one run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One stored block.
+
+    Attributes:
+        start, end: it tells of the seqnos in (start, end].
+        horizon: see Block.runs.
+        rows: how many it has.
+        size: encoded bytes.
+        compressed_from: about how many bytes it was compressed from, 0 for one that is not compressed.
+    """
+
+    start: int
+    end: int
+    horizon: int
+    rows: int
+    size: int
+    compressed_from: int = 0
+
+    @property
+    def plain(self) -> int:
+        """About how many bytes it takes in memory."""
+        return max(self.size, self.compressed_from)
+
+
+def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> Head:
+    """Parse a head out of a value's first PEEK_BYTES; HEAD_BYTES do, but do not tell ``compressed_from``.
+
+    The checksums are not looked at: who uses the columns checks them.
+
+    Raises:
+        DataDamagedError: they are no head of a block of the partition that ends at ``end``.
+    """
+    if len(value) < HEAD_BYTES or value[:2] != _BEGINNING:
+        raise DataDamagedError(f"partition {partition}: the block that ends at {end} has no head")
+    owner, rows, start, told_end, horizon = _RUN.unpack_from(value, 2)
+    plain = plain_bytes(bytes(value), size)
+    head = Head(start, told_end, horizon, rows, size, plain if plain != size else 0)
+    if owner != partition or told_end != end or not start < end <= horizon:
+        raise DataDamagedError(f"partition {partition}: the block that ends at {end} says {head}")
+    return head
+
+
+def own_head(data: bytes, partition: int) -> tuple[Head, Runs]:
+    """Return a block's head and its run table.
+
+    Raises:
+        DataDamagedError: it is no block of one run of the partition.
+    """
+    if len(data) < HEAD_BYTES:
+        raise DataDamagedError(f"partition {partition}: a stored block of {len(data)} bytes")
+    end = _RUN.unpack_from(data, 2)[3]
+    return head_of(data, len(data), partition, end), np.frombuffer(data, RUN, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive blocks that were merged, or looked through, together.
+
+    Attributes:
+        heads: oldest first.
+    """
+
+    heads: tuple[Head, ...]
+
+    @property
+    def start(self) -> int:
+        return self.heads[0].start
+
+    @property
+    def end(self) -> int:
+        return self.heads[-1].end
+
+    @property
+    def size(self) -> int:
+        return sum(head.size for head in self.heads)
+
+
+def stretches(heads: Sequence[Head], settled: Iterable[tuple[int, int]] = ()) -> list[Stretch]:
+    """Group a partition's blocks: those that share a horizon, and those within one settled range.
+
+    Args:
+        heads: the partition's blocks, oldest first.
+        settled: disjoint ranges (start, end] whose rows were compared with each other.
+    """
+    ranges = list(settled)
+    groups: list[list[Head]] = []
+    for head in heads:
+        before = groups[-1][-1] if groups else None
+        if before is not None and (
+            before.horizon == head.horizon
+            or any(first <= before.start and head.end <= last for first, last in ranges)
+        ):
+            groups[-1].append(head)
+        else:
+            groups.append([head])
+    return [Stretch(tuple(group)) for group in groups]
+
+
+def last_complete(heads: Sequence[Head]) -> int:
+    """Return the last seqno at which the blocks end in a complete marker, 0 if there is none."""
+    complete = horizon = 0
+    for head in heads:
+        horizon = max(horizon, head.horizon)
+        if horizon == head.end:
+            complete = head.end
+    return complete
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRange:
+    """Neighbouring blocks of a partition to be merged, oldest first; they end in a complete marker."""
+
+    partition: int
+    heads: tuple[Head, ...]
+
+    @property
+    def start(self) -> int:
+        return self.heads[0].start
+
+    @property
+    def end(self) -> int:
+        return self.heads[-1].end
+
+    @property
+    def size(self) -> int:
+        return sum(head.size for head in self.heads)
+
+    @property
+    def plain(self) -> int:
+        """About how many bytes its blocks take in memory."""
+        return sum(head.plain for head in self.heads)
+
+    @property
+    def rows(self) -> int:
+        return sum(head.rows for head in self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """Blocks that take the place of others of the same partition and range.
+
+    Attributes:
+        partition: whose.
+        old: ends of the blocks that go.
+        new: (end_seqno, bytes) of those that come.
+        purge: the purge seqno that must be stored with it; 0 for none.
+    """
+
+    partition: int
+    old: list[int]
+    new: list[tuple[int, bytes]]
+    purge: int = 0
+
+
+_TIME = struct.Struct("<Q")
+_TIME_AT = 2 + RUN.fields["time"][1]  # type: ignore[index]
+_TABLE_CRC = 10
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """What a stored block says of itself: nothing of it is checked against its checksums.
+
+    Attributes:
+        start, end: it tells of the seqnos in (start, end].
+        rows: how many it has.
+        time: when the newest of them was committed, microseconds since the epoch; 0 without rows.
+        size: encoded bytes.
+        table, table_crc: its run table, and the CRC32C that it says it has.
+    """
+
+    start: int
+    end: int
+    rows: int
+    time: int
+    size: int
+    table: bytes
+    table_crc: int
+
+
+class BlockCursor:
+    """Looks into the blocks of one read transaction: for the thread that began it, and until it ends.
+
+    Args:
+        cursor: over the blocks, of a transaction with buffers.
+    """
+
+    def __init__(self, cursor: Any) -> None:
+        self._cursor = cursor
+
+    def newest_end(self, partition: int) -> int:
+        """Return the end of a partition's newest block, 0 if it has none."""
+        cursor = self._cursor
+        above = cursor.set_range(keyspace.partition_key(partition + 1))
+        if cursor.prev() if above else cursor.last():
+            owner, end = keyspace.unpack_block_key(bytes(cursor.key()))
+            return end if owner == partition else 0
+        return 0
+
+    def containing(self, partition: int, seqno: int) -> StoredBlock:
+        """Return the block that tells of a seqno.
+
+        Raises:
+            DataDamagedError: there is none, or it is no block of one run of the partition.
+            CorruptBlockError: its bytes are no block.
+        """
+        cursor = self._cursor
+        owner = -1
+        if cursor.set_range(keyspace.block_key(partition, seqno)):
+            owner, end = keyspace.unpack_block_key(bytes(cursor.key()))
+        if owner != partition:
+            raise DataDamagedError(f"the block that tells of seqno {seqno} is missing")
+        value = cursor.value()
+        head = head_of(bytes(value[:HEAD_BYTES]), len(value), partition, end)
+        if head.start >= seqno:
+            raise DataDamagedError(f"the block that tells of seqno {seqno} is missing")
+        first, last = column_spans(value).get(_TABLE_CRC, ABSENT)
+        return StoredBlock(
+            head.start,
+            end,
+            head.rows,
+            _TIME.unpack_from(value, _TIME_AT)[0],
+            head.size,
+            bytes(value[2:HEAD_BYTES]),
+            int.from_bytes(value[first:last], "little"),
+        )
+
+    def data(self, partition: int, end: int) -> bytes:
+        """Return a copy of the block that ends at a seqno.
+
+        Raises:
+            DataDamagedError: there is none.
+        """
+        if not self._cursor.set_key(keyspace.block_key(partition, end)):
+            raise DataDamagedError(f"the block that ends at {end} is missing")
+        return bytes(self._cursor.value())
+
+
+COMPRESSIONS = ("", "zstd")
+"""What ``Identity.compression`` may be."""
+
+Compress = Callable[[bytes], bytes]
+"""An encoded block to what is stored of it, as ``compress_block``."""
+
+
+def compressor(compression: str) -> Compress | None:
+    """Return what is made of each block before it is stored, None for nothing.
+
+    Args:
+        compression: a bucket's setting.
+
+    Raises:
+        DataDirectoryError: it is unknown here, or what it needs is not installed.
+    """
+    if compression not in COMPRESSIONS:
+        raise DataDirectoryError(
+            f"the bucket's blocks are compressed with {compression!r}, known is zstd",
+            hint="it was made by a newer release: run that",
+        )
+    if not compression:
+        return None
+    if not zstd_available():
+        raise DataDirectoryError(
+            "the bucket's blocks are compressed with zstd, and zstandard is not installed",
+            hint="install upr-stream[server]",
+        )
+    return compress_block
+
+
+SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES, TIMES = range(2, 9)
+ABSENT = (0, 0)
+_WEIGHTS = np.random.default_rng(0).integers(2**63, 2**64 - 1, KEY_BYTES_MAX, np.uint64) | 1
+
+
+@dataclass(slots=True)
+class Encoded:
+    """An encoded block and its run table, parsed already because everybody looks at it.
+
+    Attributes:
+        columns: where its columns lie, if somebody has looked already.
+        cost: what it takes from a stream's credit, where that is not its bytes.
+    """
+
+    runs: Runs
+    data: bytes
+    columns: Columns | None = None
+    cost: int | None = None
+
+    @property
+    def size(self) -> int:
+        """What it takes from a stream's credit."""
+        return len(self.data) if self.cost is None else self.cost
+
+    def opened(self) -> Columns:
+        """Return where its columns lie."""
+        return open_columns(self.data) if self.columns is None else self.columns
+
+
+def checked(data: bytes) -> Encoded:
+    """Return a stored block whose checksums hold; CorruptBlockError when they do not."""
+    runs, columns = open_checked(data)
+    return Encoded(runs, data, columns)
+
+
+def _binary(offsets: npt.NDArray[np.int32], data: bytes) -> Any:
+    return pa.Array.from_buffers(
+        pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    )
+
+
+def column_of(columns: Columns, field: int) -> bytes:
+    data, spans = columns
+    first, end = spans.get(field, ABSENT)
+    return data[first:end]
+
+
+def cells_of(opened: Sequence[Columns], field: int, data_field: int, rows: Sequence[int]) -> Any:
+    """Return the keys or values of several blocks as one Arrow array; ``rows`` is how many each block has."""
+    told = np.frombuffer(b"".join([column_of(columns, field) for columns in opened]), "<i4")
+    # Where one block's offsets end and the next one's begin there is no cell.
+    lengths = np.delete(np.diff(told), np.cumsum(np.array(rows) + 1)[:-1] - 1)
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return _binary(offsets, b"".join([column_of(columns, data_field) for columns in opened]))
+
+
+def keys_of(*blocks: Encoded) -> Any:
+    """Return the keys of blocks, end to end, as an Arrow binary array; of several blocks each must have rows."""
+    rows = [int(block.runs["count"].sum()) for block in blocks]
+    return cells_of([block.opened() for block in blocks], KEY_OFFSETS, KEYS, rows)
+
+
+def key_classes(block: Encoded, count: int) -> I64:
+    """Return for each row of a block in which of ``count`` classes its key is; equal keys are in the same."""
+    columns = block.opened()
+    offsets = np.frombuffer(column_of(columns, KEY_OFFSETS), "<i4")
+    data = np.frombuffer(column_of(columns, KEYS), np.uint8)
+    if not len(data):
+        return np.zeros(0, np.int64)
+    places = np.arange(len(data)) - np.repeat(offsets[:-1], np.diff(offsets))
+    sums = np.add.reduceat(_WEIGHTS[places] * data, offsets[:-1])
+    return ((sums >> np.uint64(32)) % np.uint64(count)).astype(np.int64)
+
+
+def tombstones_of(block: Encoded) -> tuple[I64, U64, I64]:
+    """Return the deletes of a block of one run: row numbers, seqnos, commit times in microseconds."""
+    columns = block.opened()
+    run = block.runs[0]
+
+    def column(field: int, dtype: str) -> npt.NDArray[Any] | None:
+        data = column_of(columns, field)
+        return np.frombuffer(data, dtype) if data else None
+
+    ops, offsets, times = column(OPS, "u1"), column(SEQNOS, "<u4"), column(TIMES, "<i8")
+    rows = np.flatnonzero(ops) if ops is not None else np.zeros(0, np.int64)
+    seqnos = rows + 1 if offsets is None else offsets[rows]
+    return (
+        rows,
+        run["start_seqno"] + seqnos.astype(np.uint64),
+        np.full(len(rows), run["time"], np.int64) if times is None else times[rows],
+    )

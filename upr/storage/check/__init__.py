@@ -1,0 +1,1 @@
+"""Checks of a closed data directory; nothing is changed."""

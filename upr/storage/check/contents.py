@@ -1,0 +1,619 @@
+"""Contents of a bucket as a check sees them: blocks, all other rows of the store, the journal; and findings.
+
+*Blocks* and markers: what can be proved about rows that are missing. A row may be missing when a newer version of its key
+lies at or below the horizon of its run, or when it is a tombstone at or below the purge seqno. The key of a row that is
+not there is not known, so one thing remains: at a complete marker M (no run up to there has a horizon above M) nothing at
+or below the horizon is newer than M itself, so **the row at M is there**, unless M is at or below the purge seqno.
+A key that is there twice proves nothing: keeping a superseded row is lawful, dropping it is only allowed.
+
+An active partition numbers and stores whole stretches: a horizon above the end of its data says that rows are missing
+whose newer versions are nowhere. On a replica that is lawful, the rest of a stretch has still to come.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from upr.storage import keyspace
+from upr.storage.directory import FORMAT, unknown_format
+from upr.storage.journal import Commit, Inspected, Journal
+from upr.storage.keyspace import CutRow, PartitionRow
+from upr.storage.proof import Proof
+from upr.storage.store import Identity
+from upr_protocol.block import Block, row_seqnos
+from upr_protocol.errors import DataDamagedError, InvalidArgumentError, UprError
+from upr_protocol.limits import NAME_BYTES_MAX, PARTITIONS, SEQNO_MAX
+from upr_protocol.wire.codec import decode_block, position_from_message
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+DAMAGE = "damage"
+NOTE = "note"
+"""Lawful, but worth knowing: what the next start will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One contradiction.
+
+    Attributes:
+        what: in words.
+        severity: DAMAGE or NOTE.
+        partition: None when it is not about one.
+        above, end: the seqno range ``(above, end]`` that it is about, None when it is not about one.
+        file: the file, as a path below the bucket's folder; empty when it is not about one.
+        offset: the byte in that file.
+    """
+
+    what: str
+    severity: str = DAMAGE
+    partition: int | None = None
+    above: int | None = None
+    end: int | None = None
+    file: str = ""
+    offset: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Report = Callable[[Finding], None]
+
+
+@dataclass(slots=True)
+class Readable:
+    """The seqno ranges ``(above, end]`` of each partition that read fine, ascending and joined."""
+
+    ranges: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    def add(self, partition: int, above: int, end: int) -> None:
+        """Add a range that lies behind those that are there."""
+        known = self.ranges.setdefault(partition, [])
+        if known and known[-1][1] == above:
+            known[-1][1] = end
+        else:
+            known.append([above, end])
+
+
+@dataclass(slots=True)
+class Ends:
+    """Where a partition's data ends, the largest horizon up to there, and the last complete marker.
+
+    Attributes:
+        unread: whether a block could not be read, so that horizon and marker are not known for sure.
+    """
+
+    high: int = 0
+    horizon: int = 0
+    complete: int = 0
+    unread: bool = False
+
+
+def check_blocks(
+    partition: int,
+    row: PartitionRow | None,
+    blocks: Iterable[tuple[int, bytes]],
+    pins: Sequence[tuple[str, int, int]],
+    report: Report,
+    readable: Readable,
+) -> Ends:
+    """Check a partition's blocks, given as (end_seqno of the key, bytes) in order.
+
+    Args:
+        row: the partition's row, None when it cannot be read.
+        pins: cuts that pin the partition: (name, failover id, seqno).
+    """
+    ends = Ends()
+    for key_end, data in blocks:
+        try:
+            block = decode_block(data)
+        except UprError as error:
+            _say(
+                report, partition, ends.high, key_end, f"the block cannot be read: {error.message}"
+            )
+            ends.high, ends.unread = key_end, True
+            continue
+        _check_one(partition, row, key_end, block, pins, report, ends, readable)
+    if row is not None and row.stored_high != ends.high:
+        words = f"its row says that {row.stored_high} is stored, the blocks end at {ends.high}"
+        low, high = sorted((row.stored_high, ends.high))
+        _say(report, partition, low, high, words)
+    elif row is not None and not ends.unread:
+        told, found = (row.complete, row.horizon), (ends.complete, ends.horizon)
+        if told != found:
+            words = f"its row says that the last complete marker and the horizon are {told}, of the blocks they are {found}"
+            _say(report, partition, min(told[0], found[0]), ends.high, words)
+    return ends
+
+
+def _say(report: Report, partition: int, above: int, end: int, words: str) -> None:
+    report(Finding(words, partition=partition, above=above, end=end))
+
+
+def _check_one(
+    partition: int,
+    row: PartitionRow | None,
+    key_end: int,
+    block: Block,
+    pins: Sequence[tuple[str, int, int]],
+    report: Report,
+    ends: Ends,
+    readable: Readable,
+) -> None:
+    run = block.runs[0]
+    start, end, horizon = (int(run[name]) for name in ("start_seqno", "end_seqno", "horizon"))
+    if len(block.runs) != 1 or int(run["partition"]) != partition or end != key_end:
+        words = f"the block has {len(block.runs)} runs, the first of partition {run['partition']} to {end}; its key says {partition} to {key_end}"
+        _say(report, partition, ends.high, key_end, words)
+        ends.high, ends.unread = key_end, True
+        return
+    if start > ends.high:
+        _say(report, partition, ends.high, start, "no block tells of these seqnos")
+    elif start < ends.high:
+        _say(report, partition, start, ends.high, "two blocks tell of these seqnos")
+    else:
+        readable.add(partition, start, end)
+    ends.high = end
+    ends.horizon = max(ends.horizon, horizon)
+    if ends.horizon == end:
+        ends.complete = end
+    purge = row.purge_seqno if row is not None else 0
+    if ends.horizon == end > purge and not _has_last_row(block):
+        _say(
+            report,
+            partition,
+            start,
+            end,
+            f"the marker at {end} is not true: the row at {end} is missing",
+        )
+    for name, _, pin in pins:
+        if start < pin < end or end <= pin < horizon:
+            words = f"cut {name} pins {pin}, merged across (horizon {horizon}): it is not exact any more"
+            _say(report, partition, start, end, words)
+
+
+def _has_last_row(block: Block) -> bool:
+    return block.rows > 0 and int(row_seqnos(block)[-1]) == int(block.runs["end_seqno"][-1])
+
+
+def check_horizon(partition: int, row: PartitionRow | None, ends: Ends, report: Report) -> None:
+    """Check that an active partition holds what its horizons promise."""
+    if row is not None and row.state == 1 and ends.horizon > ends.high:
+        words = f"rows are missing that newer ones up to {ends.horizon} superseded, the data ends at {ends.high}"
+        _say(report, partition, ends.high, ends.horizon, words)
+
+
+def last_rows(block: Block) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    """Whether each run of a block holds the row of its last seqno: bool, one a run."""
+    runs = block.runs
+    bounds = np.cumsum(runs["count"], dtype=np.int64)
+    if not block.rows:
+        return np.zeros(len(runs), bool)
+    last = row_seqnos(block)[np.maximum(bounds - 1, 0)]
+    held: np.ndarray[tuple[int], np.dtype[np.bool_]] = (runs["count"] > 0) & (
+        last == runs["end_seqno"]
+    )
+    return held
+
+
+def problem_of(data: bytes) -> tuple[Block | None, str]:
+    """Return a block, or why it cannot be read."""
+    try:
+        return decode_block(data), ""
+    except InvalidArgumentError as error:
+        return None, error.message
+
+
+ACTIVE, DEAD = 1, 4
+_STATES = range(1, 5)
+_IDENTITY, _PROOF = b"identity", b"clean_shutdown_proof"
+Items = Callable[[bytes], Iterator[tuple[bytes, bytes]]]
+"""Yields the keys and values of a table by its name."""
+
+
+def check_identity(
+    items: Items, version: str, report: Report
+) -> tuple[Identity | None, Proof | None]:
+    """Check the table ``meta``.
+
+    Args:
+        version: what the bucket's folder says, 16 hex digits.
+
+    Returns the identity and the clean-shutdown proof, None where they are not there or cannot be read.
+
+    Raises:
+        DataDirectoryError: the store's format is not known here.
+    """
+    identity, proof = None, None
+    for key, value in items(b"meta"):
+        try:
+            body = keyspace.unseal(value, key, f"meta {key.decode(errors='replace')!r}")
+            if key == _IDENTITY:
+                identity = _identity(body)
+            elif key == _PROOF:
+                proof = Proof.unpack(body)
+        except DataDamagedError as error:
+            report(Finding(error.message))
+    if identity is None:
+        report(Finding("the bucket's identity is missing or cannot be read"))
+    elif f"{identity.version:016x}" != version:
+        report(Finding(f"the folder is {version}, the identity says {identity.version:016x}"))
+    return identity, proof
+
+
+def _identity(body: bytes) -> Identity:
+    try:
+        text = json.loads(body)
+        told = text["format"]
+        identity = Identity(text["name"], int(text["version"], 16), text.get("compression", ""))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataDamagedError(f"the bucket's identity is malformed: {error}") from error
+    if told != FORMAT:
+        raise unknown_format(f"the store of bucket {identity.name!r}", told)
+    return identity
+
+
+def check_partition_rows(items: Items, report: Report) -> dict[int, PartitionRow]:
+    """Check the table ``partitions``; returns the rows that can be read."""
+    rows: dict[int, PartitionRow] = {}
+    seen: set[int] = set()
+    for key, value in items(b"partitions"):
+        if len(key) != 2 or int.from_bytes(key, "big") >= PARTITIONS:
+            report(Finding(f"a row of the partitions has the key {key.hex()}"))
+            continue
+        partition = int.from_bytes(key, "big")
+        seen.add(partition)
+        try:
+            row = rows[partition] = keyspace.unpack_partition(value, partition)
+        except DataDamagedError as error:
+            report(Finding(error.message, partition=partition))
+            continue
+        if row.state not in _STATES:
+            report(Finding(f"its state is {row.state}, known are 1 to 4", partition=partition))
+        if max(row.stored_high, row.purge_seqno) > SEQNO_MAX:
+            report(Finding("its row has a seqno of 2^48 or more", partition=partition))
+    for partition in sorted(set(range(PARTITIONS)) - seen):
+        report(Finding("its row is missing", partition=partition))
+    return rows
+
+
+def check_aside(items: Items, rows: Mapping[int, PartitionRow], report: Report) -> None:
+    """Check the table ``aside``, and tell of dead partitions.
+
+    Args:
+        rows: of the partitions that are looked at.
+    """
+    held: dict[int, list[tuple[int, int]]] = {}
+    counts: dict[int, int] = {}
+    for key, value in items(b"aside"):
+        if not keyspace.is_aside_key(key):
+            report(Finding(f"a block that is kept aside has the key {key.hex()}"))
+            continue
+        partition = int.from_bytes(key[:2], "big")
+        if partition not in rows:
+            continue
+        block, problem = problem_of(value)
+        if block is None or (block.runs["partition"] != partition).any():
+            words = (
+                f"a block that is kept aside is damaged: {problem or 'it is of another partition'}"
+            )
+            report(Finding(words, partition=partition))
+            continue
+        runs = zip(
+            block.runs["start_seqno"].tolist(), block.runs["end_seqno"].tolist(), strict=True
+        )
+        held.setdefault(partition, []).extend(runs)
+        counts[partition] = counts.get(partition, 0) + int(block.runs["count"].sum())
+    for partition, row in rows.items():
+        above = min((start for start, _ in held.get(partition, ())), default=None)
+        end = max((end for _, end in held.get(partition, ())), default=None)
+        kept = f"{counts.get(partition, 0)} rows of it are kept aside"
+        if row.state == DEAD:
+            report(Finding(f"it is dead: {row.reason}; {kept}", DAMAGE, partition, above, end))
+        elif held.get(partition):
+            report(Finding(f"{kept}, and it is not dead", NOTE, partition, above, end))
+
+
+def check_ends(
+    rows: Mapping[int, PartitionRow],
+    highs: Mapping[int, int],
+    proof: Proof | None,
+    report: Report,
+) -> None:
+    """Check what rows and the proof say against where the data of store and journal end."""
+    for partition, row in rows.items():
+        high = highs.get(partition, 0)
+        told = int(proof.highs[partition]) if proof is not None and row.state != DEAD else 0
+        if told > high:
+            words = f"the clean-shutdown proof says that it ends at {told}, its data ends at {high}"
+            report(Finding(words, partition=partition, above=high, end=told))
+        if row.purge_seqno > high:
+            words = f"its purge seqno is {row.purge_seqno}, its data ends at {high}"
+            report(Finding(words, partition=partition, above=high, end=row.purge_seqno))
+        newest = row.log.newest.seqno
+        if newest > high:
+            words = f"its failover log has a record at {newest}, its data ends at {high}"
+            report(Finding(words, partition=partition, above=high, end=newest))
+
+
+def check_consumers(
+    items: Items, rows: Mapping[int, PartitionRow], highs: Mapping[int, int], report: Report
+) -> None:
+    """Check the table ``consumers``."""
+    for key, value in items(b"consumers"):
+        name, partition = key[:-3], int.from_bytes(key[-2:], "big")
+        if not 4 <= len(key) <= NAME_BYTES_MAX + 3 or key[-3] or partition >= PARTITIONS:
+            report(Finding(f"a row of the consumers has the key {key.hex()}"))
+            continue
+        what = f"consumer {_name(name)}"
+        try:
+            consumer = keyspace.unpack_consumer(key, value)
+            _check_saved(key, consumer.position or b"")
+        except (DataDamagedError, struct.error) as error:
+            report(Finding(f"{what}: {error}", partition=partition))
+            continue
+        _check_seqno(what, partition, consumer.failover_id, consumer.seqno, rows, highs, report)
+
+
+def check_producers(
+    items: Items, rows: Mapping[int, PartitionRow], highs: Mapping[int, int], report: Report
+) -> None:
+    """Check the tables ``producers`` and ``producer_times``, and that they tell of the same producers."""
+    times: dict[bytes, int] = {}
+    for key, _ in items(b"producer_times"):
+        if not 9 <= len(key) <= NAME_BYTES_MAX + 8:
+            report(Finding(f"a row of the producers' times has the key {key.hex()}"))
+            continue
+        time, name = keyspace.unpack_producer_time_key(key)
+        if times.setdefault(name, time) != time:
+            report(Finding(f"producer {_name(name)} is there with two times"))
+    seen: set[bytes] = set()
+    for key, value in items(b"producers"):
+        name = key[: key.find(b"\0")]
+        what = f"producer {_name(name)}"
+        if not 0 < len(name) <= NAME_BYTES_MAX or len(key) not in (len(name) + 1, len(name) + 3):
+            report(Finding(f"a row of the producers has the key {key.hex()}"))
+            continue
+        try:
+            if len(key) == len(name) + 1:
+                seen.add(name)
+                told = keyspace.unpack_producer_seen(key, value)
+                if name in times and times[name] != told.time:
+                    report(Finding(f"{what} was seen at {told.time}, the index says {times[name]}"))
+                continue
+            table = keyspace.unpack_producer(key, value)
+        except DataDamagedError as error:
+            report(Finding(f"{what}: {error}"))
+            continue
+        for partition, _, failover_id, start, end in table.tolist():
+            if end < start:
+                report(Finding(f"{what}: its seqnos run backwards", partition=partition))
+            _check_seqno(what, partition, failover_id, end, rows, highs, report)
+    for name in sorted(seen ^ times.keys()):
+        report(Finding(f"producer {_name(name)} is in one of its two tables only"))
+
+
+def _check_seqno(
+    what: str,
+    partition: int,
+    failover_id: int,
+    seqno: int,
+    rows: Mapping[int, PartitionRow],
+    highs: Mapping[int, int],
+    report: Report,
+) -> None:
+    row, high = rows.get(partition), highs.get(partition, 0)
+    # Under an older id, what lay above the next record was undone, and may have been acknowledged.
+    if row is None or row.log.newest.failover_id != failover_id or row.state != ACTIVE:
+        return
+    if seqno > high:
+        words = f"{what} is at {seqno}, the data ends at {high}"
+        report(Finding(words, partition=partition, above=high, end=seqno))
+
+
+def _check_saved(key: bytes, stored: bytes) -> None:
+    if not stored:
+        return
+    try:
+        position = wire.Position.FromString(stored)
+        position_from_message(position, 0)
+    except (DecodeError, InvalidArgumentError) as error:
+        raise DataDamagedError(f"its saved position is damaged: {error}") from error
+    if position.partition != keyspace.unpack_consumer_key(key)[1]:
+        raise DataDamagedError(f"its saved position is one of partition {position.partition}")
+
+
+def _name(name: bytes) -> str:
+    return repr(name.decode(errors="replace"))
+
+
+def check_cuts(items: Items, now: int, report: Report) -> dict[int, list[tuple[str, int, int]]]:
+    """Check the table ``cuts``.
+
+    Args:
+        now: microseconds since the epoch; a cut whose lease has ended pins nothing any more.
+
+    Returns by partition the pins of the others: (cut, failover id, seqno).
+    """
+    pins: dict[int, list[tuple[str, int, int]]] = {}
+    for key, value in items(b"cuts"):
+        try:
+            row: CutRow = keyspace.unpack_cut(key, value)
+        except DataDamagedError as error:
+            report(Finding(error.message))
+            continue
+        for partition, pin in row.pins.items():
+            if partition >= PARTITIONS or pin.seqno > SEQNO_MAX:
+                report(Finding(f"cut {_name(key)} pins partition {partition} at {pin.seqno}"))
+            elif row.expires > now:
+                pins.setdefault(partition, []).append((_name(key), pin.failover_id, pin.seqno))
+    return pins
+
+
+def check_pin_ids(
+    pins: Mapping[int, list[tuple[str, int, int]]],
+    rows: Mapping[int, PartitionRow],
+    highs: Mapping[int, int],
+    report: Report,
+) -> None:
+    """Check that pins lie in the history that is there."""
+    for partition, several in pins.items():
+        row: Any = rows.get(partition)
+        for name, failover_id, seqno in several:
+            end = highs.get(partition, 0)
+            if row is not None and failover_id in row.log:
+                following = row.log.next_after(failover_id)
+                end = end if following is None else min(end, following.seqno)
+            if seqno > end:
+                words = (
+                    f"cut {name} pins {seqno}, its history ends at {end}: it is not exact any more"
+                )
+                report(Finding(words, partition=partition, above=end, end=seqno))
+
+
+class JournalCheck:
+    """Goes through a journal once, without changing it.
+
+    Args:
+        folder: the bucket's folder.
+        version: the bucket's version.
+        rows: the partition rows that can be read.
+        ends: where each partition's stored part ends; carried on.
+        wanted: the partitions that are checked.
+        tick: called now and then, to say that it goes on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        version: int,
+        rows: Mapping[int, PartitionRow],
+        ends: dict[int, Ends],
+        wanted: frozenset[int],
+        report: Report,
+        readable: Readable,
+        tick: Callable[[], None],
+    ) -> None:
+        self._tick = tick
+        self._folder = folder
+        self._version = version
+        self._report = report
+        self._readable = readable
+        self._ends = ends
+        self._high = np.zeros(PARTITIONS, np.uint64)
+        self._horizon = np.zeros(PARTITIONS, np.uint64)
+        self._purge = np.zeros(PARTITIONS, np.uint64)
+        self._first = np.zeros(PARTITIONS, np.uint64)
+        self._lost = np.ones(PARTITIONS, bool)
+        for partition, row in rows.items():
+            # The row decides where the journal goes on, as it does at a start.
+            self._high[partition] = row.stored_high
+            self._horizon[partition] = ends[partition].horizon if partition in ends else 0
+            self._purge[partition] = row.purge_seqno
+            self._first[partition] = row.first_commit
+            self._lost[partition] = row.state == DEAD or partition not in wanted
+        self._newest = 0
+        self.holds_more = False
+
+    def run(self, *, needed: bool) -> None:
+        """Check everything; afterwards ``ends`` counts the journal in.
+
+        Args:
+            needed: whether there must be a segment: there is no proof, and a start leaves one.
+        """
+        before = self._high.copy()
+        journal = self._folder / "journal"
+        if not journal.is_dir():
+            self._report(Finding("the folder of the journal is missing", file="journal"))
+            return
+        if needed and not any(journal.glob("*.journal")):
+            self._report(
+                Finding("the journal has no segment: what was in it is lost", file="journal")
+            )
+        for found in Journal(journal, self._version).inspect():
+            self._tick()
+            if found.commit is not None:
+                self._check_commit(found, found.commit)
+            else:
+                self._check_broken(found)
+        self.holds_more = bool((self._high > before).any())
+        for partition in np.flatnonzero(self._high > before).tolist():
+            self._ends[partition] = Ends(int(self._high[partition]), int(self._horizon[partition]))
+
+    def _say(
+        self,
+        found: Inspected,
+        words: str,
+        partition: int | None = None,
+        above: int | None = None,
+        end: int | None = None,
+    ) -> None:
+        where = str(found.path.relative_to(self._folder))
+        self._report(Finding(words, DAMAGE, partition, above, end, where, found.offset))
+
+    def _check_broken(self, found: Inspected) -> None:
+        if not found.torn_bytes:
+            self._say(found, found.problem)
+            return
+        where = str(found.path.relative_to(self._folder))
+        words = f"the last {found.torn_bytes} bytes are "
+        if found.torn_by_kill:
+            words += "a record that was never finished; a restart cuts them off"
+            self._report(Finding(words, NOTE, file=where, offset=found.offset))
+            return
+        words += "no whole record, and not what a killed process leaves: power was lost, or they were damaged; a restart cuts them off"
+        self._report(Finding(words, file=where, offset=found.offset))
+
+    def _check_commit(self, found: Inspected, commit: Commit) -> None:
+        if self._newest and commit.number != self._newest + 1:
+            self._say(found, f"commit {commit.number} follows commit {self._newest}")
+        self._newest = commit.number
+        for entry in commit.entries:
+            if len(entry.producer) > NAME_BYTES_MAX:
+                self._say(found, f"a producer's name has {len(entry.producer)} bytes")
+            block, problem = problem_of(entry.block)
+            if block is None:
+                self._say(found, f"commit {commit.number} holds a damaged block: {problem}")
+            else:
+                self._check_runs(found, commit.number, block)
+
+    def _check_runs(self, found: Inspected, commit: int, block: Block) -> None:
+        runs = block.runs
+        partitions = runs["partition"]
+        live = (
+            (runs["end_seqno"] > self._high[partitions])
+            & (self._first[partitions] <= commit)
+            & ~self._lost[partitions]
+        )
+        gap = live & (runs["start_seqno"] != self._high[partitions])
+        for run in runs[gap]:
+            partition, start = int(run["partition"]), int(run["start_seqno"])
+            high = int(self._high[partition])
+            low, end = sorted((start, high))
+            words = f"commit {commit} goes on at seqno {start}, what is there ends at {high}"
+            self._say(found, words, partition=partition, above=low, end=end)
+            # One gap is one finding: behind it everything lies behind the gap.
+            self._lost[partition] = True
+        live &= ~gap
+        if not live.any():
+            return
+        kept, held = runs[live], last_rows(block)[live]
+        at = kept["partition"]
+        self._high[at] = kept["end_seqno"]
+        self._horizon[at] = np.maximum(self._horizon[at], kept["horizon"])
+        untrue = (
+            (self._horizon[at] == kept["end_seqno"]) & (self._purge[at] < kept["end_seqno"]) & ~held
+        )
+        for run in kept[untrue]:
+            start, end = int(run["start_seqno"]), int(run["end_seqno"])
+            words = f"the marker at {end} is not true: the row at {end} is missing"
+            self._say(found, words, partition=int(run["partition"]), above=start, end=end)
+        for partition, start, end in zip(
+            at.tolist(), kept["start_seqno"].tolist(), kept["end_seqno"].tolist(), strict=True
+        ):
+            self._readable.add(partition, start, end)

@@ -1,0 +1,228 @@
+"""Page trees of an LMDB data file: whether its pages form the trees that they say they form.
+
+LMDB's pages have no checksums. But every page from 2 to the last is either part of exactly one tree or free, old
+states lie in free pages only, and a tree counts its pages and entries: so a pointer, a bound or a number that was
+damaged contradicts something else. What is not found by this is not used by anybody.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from upr.storage.lmdb_file import (
+    BRANCH,
+    HEADER,
+    LEAF,
+    NO_PAGE,
+    SUB_TREE,
+    MetaPage,
+    Node,
+    PageDamage,
+    PageFile,
+    Tree,
+    parse_tree,
+)
+
+TABLES = frozenset(
+    (
+        b"meta",
+        b"partitions",
+        b"blocks",
+        b"producers",
+        b"producer_times",
+        b"cuts",
+        b"consumers",
+        b"aside",
+    )
+)
+_DEPTH_MAX = 32
+_BY_NUMBER = 0x08
+_Sink = Callable[[str, int | None], None]
+
+
+@dataclass(slots=True)
+class _Counted:
+    """What a walk through one tree met."""
+
+    branch_pages: int = 0
+    leaf_pages: int = 0
+    overflow_pages: int = 0
+    entries: int = 0
+
+
+def check_pages(file: PageFile, report: _Sink, tick: Callable[[], None] = lambda: None) -> None:
+    """Check the metas and all trees of a data file.
+
+    Args:
+        file: open.
+        report: called with words and the page's number, if one is meant, for every contradiction.
+        tick: called for every page, to say that it goes on.
+    """
+    _Walk(file, report, tick).run()
+
+
+class _Walk:
+    def __init__(self, file: PageFile, report: _Sink, tick: Callable[[], None]) -> None:
+        self._tick = tick
+        self._file = file
+        self._report = report
+        self._meta = file.chosen
+        there = file.size // file.page_bytes
+        self._pages = max(min(self._meta.last_page + 1, there), 2)
+        self._used = np.zeros(self._pages, bool)
+        self._bad_page: int | None = None
+
+    def run(self) -> None:
+        freed = self._check_metas()
+        self._walk("the list of free pages", self._meta.free, by_number=True)
+        tables = self._walk("the list of tables", self._meta.main, by_number=False)
+        for node in tables:
+            name = node.key.decode(errors="replace")
+            if node.key not in TABLES:
+                self._report(f"there is a table of the unknown name {name!r}", None)
+            try:
+                if node.flags != SUB_TREE:
+                    raise PageDamage(f"the record of table {name!r} has flags {node.flags:#x}")
+                tree = parse_tree(node.data)
+            except PageDamage as damage:
+                self._report(str(damage), None)
+                continue
+            self._walk(f"table {name!r}", tree, by_number=False)
+        self._check_free(freed)
+
+    def _check_metas(self) -> list[int]:
+        """Check that the metas are those of two transactions in a row; returns the free pages."""
+        older, newer = sorted(self._file.metas, key=lambda meta: meta.transaction)
+        for meta in (older, newer):
+            newest = self._newest_freed(meta)
+            # A page is freed by every transaction but the very first, and nothing of a later one can be listed.
+            if newest is not None and (
+                newest > meta.transaction
+                or (meta is newer and newest < meta.transaction and meta.transaction > 1)
+            ):
+                self._report(
+                    f"meta page {meta.number} is of transaction {meta.transaction}, its list of free pages of {newest}",
+                    meta.number,
+                )
+        if self._meta.free.flags != _BY_NUMBER or self._meta.main.flags:
+            self._report(f"meta page {self._meta.number} has wrong flags", self._meta.number)
+        try:
+            return [page for _, pages in self._file.free_pages(self._meta) for page in pages]
+        except PageDamage:
+            return []
+
+    def _newest_freed(self, meta: MetaPage) -> int | None:
+        try:
+            return max((number for number, _ in self._file.free_pages(meta)), default=None)
+        except PageDamage:
+            # The list of the older meta is nobody's any more; that of the chosen one is reported by its walk.
+            return None
+
+    def _check_free(self, freed: list[int]) -> None:
+        last = self._meta.last_page
+        wrong = [page for page in freed if not 2 <= page <= last]
+        twice = len(freed) - len(set(freed))
+        both = sorted(page for page in set(freed) if page < self._pages and self._used[page])
+        if wrong:
+            self._report(
+                f"the list of free pages names page {wrong[0]}, pages are 2 to {last}", None
+            )
+        if twice:
+            self._report(f"the list of free pages names {twice} pages twice", None)
+        if both:
+            self._report(f"{len(both)} pages are used and free, page {both[0]} for one", both[0])
+
+    def _use(self, first: int, count: int) -> None:
+        if first < 2 or first + count > self._pages:
+            raise PageDamage(
+                f"page {first} ({count} of them) lies outside the {self._pages} pages that are there"
+            )
+        if self._used[first : first + count].any():
+            raise PageDamage(f"page {first} is used twice")
+        self._used[first : first + count] = True
+
+    def _walk(self, what: str, tree: Tree, *, by_number: bool) -> list[Node]:
+        """Check one tree; returns the entries of its leaves that are tables."""
+        counted = _Counted()
+        tables: list[Node] = []
+        self._bad_page = None
+        if tree.root == NO_PAGE:
+            if tree.depth or tree.entries:
+                self._report(f"{what} is empty and says that it has {tree.entries} entries", None)
+            return tables
+        try:
+            self._under(tree.root, tree.depth, (None, None), by_number, counted, tables)
+            told = (tree.branch_pages, tree.leaf_pages, tree.overflow_pages, tree.entries)
+            found = (
+                counted.branch_pages,
+                counted.leaf_pages,
+                counted.overflow_pages,
+                counted.entries,
+            )
+            if told != found:
+                raise PageDamage(
+                    f"it says that it has {told} branch pages, leaf pages, overflow pages and entries, there are {found}"
+                )
+        except PageDamage as damage:
+            self._report(f"{what}: {damage}", self._bad_page)
+        return tables
+
+    def _under(
+        self,
+        number: int,
+        depth: int,
+        bounds: tuple[bytes | None, bytes | None],
+        by_number: bool,
+        counted: _Counted,
+        tables: list[Node],
+    ) -> None:
+        """Check a page and what lies below; its keys are from ``bounds[0]`` on and below ``bounds[1]``."""
+        self._bad_page = number
+        self._tick()
+        data = self._file.page(number)
+        self._use(number, 1)
+        kind = HEADER.unpack_from(data)[2]
+        if not 1 <= depth <= _DEPTH_MAX or kind != (LEAF if depth == 1 else BRANCH):
+            raise PageDamage(
+                f"page {number} has flags {kind:#x}, {depth - 1} levels above the leaves"
+            )
+        nodes = self._file.nodes(number, data)
+        if len(nodes) < (1 if kind == LEAF else 2):
+            raise PageDamage(f"page {number} has {len(nodes)} entries")
+        # The first child of a branch holds what is below the second's key, whatever its own key says.
+        keys = [_order(node.key, by_number) for node in nodes]
+        low, high = bounds
+        ranked = keys if kind == LEAF else keys[1:]
+        edges = [*([low] if low is not None else []), *ranked]
+        for left, right in itertools.pairwise(edges):
+            if left > right or (left == right and (kind == BRANCH or left is not low)):
+                raise PageDamage(f"the keys of page {number} do not rise")
+        if high is not None and ranked and ranked[-1] >= high:
+            raise PageDamage(f"page {number} has a key that belongs into a later page")
+        if kind == LEAF:
+            counted.leaf_pages += 1
+            counted.entries += len(nodes)
+            self._leaf(nodes, counted, tables)
+            return
+        counted.branch_pages += 1
+        for i, node in enumerate(nodes):
+            below = (keys[i] if i else low, keys[i + 1] if i + 1 < len(nodes) else high)
+            self._under(node.child, depth - 1, below, by_number, counted, tables)
+
+    def _leaf(self, nodes: list[Node], counted: _Counted, tables: list[Node]) -> None:
+        for node in nodes:
+            if node.flags & ~3:
+                raise PageDamage(f"an entry has flags {node.flags:#x}")
+            if node.flags & SUB_TREE:
+                tables.append(node)
+            first, pages = self._file.overflow(node)
+            if pages:
+                self._use(first, pages)
+                counted.overflow_pages += pages
+
+
+def _order(key: bytes, by_number: bool) -> bytes:
+    """Return a key that sorts as LMDB sorts this one."""
+    return key[::-1] if by_number else key

@@ -1,0 +1,266 @@
+"""The process that checks one bucket: ``python -m upr.storage.check.worker JSON``.
+
+LMDB maps the file and trusts its pages, so damaged ones can kill or hang whoever reads them. That is this process,
+which tells its parent in JSON lines on stdout what it is at and what it found:
+
+    {"at": [partition or null, words]}   before every step
+    {"name": text}                       the bucket's name
+    {"finding": {...}}                   see Finding
+    {"readable": {partition: ranges}}    replaces what was told of these partitions before
+    {"unusable": text}                   the format is not known here
+    {"end": true}                        everything was looked at
+"""
+
+import dataclasses
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from upr.storage.check.contents import (
+    Ends,
+    Finding,
+    JournalCheck,
+    Readable,
+    Report,
+    check_aside,
+    check_blocks,
+    check_consumers,
+    check_cuts,
+    check_ends,
+    check_horizon,
+    check_identity,
+    check_partition_rows,
+    check_pin_ids,
+    check_producers,
+)
+from upr.storage.check.trees import TABLES, check_pages
+from upr.storage.keyspace import PartitionRow, block_key, partition_key, unpack_block_key
+from upr.storage.lmdb_file import DATA_FILE, PageFile, check_length
+from upr.storage.store import map_bytes
+from upr_protocol.errors import DataDamagedError, DataDirectoryError
+
+_TICK_SECONDS = 1.0
+_BLOCK_KEY_BYTES = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker is asked to do.
+
+    Attributes:
+        folder: the bucket's folder.
+        partitions: which ones, ascending.
+        again: a worker died before: only what lies behind the place of its death is told.
+    """
+
+    folder: str
+    partitions: list[int]
+    again: bool = False
+
+
+Send = Callable[..., None]
+"""Takes one line as keyword arguments, as the module's text lists them."""
+
+
+def _print(**line: Any) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+class _Worker:
+    def __init__(self, task: Task, send: Send) -> None:
+        self._task = task
+        self._send = send
+        self._folder = Path(task.folder)
+        self._store = self._folder / "store"
+        self._partition: int | None = None
+        self._ticked = 0.0
+        self._seen = 0
+        self._env: Any = None
+        self._txn: Any = None
+
+    def _report(self, finding: Finding) -> None:
+        self._send(finding=finding.to_json())
+
+    def _at(self, words: str, partition: int | None = None) -> None:
+        self._partition = partition
+        self._send(at=[partition, words])
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self._ticked > _TICK_SECONDS:
+            self._ticked = now
+            self._send(at=[self._partition, ""])
+
+    def run(self) -> None:
+        first = not self._task.again
+        if first:
+            self._at("pages")
+            self._check_file()
+        self._at("rows")
+        self._open()
+        quiet: Report = self._report if first else _ignore
+        identity, proof = check_identity(self._items, self._folder.name, quiet)
+        if identity is not None:
+            self._send(name=identity.name)
+        rows = check_partition_rows(self._items, quiet)
+        pins = check_cuts(self._items, time.time_ns() // 1000, quiet)
+        readable = Readable()
+        ends = self._check_partitions(rows, pins, readable)
+        self._at("journal")
+        version = identity.version if identity is not None else int(self._folder.name, 16)
+        wanted = frozenset(self._task.partitions)
+        journal = JournalCheck(
+            self._folder, version, rows, ends, wanted, self._report, readable, self._tick
+        )
+        journal.run(needed=proof is None)
+        self._send(readable=readable.ranges)
+        self._at("what rows say of the data")
+        if proof is not None and proof.flushed and journal.holds_more:
+            words = "the proof says that everything was stored at shutdown, the journal holds more"
+            self._report(Finding(words, file="journal"))
+        chosen = {p: row for p, row in rows.items() if p in wanted}
+        highs = {p: max(ends[p].high, row.stored_high) for p, row in chosen.items()}
+        for partition, row in chosen.items():
+            check_horizon(partition, row, ends[partition], self._report)
+        check_aside(self._items, chosen, self._report)
+        check_ends(chosen, highs, proof, self._report)
+        check_pin_ids({p: pins[p] for p in pins if p in wanted}, rows, highs, self._report)
+        check_consumers(self._items, chosen, highs, self._report)
+        check_producers(self._items, chosen, highs, self._report)
+        self._send(end=True)
+
+    def _check_file(self) -> None:
+        where = f"store/{DATA_FILE}"
+        try:
+            check_length(self._store)
+            with PageFile(self._store / DATA_FILE) as file:
+
+                def report(words: str, page: int | None) -> None:
+                    offset = None if page is None else page * file.page_bytes
+                    self._report(Finding(words, file=where, offset=offset))
+
+                check_pages(file, report, self._tick)
+        except DataDamagedError as error:
+            self._report(Finding(error.message, file=where))
+        except OSError as error:
+            self._report(Finding(f"it cannot be read: {error.strerror}", file=where))
+
+    def _open(self) -> None:
+        self._env = lmdb.open(
+            str(self._store),
+            map_size=map_bytes(self._store),
+            max_dbs=len(TABLES) + 2,
+            readonly=True,
+            lock=False,
+            readahead=False,
+        )
+        self._txn = self._env.begin()
+
+    def close(self) -> None:
+        """Close the environment, if it was opened."""
+        if self._txn is not None:
+            self._txn.abort()
+        if self._env is not None:
+            self._env.close()
+
+    def _table(self, name: bytes) -> Any:
+        try:
+            return self._env.open_db(name, txn=self._txn, create=False)
+        except lmdb.NotFoundError:
+            # Written by a version that did not know the table yet; a lost one is missed where it is needed.
+            return None
+
+    def _items(self, name: bytes) -> Iterator[tuple[bytes, bytes]]:
+        table = self._table(name)
+        if table is None:
+            return
+        with self._txn.cursor(db=table) as cursor:
+            try:
+                for key, value in cursor:
+                    yield bytes(key), bytes(value)
+            except lmdb.Error as error:
+                self._report(Finding(f"table {name.decode()} cannot be read on: {error}"))
+
+    def _check_partitions(
+        self,
+        rows: dict[int, PartitionRow],
+        pins: dict[int, list[tuple[str, int, int]]],
+        readable: Readable,
+    ) -> dict[int, Ends]:
+        ends: dict[int, Ends] = {}
+        table = self._table(b"blocks")
+        if table is None:
+            self._report(Finding("the table of blocks is missing"))
+            return {partition: Ends() for partition in self._task.partitions}
+        for partition in self._task.partitions:
+            self._at("blocks", partition)
+            blocks = self._blocks(table, partition)
+            ends[partition] = check_blocks(
+                partition,
+                rows.get(partition),
+                blocks,
+                pins.get(partition, ()),
+                self._report,
+                readable,
+            )
+            if partition in readable.ranges:
+                self._send(readable={partition: readable.ranges[partition]})
+        self._at("blocks")
+        there = self._txn.stat(table)["entries"]
+        if len(self._task.partitions) == 1024 and there != self._seen:
+            words = (
+                f"the table of blocks has {there} entries, {self._seen} are blocks of a partition"
+            )
+            self._report(Finding(words))
+        return ends
+
+    def _blocks(self, table: Any, partition: int) -> Iterator[tuple[int, bytes]]:
+        prefix = partition_key(partition)
+        try:
+            with self._txn.cursor(db=table) as cursor:
+                more = cursor.set_range(block_key(partition, 0))
+                while more and cursor.key()[:2] == prefix:
+                    key, value = bytes(cursor.key()), bytes(cursor.value())
+                    self._tick()
+                    if len(key) == _BLOCK_KEY_BYTES:
+                        self._seen += 1
+                        yield unpack_block_key(key)[1], value
+                    more = cursor.next()
+        except lmdb.Error as error:
+            self._report(Finding(f"its blocks cannot be read on: {error}", partition=partition))
+
+
+def _ignore(_: Finding) -> None:
+    """Told by the worker that died."""
+
+
+def check_bucket(task: Task, send: Send) -> None:
+    """Check one bucket in this process, and send what is at and what is found."""
+    worker = _Worker(task, send)
+    try:
+        worker.run()
+    except DataDirectoryError as error:
+        send(unusable=str(error))
+    except Exception as error:
+        # Whatever damaged bytes made of the code that reads them, it is damage that was found.
+        send(finding=Finding(f"reading ends here: {type(error).__name__}: {error}").to_json())
+        send(end=False)
+    finally:
+        worker.close()
+
+
+def main() -> None:
+    # A core dump of a map of some TiB helps nobody.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    check_bucket(Task(**json.loads(sys.argv[1])), _print)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,747 @@
+"""Compaction of blocks: vectorised, the newest row of a key wins; a flush builds its blocks with it too.
+
+What goes in are encoded blocks in the order in which they were numbered; what comes out are encoded blocks of
+one run each. A result has the largest horizon of its inputs, so that it ends in a marker only if they
+did; a result larger than a block becomes a stretch, several runs that share one horizon.
+
+The work is done a chunk (some MiB of input) or a slice (some partitions) at a time: a single call over
+everything would hold the interpreter for so long that the event loop of the same process stands still.
+
+Small ranges of several partitions are merged at once, each rewritten as a whole (``merge_direct``). In a range of one
+partition that is too large for that the keys alone are compared first, so that it is known which rows are superseded.
+Then only the blocks that lose enough are written anew, a bounded group at a time, each group in one transaction, oldest
+first: a crash between two leaves superseded rows, never a hole. What is written anew has the range's end for its
+horizon, because the newer row of a key may lie anywhere up to there; blocks that lose nothing stay, markers and all.
+
+A tombstone may go only where nothing older of its key is left: in a merge that begins at 0, which sees every older row
+of the key and drops it as well.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from upr.storage.blocks import (
+    KEY_OFFSETS,
+    KEYS,
+    OPS,
+    SEQNOS,
+    TIMES,
+    VALUE_OFFSETS,
+    VALUES,
+    Compress,
+    Encoded,
+    Head,
+    MergeRange,
+    Replacement,
+    cells_of,
+    checked,
+    column_of,
+    key_classes,
+    keys_of,
+    tombstones_of,
+)
+from upr_protocol.block import I64, RUN, U64, Block, Runs, make_runs, sealed
+from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS, RUN_SPAN_MAX
+from upr_protocol.wire.codec import encode_block, plain_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeLimits:
+    """What may be purged, by partition; seqnos of shape (1024,), times in microseconds since the epoch.
+
+    Attributes:
+        passed, old: tombstones at or below the seqno may go when they are of the time or older.
+        never, very_old: the same for those whom streams and consumers hold up no longer. No tombstone above
+            ``never`` may go at all.
+    """
+
+    passed: U64
+    old: int
+    never: U64
+    very_old: int
+
+    def held(self, partitions: I64, seqnos: U64, times: I64) -> npt.NDArray[np.bool_]:
+        """Tell which tombstones may go because everybody has passed them; one flag a row."""
+        return (seqnos <= self.passed[partitions]) & (times <= self.old)
+
+    def free(self, partitions: I64, seqnos: U64, times: I64) -> npt.NDArray[np.bool_]:
+        """Tell which may go whoever has not passed them."""
+        return (seqnos <= self.never[partitions]) & (times <= self.very_old)
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """The tombstones that a merge of one partition drops.
+
+    Attributes:
+        seqno: the newest of them: the purge seqno to be.
+        held_seqno: the newest of those that go only because everybody has passed them; 0 for none.
+        count: how many there are.
+    """
+
+    seqno: int
+    held_seqno: int
+    count: int
+
+
+def purge_of(seqnos: U64, free: npt.NDArray[np.bool_]) -> Purge:
+    """Sum up the rows that go: their seqnos, at least one, and which of them go whoever has not passed them."""
+    held = seqnos[~free]
+    return Purge(int(seqnos.max()), int(held.max()) if len(held) else 0, len(seqnos))
+
+
+CHUNK_BYTES = 8 * 2**20
+SLICE_BYTES = 8 * 2**20
+SLICE_PARTITIONS = 128
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows of some consecutive blocks, sorted by partition, within one in their order.
+
+    Attributes:
+        bounds: where each partition's rows begin, int64, shape (1025,).
+        ends, horizons: per partition, of the runs in this chunk; 0 where there is none.
+        keys, values: Arrow binary arrays.
+        ops: uint8. seqnos: uint64. times: int64, microseconds.
+    """
+
+    bounds: I64
+    ends: U64
+    horizons: U64
+    keys: Any
+    values: Any
+    ops: npt.NDArray[np.uint8]
+    seqnos: U64
+    times: I64
+
+    def column_bytes(self) -> I64:
+        """Return about how many bytes each partition's rows take, shape (1024,)."""
+        rows = max(len(self.seqnos), 1)
+        each = (self.keys.nbytes + self.values.nbytes) / rows + 17
+        sizes: I64 = (np.diff(self.bounds) * each).astype(np.int64)
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class FlushSlice:
+    """Partitions ``first`` to ``last`` - 1 out of chunks ``first_chunk`` to ``last_chunk`` - 1."""
+
+    first: int
+    last: int
+    first_chunk: int
+    last_chunk: int
+
+
+@dataclass(slots=True)
+class Merged:
+    """What a slice became.
+
+    Attributes:
+        blocks: (partition, end_seqno, bytes).
+        ends, horizons: each partition's new end, and the largest horizon up to there.
+        purges: the tombstones that were left out, by partition.
+        rows: how many rows the blocks have.
+    """
+
+    blocks: list[tuple[int, int, bytes]]
+    ends: dict[int, int]
+    purges: dict[int, Purge] = field(default_factory=dict)
+    rows: int = 0
+    horizons: dict[int, int] = field(default_factory=dict)
+
+
+def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
+    """Sort the rows of some consecutive blocks by partition."""
+    # By way of bytes: concatenating tables of many columns is slow.
+    runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
+    rows = _rows_of(blocks, runs)
+    total = sum(rows)
+    counts = runs["count"]
+    first_rows = np.cumsum(counts, dtype=np.int64) - counts
+    offsets = np.arange(1, total + 1, dtype=np.int64) - np.repeat(first_rows, counts)
+    times = np.repeat(runs["time"].astype(np.int64), counts)
+    ops = np.zeros(total, np.uint8)
+    opened = [block.opened() for block in blocks]
+    for number, dtype, target in (
+        (OPS, "u1", ops),
+        (SEQNOS, "<u4", offsets),
+        (TIMES, "<i8", times),
+    ):
+        told = [column_of(columns, number) for columns in opened]
+        there = np.repeat([bool(data) for data in told], rows)
+        target[there] = np.frombuffer(b"".join(told), dtype)
+    seqnos = np.repeat(runs["start_seqno"], counts) + offsets.astype(np.uint64)
+    partitions = np.repeat(runs["partition"], counts)
+    order = np.argsort(partitions, kind="stable")
+    picked = pa.array(order)
+    ends = np.zeros(PARTITIONS, np.uint64)
+    horizons = np.zeros(PARTITIONS, np.uint64)
+    np.maximum.at(ends, runs["partition"], runs["end_seqno"])
+    np.maximum.at(horizons, runs["partition"], runs["horizon"])
+    return Chunk(
+        np.searchsorted(partitions[order], np.arange(PARTITIONS + 1)),
+        ends,
+        horizons,
+        cells_of(opened, KEY_OFFSETS, KEYS, rows).take(picked),
+        cells_of(opened, VALUE_OFFSETS, VALUES, rows).take(picked),
+        ops[order],
+        seqnos[order],
+        times[order],
+    )
+
+
+def _rows_of(blocks: Sequence[Encoded], runs: Runs) -> list[int]:
+    """Return how many rows each block has; ``runs`` are all their runs end to end."""
+    firsts = np.cumsum([0, *(len(block.runs) for block in blocks[:-1])])
+    rows: list[int] = np.add.reduceat(runs["count"].astype(np.int64), firsts).tolist()
+    return rows
+
+
+def chunks_of(blocks: Sequence[Encoded]) -> Iterator[Chunk]:
+    """Yield the blocks' rows as chunks of about CHUNK_BYTES."""
+    first = size = 0
+    for i, block in enumerate(blocks):
+        size += plain_bytes(block.data, len(block.data))
+        if size >= CHUNK_BYTES or i == len(blocks) - 1:
+            yield make_chunk(blocks[first : i + 1])
+            first, size = i + 1, 0
+
+
+def plan_slices(chunks: Sequence[Chunk]) -> list[FlushSlice]:
+    """Cut the work into slices of at most about SLICE_BYTES and SLICE_PARTITIONS.
+
+    A partition that is larger by itself becomes several slices, in the order of its chunks: each of them is
+    merged in itself and is stored before the next.
+    """
+    sizes = np.array([chunk.column_bytes() for chunk in chunks])
+    totals = sizes.sum(axis=0)
+    slices: list[FlushSlice] = []
+    first, size = 0, 0
+    for partition, total in enumerate(totals.tolist()):
+        if partition > first and (
+            size + total > SLICE_BYTES or partition - first >= SLICE_PARTITIONS
+        ):
+            slices.append(FlushSlice(first, partition, 0, len(chunks)))
+            first, size = partition, 0
+        size += total
+        if total > SLICE_BYTES:
+            slices += _slices_of_one(partition, sizes[:, partition].tolist())
+            first, size = partition + 1, 0
+    if first < PARTITIONS:
+        slices.append(FlushSlice(first, PARTITIONS, 0, len(chunks)))
+    return [s for s in slices if sizes[s.first_chunk : s.last_chunk, s.first : s.last].any()]
+
+
+def _slices_of_one(partition: int, sizes: Sequence[int]) -> Iterator[FlushSlice]:
+    first = size = 0
+    for chunk, more in enumerate(sizes):
+        if chunk > first and size + more > SLICE_BYTES:
+            yield FlushSlice(partition, partition + 1, first, chunk)
+            first, size = chunk, 0
+        size += more
+    yield FlushSlice(partition, partition + 1, first, len(sizes))
+
+
+def merge_slice(
+    chunks: Sequence[Chunk],
+    part: FlushSlice,
+    stored: U64,
+    *,
+    limits: PurgeLimits | None = None,
+    compress: Compress | None = None,
+) -> Merged:
+    """Merge a slice: drop rows already stored and rows superseded within it, build blocks.
+
+    Args:
+        stored: each partition's stored high, shape (1024,): the result begins right above it.
+        limits: which tombstones to drop, in the partitions whose result begins at 0.
+        compress: what is made of each block before it is stored.
+    """
+    used = [
+        (c, int(c.bounds[part.first]), int(c.bounds[part.last]))
+        for c in chunks[part.first_chunk : part.last_chunk]
+    ]
+    keys = pa.concat_arrays([c.keys.slice(a, b - a) for c, a, b in used])
+    values = pa.concat_arrays([c.values.slice(a, b - a) for c, a, b in used])
+    seqnos = np.concatenate([c.seqnos[a:b] for c, a, b in used])
+    ops = np.concatenate([c.ops[a:b] for c, a, b in used])
+    times = np.concatenate([c.times[a:b] for c, a, b in used])
+    window = np.arange(part.first, part.last)
+    partitions = np.concatenate(
+        [np.repeat(window, np.diff(c.bounds[part.first : part.last + 1])) for c, _, _ in used]
+    )
+    rows = _newest_rows_of(keys, partitions, seqnos > stored[partitions])
+    merged = Merged([], {})
+    if limits is not None:
+        rows = _purged(rows, (partitions, seqnos, ops, times), stored, limits, merged.purges)
+    order = rows[np.argsort(partitions[rows], kind="stable")]
+    merged.rows = len(order)
+    picked = pa.array(order)
+    columns = _Columns(
+        keys.take(picked), values.take(picked), ops[order], seqnos[order], times[order]
+    )
+    bounds = np.searchsorted(partitions[order], np.arange(part.first, part.last + 1))
+    ends = np.max([c.ends for c, _, _ in used], axis=0)
+    horizons = np.max([c.horizons for c, _, _ in used], axis=0)
+    for i, partition in enumerate(window.tolist()):
+        end = int(ends[partition])
+        if end > stored[partition]:
+            span = (int(bounds[i]), int(bounds[i + 1]))
+            run = (partition, int(stored[partition]), end, int(horizons[partition]))
+            merged.blocks += columns.stretch(span, run, compress)
+            merged.ends[partition], merged.horizons[partition] = end, run[3]
+    return merged
+
+
+def rebuild(
+    chunk: Chunk, rows: I64, run: tuple[int, int, int, int], compress: Compress | None = None
+) -> Iterator[Any]:
+    """Yield the blocks, as (partition, end_seqno, bytes), of some rows of a chunk of one partition.
+
+    Args:
+        rows: row numbers of the chunk, ascending.
+        run: partition, start, end and horizon of the stretch that they become.
+        compress: what is made of each block before it is stored.
+    """
+    picked = pa.array(rows)
+    columns = _Columns(
+        chunk.keys.take(picked),
+        chunk.values.take(picked),
+        chunk.ops[rows],
+        chunk.seqnos[rows],
+        chunk.times[rows],
+    )
+    yield from columns.stretch((0, len(rows)), run, compress)
+
+
+def _purged(
+    rows: I64,
+    columns: tuple[I64, U64, npt.NDArray[np.uint8], I64],
+    starts: U64,
+    limits: PurgeLimits,
+    purges: dict[int, Purge],
+) -> I64:
+    """Return the rows without the tombstones that may go, and note these by partition."""
+    partitions, seqnos, times = columns[0][rows], columns[1][rows], columns[3][rows]
+    free = limits.free(partitions, seqnos, times)
+    going = (columns[2][rows] != 0) & (starts[partitions] == 0)
+    going &= free | limits.held(partitions, seqnos, times)
+    for partition in np.unique(partitions[going]).tolist():
+        of_it = going & (partitions == partition)
+        purges[partition] = purge_of(seqnos[of_it], free[of_it])
+    staying: I64 = rows[~going]
+    return staying
+
+
+def _newest_rows_of(keys: Any, partitions: I64, live: npt.NDArray[np.bool_]) -> I64:
+    """Return the row numbers, ascending, of each partition's last row of each key among the live ones."""
+    candidates = np.flatnonzero(live)
+    if len(candidates) < len(live):
+        keys = keys.take(pa.array(candidates))
+    codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    codes = _by_partition(codes.astype(np.int64), partitions[candidates])
+    newest = np.full(int(codes.max()) + 1 if len(codes) else 0, -1, np.int64)
+    # For a repeated index numpy keeps the last assignment, which is the newest row of the key.
+    newest[codes] = candidates
+    return np.sort(newest)
+
+
+def _by_partition(codes: I64, partitions: I64) -> I64:
+    """Return the codes, told apart where writers put one key into several partitions.
+
+    Nobody who partitions by the key does so, but the server takes the writer's word for the partition.
+    """
+    owner = np.zeros(int(codes.max()) + 1 if len(codes) else 0, np.int64)
+    owner[codes] = partitions
+    if (owner[codes] == partitions).all():
+        return codes
+    unique: I64 = np.unique(codes * PARTITIONS + partitions, return_inverse=True)[1]
+    return unique
+
+
+class _Columns:
+    """Merged rows of several partitions, from which blocks are cut."""
+
+    def __init__(
+        self, keys: Any, values: Any, ops: npt.NDArray[np.uint8], seqnos: U64, times: I64
+    ) -> None:
+        self._key_offsets, self._keys = _raw(keys)
+        self._value_offsets, self._values = _raw(values)
+        self._ops, self._seqnos, self._times = ops, seqnos, times
+
+    def stretch(
+        self,
+        rows: tuple[int, int],
+        run: tuple[int, int, int, int],
+        compress: Compress | None = None,
+    ) -> Iterator[tuple[int, int, bytes]]:
+        """Yield a partition's blocks: one, or a stretch of several that share the horizon."""
+        partition, start, end, horizon = run
+        first, last = rows
+        while True:
+            cut = self._fit(first, last)
+            run_end = end if cut == last else int(self._seqnos[cut - 1])
+            if run_end - start > RUN_SPAN_MAX:
+                run_end = start + RUN_SPAN_MAX
+                reached = np.searchsorted(self._seqnos[first:cut], np.uint64(run_end), side="right")
+                cut = first + int(reached)
+            data = encode_block(self._block((first, cut), (partition, start, run_end, horizon)))
+            yield partition, run_end, data if compress is None else compress(data)
+            if run_end == end:
+                return
+            first, start = cut, run_end
+
+    def _fit(self, first: int, last: int) -> int:
+        """Return how far a block that begins at a row reaches within BLOCK_COLUMN_BYTES."""
+        size = (
+            self._key_offsets[first : last + 1]
+            + self._value_offsets[first : last + 1]
+            + 21 * np.arange(last - first + 1)
+        )
+        cut = first + int(np.searchsorted(size, size[0] + BLOCK_COLUMN_BYTES, side="right")) - 1
+        return min(max(cut, first + 1), last)
+
+    def _block(self, rows: tuple[int, int], run: tuple[int, int, int, int]) -> Block:
+        first, last = rows
+        partition, start, end, horizon = run
+        count = last - first
+        seqnos = self._seqnos[first:last]
+        times = self._times[first:last]
+        ops = self._ops[first:last]
+        key_offsets = self._key_offsets[first : last + 1]
+        value_offsets = self._value_offsets[first : last + 1]
+        dense = count == end - start
+        time = int(times.max()) if count else 0
+        return sealed(
+            Block(
+                make_runs([partition], count, start, end, horizon, time),
+                b"" if dense else (seqnos - np.uint64(start)).astype("<u4").tobytes(),
+                ops.tobytes() if ops.any() else b"",
+                (key_offsets - key_offsets[0]).astype("<i4").tobytes(),
+                self._keys[key_offsets[0] : key_offsets[-1]],
+                (value_offsets - value_offsets[0]).astype("<i4").tobytes(),
+                self._values[value_offsets[0] : value_offsets[-1]],
+                times.astype("<i8").tobytes() if count and (times != time).any() else b"",
+                0,
+            )
+        )
+
+
+def _raw(array: Any) -> tuple[I64, bytes]:
+    """Return a binary array's offsets, from 0 and as int64, and its bytes."""
+    _, offset_buffer, data = array.buffers()
+    offsets = np.frombuffer(offset_buffer, "<i4", len(array) + 1, array.offset * 4)
+    raw = memoryview(data)[offsets[0] : offsets[-1]].tobytes() if data is not None else b""
+    return (offsets - offsets[0]).astype(np.int64), raw
+
+
+@dataclass(slots=True)
+class Direct:
+    """What ranges became.
+
+    Attributes:
+        replacements: one a partition.
+        purges: the tombstones that are left out, by partition.
+        rows: how many rows all the new blocks have.
+        damaged: partitions of which a block is missing or fails its checks; nothing of theirs is merged.
+    """
+
+    replacements: list[Replacement] = field(default_factory=list)
+    purges: dict[int, Purge] = field(default_factory=dict)
+    rows: int = 0
+    damaged: dict[int, UprError] = field(default_factory=dict)
+
+
+ReadBlocks = Callable[[int, Sequence[int]], list[bytes]]
+"""Partition and ends to the blocks; DataDamagedError when one is not there."""
+
+
+def merge_direct(
+    ranges: Sequence[MergeRange],
+    read: ReadBlocks,
+    limits: PurgeLimits | None,
+    compress: Callable[[bytes], bytes] | None = None,
+) -> Direct:
+    """Merge ranges of different partitions, ascending by partition, some MiB together.
+
+    Args:
+        limits: which tombstones may go, in ranges that begin at 0; None for none.
+    """
+    result = Direct()
+    blocks = []
+    starts = np.zeros(PARTITIONS, np.uint64)
+    merged_ranges = []
+    for one in ranges:
+        try:
+            blocks += [checked(data) for data in read(one.partition, [h.end for h in one.heads])]
+        except (DataDamagedError, CorruptBlockError) as error:
+            result.damaged[one.partition] = error
+            continue
+        starts[one.partition] = one.start
+        merged_ranges.append(one)
+    if not merged_ranges:
+        return result
+    window = FlushSlice(merged_ranges[0].partition, merged_ranges[-1].partition + 1, 0, 1)
+    merged = merge_slice([make_chunk(blocks)], window, starts, limits=limits, compress=compress)
+    new: dict[int, list[tuple[int, bytes]]] = {one.partition: [] for one in merged_ranges}
+    for partition, end, data in merged.blocks:
+        new[partition].append((end, data))
+    result.purges, result.rows = merged.purges, merged.rows
+    for one in merged_ranges:
+        purge = merged.purges.get(one.partition)
+        result.replacements.append(
+            Replacement(
+                one.partition,
+                [head.end for head in one.heads],
+                new[one.partition],
+                purge.seqno if purge else 0,
+            )
+        )
+    return result
+
+
+GROUP_BYTES = 8 * 2**20
+GROUP_PLAIN_BYTES = 32 * 2**20
+"""Blocks may be compressed, and few bytes become many in memory."""
+ROWS_MAX = 2**20
+KEYS_BYTES_MAX = 32 * 2**20
+"""No more rows or keys than this are compared at once, in memory."""
+PASSES_MAX = 16
+"""A range with more is looked through so many times at most, each time for a part of the keys."""
+WORTH_FRACTION = 0.1
+"""Blocks are written anew when at least this part of the range's bytes goes."""
+BLOCK_FRACTION = 0.05
+"""And then those that lose at least this part of their rows."""
+SMALL_BYTES = BLOCK_COLUMN_BYTES // 4
+_ASSIGN_ROWS = 2**16
+_NO_TOMBSTONES = (np.zeros(0, np.int64), np.zeros(0, np.uint64), np.zeros(0, np.int64))
+
+
+class RangeTooLargeError(Exception):
+    """The range has more keys than are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """Which rows of a range stay.
+
+    Attributes:
+        partition: whose.
+        heads: its blocks, oldest first.
+        keep: a flag for each row, one array a block.
+        purge: the tombstones among what goes.
+    """
+
+    partition: int
+    heads: tuple[Head, ...]
+    keep: list[npt.NDArray[np.bool_]]
+    purge: Purge | None
+
+    @property
+    def horizon(self) -> int:
+        return max(head.horizon for head in self.heads)
+
+    def groups(self) -> list[range]:
+        """Return the groups of neighbouring blocks that are to be written anew, oldest first."""
+        groups: list[range] = []
+        chosen = self._chosen()
+        first = size = plain = 0
+        for i, head in enumerate(self.heads):
+            full = size + head.size > GROUP_BYTES or plain + head.plain > GROUP_PLAIN_BYTES
+            if i > first and (full or not chosen[i]):
+                if chosen[first]:
+                    groups.append(range(first, i))
+                first, size, plain = i, 0, 0
+            elif not chosen[first]:
+                first, size, plain = i, 0, 0
+            size += head.size
+            plain += head.plain
+        if chosen[first]:
+            groups.append(range(first, len(self.heads)))
+        return groups
+
+    def _chosen(self) -> list[bool]:
+        lost = [len(keep) - int(keep.sum()) for keep in self.keep]
+        if self.purge is not None:
+            # A key's older rows must go before its tombstone does, however few they are.
+            chosen = [n > 0 for n in lost]
+        else:
+            shares = [n / max(len(keep), 1) for n, keep in zip(lost, self.keep, strict=True)]
+            total = sum(head.size for head in self.heads)
+            gone = sum(s * head.size for s, head in zip(shares, self.heads, strict=True))
+            chosen = [gone >= WORTH_FRACTION * total and s >= BLOCK_FRACTION for s in shares]
+        small = [head.plain < SMALL_BYTES for head in self.heads]
+        for i in range(1, len(small)):
+            if small[i - 1] and small[i]:
+                chosen[i - 1] = chosen[i] = True
+        return chosen
+
+
+def examine(chosen: MergeRange, read: ReadBlocks, limits: PurgeLimits | None) -> Examined:
+    """Compare the keys of a range.
+
+    Args:
+        limits: which tombstones may go, if the range begins at 0; None for none.
+
+    Raises:
+        RangeTooLargeError: it has more keys than are compared in PASSES_MAX passes.
+        DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
+    """
+    passes = 1
+    while True:
+        try:
+            keep, tombstones = _compare(chosen, read, passes)
+            break
+        except RangeTooLargeError:
+            passes *= 2
+            if passes > PASSES_MAX:
+                raise
+    purge = None
+    if limits is not None and chosen.start == 0:
+        purge = _purge(chosen.partition, keep, tombstones, limits)
+    bounds = np.cumsum([head.rows for head in chosen.heads])[:-1]
+    return Examined(chosen.partition, chosen.heads, np.split(keep, bounds), purge)
+
+
+def _compare(
+    chosen: MergeRange, read: ReadBlocks, passes: int
+) -> tuple[npt.NDArray[np.bool_], tuple[Any, ...]]:
+    """Return a flag for each row, whether it is its key's newest; and the tombstones, as ``tombstones_of``."""
+    keep = np.zeros(chosen.rows, bool)
+    found = [_NO_TOMBSTONES]
+    for number in range(passes):
+        keys, rows = [], []
+        first = size = taken = 0
+        for block in _each(chosen.partition, chosen.heads, read):
+            column = keys_of(block)
+            mine = np.arange(len(column))
+            if passes > 1:
+                mine = np.flatnonzero(key_classes(block, passes) == number)
+                column = column.take(pa.array(mine))
+            size += column.nbytes
+            taken += len(column)
+            if size > KEYS_BYTES_MAX or taken > ROWS_MAX:
+                raise RangeTooLargeError
+            keys.append(column)
+            rows.append(mine + first)
+            if number == 0:
+                deleted, seqnos, times = tombstones_of(block)
+                found.append((deleted + first, seqnos, times))
+            first += int(block.runs[0]["count"])
+        if first != chosen.rows:
+            raise DataDamagedError(
+                f"partition {chosen.partition}: the blocks up to {chosen.end} have {first} rows, their heads say {chosen.rows}"
+            )
+        keep[np.concatenate(rows)[_newest(pa.concat_arrays(keys))]] = True
+    return keep, tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
+
+
+def _purge(
+    partition: int, keep: npt.NDArray[np.bool_], tombstones: tuple[Any, ...], limits: PurgeLimits
+) -> Purge | None:
+    """Take the tombstones that may go out of what is kept, and sum them up."""
+    rows, seqnos, times = (column[keep[tombstones[0]]] for column in tombstones)
+    where = np.full(len(rows), partition)
+    free = limits.free(where, seqnos, times)
+    going = free | limits.held(where, seqnos, times)
+    if not going.any():
+        return None
+    keep[rows[going]] = False
+    return purge_of(seqnos[going], free[going])
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstones:
+    """How many stored tombstones a partition has, superseded ones included.
+
+    Attributes:
+        count: all.
+        old: those of a time or older.
+        newest_old: the highest seqno among these, 0 for none.
+        rows: rows of any kind.
+    """
+
+    count: int
+    old: int
+    newest_old: int
+    rows: int
+
+
+def count_tombstones(
+    partition: int, heads: Sequence[Head], read: ReadBlocks, old: int
+) -> Tombstones:
+    """Count the tombstones of a partition's blocks.
+
+    Args:
+        old: microseconds since the epoch.
+
+    Raises:
+        DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
+    """
+    count = old_ones = newest = 0
+    for block in _each(partition, heads, read):
+        _, seqnos, times = tombstones_of(block)
+        count += len(seqnos)
+        aged = seqnos[times <= old]
+        old_ones += len(aged)
+        newest = max(newest, int(aged.max()) if len(aged) else 0)
+    return Tombstones(count, old_ones, newest, sum(head.rows for head in heads))
+
+
+def _each(partition: int, heads: Sequence[Head], read: ReadBlocks) -> Iterator[Encoded]:
+    """Yield blocks, checked, holding no more than a group of them."""
+    first = size = 0
+    for i, head in enumerate(heads):
+        size += head.size
+        if size >= GROUP_BYTES or i == len(heads) - 1:
+            for data in read(partition, [h.end for h in heads[first : i + 1]]):
+                yield checked(data)
+            first, size = i + 1, 0
+
+
+def _newest(keys: Any) -> npt.NDArray[np.bool_]:
+    codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    newest: I64 = np.full(int(codes.max()) + 1 if len(codes) else 0, -1, np.int64)
+    for first in range(0, len(codes), _ASSIGN_ROWS):
+        # In pieces: one assignment of a million rows would hold the interpreter for too long.
+        piece = codes[first : first + _ASSIGN_ROWS]
+        newest[piece] = np.arange(first, first + len(piece))
+    keep = np.zeros(len(codes), bool)
+    keep[newest] = True
+    return keep
+
+
+def rewrite_group(
+    examined: Examined,
+    group: range,
+    read: ReadBlocks,
+    compress: Callable[[bytes], bytes] | None = None,
+) -> Replacement:
+    """Write one group of blocks without the rows that go.
+
+    Raises:
+        DataDamagedError, CorruptBlockError: a block is missing or fails its checks, or is not what was examined.
+    """
+    heads = [examined.heads[i] for i in group]
+    blocks = list(_each(examined.partition, heads, read))
+    keep = np.concatenate([examined.keep[i] for i in group])
+    chunk = make_chunk(blocks)
+    if len(chunk.seqnos) != len(keep):
+        raise DataDamagedError(
+            f"partition {examined.partition}: the blocks up to {heads[-1].end} changed while they were merged"
+        )
+    run = (examined.partition, heads[0].start, heads[-1].end, examined.horizon)
+    new = [(end, data) for _, end, data in rebuild(chunk, np.flatnonzero(keep), run, compress)]
+    return Replacement(
+        examined.partition,
+        [head.end for head in heads],
+        new,
+        examined.purge.seqno if examined.purge else 0,
+    )

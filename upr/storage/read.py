@@ -1,0 +1,407 @@
+"""Reads of stored blocks for streams: checked, cut to what is above the reader's seqno, and shown as the stream asked.
+
+Runs in a reader thread. A partition whose bytes fail their checks gets an error of its own; the others go on.
+
+A stream is shown all rows or those under a key prefix, with or without values, as blocks or as plain runs: a message for
+each row, for people with grpcurl and for languages without an SDK. How many bytes the messages of a block will have is
+computed from its columns, so that the credit for them is known before they are made. A run of more than PLAIN_RUN_BYTES
+becomes several that share its horizon.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from upr.storage.blocks import Encoded, own_head
+from upr.storage.store import ReadRequest, Store
+from upr_protocol.block import (
+    I64,
+    OP_DELETE,
+    U64,
+    Block,
+    block_keys,
+    block_values,
+    row_bounds,
+    row_seqnos,
+    sealed,
+    slice_above,
+    without_values,
+)
+from upr_protocol.errors import DataDamagedError, InvalidArgumentError
+from upr_protocol.limits import FRAME_PLAIN_BYTES
+from upr_protocol.wire.codec import (
+    check_encoded,
+    decode_block,
+    decompress_block,
+    encode_block,
+    plain_bytes,
+)
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+PLAIN_RUN_BYTES = 8 * 2**20
+MESSAGE_BYTES = 16 * 2**20
+"""A message holds plain runs of up to this size together, or one: well below the message limit."""
+Tokens = npt.NDArray[np.uint32]
+"""Of streams."""
+_VARINT_STEPS = np.array([1 << 7 * i for i in range(1, 10)], np.uint64)
+
+
+_Row = tuple[int, bytes, bytes | None, bool, int]
+"""Seqno, key, value, whether it was deleted, time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One PlainRun to be: rows ``first`` to ``last`` - 1 of a block, which are of its run ``number``.
+
+    Attributes:
+        start, end: it tells of the seqnos in (start, end].
+        row_bytes: of its rows, with their tags and lengths.
+    """
+
+    number: int
+    first: int
+    last: int
+    start: int
+    end: int
+    row_bytes: int
+
+
+def plain_bytes_of(block: Block, tokens: Tokens) -> int:
+    """Return how many bytes a block's PlainRun messages have together.
+
+    Args:
+        tokens: one a run.
+    """
+    runs = block.runs
+    sizes = _row_bytes(block)
+    sums = np.concatenate(([0], np.cumsum(sizes)))
+    bounds = row_bounds(runs)
+    each = np.diff(sums[bounds])
+    if (each > PLAIN_RUN_BYTES).any():
+        parts = list(_parts(block, sizes))
+        head = runs[[part.number for part in parts]].copy()
+        head["start_seqno"] = [part.start for part in parts]
+        head["end_seqno"] = [part.end for part in parts]
+        told = tokens[[part.number for part in parts]]
+    else:
+        head, told = runs, tokens
+    fields = [head[name] for name in ("partition", "start_seqno", "end_seqno", "horizon", "time")]
+    return int(sums[-1] + sum(int(_number_bytes(field).sum()) for field in (*fields, told)))
+
+
+def plain_messages(
+    blocks: Sequence[bytes], tokens: bytes, purge_seqnos: bytes = b""
+) -> Iterator[bytes]:
+    """Yield the FollowResponse messages, encoded, that a frame becomes.
+
+    Args:
+        blocks: encoded blocks, not compressed.
+        tokens, purge_seqnos: as ``encode_frame`` takes them.
+
+    Raises:
+        CorruptBlockError: a block has changed since it was made.
+    """
+    told = np.frombuffer(tokens, "<u4").tolist()
+    frame = wire.Frame(purge_seqnos=purge_seqnos)
+    size = at = 0
+    for data in blocks:
+        block = decode_block(data)
+        rows = _rows_of(block)
+        for part in _parts(block, _row_bytes(block)):
+            if frame.plain_runs and size + part.row_bytes > MESSAGE_BYTES:
+                yield wire.FollowResponse(frame=frame).SerializeToString()
+                frame, size = wire.Frame(), 0
+            message = frame.plain_runs.add(token=told[at + part.number])
+            _fill(message, block.runs[part.number], part, rows[part.first : part.last])
+            size += part.row_bytes
+        at += len(block.runs)
+    yield wire.FollowResponse(frame=frame).SerializeToString()
+
+
+def _rows_of(block: Block) -> list[_Row]:
+    if not block.rows:
+        return []
+    return list(
+        zip(
+            row_seqnos(block).tolist(),
+            block_keys(block),
+            block_values(block),
+            _deletes(block).astype(bool).tolist(),
+            _times(block).tolist(),
+            strict=True,
+        )
+    )
+
+
+def _fill(message: wire.PlainRun, run: np.void, part: _Part, rows: Sequence[_Row]) -> None:
+    message.partition = int(run["partition"])
+    message.start_seqno = part.start
+    message.end_seqno = part.end
+    message.horizon = int(run["horizon"])
+    message.time = int(run["time"])
+    for seqno, key, value, deleted, time in rows:
+        message.rows.add(seqno=seqno, key=key, value=value, deleted=deleted, time=time)
+
+
+def _parts(block: Block, sizes: I64) -> Iterator[_Part]:
+    """Yield what the runs become, in order."""
+    bounds = row_bounds(block.runs).tolist()
+    sums = np.concatenate(([0], np.cumsum(sizes)))
+    for number, run in enumerate(block.runs):
+        first, last = bounds[number], bounds[number + 1]
+        start, end = int(run["start_seqno"]), int(run["end_seqno"])
+        while sums[last] - sums[first] > PLAIN_RUN_BYTES and last - first > 1:
+            cut = int(np.searchsorted(sums, sums[first] + PLAIN_RUN_BYTES, side="right")) - 1
+            cut = max(cut, first + 1)
+            middle = int(row_seqnos(block)[cut - 1])
+            yield _Part(number, first, cut, start, middle, int(sums[cut] - sums[first]))
+            first, start = cut, middle
+        yield _Part(number, first, last, start, end, int(sums[last] - sums[first]))
+
+
+def _row_bytes(block: Block) -> I64:
+    """Return the bytes of each row in its run: the PlainRow, its tag and its length."""
+    if not block.rows:
+        return np.zeros(0, np.int64)
+    deletes = _deletes(block)
+    body = _number_bytes(row_seqnos(block)) + _data_bytes(block.key_offsets)
+    if block.value_offsets:
+        body += np.where(deletes, 0, _data_bytes(block.value_offsets))
+    body += 2 * deletes + _number_bytes(_times(block))
+    return 1 + _varint_bytes(body) + body
+
+
+def _data_bytes(offsets: bytes) -> I64:
+    """Return the bytes of a field of bytes in each row, empty or not."""
+    lengths = np.diff(np.frombuffer(offsets, "<i4")).astype(np.int64)
+    return 1 + _varint_bytes(lengths) + lengths
+
+
+def _number_bytes(values: U64 | Tokens) -> I64:
+    """Return the bytes of a number's field, which is left out for 0."""
+    sizes: I64 = np.where(values == 0, 0, 1 + _varint_bytes(values))
+    return sizes
+
+
+def _varint_bytes(values: I64 | U64 | Tokens) -> I64:
+    found: I64 = np.searchsorted(_VARINT_STEPS, values.astype(np.uint64), side="right") + 1
+    return found
+
+
+def _deletes(block: Block) -> I64:
+    """Return 1 for each delete and 0 for each set."""
+    ops = np.frombuffer(block.ops, np.uint8) if block.ops else np.zeros(block.rows, np.uint8)
+    deletes: I64 = (ops == OP_DELETE).astype(np.int64)
+    return deletes
+
+
+def _times(block: Block) -> U64:
+    """Return when each row was committed."""
+    if block.times:
+        return np.frombuffer(block.times, "<u8")
+    times: U64 = np.repeat(block.runs["time"], block.runs["count"])
+    return times
+
+
+@dataclass(frozen=True, slots=True)
+class Showing:
+    """What streams are shown; by default blocks as they are."""
+
+    keys_only: bool = False
+    key_prefix: bytes = b""
+    plain_rows: bool = False
+
+    @property
+    def as_they_are(self) -> bool:
+        """Whether an encoded block can go out without being looked at."""
+        return not (self.keys_only or self.key_prefix or self.plain_rows)
+
+    def of(self, block: Block) -> Block:
+        """Return what is shown of a block, with a CRC of its own; every run of it is still there."""
+        if self.key_prefix:
+            block = with_prefix(block, self.key_prefix)
+        return without_values(block) if self.keys_only else block
+
+    def cost(self, block: Block, size: int, tokens: Tokens) -> int:
+        """Return the bytes that a shown block takes from the credit.
+
+        Args:
+            size: its encoded bytes.
+            tokens: of the streams of its runs, one a run.
+        """
+        return plain_bytes_of(block, tokens) if self.plain_rows else size
+
+
+def with_prefix(block: Block, prefix: bytes) -> Block:
+    """Return a numbered block without the rows whose keys do not begin with the prefix; its runs stay."""
+    if not block.rows:
+        return block
+    keys = _taken_cells(block.key_offsets, block.keys)
+    keep = pc.starts_with(keys, pattern=prefix).to_numpy(zero_copy_only=False)
+    if keep.all():
+        return block
+    rows = np.flatnonzero(keep)
+    bounds = row_bounds(block.runs)
+    kept_below = np.concatenate(([0], np.cumsum(keep)))
+    runs = block.runs.copy()
+    runs["count"] = kept_below[bounds[1:]] - kept_below[bounds[:-1]]
+    if not len(rows):
+        return sealed(Block(runs, b"", b"", b"", b"", b"", b"", b"", 0))
+    picked = pa.array(rows)
+    key_offsets, key_data = _column(keys.take(picked))
+    value_offsets, value_data = b"", b""
+    if block.value_offsets:
+        values = _taken_cells(block.value_offsets, block.values)
+        value_offsets, value_data = _column(values.take(picked))
+    return sealed(
+        replace(
+            block,
+            runs=runs,
+            seqnos=_seqno_offsets(block, bounds)[rows].astype("<u4").tobytes(),
+            ops=_taken(block.ops, "u1", rows),
+            key_offsets=key_offsets,
+            keys=key_data,
+            value_offsets=value_offsets,
+            values=value_data,
+            times=_taken(block.times, "<i8", rows),
+        )
+    )
+
+
+def _seqno_offsets(block: Block, bounds: I64) -> I64:
+    """Return how far each row's seqno is above its run's start."""
+    if block.seqnos:
+        return np.frombuffer(block.seqnos, "<u4").astype(np.int64)
+    firsts = np.repeat(bounds[:-1], block.runs["count"])
+    offsets: I64 = np.arange(1, block.rows + 1, dtype=np.int64) - firsts
+    return offsets
+
+
+def _taken(column: bytes, dtype: str, rows: I64) -> bytes:
+    return np.frombuffer(column, dtype)[rows].tobytes() if column else b""
+
+
+def _taken_cells(offsets: bytes, data: bytes) -> pa.Array:
+    count = len(offsets) // 4 - 1
+    return pa.Array.from_buffers(
+        pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    )
+
+
+def _column(cells: pa.Array) -> tuple[bytes, bytes]:
+    """Return a column's offsets, from 0, and its bytes."""
+    _, offset_buffer, data = cells.buffers()
+    offsets = np.frombuffer(offset_buffer, "<i4", len(cells) + 1, cells.offset * 4)
+    raw = memoryview(data)[offsets[0] : offsets[-1]].tobytes() if data is not None else b""
+    return (offsets - offsets[0]).astype("<i4").tobytes(), raw
+
+
+@dataclass(slots=True)
+class ReadResult:
+    """What was found for one request: blocks that continue exactly above it, or why there are none.
+
+    Neither blocks nor an error: the byte limit was reached before this request.
+    """
+
+    request: ReadRequest
+    blocks: list[Encoded] = field(default_factory=list)
+    error: DataDamagedError | None = None
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What one read may still take: bytes to be sent, and bytes that come out of compressed blocks."""
+
+    showing: Showing
+    accept_zstd: bool
+    send_bytes: int
+    plain_bytes: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.send_bytes <= 0 or self.plain_bytes <= 0
+
+    def takes_compressed(self, size: int) -> bool:
+        """Count a block of so many bytes when decompressed; False where it must wait for the next read."""
+        if self.plain_bytes < min(size, FRAME_PLAIN_BYTES):
+            self.plain_bytes = 0
+            return False
+        self.plain_bytes -= size
+        return True
+
+
+def read_blocks(
+    store: Store,
+    requests: Sequence[ReadRequest],
+    max_bytes: int,
+    *,
+    keys_only: bool = False,
+    key_prefix: bytes = b"",
+    plain_rows: bool = False,
+    accept_zstd: bool = False,
+) -> list[ReadResult]:
+    """Read, check and cut blocks for several partitions in one short transaction.
+
+    A read ends with the block that reaches ``max_bytes`` of encoded blocks as they are to be sent, and before one
+    with which the compressed ones would have more than FRAME_PLAIN_BYTES when decompressed, unless it is alone.
+
+    Args:
+        keys_only: leave the values out.
+        key_prefix: leave out the rows whose keys do not begin with it.
+        plain_rows: blocks cost as much credit as the plain rows that they are to become.
+        accept_zstd: return a compressed block as it is stored if all of it is wanted; else none is compressed.
+    """
+    showing = Showing(keys_only, key_prefix, plain_rows)
+    reading = _Reading(showing, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
+    results = []
+    for request, found in zip(requests, store.read(requests, max_bytes), strict=True):
+        result = ReadResult(request)
+        results.append(result)
+        if found is None or reading.is_full:
+            continue
+        try:
+            if not found:
+                raise DataDamagedError("it is missing")
+            result.blocks = list(_continue_from(request, found, reading))
+        except (InvalidArgumentError, DataDamagedError) as error:
+            result.error = DataDamagedError(
+                f"partition {request.partition}: a stored block above seqno {request.above} is damaged: {error.message}",
+                hint="restore the partition from a replica or a backup",
+            )
+    return results
+
+
+def _continue_from(
+    request: ReadRequest, found: Iterable[bytes], reading: _Reading
+) -> Iterable[Encoded]:
+    at = request.above
+    for data in found:
+        # It was checked whole before it was stored: its CRCs tell whether it still is what it was.
+        compressed = check_encoded(data)
+        head, runs = own_head(data, request.partition)
+        if head.start > at or head.end <= at:
+            raise DataDamagedError(
+                f"the block tells of seqnos {head.start} to {head.end}, after {at}"
+            )
+        if compressed and not reading.takes_compressed(plain_bytes(data, len(data))):
+            return
+        if head.start == at and reading.showing.as_they_are:
+            if compressed and not reading.accept_zstd:
+                data = decompress_block(data)
+            block = Encoded(runs, data)
+        else:
+            cut = reading.showing.of(slice_above(decode_block(data), at))
+            data = encode_block(cut)
+            tokens = np.array([request.token], np.uint32)
+            cost = reading.showing.cost(cut, len(data), tokens)
+            block = Encoded(cut.runs, data, cost=cost)
+        reading.send_bytes -= block.size
+        yield block
+        if reading.is_full:
+            return
+        at = head.end
