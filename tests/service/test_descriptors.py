@@ -17,6 +17,7 @@ from upr_protocol.errors import ListenError
 from upr_protocol.limits import BUCKETS_MAX, CONNECTIONS_MAX
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 
 FILES = 128
 SILENT = 300
@@ -84,8 +85,11 @@ async def test_silent_sockets_stop_neither_a_writer_nor_the_flush(
                     pass
             for one in silent:
                 one.close()
+            # The server refuses connections until it has seen that some of the silent ones are closed.
             async with RawClient(server.target) as later, asyncio.timeout(30):
-                assert (await later.get(b"before"))[0].value == b"1"
+                request = kv.GetRequest(bucket="default", keys=[b"before"])
+                answer = await later.kv.Get(request, timeout=30, wait_for_ready=True)
+            assert answer.answers[0].value == b"1"
             await writer.close()
         assert server.terminate() == 0
         assert "error" not in server.log_text()
