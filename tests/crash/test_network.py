@@ -131,9 +131,9 @@ async def test_slow_links_and_closed_directions(server_process: StartServer) -> 
     async with World(server) as world, proxies(world, 4) as through:
         through[0].limit(300_000)
         through[1].delay(0.03)
-        # The window bounds a frame, and so how long one takes.
-        slow = world.follow(through[0].target, credit_bytes=20_000)
-        late = world.follow_in_thread(through[1].target)
+        # The window bounds a frame, and so how long one takes. A busy machine may stand still for a second.
+        slow = world.follow(through[0].target, credit_bytes=20_000, heartbeat_seconds=2)
+        late = world.follow_in_thread(through[1].target, heartbeat_seconds=2)
         closed = world.follow(through[2].target)
         world.write(through[3].target, seed=1)
         world.write(seed=2)

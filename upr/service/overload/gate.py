@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -11,6 +13,12 @@ from upr.service.overload.callers import BYTES_A_SECOND, CALL_SECONDS, Callers, 
 from upr.service.overload.intake import Context, Intake, abort
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.limits import REQUEST_BYTES_MAX
+
+_IN_ORDER = frozenset({"SavePositions"})
+"""Methods whose calls reach their handler in the order in which their connection began them.
+
+A small request that was begun after a large one can arrive before it, and an older position would replace a newer one.
+"""
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -48,26 +56,39 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         intake, callers = self._intake, self._callers
         limit = self._limits.get(name, REQUEST_BYTES_MAX)
         serve = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
         async def received(_: object, context: Context) -> Any:
             try:
-                raw = await intake.receive(context, limit, f"a {name}")
-                if raw is None:
-                    raise InvalidArgumentError(f"a {name} without a request")
-                try:
-                    request = handler.request_deserializer(raw)
-                except DecodeError:
-                    raise InvalidArgumentError(f"{len(raw)} bytes are no {name}") from None
-                size = len(raw)
-                # It may be large, and the method may take long.
-                del raw
-                peer = peer_of(context.peer())
-                with callers.open(name, peer):
-                    seconds = CALL_SECONDS + seconds_of(request) + size / BYTES_A_SECOND
-                    await callers.pay(peer, seconds, size)
+                with ExitStack() as opened:
+                    if name not in _IN_ORDER:
+                        return await serve(await arrived(context, opened), context)
+                    connection = context.peer()
+                    turn = turns.get(connection) or turns.setdefault(connection, asyncio.Lock())
+                    async with turn:
+                        request = await arrived(context, opened)
                     return await serve(request, context)
             except UprError as error:
                 await abort(context, error)
+
+        async def arrived(context: Context, opened: ExitStack) -> Any:
+            """Return the request, which is received, counted and charged for."""
+            raw = await intake.receive(context, limit, f"a {name}")
+            if raw is None:
+                raise InvalidArgumentError(f"a {name} without a request")
+            try:
+                request = handler.request_deserializer(raw)
+            except DecodeError:
+                raise InvalidArgumentError(f"{len(raw)} bytes are no {name}") from None
+            size = len(raw)
+            # It may be large, and the turn may be long in coming.
+            del raw
+            peer = peer_of(context.peer())
+            opened.enter_context(callers.open(name, peer))
+            await callers.pay(
+                peer, CALL_SECONDS + seconds_of(request) + size / BYTES_A_SECOND, size
+            )
+            return request
 
         kind = (
             grpc.stream_stream_rpc_method_handler
