@@ -19,8 +19,8 @@ def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_create_list_and_drop(server_process: StartServer) -> None:
-    target = ("--target", server_process().target)
+def test_create_list_and_drop(target: str) -> None:
+    target = ("--target", target)
     made = admin("create", "orders", "--compression", "zstd", *target)
     assert (made.returncode, made.stderr) == (0, "")
     assert made.stdout.startswith("created: orders, version ")
@@ -65,11 +65,8 @@ def test_create_list_and_drop(server_process: StartServer) -> None:
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])
-def test_drop_asks_first(
-    server_process: StartServer, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_drop_asks_first(target: str, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    with Client(target) as client:
         client.bucket().write_many([(b"%d" % i, b"v") for i in range(12)])
     asked: list[str] = []
 
@@ -82,11 +79,11 @@ def test_drop_asks_first(
 
     monkeypatch.setattr(click, "confirm", confirm)
     monkeypatch.setattr("upr.cli.admin_commands.bucket._can_ask", lambda: True)
-    result = CliRunner().invoke(main, ["bucket", "drop", "default", "--target", server.target])
+    result = CliRunner().invoke(main, ["bucket", "drop", "default", "--target", target])
     assert len(asked) == 1
     assert "12 mutations" in result.stderr
     assert result.exit_code == (0 if answer == "y" else 130)
-    with Client(server.target) as client:
+    with Client(target) as client:
         assert [info.name for info in client.buckets()] == (["default"] if answer == "n" else [])
     help_text = CliRunner().invoke(main, ["bucket", "drop", "--help"]).output
     assert "made anew" in " ".join(help_text.split())

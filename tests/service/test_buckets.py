@@ -78,9 +78,8 @@ async def test_buckets_are_created_listed_and_kept_over_a_restart(
 
 
 @pytest.mark.asyncio
-async def test_of_creations_at_once_one_wins(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_of_creations_at_once_one_wins(target: str) -> None:
+    async with AsyncClient(target) as client:
         outcomes = await asyncio.gather(
             *(client.create_bucket("one") for _ in range(6)), return_exceptions=True
         )
@@ -276,9 +275,8 @@ async def test_who_waits_for_room_learns_that_the_bucket_was_dropped(tmp_path: P
 
 
 @pytest.mark.asyncio
-async def test_a_drop_of_another_version_drops_nothing(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_a_drop_of_another_version_drops_nothing(target: str) -> None:
+    async with AsyncClient(target) as client:
         (default,) = await client.buckets()
         with pytest.raises(BucketGoneError, match="created anew"):
             await client.drop_bucket("default", default.version ^ 1)

@@ -187,9 +187,8 @@ async def is_waiting(client: RawClient) -> bool:
 
 
 @pytest.mark.asyncio
-async def test_a_former_owner_is_fenced_and_stores_nothing(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_former_owner_is_fenced_and_stores_nothing(target: str) -> None:
+    async with RawClient(target) as client:
         await fill(client, 10)
         first = await client.follow(consumer=NAME)
         generation = first.opened.generation
@@ -229,10 +228,9 @@ async def test_an_owner_whose_call_is_gone_may_save_until_the_server_starts_anew
 
 @pytest.mark.asyncio
 async def test_a_position_above_the_high_seqno_is_refused_by_name(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 10)
         generation = await own(client)
         error = await problem(save(client, generation, position(0, partition=3), position(11)))
@@ -248,9 +246,8 @@ def log_of(records: int) -> list[types.FailoverRecord]:
 
 @pytest.mark.asyncio
 async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
     wrong = {
         "partition is 1024": [position(1, partition=1024)],
         "named twice": [position(1), position(2)],
@@ -261,7 +258,7 @@ async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
         "1001 failover records, the limit is 1000": [position(9, failover_log=log_of(1001))],
         "failover id is 0": [position(5, failover_id=0)],
     }
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 10)
         generation = await own(client)
         for words, positions in wrong.items():
@@ -280,10 +277,9 @@ async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
 
 @pytest.mark.asyncio
 async def test_what_the_server_does_not_know_of_a_position_is_not_stored(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 10)
         generation = await own(client)
         # Field 1000, 100 bytes.
@@ -406,8 +402,8 @@ async def test_a_reset_to_the_beginning_removes_positions_and_fences_their_owner
 
 
 @pytest.mark.asyncio
-async def test_a_reset_of_an_unknown_name_changes_nothing(server_process: StartServer) -> None:
-    async with RawClient(server_process().target) as client:
+async def test_a_reset_of_an_unknown_name_changes_nothing(target: str) -> None:
+    async with RawClient(target) as client:
         for to in ({"to_now": True}, {"to_beginning": True}, {"to_time": 1}):
             error = await problem(reset(client, create=False, **to))
             assert (error.reason, error.retriable) == ("CONSUMER_NOT_FOUND", False)
@@ -421,9 +417,9 @@ async def test_a_reset_of_an_unknown_name_changes_nothing(server_process: StartS
 
 @pytest.mark.asyncio
 async def test_saves_of_one_owner_are_applied_in_the_order_in_which_they_came(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    async with RawClient(server_process().target) as client:
+    async with RawClient(target) as client:
         await fill(client, 3, 0)
         generation = await own(client)
         everything = [position(0, p) for p in range(1, 1024)]
@@ -497,10 +493,9 @@ async def test_a_reset_to_now_registers_a_consumer_at_the_newest_markers(
 
 @pytest.mark.asyncio
 async def test_a_reset_to_a_time_lies_right_below_the_first_mutation_since(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 4)
         between = time.time_ns() // 1000 + 1
         while time.time_ns() // 1000 <= between:

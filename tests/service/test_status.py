@@ -108,9 +108,8 @@ async def test_a_second_flush_leaves_something_unmerged(server_process: StartSer
 
 
 @pytest.mark.asyncio
-async def test_a_bucket_that_is_not_there_is_not_found(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_a_bucket_that_is_not_there_is_not_found(target: str) -> None:
+    async with AsyncClient(target) as client:
         bucket = client.bucket("nobody's")
         with pytest.raises(BucketNotFoundError):
             await bucket.storage()
