@@ -9,13 +9,10 @@ from pathlib import Path
 # does with its JVM.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-import grpc
 import pytest
 from hypothesis import settings
 
 from tests.harness import RunningServer
-from upr_protocol.wire.v1 import admin_service_pb2 as admin
-from upr_protocol.wire.v1.admin_service_pb2_grpc import AdminServiceStub
 
 StartServer = Callable[..., RunningServer]
 
@@ -50,6 +47,12 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
 @pytest.fixture
 def target(shared_server: RunningServer) -> str:
     """Where the shared server listens; it has one bucket, "default", which is new and empty."""
+    # Here, because most tests need no server, and this takes longer than they do.
+    import grpc
+
+    from upr_protocol.wire.v1 import admin_service_pb2 as admin
+    from upr_protocol.wire.v1.admin_service_pb2_grpc import AdminServiceStub
+
     assert shared_server.running, shared_server.log_text()
     with grpc.insecure_channel(shared_server.target) as channel:
         stub = AdminServiceStub(channel)
