@@ -3,10 +3,8 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer
 from upr_client import AsyncClient, Change, Rollback
-
-WAIT_SECONDS = 20.0
 
 
 async def rows_of(client: AsyncClient, bucket: str) -> dict[bytes, bytes | None]:

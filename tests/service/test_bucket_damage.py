@@ -8,8 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
-from tests.service.bucket_state import WAIT_SECONDS, folders_are, rows_of
+from tests.harness import WAIT_SECONDS, RunningServer
+from tests.service.bucket_state import folders_are, rows_of
 from upr.config import ServerConfig
 from upr.service.buckets.catalog import Catalog, DamagedBucket, create_bucket
 from upr.storage.directory import DataDirectory

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.bucket_state import WAIT_SECONDS, rows_of
+from tests.harness import WAIT_SECONDS
+from tests.service.bucket_state import rows_of
 from tests.service.keys import some_keys
 from upr_client import (
     AsyncClient,

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -241,13 +240,12 @@ async def test_a_consumer_without_credit_that_answers_heartbeats_stays(
         follow = await client.follow(heartbeat_seconds=0.2, credit_bytes=2 * MIB)
         follow.give_credit = False
         await follow.send(start=starts(range(PARTITIONS)))
-        ends = time.monotonic() + 4
         beats = 0
-        while time.monotonic() < ends:
+        # Long after the reader's time is over.
+        while beats < 10:
             message = await follow.read()
             assert not message.HasField("ended"), message
             beats += message.HasField("heartbeat")
-        assert beats > 5
         await follow.close()
 
 

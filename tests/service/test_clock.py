@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.service.keys import some_keys
 from tests.service.test_purging import ends, purge, write
 from upr.config import ServerConfig
@@ -31,7 +32,6 @@ HOUR = 60 * MINUTE
 DAY = 24 * HOUR
 START = 20_000 * DAY
 P = 9
-WAIT_SECONDS = 30.0
 
 
 class Time:

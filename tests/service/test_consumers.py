@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawFollow, start_at
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
@@ -25,7 +26,6 @@ from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 PARTITION = 9
-WAIT_SECONDS = 20.0
 
 
 def ack(*positions: tuple[int, int]) -> wire.Ack:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.model import ModelBucket, State
 from tests.raw import RawClient
 from upr_client import (
@@ -36,7 +37,6 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 KEYS = 3000
 SMALL_TAIL = ("--tail-bytes", "300000", "--flush-seconds", "0.3")
-WAIT_SECONDS = 30.0
 Rows = list[tuple[bytes, bytes | None]]
 
 

@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawFollow, all_rows, start_at
 from tests.service.keys import some_keys
 from tests.service.test_positions import (
     NAME,
-    WAIT_SECONDS,
     info,
     load,
     position,
@@ -176,6 +176,7 @@ async def test_a_lost_call_keeps_its_partitions_for_its_lease(target: str, how: 
 
 _MEMBER = """
 import asyncio, sys
+from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient
 async def main():
     client = RawClient(sys.argv[1])

@@ -7,6 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.harness import WAIT_SECONDS
 from upr.service.health import BUCKET, Health
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -37,7 +38,7 @@ async def test_a_watcher_that_takes_nothing_keeps_nobody_waiting() -> None:
         answer = await health.servicer.Check(health_pb2.HealthCheckRequest(service=name), None)
         return answer.status
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_SECONDS):
         await health.serving()
         await health.tell(writes=False, buckets={"x": False})
         assert [await status(name) for name in ("", "a", "b", BUCKET + "x")] == [

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer
 from tests.raw import RawClient
 from upr_client import AsyncClient
 from upr_protocol.block import START
@@ -76,7 +76,7 @@ class Watched:
         return await asyncio.to_thread(self._wait)
 
     def _wait(self) -> list[tuple[float, str]]:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + WAIT_SECONDS
         while not self._told.exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -110,7 +110,7 @@ async def purge(client: RawClient, clients: list[RawClient]) -> None:
         await follow.until("start_answers")
         follows.append(follow)
     request = admin.PurgeRequest(bucket="default", partitions=range(64))
-    await client.admin.Purge(request, timeout=120)
+    await client.admin.Purge(request, timeout=WAIT_SECONDS)
     for follow in follows:
         follow.call.cancel()
 
@@ -119,14 +119,16 @@ async def gets(client: RawClient, clients: list[RawClient]) -> None:
     """Get a thousand keys, of which half are there, from many clients."""
     keys = [b"%d" % number for number in range(500)] + [b"no %d" % i for i in range(500)]
     request = kv.GetRequest(bucket="default", keys=keys)
-    await asyncio.gather(*(one.kv.Get(request, timeout=60) for one in clients for _ in range(2)))
+    await asyncio.gather(
+        *(one.kv.Get(request, timeout=WAIT_SECONDS) for one in clients for _ in range(2))
+    )
 
 
 async def asked_by_operators(client: RawClient, clients: list[RawClient]) -> None:
     """Everything that tells of all partitions."""
     for number in range(30):
         request = changes.CreateCutRequest(bucket="default", name=f"{number}", lease_seconds=60)
-        await client.changes.CreateCut(request, timeout=30)
+        await client.changes.CreateCut(request, timeout=WAIT_SECONDS)
     for _ in range(3):
         await client.changes.ListCuts(
             changes.ListCutsRequest(bucket="default", with_partitions=True), timeout=30
@@ -136,7 +138,7 @@ async def asked_by_operators(client: RawClient, clients: list[RawClient]) -> Non
         await client.partitions()
     for number in range(30):
         release = changes.ReleaseCutRequest(bucket="default", name=f"{number}")
-        await client.changes.ReleaseCut(release, timeout=30)
+        await client.changes.ReleaseCut(release, timeout=WAIT_SECONDS)
 
 
 def slowness() -> float:

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer
 from tests.raw import RawClient, start_at
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import consumers_of, store_of
@@ -29,7 +29,6 @@ from upr_protocol.wire.v1 import types_pb2 as types
 
 PARTITION = 9
 NAME = "indexer"
-WAIT_SECONDS = 20.0
 
 
 async def fill(client: RawClient, rows: int, partition: int = PARTITION) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, start_at
 from upr.service.overload import process
 from upr_client import AsyncClient
@@ -50,7 +51,7 @@ async def test_the_status_tells_calls_streams_and_memory(server_process: StartSe
         assert bucket.volatile_bytes == 0
         await follow.close()
         await writer.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_SECONDS):
             while (await client.status()).follow_calls:
                 pass
     assert server.terminate() == 0
@@ -100,7 +101,7 @@ async def test_a_second_flush_leaves_something_unmerged(server_process: StartSer
         bucket = client.bucket()
         for _ in range(6):
             await bucket.write_many([(b"key %d" % i, b"v" * 100) for i in range(1024)])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_SECONDS):
             while not (found := await bucket.storage()).blocks:
                 pass
         assert found.flushed_bytes >= found.block_bytes - found.merge_output_bytes
