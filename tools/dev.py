@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip>=25.1"  # Knows dependency groups.
 EVERYTHING = "--all"
+OTHER_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 JAVA_MIN = 17  # Of Spark 4.
 JAVA_PACKAGES = ("openjdk-17-jre-headless", "openjdk-21-jre-headless", "default-jre-headless")
 
@@ -101,8 +102,9 @@ def step(words: str, command: list[str]) -> None:
     environment = {
         name: value
         for name, value in os.environ.items()
-        # Another environment's modules must not be mixed into this one.
-        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+        # Another environment's modules must not be mixed into this one. And without bytecode each of the hundreds of
+        # processes that the tests start would compile every module again.
+        if name not in (*OTHER_ENVIRONMENT, "PYTHONDONTWRITEBYTECODE")
     }
     started = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
