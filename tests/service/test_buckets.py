@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from upr_client import (
     BucketNotFoundError,
     Change,
     InvalidArgumentError,
+    StorageFailedError,
     TooManyError,
 )
 from upr_protocol.block import build_block
@@ -273,6 +276,31 @@ async def test_who_waits_for_room_learns_that_the_bucket_was_dropped(tmp_path: P
             # Else the store's thread would never let the server stop.
             failpoints._armed.clear()
             hold.unlink()
+
+
+@pytest.mark.asyncio
+async def test_a_drop_that_failed_keeps_the_name_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        serving(ServerConfig(tmp_path / "data", "127.0.0.1:0")) as server,
+        AsyncClient(server.address) as client,
+    ):
+
+        def fail(folder: Path) -> Path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server._catalog._directory, "drop_bucket", fail)
+            with pytest.raises(StorageFailedError, match="could not be renamed"):
+                await client.drop_bucket("default")
+        (listed,) = await client.buckets()
+        assert listed.problem is not None
+        # Two folders of one name would be there at the next start.
+        with pytest.raises(AlreadyExistsError):
+            await client.create_bucket("default")
+        assert await client.drop_bucket("default") == listed.version
+        await client.create_bucket("default")
 
 
 @pytest.mark.asyncio
