@@ -1,11 +1,9 @@
 """Several buckets in one server: creating, listing, dropping, and crashes in between."""
 
 import asyncio
-import contextlib
 import errno
 import os
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -14,11 +12,10 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawWriter, start_at
-from tests.service.bucket_state import folders, folders_are, rows_of, until
+from tests.service.bucket_state import folders, folders_are, rows_of, serving, until
 from tests.service.keys import some_keys
 from upr import failpoints
 from upr.config import ServerConfig
-from upr.service.server import Server
 from upr_client import (
     AlreadyExistsError,
     AsyncClient,
@@ -232,17 +229,6 @@ async def test_streams_and_writes_of_a_dropped_bucket_end_with_its_reason(
         (anew,) = await client.buckets()
         assert (anew.name, anew.mutations) == ("default", 0)
         assert anew.version != writer.opened.bucket_version
-
-
-@contextlib.asynccontextmanager
-async def serving(config: ServerConfig) -> AsyncIterator[Server]:
-    """A server in this process."""
-    server = Server(config)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
 
 
 @pytest.mark.asyncio
