@@ -1,16 +1,31 @@
 """A real server process for tests."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 WAIT_SECONDS = 90.0
 """For what comes in an instant on an idle machine: a wait that ends is a failure, on a busy one as well."""
 _POLL_SECONDS = 0.01
+_T = TypeVar("_T")
+
+
+async def poll(ask: Callable[[], Awaitable[_T]], enough: Callable[[_T], object] = bool) -> _T:
+    """Ask until an answer is enough, and return it; with pauses, as what is waited for needs the processor.
+
+    Raises:
+        TimeoutError: none was within WAIT_SECONDS.
+    """
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not enough(answer := await ask()):  # noqa: ASYNC110 (it is another process that is asked)
+            await asyncio.sleep(_POLL_SECONDS)
+    return answer
 
 
 class ServerFailed(Exception):

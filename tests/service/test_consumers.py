@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient, RawFollow, start_at
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
@@ -61,9 +62,7 @@ async def seqno_of(client: RawClient, name: str) -> int | None:
 
 
 async def until_seqno(client: RawClient, name: str, seqno: int | None) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while await seqno_of(client, name) != seqno:
-            pass
+    await poll(partial(seqno_of, client, name), lambda found: found == seqno)
 
 
 async def following(

@@ -6,13 +6,14 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, poll
 from tests.model import ModelBucket, State
 from tests.raw import RawClient
 from upr_client import (
@@ -256,9 +257,7 @@ async def test_a_caller_that_goes_away_leaves_a_whole_cut(
             await bucket.create_cut("x")
         assert await bucket.cuts() == []
         hold.unlink()
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not (found := await bucket.cuts(with_pins=True)):
-            assert time.monotonic() < deadline
+        found = await poll(partial(bucket.cuts, with_pins=True))
         assert len(found[0].pins) == 1024
 
 
@@ -271,9 +270,7 @@ async def test_leases_end_by_themselves_and_are_renewed_and_kept(
         short = await bucket.create_cut("short", lease=0.05)
         long = await bucket.create_cut("long", partitions=[5, 3], lease=60)
         assert list(long.pins) == [3, 5]
-        deadline = time.monotonic() + WAIT_SECONDS
-        while "short" in [cut.name for cut in await bucket.cuts()]:
-            assert time.monotonic() < deadline
+        await poll(bucket.cuts, lambda cuts: "short" not in [cut.name for cut in cuts])
         with pytest.raises(CutNotFoundError, match="'short'"):
             await short.renew()
         assert not await short.release()

@@ -3,13 +3,14 @@
 import asyncio
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient, RawFollow, all_rows, start_at
 from tests.service.keys import some_keys
 from tests.service.test_positions import (
@@ -164,9 +165,7 @@ async def test_a_lost_call_keeps_its_partitions_for_its_lease(target: str, how: 
             await assigned(b)
             if how == "cancelled":
                 a.call.cancel()
-        async with asyncio.timeout(WAIT_SECONDS):
-            while (await info(client)).members[0].peer:
-                pass
+        await poll(partial(info, client), lambda told: not told.members[0].peer)
         assert (await owned_by(client, "a"), await owned_by(client, "b")) == (PARTITIONS, 0)
         assert await save(client, generation, position(0, 5), member="a") == []
         assert len((await assigned(b)).owned) == PARTITIONS
@@ -176,7 +175,7 @@ async def test_a_lost_call_keeps_its_partitions_for_its_lease(target: str, how: 
 
 _MEMBER = """
 import asyncio, sys
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient
 async def main():
     client = RawClient(sys.argv[1])
@@ -202,9 +201,7 @@ async def test_a_killed_member_keeps_its_partitions_for_its_lease(
             process.kill()
             b = await member(client, "b", lease=FOREVER)
             await assigned(b)
-            async with asyncio.timeout(WAIT_SECONDS):
-                while (await info(client)).members[0].peer:
-                    pass
+            await poll(partial(info, client), lambda told: not told.members[0].peer)
             assert await owned_by(client, "a") == PARTITIONS
             assert len((await assigned(b)).owned) == PARTITIONS
     finally:
@@ -345,9 +342,7 @@ async def test_acks_of_a_member_count_for_what_it_owns(target: str) -> None:
         await a.send(release=wire.Release(partitions=asked))
         both = b"".join(p.to_bytes(4, "little") + (3).to_bytes(8, "little") for p in (0, 1023))
         await a.send(ack=wire.Ack(positions=both))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while (await info(client)).partitions == 0:
-                pass
+        await poll(partial(info, client), lambda told: told.partitions)
         acked = [at.partition for at in (await info(client)).positions if at.time]
         assert acked == [0]
 

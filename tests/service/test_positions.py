@@ -4,6 +4,7 @@ import asyncio
 import struct
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS, RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer, poll
 from tests.raw import RawClient, start_at
 from tests.service.bucket_state import serving
 from tests.service.keys import some_keys
@@ -307,9 +308,7 @@ async def test_a_save_counts_as_an_ack_and_an_ack_leaves_it_as_it_is(
         found = await info(client)
         assert (found.lag, found.positions[0].seqno, found.positions[0].high_seqno) == (4, 6, 10)
         await follow.send(ack=wire.Ack(positions=struct.pack("<IQ", PARTITION, 8)))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while (await info(client)).positions[0].seqno != 8:
-                pass
+        await poll(partial(info, client), lambda told: told.positions[0].seqno == 8)
         assert (await load(client))[PARTITION].seqno == 6
     assert server.terminate() == 0
     server.start()
@@ -458,9 +457,7 @@ async def test_a_consumer_that_is_forgotten_stays_so_although_a_stream_began_dur
         hold.touch()
         at = position(3, failover_id=newest, data_id=newest, failover_log=())
         saving = asyncio.create_task(save(client, follow.opened.generation, at))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not await is_saving(client):
-                pass
+        await poll(partial(is_saving, client))
         await follow.start(start_at(PARTITION, 3, newest, data_id=newest))
         hold.unlink()
         assert await saving == []
