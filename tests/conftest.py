@@ -32,9 +32,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "spark" not in getattr(item, "fixturenames", ()))
 
 
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server process for all tests of this process that neither end nor configure it."""
+    server = RunningServer(tmp_path_factory.mktemp("shared")).start()
+    try:
+        yield server
+        assert server.terminate() == 0
+        assert "Traceback" not in server.log_text()
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def target(shared_server: RunningServer) -> str:
+    """Where the shared server listens; it has one bucket, "default", which is new and empty."""
+    # Here, because most tests need no server, and this takes longer than they do.
+    import grpc
+
+    from upr_protocol.wire.v1 import admin_service_pb2 as admin
+    from upr_protocol.wire.v1.admin_service_pb2_grpc import AdminServiceStub
+
+    assert shared_server.running, shared_server.log_text()
+    with grpc.insecure_channel(shared_server.target) as channel:
+        stub = AdminServiceStub(channel)
+        for bucket in stub.ListBuckets(admin.ListBucketsRequest()).buckets:
+            stub.DropBucket(admin.DropBucketRequest(name=bucket.name))
+        stub.CreateBucket(admin.CreateBucketRequest(name="default"))
+    return shared_server.target
+
+
 @pytest.fixture
 def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    """A function that starts a real server process; all of them are gone after the test.
+    """A function that starts a real server process, for tests that end or configure it; all are gone after the test.
 
     It takes the options of the command and, as ``environment``, further variables.
     """

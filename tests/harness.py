@@ -1,16 +1,31 @@
 """A real server process for tests."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-READY_SECONDS = 30.0
-STOP_SECONDS = 30.0
+WAIT_SECONDS = 90.0
+"""For what comes in an instant on an idle machine: a wait that ends is a failure, on a busy one as well."""
 _POLL_SECONDS = 0.01
+_T = TypeVar("_T")
+
+
+async def poll(ask: Callable[[], Awaitable[_T]], enough: Callable[[_T], object] = bool) -> _T:
+    """Ask until an answer is enough, and return it; with pauses, as what is waited for needs the processor.
+
+    Raises:
+        TimeoutError: none was within WAIT_SECONDS.
+    """
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not enough(answer := await ask()):  # noqa: ASYNC110 (it is another process that is asked)
+            await asyncio.sleep(_POLL_SECONDS)
+    return answer
 
 
 class ServerFailed(Exception):
@@ -68,7 +83,7 @@ class RunningServer:
         """
         assert not self.running
         self.launch(environment=environment, prefix=prefix)
-        deadline = time.monotonic() + READY_SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         while not (self._ready.exists() and self._ready.read_text().endswith("\n")):
             if not self.running:
                 raise ServerFailed(f"the server ended:\n{self.log_text()}")
@@ -100,7 +115,7 @@ class RunningServer:
         """SIGKILL, and wait for the end."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(STOP_SECONDS)
+        self._process.wait(WAIT_SECONDS)
 
     def terminate(self) -> int:
         """SIGTERM, and wait for the exit status."""
@@ -112,7 +127,7 @@ class RunningServer:
         """Wait for the end; returns the exit status, negative for a signal."""
         assert self._process is not None
         try:
-            return self._process.wait(STOP_SECONDS)
+            return self._process.wait(WAIT_SECONDS)
         except subprocess.TimeoutExpired:
             raise ServerFailed(f"the server did not end in time:\n{self.log_text()}") from None
 

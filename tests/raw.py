@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import grpc
 
+from tests.harness import WAIT_SECONDS
 from upr_protocol.block import (
     Block,
     block_keys,
@@ -25,7 +26,6 @@ from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import key_value_service_pb2_grpc as kv_grpc
 from upr_protocol.wire.v1 import types_pb2 as types
 
-WAIT_SECONDS = 20.0
 OWN_CONNECTION: list[tuple[str, int]] = [("grpc.use_local_subchannel_pool", 1)]
 """Channels with the same target and options share a connection otherwise, and its pause after a failure."""
 

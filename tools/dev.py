@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip>=25.1"  # Knows dependency groups.
 EVERYTHING = "--all"
+OTHER_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 JAVA_MIN = 17  # Of Spark 4.
 JAVA_PACKAGES = ("openjdk-17-jre-headless", "openjdk-21-jre-headless", "default-jre-headless")
 
@@ -101,8 +102,9 @@ def step(words: str, command: list[str]) -> None:
     environment = {
         name: value
         for name, value in os.environ.items()
-        # Another environment's modules must not be mixed into this one.
-        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+        # Another environment's modules must not be mixed into this one. And without bytecode each of the hundreds of
+        # processes that the tests start would compile every module again.
+        if name not in (*OTHER_ENVIRONMENT, "PYTHONDONTWRITEBYTECODE")
     }
     started = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
@@ -190,19 +192,24 @@ def gen() -> None:
 
 
 def test(arguments: list[str]) -> None:
-    """Lint and the tests; ``--all`` for the long ones too; with arguments for pytest, only what they choose."""
-    if arguments not in ([], [EVERYTHING]):
+    """Lint and the tests; ``--all`` for the long ones too and a tenth of the mutants; with arguments for pytest, only
+    what they choose.
+    """
+    everything = arguments == [EVERYTHING]
+    if arguments and not everything:
         setup()
     else:
         java()
         lint()
         # Half of them wait for something most of the time. Whatever the machine has, three are what the tests are
         # tried with: that keeps two cores busy.
-        chosen = [] if arguments else ["-m", "not long"]
-        if arguments:
+        chosen = [] if everything else ["-m", "not long"]
+        if everything:
             os.environ.setdefault("UPR_SIMULATION_SEEDS", "30")
         arguments = ["-n", "3", "--dist", "worksteal", *chosen]
     MAIN.run("tests", ["-m", "pytest", *arguments])
+    if everything:
+        MAIN.run("a tenth of the mutants", ["-m", "tools.mutants", "--sample", "--jobs", "2"])
 
 
 def demo(repo: Path) -> None:
@@ -284,7 +291,8 @@ def parser() -> argparse.ArgumentParser:
     soaking.add_argument("--steps", help="of each simulated world")
     soaking.add_argument("--world", help="only this kind of simulated world")
     mutations = commands.add_parser(
-        "mutants", help="deliberate faults, each must turn a test red; --only NAME, --list [--json]"
+        "mutants",
+        help="deliberate faults, each must turn a test red; --only NAME, --sample [--seed N], --jobs N, --list [--json]",
     )
     mutations.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     return reader

@@ -1,13 +1,17 @@
 """The test of the tests: deliberate faults, one by one, each of which must turn a named test red.
 
-The faults are in ``tools/mutants/*.toml``. The tree is copied once; each fault is a change of one text in the copy,
-made, tested and taken back. A fault whose text is not there exactly once is out of date, and one that cannot even be
-imported tests nothing: both end the run with status 2. Status 1: a fault survived.
+The faults are in ``tools/mutants/*.toml``. The tree is copied, once a job; each fault is a change of one text of one
+function in a copy, made, tested and taken back. A fault whose text is not there exactly once is out of date, and one
+that cannot even be imported tests nothing: both end the run with status 2. Status 1: a fault survived.
 """
 
 import argparse
+import ast
+import functools
 import json
 import os
+import queue
+import random
 import shutil
 import signal
 import subprocess
@@ -17,22 +21,25 @@ import time
 import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).resolve().with_suffix("")
-TEST_SECONDS = 40
-RUN_SECONDS = 120
-"""A test that hangs because of a fault has seen it; it need not hang for long. To this comes SLOWER times what the
-tests took without any mutant."""
+TEST_SECONDS = 10
 SLOWER = 4
+"""A test that hangs because of a fault has seen it; it need not hang for long: TEST_SECONDS, and SLOWER times what it
+takes on this machine without any mutant."""
 PLAIN_SECONDS = 3600
-"""Of all tests without any mutant."""
+"""Of whatever is done without any mutant."""
+SLOW_TESTS = ("tests/simulation/", "tests/crash/")
+"""Minutes each: a sample leaves out the mutants that only these find."""
 NOT_CAUGHT_BY = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
 """A test that ends with one of these has met a typing error of the mutant."""
 _FIELDS = {"name", "means", "file", "old", "new", "tests"}
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _PACKAGES = ("upr", "upr_client", "upr_protocol", "tests")
 
 
@@ -48,8 +55,9 @@ class Mutant:
         name: short, unique.
         means: what goes wrong, in words.
         file: which file is changed, from the root of the tree.
-        old, new: the text in it, which is there exactly once, and what takes its place.
+        old, new: the text, which is there exactly once, and what takes its place.
         tests: pytest node ids; at least one of them must fail.
+        where: the function that the text is in, with its class as in ``Journal.append``; empty for the whole file.
     """
 
     name: str
@@ -58,6 +66,7 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,7 @@ def read_list(folder: Path = LIST) -> list[Mutant]:
     for file in sorted(folder.glob("*.toml")):
         for entry in tomllib.loads(file.read_text())["mutant"]:
             where = f"{file.name}: {entry.get('name', 'a mutant without a name')}"
-            if set(entry) != _FIELDS:
+            if set(entry) - {"where"} != _FIELDS:
                 raise MutantError(f"{where} has the fields {sorted(entry)}, not {sorted(_FIELDS)}")
             mutant = Mutant(**{**entry, "tests": tuple(entry["tests"])})
             if mutant.old == mutant.new or not mutant.tests:
@@ -95,6 +104,28 @@ def read_list(folder: Path = LIST) -> list[Mutant]:
     return mutants
 
 
+@functools.cache
+def _places(text: str) -> dict[str, list[tuple[int, int]]]:
+    """Return where in a module each class and function begins and ends, by dotted name: several with overloads."""
+    begins = [0]
+    for line in text.splitlines(keepends=True):
+        begins.append(begins[-1] + len(line))
+    places: dict[str, list[tuple[int, int]]] = {}
+
+    def note(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, _DEFINITIONS):
+                first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                span = begins[first - 1], begins[child.end_lineno or first]
+                places.setdefault(prefix + child.name, []).append(span)
+                note(child, f"{prefix}{child.name}.")
+            else:
+                note(child, prefix)
+
+    note(ast.parse(text), "")
+    return places
+
+
 def mutated(mutant: Mutant, root: Path) -> str:
     """Return the text of the mutant's file under a root as the fault makes it.
 
@@ -103,12 +134,15 @@ def mutated(mutant: Mutant, root: Path) -> str:
     """
     file = root / mutant.file
     text = file.read_text() if file.is_file() else ""
-    count = text.count(mutant.old)
+    places = _places(text).get(mutant.where, []) if mutant.where else [(0, len(text))]
+    count = sum(text.count(mutant.old, *place) for place in places)
     if count != 1:
+        where = f"{mutant.where} of {mutant.file}" if mutant.where else mutant.file
         raise MutantError(
-            f"{mutant.name} is out of date: its old text is {count} times in {mutant.file}, must be once"
+            f"{mutant.name} is out of date: its old text is {count} times in {where}, must be once"
         )
-    changed = text.replace(mutant.old, mutant.new)
+    index = max(text.find(mutant.old, *place) for place in places)
+    changed = text[:index] + mutant.new + text[index + len(mutant.old) :]
     try:
         compile(changed, mutant.file, "exec")
     except SyntaxError as error:
@@ -121,12 +155,17 @@ class Tree:
 
     Args:
         folder: where to make it; empty.
+
+    Attributes:
+        seconds: what each test function takes without any mutant.
+        start_seconds: what a run of tests takes besides.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.seconds: dict[str, float] = {}
-        self._report = folder.parent / "report.xml"
+        self.start_seconds = 0.0
+        self._report = folder.with_suffix(".xml")
         path = [str(folder), str(folder / "client")]
         # Compiled here and not by the runs: a run would take what another compiled for true when the size and the
         # second are the same.
@@ -158,7 +197,7 @@ class Tree:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(root / name, target)
         options = ["-q", "--invalidation-mode", "checked-hash", "upr", "client", "tests"]
-        compiled = self._python(RUN_SECONDS, "-m", "compileall", *options)
+        compiled = self._python(PLAIN_SECONDS, "-m", "compileall", *options)
         if compiled.returncode:
             raise MutantError(f"the tree does not compile:\n{compiled.stdout}{compiled.stderr}")
         self.check_imports()
@@ -166,7 +205,7 @@ class Tree:
     def check_imports(self) -> None:
         """Raise MutantError unless the copy's own modules are what its tests import."""
         ask = "; ".join(f"import {name}; print(list({name}.__path__)[0])" for name in _PACKAGES)
-        told = self._python(RUN_SECONDS, "-c", ask)
+        told = self._python(PLAIN_SECONDS, "-c", ask)
         if told.returncode:
             raise MutantError(f"the copy cannot be imported:\n{told.stderr}")
         for place in told.stdout.splitlines():
@@ -214,13 +253,15 @@ class Tree:
             for case in ET.fromstring(self._report.read_text()).iter("testcase"):
                 name = _case_name(case).partition("[")[0]
                 self.seconds[name] = self.seconds.get(name, 0) + float(case.get("time") or 0)
+        self.start_seconds = max(outcome.seconds - sum(self.seconds.values()), 0)
         return outcome
 
     def run(self, tests: Sequence[str]) -> Outcome:
         """Run tests until the first one fails."""
         names = {f"{Path(file).stem}::{test}" for file, _, test in map(_parted, tests)}
-        plain = sum(self.seconds.get(name, 0) for name in names)
-        return self._run(tests, TEST_SECONDS + SLOWER * plain, RUN_SECONDS + SLOWER * plain)
+        limit = TEST_SECONDS + SLOWER * sum(self.seconds.get(name, 0) for name in names)
+        # The first test that fails ends the run; those before it took no longer than without the fault.
+        return self._run(tests, limit, TEST_SECONDS + SLOWER * self.start_seconds + 2 * limit)
 
     def _run(self, tests: Iterable[str], test_seconds: float, run_seconds: float) -> Outcome:
         self._report.unlink(missing_ok=True)
@@ -278,6 +319,12 @@ def choose(mutants: Sequence[Mutant], only: Sequence[str]) -> list[Mutant]:
     return [mutant for mutant in mutants if not only or mutant.name in only]
 
 
+def sample(mutants: Sequence[Mutant], seed: int) -> list[Mutant]:
+    """Return a tenth of the mutants, of those whose tests are quick."""
+    quick = [one for one in mutants if not one.tests[0].startswith(SLOW_TESTS)]
+    return random.Random(seed).sample(quick, -(-len(quick) // 10))
+
+
 def check_all(mutants: Sequence[Mutant]) -> None:
     """Raise MutantError naming all that are out of date or no Python."""
     wrong: list[str] = []
@@ -290,7 +337,34 @@ def check_all(mutants: Sequence[Mutant]) -> None:
         raise MutantError("\n".join(wrong))
 
 
-def try_all(mutants: Sequence[Mutant]) -> int:
+def copies(folder: Path, jobs: int) -> list[Tree]:
+    """Return copies of the tree below a folder, one a job."""
+    trees = [Tree(folder / f"tree-{number}") for number in range(jobs)]
+    trees[0].folder.mkdir()
+    trees[0].copy()
+    for tree in trees[1:]:
+        shutil.copytree(trees[0].folder, tree.folder)
+    return trees
+
+
+def run_plain(trees: Sequence[Tree], tests: Sequence[str], pool: ThreadPoolExecutor) -> None:
+    """Run tests without any mutant, each in one of the trees, and tell all trees what each took.
+
+    Raises:
+        MutantError: one is red.
+    """
+    parts = [(tree, tests[number :: len(trees)]) for number, tree in enumerate(trees)]
+    parts = [(tree, part) for tree, part in parts if part]
+    for outcome in pool.map(lambda part: part[0].run_plain(part[1]), parts):
+        if outcome.failed or outcome.broken:
+            raise MutantError(f"red without any mutant: {outcome.failed or outcome.broken}")
+    seconds = {name: taken for tree in trees for name, taken in tree.seconds.items()}
+    start_seconds = max(tree.start_seconds for tree in trees)
+    for tree in trees:
+        tree.seconds, tree.start_seconds = seconds, start_seconds
+
+
+def try_all(mutants: Sequence[Mutant], jobs: int) -> int:
     """Try each mutant; the number of those that survived.
 
     Raises:
@@ -298,34 +372,43 @@ def try_all(mutants: Sequence[Mutant]) -> int:
     """
     check_all(mutants)
     began = time.monotonic()
-    survived: list[str] = []
-    broken: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="upr-mutants-") as folder:
-        tree = Tree(Path(folder) / "tree")
-        tree.folder.mkdir()
-        tree.copy()
-        named = sorted({test for mutant in mutants for test in mutant.tests})
-        plain = tree.run_plain(named)
-        if plain.failed or plain.broken:
-            raise MutantError(f"red without any mutant: {plain.failed or plain.broken}")
-        say(f"{len(named)} named tests are green without any mutant ({plain.seconds:.1f} s)")
-        for mutant in mutants:
+    named = sorted({test for mutant in mutants for test in mutant.tests})
+    words: dict[str, list[str]] = {"caught": [], "SURVIVED": [], "BROKEN": []}
+    free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+
+    def attempt(mutant: Mutant) -> Outcome:
+        tree = free.get()
+        try:
             with tree.changed(mutant):
-                outcome = tree.run(mutant.tests)
+                return tree.run(mutant.tests)
+        finally:
+            free.put(tree)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="upr-mutants-") as folder,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
+        trees = copies(Path(folder), jobs)
+        run_plain(trees, named, pool)
+        say(
+            f"{len(named)} named tests are green without any mutant, {time.monotonic() - began:.0f} s"
+        )
+        for tree in trees:
+            free.put(tree)
+        for mutant, outcome in zip(mutants, pool.map(attempt, mutants), strict=True):
             if outcome.broken:
                 word, by = "BROKEN", outcome.broken
-                broken.append(mutant.name)
             elif outcome.failed:
                 word, by = "caught", outcome.failed
             else:
                 word, by = "SURVIVED", mutant.means
-                survived.append(mutant.name)
+            words[word].append(mutant.name)
             say(f"{word:8} {mutant.name:44} {outcome.seconds:5.1f} s  {by}")
-    caught = len(mutants) - len(survived) - len(broken)
+    caught = len(words["caught"])
     say(f"{caught} of {len(mutants)} mutants caught in {time.monotonic() - began:.0f} s")
-    if broken:
-        raise MutantError(f"broken, so that they prove nothing: {', '.join(broken)}")
-    return len(survived)
+    if words["BROKEN"]:
+        raise MutantError(f"broken, so that they prove nothing: {', '.join(words['BROKEN'])}")
+    return len(words["SURVIVED"])
 
 
 def say(words: str) -> None:
@@ -337,6 +420,9 @@ def main() -> int:
     """Return 0 when every mutant was caught, 1 when one survived, 2 when the list must be mended."""
     parser = argparse.ArgumentParser(prog="tools/dev.py mutants", description=__doc__)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this one")
+    parser.add_argument("--sample", action="store_true", help="a random tenth of them")
+    parser.add_argument("--seed", type=int, help="of the sample: to have the same one again")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at once (default: 1)")
     parser.add_argument("--list", action="store_true", help="say what there is, and try nothing")
     parser.add_argument("--json", action="store_true", help="with --list: as JSON")
     options = parser.parse_args()
@@ -344,8 +430,12 @@ def main() -> int:
         parser.error("--json goes with --list")
     try:
         mutants = choose(read_list(), options.only)
+        if options.sample:
+            seed = random.randrange(10**6) if options.seed is None else options.seed
+            say(f"a tenth of the mutants: --sample --seed {seed}")
+            mutants = sample(mutants, seed)
         if not options.list:
-            return 1 if try_all(mutants) else 0
+            return 1 if try_all(mutants, options.jobs) else 0
     except MutantError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

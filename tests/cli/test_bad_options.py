@@ -1,8 +1,5 @@
 """Options of ``upr-admin`` that must not be taken for something else than the user meant; no server is asked."""
 
-import subprocess
-import sys
-
 import pytest
 from click.testing import CliRunner
 
@@ -11,6 +8,8 @@ from upr.cli.admin import main
 
 NOBODY = ("--target", "127.0.0.1:1")
 MANY_DIGITS = "9" * 5000
+NO_TEXT = "\udcff"
+"""What Python makes of an argument of the byte 255."""
 
 
 @pytest.mark.parametrize(
@@ -25,21 +24,20 @@ def test_options_before_a_subcommand_are_not_passed_over(before: tuple[str, ...]
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("bucket", "create", b"\xff"),
-        ("bucket", "drop", "--yes", b"\xff"),
-        ("partitions", "--bucket", b"\xff"),
-        ("storage", "--bucket", b"\xff"),
-        ("consumers", "forget", b"\xff"),
-        ("cut", "create", b"\xff"),
-        ("cut", "renew", b"\xff"),
-        ("cut", "release", b"\xff"),
+        ("bucket", "create", NO_TEXT),
+        ("bucket", "drop", "--yes", NO_TEXT),
+        ("partitions", "--bucket", NO_TEXT),
+        ("storage", "--bucket", NO_TEXT),
+        ("consumers", "forget", NO_TEXT),
+        ("cut", "create", NO_TEXT),
+        ("cut", "renew", NO_TEXT),
+        ("cut", "release", NO_TEXT),
     ],
     ids=str,
 )
-def test_a_name_that_is_not_utf_8(arguments: tuple[str | bytes, ...]) -> None:
-    command = [sys.executable, "-m", "upr.cli", "admin", *arguments, *NOBODY]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_a_name_that_is_not_utf_8(arguments: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, [*arguments, *NOBODY])
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "is not UTF-8" in done.stderr
     assert done.stderr.count("\n") == 1
 

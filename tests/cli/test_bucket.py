@@ -1,75 +1,69 @@
 """``upr-admin bucket`` against a real server."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tests.conftest import StartServer
 from upr.cli.admin import main
 from upr_client import Client
 
 
-def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "upr.cli", "admin", "bucket", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def admin(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bucket", *arguments])
 
 
-def test_create_list_and_drop(server_process: StartServer) -> None:
-    target = ("--target", server_process().target)
-    made = admin("create", "orders", "--compression", "zstd", *target)
-    assert (made.returncode, made.stderr) == (0, "")
+def test_create_list_and_drop(target: str) -> None:
+    there = ("--target", target)
+    made = admin("create", "orders", "--compression", "zstd", *there)
+    assert (made.exit_code, made.stderr) == (0, "")
     assert made.stdout.startswith("created: orders, version ")
-    document = json.loads(admin("create", "plain", "--json", *target).stdout)
+    document = json.loads(admin("create", "plain", "--json", *there).stdout)
     assert (document["name"], document["compression"]) == ("plain", "none")
-    twice = admin("create", "orders", *target)
-    assert (twice.returncode, twice.stdout) == (4, "")
+    twice = admin("create", "orders", *there)
+    assert (twice.exit_code, twice.stdout) == (4, "")
     assert "there is a bucket 'orders'" in twice.stderr
 
-    listed = json.loads(admin("list", "--json", *target).stdout)
+    listed = json.loads(admin("list", "--json", *there).stdout)
     assert [one["name"] for one in listed] == ["default", "orders", "plain"]
     assert [one["compression"] for one in listed] == ["none", "zstd", "none"]
     assert all(one["problem"] is None and one["used_bytes"] > 0 for one in listed)
-    table = admin("list", *target).stdout.splitlines()
+    table = admin("list", *there).stdout.splitlines()
     columns = ["name", "version", "compression", "mutations", "used", "quota", "problem"]
     assert table[0].split() == columns
     assert table[2].split()[:4] == ["orders", listed[1]["version"], "zstd", "0"]
 
-    given = admin("quota", "plain", str(2**20), *target)
-    assert (given.returncode, given.stderr) == (0, "")
+    given = admin("quota", "plain", str(2**20), *there)
+    assert (given.exit_code, given.stderr) == (0, "")
     assert given.stdout.startswith("quota: plain, 1.0 MiB; ")
-    asked = admin("create", "small", "--quota", "5000", "--json", *target)
+    asked = admin("create", "small", "--quota", "5000", "--json", *there)
     assert json.loads(asked.stdout)["quota_bytes"] == 5000
-    quotas = [one["quota_bytes"] for one in json.loads(admin("list", "--json", *target).stdout)]
+    quotas = [one["quota_bytes"] for one in json.loads(admin("list", "--json", *there).stdout)]
     assert quotas == [0, 0, 2**20, 5000]
 
-    unasked = admin("drop", "orders", *target)
-    assert unasked.returncode == 2
+    unasked = admin("drop", "orders", *there)
+    assert unasked.exit_code == 2
     assert "--yes" in unasked.stderr
-    wrong = admin("drop", "orders", "--version", "0000000000000001", "--yes", *target)
-    assert wrong.returncode == 4
+    wrong = admin("drop", "orders", "--version", "0000000000000001", "--yes", *there)
+    assert wrong.exit_code == 4
     assert "not 0000000000000001" in wrong.stderr
-    malformed = admin("drop", "orders", "--version", "xyz", "--yes", *target)
-    assert malformed.returncode == 2
+    malformed = admin("drop", "orders", "--version", "xyz", "--yes", *there)
+    assert malformed.exit_code == 2
     assert "16 hex digits" in malformed.stderr
-    dropped = admin("drop", "orders", "--version", listed[1]["version"], "--yes", *target)
-    assert (dropped.returncode, dropped.stderr) == (0, "")
+    dropped = admin("drop", "orders", "--version", listed[1]["version"], "--yes", *there)
+    assert (dropped.exit_code, dropped.stderr) == (0, "")
     assert dropped.stdout == f"dropped: orders, version {listed[1]['version']}\n"
-    again = admin("drop", "orders", "--yes", *target)
-    assert again.returncode == 3
+    again = admin("drop", "orders", "--yes", *there)
+    assert again.exit_code == 3
     assert "no bucket 'orders'" in again.stderr
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])
-def test_drop_asks_first(
-    server_process: StartServer, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_drop_asks_first(target: str, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    with Client(target) as client:
         client.bucket().write_many([(b"%d" % i, b"v") for i in range(12)])
     asked: list[str] = []
 
@@ -82,11 +76,11 @@ def test_drop_asks_first(
 
     monkeypatch.setattr(click, "confirm", confirm)
     monkeypatch.setattr("upr.cli.admin_commands.bucket._can_ask", lambda: True)
-    result = CliRunner().invoke(main, ["bucket", "drop", "default", "--target", server.target])
+    result = CliRunner().invoke(main, ["bucket", "drop", "default", "--target", target])
     assert len(asked) == 1
     assert "12 mutations" in result.stderr
     assert result.exit_code == (0 if answer == "y" else 130)
-    with Client(server.target) as client:
+    with Client(target) as client:
         assert [info.name for info in client.buckets()] == (["default"] if answer == "n" else [])
     help_text = CliRunner().invoke(main, ["bucket", "drop", "--help"]).output
     assert "made anew" in " ".join(help_text.split())

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.conftest import StartServer
 from tests.raw import RawClient
 from tests.service.test_groups import member, two, write
 from tests.service.test_positions import NAME, info, load, position, save
@@ -40,9 +39,8 @@ async def document(target: str, *arguments: str) -> Any:
 
 @pytest.mark.asyncio
 async def test_the_members_of_a_group_are_shown_with_what_they_own(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    target = server_process().target
     async with RawClient(target) as client:
         await write(client, 1023, 5)
         await two(client)
@@ -88,8 +86,7 @@ async def test_the_members_of_a_group_are_shown_with_what_they_own(
 
 
 @pytest.mark.asyncio
-async def test_reset_to_each_place(server_process: StartServer) -> None:
-    target = server_process().target
+async def test_reset_to_each_place(target: str) -> None:
     async with RawClient(target) as client:
         await write(client, 9, 5)
         shown = await text(target, "reset", NAME, "--to", "now", "--create", "--yes")
@@ -109,10 +106,7 @@ async def test_reset_to_each_place(server_process: StartServer) -> None:
 
 
 @pytest.mark.asyncio
-async def test_reset_asks_first(
-    server_process: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = server_process().target
+async def test_reset_asks_first(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = await run(target, "reset", NAME, "--to", "now")
     assert refused.exit_code == exit_codes.USAGE
     assert "--yes" in refused.stderr

@@ -1,23 +1,19 @@
 """``upr-admin cut``."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.harness import RunningServer
 from upr.cli import admin
 from upr.cli.kit.exit_codes import NOT_FOUND, REFUSED, USAGE
 from upr.cli.kit.times import format_duration, parse_duration
 from upr_client import Client
 from upr_protocol.errors import InvalidArgumentError
 
-StartServer = Callable[..., RunningServer]
 
-
-def run(server: RunningServer, *arguments: str) -> Result:
-    result = CliRunner().invoke(admin.main, ["cut", *arguments, "--target", server.target])
+def run(target: str, *arguments: str) -> Result:
+    result = CliRunner().invoke(admin.main, ["cut", *arguments, "--target", target])
     assert "Traceback" not in result.output
     return result
 
@@ -37,42 +33,40 @@ def test_what_is_no_duration(text: str) -> None:
         parse_duration(text)
 
 
-def test_create_list_renew_release(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_create_list_renew_release(target: str) -> None:
+    with Client(target) as client:
         partition = client.bucket().set(b"a", b"1").partition
-    made = run(server, "create", "nightly", "--lease", "2h")
+    made = run(target, "create", "nightly", "--lease", "2h")
     assert made.exit_code == 0, made.output
     assert made.stdout.startswith("nightly: 1024 partitions pinned until 20")
-    small = run(server, "create", "small", "--partitions", f"{partition}", "--json")
+    small = run(target, "create", "small", "--partitions", f"{partition}", "--json")
     document = json.loads(small.stdout)
     assert (document["name"], document["lease_seconds"]) == ("small", 3600)
     (pin,) = document["partitions"]
     assert (pin["partition"], pin["seqno"], len(pin["failover_id"])) == (partition, 1, 16)
 
-    listed = json.loads(run(server, "list", "--json").stdout)
+    listed = json.loads(run(target, "list", "--json").stdout)
     assert [(cut["name"], cut["lease_seconds"]) for cut in listed] == [
         ("nightly", 7200),
         ("small", 3600),
     ]
     assert "partitions" not in listed[0]
-    whole = json.loads(run(server, "list", "--json", "--partitions").stdout)
+    whole = json.loads(run(target, "list", "--json", "--partitions").stdout)
     assert [len(cut["partitions"]) for cut in whole] == [1024, 1]
-    header, first, _ = run(server, "list").stdout.splitlines()
+    header, first, _ = run(target, "list").stdout.splitlines()
     assert header.split() == ["name", "created", "expires", "lease", "left"]
     assert (first.split()[0], first.split()[3]) == ("nightly", "2h")
-    assert len(run(server, "list", "--partitions").stdout.splitlines()) == 1 + 1024 + 1
+    assert len(run(target, "list", "--partitions").stdout.splitlines()) == 1 + 1024 + 1
 
-    renewed = run(server, "renew", "small", "--lease", "1d")
+    renewed = run(target, "renew", "small", "--lease", "1d")
     assert renewed.stdout.startswith("small: pinned until 20")
-    assert json.loads(run(server, "list", "--json").stdout)[1]["lease_seconds"] == 86_400
-    assert run(server, "release", "small").stdout == "released: small\n"
-    assert [cut["name"] for cut in json.loads(run(server, "list", "--json").stdout)] == ["nightly"]
+    assert json.loads(run(target, "list", "--json").stdout)[1]["lease_seconds"] == 86_400
+    assert run(target, "release", "small").stdout == "released: small\n"
+    assert [cut["name"] for cut in json.loads(run(target, "list", "--json").stdout)] == ["nightly"]
 
 
-def test_errors_are_one_line(server_process: StartServer) -> None:
-    server = server_process()
-    assert run(server, "create", "x").exit_code == 0
+def test_errors_are_one_line(target: str) -> None:
+    assert run(target, "create", "x").exit_code == 0
     for arguments, status, words in (
         (("create", "x"), REFUSED, "there is a cut 'x' already"),
         (("create", "y", "--lease", "31d"), USAGE, "the limit is 2592000"),
@@ -80,7 +74,7 @@ def test_errors_are_one_line(server_process: StartServer) -> None:
         (("renew", "z"), NOT_FOUND, "there is no cut 'z'"),
         (("release", "z"), NOT_FOUND, "there is no cut 'z'"),
     ):
-        result = run(server, *arguments)
+        result = run(target, *arguments)
         assert result.exit_code == status, result.output
         assert words in result.stderr
         assert result.stdout == ""

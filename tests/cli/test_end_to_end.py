@@ -21,16 +21,16 @@ from upr_protocol.partitioning import partition_of
 StartServer = Callable[..., RunningServer]
 
 
-def run_cat(server: RunningServer, *arguments: str, stdin: str | None = None) -> Result:
+def run_cat(target: str, *arguments: str, stdin: str | None = None) -> Result:
     """Run upr-cat in this process."""
-    result = CliRunner().invoke(cat.main, [*arguments, "--target", server.target], input=stdin)
+    result = CliRunner().invoke(cat.main, [*arguments, "--target", target], input=stdin)
     assert "Traceback" not in result.output
     return result
 
 
-def follow(server: RunningServer, *arguments: str) -> list[dict[str, Any]]:
+def follow(target: str, *arguments: str) -> list[dict[str, Any]]:
     """Return what ``upr-cat follow --until-now`` prints."""
-    result = run_cat(server, "follow", "--until-now", *arguments)
+    result = run_cat(target, "follow", "--until-now", *arguments)
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -51,24 +51,23 @@ def jsonl(*rows: tuple[str, str | None]) -> str:
     return "".join(json.dumps({"key": key, "value": value}) + "\n" for key, value in rows)
 
 
-def popen_cat(server: RunningServer, *arguments: str) -> subprocess.Popen[bytes]:
+def popen_cat(target: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Start upr-cat as a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "upr.cli", "cat", *arguments, "--target", server.target],
+        [sys.executable, "-m", "upr.cli", "cat", *arguments, "--target", target],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
 
 
-def test_load_jsonl_and_follow(server_process: StartServer, tmp_path: Path) -> None:
-    server = server_process()
+def test_load_jsonl_and_follow(target: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(jsonl(("a", "1"), ("b", "2"), ("a", "3"), ("b", None)))
-    loaded = run_cat(server, "load", "jsonl", str(file), "--json")
+    loaded = run_cat(target, "load", "jsonl", str(file), "--json")
     assert loaded.exit_code == 0
     assert json.loads(loaded.stdout) == {"rows": 4, "sets": 3, "deletes": 1}
-    lines = follow(server)
+    lines = follow(target)
     assert state(lines) == {"a": "3"}
     partition = partition_of(b"a")
     of_a = [line for line in lines if line["partition"] == partition]
@@ -79,82 +78,74 @@ def test_load_jsonl_and_follow(server_process: StartServer, tmp_path: Path) -> N
     ]
 
 
-def test_the_readme_shows_what_is_printed(server_process: StartServer) -> None:
-    server = server_process()
+def test_the_readme_shows_what_is_printed(target: str) -> None:
     readme = (Path(__file__).resolve().parent.parent.parent / "README.md").read_text()
     shown = readme.partition("upr-cat load jsonl -\n")[2].partition("$ upr-cat load git")[0]
-    loaded = run_cat(server, "load", "jsonl", "-", stdin=jsonl(("user:1", "Ada")))
-    followed = run_cat(server, "follow", "--until-now")
+    loaded = run_cat(target, "load", "jsonl", "-", stdin=jsonl(("user:1", "Ada")))
+    followed = run_cat(target, "follow", "--until-now")
     assert f"{loaded.stderr}$ upr-cat follow --until-now\n{followed.stdout}" == shown
 
 
-def test_follow_options(server_process: StartServer, tmp_path: Path) -> None:
-    server = server_process()
+def test_follow_options(target: str, tmp_path: Path) -> None:
     position = tmp_path / "position"
-    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1"), ("b", "2")))
+    run_cat(target, "load", "jsonl", "-", stdin=jsonl(("a", "1"), ("b", "2")))
     of_a = str(partition_of(b"a"))
-    assert state(follow(server, "--partitions", of_a)) == {"a": "1"}
-    assert state(follow(server, "--position", str(position), "--stability", "memory")) == {
+    assert state(follow(target, "--partitions", of_a)) == {"a": "1"}
+    assert state(follow(target, "--position", str(position), "--stability", "memory")) == {
         "a": "1",
         "b": "2",
     }
-    assert follow(server, "--position", str(position)) == []
-    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "4")))
-    assert state(follow(server, "--position", str(position))) == {"a": "4"}
-    again = follow(server, "--position", str(position), "--from-start", "--keys-only")
+    assert follow(target, "--position", str(position)) == []
+    run_cat(target, "load", "jsonl", "-", stdin=jsonl(("a", "4")))
+    assert state(follow(target, "--position", str(position))) == {"a": "4"}
+    again = follow(target, "--position", str(position), "--from-start", "--keys-only")
     assert {line["key"] for line in again if line["op"] == "set"} == {"a", "b"}
     assert not any("value" in line for line in again)
-    assert follow(server, "--position", str(position)) == []
+    assert follow(target, "--position", str(position)) == []
 
 
-def test_from_start_passes_over_a_damaged_position(
-    server_process: StartServer, tmp_path: Path
-) -> None:
-    server = server_process()
+def test_from_start_passes_over_a_damaged_position(target: str, tmp_path: Path) -> None:
     position = tmp_path / "position"
     position.write_text("nonsense")
-    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
-    refused = run_cat(server, "follow", "--until-now", "--position", str(position))
+    run_cat(target, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
+    refused = run_cat(target, "follow", "--until-now", "--position", str(position))
     assert refused.exit_code == 1
     assert refused.stderr.startswith("error: ")
-    assert state(follow(server, "--position", str(position), "--from-start")) == {"a": "1"}
-    assert follow(server, "--position", str(position)) == []
+    assert state(follow(target, "--position", str(position), "--from-start")) == {"a": "1"}
+    assert follow(target, "--position", str(position)) == []
 
 
 def test_a_bad_line_ends_the_load_and_what_precedes_it_is_written(
-    server_process: StartServer, tmp_path: Path
+    target: str, tmp_path: Path
 ) -> None:
-    server = server_process()
     file = tmp_path / "rows.jsonl"
     file.write_text(jsonl(("a", "1")) + '{"key": ""}\n' + jsonl(("b", "2")))
-    result = run_cat(server, "load", "jsonl", str(file))
+    result = run_cat(target, "load", "jsonl", str(file))
     assert result.exit_code == 2
     assert result.stderr.startswith(f'error: {file}:2: "value" is missing')
-    assert state(follow(server)) == {"a": "1"}
+    assert state(follow(target)) == {"a": "1"}
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_load_git(server_process: StartServer, tmp_path: Path, bare: bool) -> None:
-    server = server_process()
+def test_load_git(target: str, tmp_path: Path, bare: bool) -> None:
     repo = RepoBuilder(tmp_path / "repo", bare)
     repo.commit({b"a": b"1", b"b": b"2", b"sub": ("160000", b"1" * 40)})
     for number in range(300):
         repo.commit({b"a": b"%d" % number, b"f%d" % (number % 7): b"%d" % number})
     repo.commit({b"b": None})
     repo.make()
-    result = run_cat(server, "load", "git", str(repo.folder), "--json")
+    result = run_cat(target, "load", "git", str(repo.folder), "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {"commits": 302, "sets": 602, "deletes": 1, "skipped": 1}
     assert "a gitlink" in result.stderr
     tree = {path.decode(): blob.decode() for path, blob in repo.tree().items()}
-    assert state(follow(server)) == tree
+    assert state(follow(target)) == tree
 
 
-def test_load_git_of_nothing(server_process: StartServer, tmp_path: Path) -> None:
-    server = server_process()
-    assert run_cat(server, "load", "git", str(tmp_path)).exit_code == 2
+def test_load_git_of_nothing(target: str, tmp_path: Path) -> None:
+    assert run_cat(target, "load", "git", str(tmp_path)).exit_code == 2
     empty = RepoBuilder(tmp_path / "empty")
-    result = run_cat(server, "load", "git", str(empty.folder))
+    result = run_cat(target, "load", "git", str(empty.folder))
     assert result.exit_code == 2
     assert "has no commits" in result.stderr
 
@@ -162,7 +153,7 @@ def test_load_git_of_nothing(server_process: StartServer, tmp_path: Path) -> Non
 @pytest.mark.crash
 def test_the_loader_survives_a_restart_of_the_server(server_process: StartServer) -> None:
     server = server_process()
-    loader = popen_cat(server, "load", "jsonl", "-", "--json")
+    loader = popen_cat(server.target, "load", "jsonl", "-", "--json")
     assert loader.stdin is not None
     with Client(server.target) as client:
         changes = client.bucket("default").changes()
@@ -177,7 +168,7 @@ def test_the_loader_survives_a_restart_of_the_server(server_process: StartServer
     out, errors = loader.communicate(timeout=60)
     assert loader.returncode == 0, errors
     assert json.loads(out) == {"rows": 2, "sets": 2, "deletes": 0}
-    assert state(follow(server)) == {"before": "1", "after": "2"}
+    assert state(follow(server.target)) == {"before": "1", "after": "2"}
 
 
 @pytest.mark.crash
@@ -188,8 +179,10 @@ def test_follow_prints_a_rollback_and_what_came_instead(
     hold = tmp_path / "hold"
     server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
     partition = partition_of(b"a")
-    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
-    follower = popen_cat(server, "follow", "--stability", "memory", "--partitions", str(partition))
+    run_cat(server.target, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
+    follower = popen_cat(
+        server.target, "follow", "--stability", "memory", "--partitions", str(partition)
+    )
     assert follower.stdout is not None
 
     def next_line() -> dict[str, Any]:
@@ -202,7 +195,7 @@ def test_follow_prints_a_rollback_and_what_came_instead(
         assert next_line()["op"] == "marker"
         hold.touch()
         arguments = ("load", "jsonl", "-", "--durability", "memory")
-        assert run_cat(server, *arguments, stdin=jsonl(("a", "lost"))).exit_code == 0
+        assert run_cat(server.target, *arguments, stdin=jsonl(("a", "lost"))).exit_code == 0
         assert next_line()["value"] == "lost"
         assert next_line()["seqno"] == 2
         server.kill()
@@ -228,13 +221,10 @@ def test_follow_prints_a_rollback_and_what_came_instead(
     assert b"Traceback" not in errors
 
 
-def test_an_interrupted_follow_keeps_its_position(
-    server_process: StartServer, tmp_path: Path
-) -> None:
-    server = server_process()
+def test_an_interrupted_follow_keeps_its_position(target: str, tmp_path: Path) -> None:
     position = tmp_path / "position"
-    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
-    follower = popen_cat(server, "follow", "--position", str(position))
+    run_cat(target, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
+    follower = popen_cat(target, "follow", "--position", str(position))
     assert follower.stdout is not None
     assert json.loads(follower.stdout.readline())["op"] == "set"
     assert json.loads(follower.stdout.readline())["op"] == "marker"
@@ -242,20 +232,19 @@ def test_an_interrupted_follow_keeps_its_position(
     _, errors = follower.communicate(timeout=60)
     assert (follower.returncode, errors.strip()) == (130, b"interrupted")
     # What was written right before the interrupt may come again, but nothing may be missing.
-    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "2")))
-    values = [line.get("value") for line in follow(server, "--position", str(position))]
+    run_cat(target, "load", "jsonl", "-", stdin=jsonl(("a", "2")))
+    values = [line.get("value") for line in follow(target, "--position", str(position))]
     assert "2" in values
 
 
-def test_a_closed_pipe_ends_follow_quietly(server_process: StartServer) -> None:
-    server = server_process()
-    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
-    follower = popen_cat(server, "follow")
+def test_a_closed_pipe_ends_follow_quietly(target: str) -> None:
+    run_cat(target, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
+    follower = popen_cat(target, "follow")
     assert follower.stdout is not None
     assert json.loads(follower.stdout.readline())["key"] == "a"
     follower.stdout.close()
     # Written one by one until the follower notices; it is the write after the one that broke the pipe that fails.
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket("default")
         while follower.poll() is None:
             bucket.set(b"a", b"2")
@@ -267,13 +256,12 @@ def test_a_closed_pipe_ends_follow_quietly(server_process: StartServer) -> None:
     assert (follower.returncode, errors) == (0, b"")
 
 
-def test_admin_formats(server_process: StartServer) -> None:
-    server = server_process()
-    run_cat(server, "load", "jsonl", "-", stdin=jsonl(("a", "1"), ("a", "2")))
+def test_admin_formats(target: str) -> None:
+    run_cat(target, "load", "jsonl", "-", stdin=jsonl(("a", "1"), ("a", "2")))
     partition = partition_of(b"a")
 
     def run_admin(*arguments: str) -> Result:
-        result = CliRunner().invoke(admin.main, [*arguments, "--target", server.target])
+        result = CliRunner().invoke(admin.main, [*arguments, "--target", target])
         assert result.exit_code == 0, result.output
         return result
 

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
 from upr.cli.admin import main
 from upr.cli.kit import exit_codes
 from upr.cli.kit.output import size_text
@@ -19,38 +18,42 @@ from upr_protocol.failover import parse_failover_id
 ROWS = 3000
 
 
-def run(server: RunningServer, *arguments: str) -> Result:
+def run(target: str, *arguments: str) -> Result:
     """Run upr-admin in this process."""
-    result = CliRunner().invoke(main, [*arguments, "--target", server.target])
+    result = CliRunner().invoke(main, [*arguments, "--target", target])
     assert "Traceback" not in result.output
     return result
 
 
-def text(server: RunningServer, *arguments: str) -> str:
-    result = run(server, *arguments)
+def text(target: str, *arguments: str) -> str:
+    result = run(target, *arguments)
     assert (result.exit_code, result.stderr) == (0, "")
     return result.stdout
 
 
-def document(server: RunningServer, *arguments: str) -> Any:
-    return json.loads(text(server, *arguments, "--json"))
+def document(target: str, *arguments: str) -> Any:
+    return json.loads(text(target, *arguments, "--json"))
 
 
-@pytest.fixture
-def server(server_process: StartServer, tmp_path: Path) -> RunningServer:
-    """A server that a consumer named "backup" has read up to now."""
-    running = server_process()
-    with Client(running.target) as client:
+def fill(target: str, tmp_path: Path) -> None:
+    """Write rows, and have a consumer named "backup" read them."""
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many([(b"key %d" % i, b"v" * 100) for i in range(ROWS)])
         positions = FilePositions(tmp_path / "positions")
         with bucket.changes(consumer="backup", positions=positions, until_now=True) as changes:
             assert sum(batch.rows for batch in changes.batches()) == ROWS
-    return running
 
 
-def test_status(server: RunningServer) -> None:
-    told = document(server, "status")
+@pytest.fixture
+def filled(target: str, tmp_path: Path) -> str:
+    """Where a server listens whose rows a consumer named "backup" has read."""
+    fill(target, tmp_path)
+    return target
+
+
+def test_status(filled: str) -> None:
+    told = document(filled, "status")
     assert told["anonymous_bytes"] > 10 * 2**20
     assert told["mapped_bytes"] > 0
     assert re.fullmatch("[0-9a-f]{16}", told["server_id"])
@@ -59,14 +62,16 @@ def test_status(server: RunningServer) -> None:
     assert bucket["tail_limit_bytes"] == 64 * 2**20
     assert 100 * ROWS < bucket["tail_bytes"] < 64 * 2**20
     assert (bucket["streams"], bucket["cuts"], bucket["problem"]) == (0, 0, None)
-    shown = text(server, "status")
+    shown = text(filled, "status")
     assert told["server_id"] in shown
     assert "64.0 MiB" in shown
     assert re.search(r"^anonymous memory +\d+\.\d MiB$", shown, re.MULTILINE)
 
 
-def test_storage(server: RunningServer) -> None:
-    told = document(server, "storage")
+def test_storage(server_process: StartServer, tmp_path: Path) -> None:
+    server = server_process()
+    fill(server.target, tmp_path)
+    told = document(server.target, "storage")
     assert told["ingested_bytes"] > 100 * ROWS
     assert told["journalled_bytes"] > told["ingested_bytes"]
     assert told["write_amplification"] == pytest.approx(
@@ -75,50 +80,50 @@ def test_storage(server: RunningServer) -> None:
     )
     assert server.terminate() == 0
     server.start()
-    stored = document(server, "storage")
+    stored = document(server.target, "storage")
     assert stored["rows"] == ROWS
     assert stored["write_amplification"] is None
-    shown = text(server, "storage")
+    shown = text(server.target, "storage")
     assert f"{ROWS} rows" in shown
     assert f"{size_text(stored['used_bytes'])} of {size_text(stored['file_bytes'])}" in shown
     assert "nothing since the start" in shown
     assert re.search(r"^superseded +at most 0 B of ", shown, re.MULTILINE)
 
 
-def test_consumers(server: RunningServer) -> None:
-    (told,) = document(server, "consumers")
+def test_consumers(filled: str) -> None:
+    (told,) = document(filled, "consumers")
     assert told["name"] == "backup"
     assert (told["connected"], told["lag"]) == (False, 0)
     assert "positions" not in told
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", told["last_ack"])
-    (detailed,) = document(server, "consumers", "--partitions")
+    (detailed,) = document(filled, "consumers", "--partitions")
     assert len(detailed["positions"]) == told["partitions"] == 1024
     assert sum(position["seqno"] for position in detailed["positions"]) == ROWS
     assert all(parse_failover_id(at["failover_id"]) for at in detailed["positions"])
-    header, line = text(server, "consumers").splitlines()
+    header, line = text(filled, "consumers").splitlines()
     assert header.split() == [
         *("name", "connected", "generation", "members", "partitions", "lag", "last_ack", "ago")
     ]
     generation = str(told["generation"])
     assert line.split()[:-1] == ["backup", "no", generation, "0", "1024", "0", told["last_ack"]]
-    assert len(text(server, "consumers", "--partitions").splitlines()) == 1025
+    assert len(text(filled, "consumers", "--partitions").splitlines()) == 1025
 
 
-def test_forget(server: RunningServer) -> None:
-    assert text(server, "consumers", "forget", "backup") == "forgotten: backup\n"
-    assert document(server, "consumers") == []
-    assert len(text(server, "consumers").splitlines()) == 1
-    again = run(server, "consumers", "forget", "backup")
+def test_forget(filled: str) -> None:
+    assert text(filled, "consumers", "forget", "backup") == "forgotten: backup\n"
+    assert document(filled, "consumers") == []
+    assert len(text(filled, "consumers").splitlines()) == 1
+    again = run(filled, "consumers", "forget", "backup")
     assert again.exit_code == exit_codes.NOT_FOUND
     assert "there is no consumer 'backup'" in again.stderr
     assert again.stderr.count("\n") == 1
-    wrong = run(server, "consumers", "forget", "")
+    wrong = run(filled, "consumers", "forget", "")
     assert wrong.exit_code == exit_codes.USAGE
 
 
-def test_another_bucket_is_not_found(server: RunningServer) -> None:
+def test_another_bucket_is_not_found(filled: str) -> None:
     for command in ("storage", "consumers"):
-        result = run(server, command, "--bucket", "nobody's")
+        result = run(filled, command, "--bucket", "nobody's")
         assert result.exit_code == exit_codes.NOT_FOUND
         assert "nobody's" in result.stderr
 

@@ -65,6 +65,37 @@ def test_ten_before_nine_leaves_nine_to_come_again() -> None:
     assert not ledger.acknowledge(changes[8])
 
 
+@pytest.mark.parametrize("in_one_run", [False, True])
+def test_the_position_is_the_current_stream_id_of_facts_that_complete_out_of_order(
+    in_one_run: bool,
+) -> None:
+    # The table in Synapse's document of streams: a writer reserves ids, completes them in any order, and its current
+    # id is the largest one with all at or below it completed.
+    reserve, complete = "reserve", "complete"
+    table = [
+        (reserve, [1], 0),
+        (complete, [1], 1),
+        (reserve, [2, 3], 1),
+        (complete, [3], 1),
+        (complete, [2], 3),
+        (reserve, [4, 5, 6], 3),
+        (complete, [5], 3),
+        (complete, [4], 5),
+        (complete, [6], 6),
+    ]
+    ledger = begun(3)
+    handed: dict[int, Change] = {}
+    for action, ids, current in table:
+        if action == complete:
+            assert ledger.acknowledge(handed[ids[0]])
+        else:
+            parts = [ids] if in_one_run else [[one] for one in ids]
+            runs = [(3, run_of(part[0] - 1, part, part[-1], part[-1])) for part in parts]
+            handed |= {change.seqno: change for change in deliver(ledger, runs)}
+        assert ledger.position(3, at(9)).seqno == current
+    assert ledger.outstanding == 0
+
+
 def test_an_empty_run_counts_when_everything_before_it_does() -> None:
     ledger = begun(3)
     (one,) = deliver(ledger, [(3, run_of(0, [1], 1, 1)), (3, run_of(1, [], 5, 5))])

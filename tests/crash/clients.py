@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from tests.crash.recording import PARTITIONS
+from tests.harness import WAIT_SECONDS
 from tests.model import Row, State, apply
 from upr_client import AsyncBucket, ChangeBatch, MemoryPositions, Position, backoff
 from upr_client.changes.events import block_changes
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 RECORDED = frozenset(range(0, PARTITIONS, 8))
 HEARTBEAT_SECONDS = 0.25
-WAIT_SECONDS = 30.0
 KEYS = 3000
 _RUN_FIELDS = ["partition", "count", "start_seqno", "end_seqno", "horizon"]
 

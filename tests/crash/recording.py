@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from tests.harness import WAIT_SECONDS
 from tests.history import History
 from tests.model import State, partition_of
 from tests.raw import RawClient, all_rows, start_at
@@ -111,7 +112,9 @@ class Recorder:
         async with RawClient(target) as client:
             while True:
                 try:
-                    status = await client.admin.GetStatus(admin.GetStatusRequest(), timeout=20)
+                    status = await client.admin.GetStatus(
+                        admin.GetStatusRequest(), timeout=WAIT_SECONDS
+                    )
                 except grpc.aio.AioRpcError:
                     return
                 bucket = status.buckets[0]

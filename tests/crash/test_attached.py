@@ -15,6 +15,7 @@ from tests.conftest import StartServer
 from tests.crash.clients import HEARTBEAT_SECONDS
 from tests.crash.follower_process import digest
 from tests.crash.world import World
+from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient
 
 pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
@@ -76,9 +77,7 @@ async def test_a_server_that_stands_still_and_goes_on(server_process: StartServe
             for follower in world.followers:
                 await world.gets_on(follower)
         await world.settle()
-        async with asyncio.timeout(20):
-            while (await world.status()).follow_calls > len(world.followers):
-                pass
+        await poll(world.status, lambda told: told.follow_calls <= len(world.followers))
     async with RawClient(server.target) as client:
         assert {len(log) for log in await client.logs()} == {1}
 
@@ -93,7 +92,7 @@ class Child:
     async def read(self, kind: str) -> Any:
         """Read on until it says something of a kind."""
         assert self._process.stdout is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_SECONDS):
             while True:
                 line = await self._process.stdout.readline()
                 assert line, f"the follower ended; it said {self.said[-3:]}"

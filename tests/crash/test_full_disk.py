@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.conftest import StartServer
 from tests.crash.world import World
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer
 from tests.raw import RawClient, start_at
 from upr.cli.admin import main as admin
 from upr_client import UprError
@@ -160,7 +160,7 @@ async def until_stuck(disk: Disk, world: World) -> None:
     if isinstance(disk, SmallDisk):
         assert await refusal(world) == "NO_ROOM"
         return
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_SECONDS):
         while "storage trouble" not in world.server.log_text():
             assert await read_durable(world) > 0
 

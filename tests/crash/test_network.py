@@ -12,6 +12,7 @@ from tests.conftest import StartServer
 from tests.crash.clients import Follower, Writer
 from tests.crash.recording import PARTITIONS
 from tests.crash.world import World
+from tests.harness import WAIT_SECONDS
 from tests.proxy import DIRECTIONS, Direction, Proxy
 
 pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
@@ -22,6 +23,8 @@ TO_CLIENT = [0, 5, 9, 50, 200, 1000, 9000, 30_000, 60_000, 200_000]
 """Up to the first bytes of the handshake, its middle, its answers, and the middle of frames."""
 GROWN_BYTES = 20 * 2**20
 """By how much a server may grow that three followers of a window of 0.5 MB each have left."""
+PATIENT_SECONDS = 5.0
+"""Between heartbeats of clients that must not take a machine that is busy for a lost connection."""
 WRITER_TO_CLIENT = [0, 9, 40, 70, 100, 130, 500, 1500, 4000]
 
 
@@ -106,7 +109,7 @@ async def test_directions_that_swallow_everything(server_process: StartServer) -
         await world.says(lost, "was silent")
         # The server has its own clock for each call, and does not wait for any of those that say nothing. One of
         # them can be heard, and tries again and again.
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(WAIT_SECONDS):
             while (await world.status()).follow_calls > 2:
                 await world.gets_on(writer)
         await world.gets_on(writer, 30)
@@ -131,9 +134,10 @@ async def test_slow_links_and_closed_directions(server_process: StartServer) -> 
     async with World(server) as world, proxies(world, 4) as through:
         through[0].limit(300_000)
         through[1].delay(0.03)
-        # The window bounds a frame, and so how long one takes. A busy machine may stand still for a second.
-        slow = world.follow(through[0].target, credit_bytes=20_000, heartbeat_seconds=2)
-        late = world.follow_in_thread(through[1].target, heartbeat_seconds=2)
+        # The window bounds a frame, and so how long one takes.
+        patient = {"heartbeat_seconds": PATIENT_SECONDS}
+        slow = world.follow(through[0].target, credit_bytes=20_000, **patient)
+        late = world.follow_in_thread(through[1].target, **patient)
         closed = world.follow(through[2].target)
         world.write(through[3].target, seed=1)
         world.write(seed=2)

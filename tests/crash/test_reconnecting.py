@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.raw import OWN_CONNECTION, RawClient, RawFollow, seqnos_of, start_at
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import admin_service_pb2_grpc as admin_grpc
@@ -68,9 +69,9 @@ async def test_fifty_clients_of_all_partitions_come_back_at_once(
             took.append(time.monotonic() - began)
             return follow
 
-        async with asyncio.timeout(60), RawClient(server.target) as other:
+        async with asyncio.timeout(WAIT_SECONDS), RawClient(server.target) as other:
             follows = await asyncio.gather(*map(come_back, clients))
-            now = await other.admin.GetStatus(admin.GetStatusRequest(), timeout=20)
+            now = await other.admin.GetStatus(admin.GetStatusRequest(), timeout=WAIT_SECONDS)
             assert (now.follow_calls, now.buckets[0].streams) == (CLIENTS, CLIENTS * PARTITIONS)
             # Nobody is forgotten: each gets what is written now.
             writer = await other.writer("")
@@ -113,10 +114,10 @@ class Watch:
                 status: Any = admin_grpc.AdminServiceStub(channel)
                 while not self.over.is_set():
                     began = time.monotonic()
-                    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+                    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)
                     self.seconds.append(time.monotonic() - began)
                     assert answer.status == health_pb2.HealthCheckResponse.SERVING
-                    now = status.GetStatus(admin.GetStatusRequest(), timeout=20)
+                    now = status.GetStatus(admin.GetStatusRequest(), timeout=WAIT_SECONDS)
                     self.memory.append(now.anonymous_bytes)
         except BaseException as error:
             self.failure = error

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer
 from tests.raw import RawClient, start_at
 from tests.service.keys import some_keys
 from upr.cli.admin import main as admin
@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
 
 SERVING: int = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING: int = health_pb2.HealthCheckResponse.NOT_SERVING
-WAIT_SECONDS = 30.0
 BEGINS, ENDS = 'storage trouble"', 'storage trouble is over"'
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from tests.crash.clients import RECORDED, WAIT_SECONDS, Follower, Moved, Writer
+from tests.crash.clients import RECORDED, Follower, Moved, Writer
 from tests.crash.recording import PARTITIONS, Log
 from tests.guarantees import (
     applied_once,
@@ -26,7 +26,7 @@ from tests.guarantees import (
     order,
     tombstones,
 )
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer
 from tests.history import Event, History
 from tests.model import ModelBucket, partition_of
 from tests.raw import OWN_CONNECTION, RawClient

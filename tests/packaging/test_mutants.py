@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -48,17 +49,19 @@ def tree(tmp_path: Path) -> Tree:
     return copy
 
 
-@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
-def test_a_mutant_fits_the_tree_and_its_tests_exist(mutant: Mutant) -> None:
-    assert mutant.file.startswith(("upr/", "client/"))
-    mutated(mutant, ROOT)
-    for test in mutant.tests:
+def test_every_mutant_fits_the_tree_and_its_tests_exist() -> None:
+    assert {mutant.file.split("/")[0] for mutant in ALL} == {"upr", "client"}
+    mutants.check_all(ALL)
+    named: dict[str, set[str]] = {}
+    for test in (test for mutant in ALL for test in mutant.tests):
         file, _, name = test.partition("::")
+        named.setdefault(file, set()).add(name)
+    for file, names in named.items():
         found = ast.walk(ast.parse((ROOT / file).read_text()))
-        names = {
+        there = {
             node.name for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         }
-        assert name in names, f"{test} is not there"
+        assert names <= there, file
 
 
 def test_there_are_enough_and_they_are_told() -> None:
@@ -106,6 +109,42 @@ def test_an_error_beside_the_test_is_no_failure_of_it(tree: Tree) -> None:
 
 def test_a_test_that_is_not_there_proves_nothing(tree: Tree) -> None:
     assert tree.run(["tests/test_half.py::test_nothing"]).broken
+
+
+def test_a_text_is_looked_for_in_the_function_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "upr").mkdir()
+    (tmp_path / FAULT.file).write_text(
+        "class Cake:\n    @property\n    def rest(self) -> int:\n        return self.size // 2\n\n\n"
+        + SOURCE
+    )
+    with pytest.raises(MutantError, match="is 2 times in upr/half"):
+        mutated(FAULT, tmp_path)
+    changed = mutated(replace(FAULT, where="half"), tmp_path)
+    assert changed.count("// 2") == 1
+    assert changed.endswith("number * 2\n")
+    assert "self.size * 2" in mutated(replace(FAULT, where="Cake.rest"), tmp_path)
+    with pytest.raises(MutantError, match=r"is 0 times in Cake\.half of"):
+        mutated(replace(FAULT, where="Cake.half"), tmp_path)
+
+
+def test_a_sample_is_a_tenth_that_its_seed_chooses() -> None:
+    chosen = mutants.sample(ALL, 7)
+    assert chosen == mutants.sample(ALL, 7)
+    assert chosen != mutants.sample(ALL, 8)
+    assert len(ALL) / 12 < len({mutant.name for mutant in chosen}) < len(ALL) / 9
+
+
+def test_jobs_try_the_mutants_in_trees_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tree: Tree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harmless = replace(FAULT, name="harmless", new="// 2  # The same.")
+    other = Tree(tree.folder.with_name("other"))
+    shutil.copytree(tree.folder, other.folder)
+    monkeypatch.setattr(mutants, "ROOT", tree.folder)
+    monkeypatch.setattr(mutants, "copies", lambda folder, jobs: [tree, other])
+    assert mutants.try_all([FAULT, harmless], 2) == 1
+    words = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert words == [["caught", "doubled"], ["SURVIVED", "harmless"]]
 
 
 @pytest.mark.parametrize(("old", "count"), [("// 4", 0), ("number", 2)])

@@ -138,14 +138,14 @@ def test_each_thread_compresses_for_itself() -> None:
     assert found == [True] * 4
 
 
-@given(st.data())
-@settings(max_examples=300)
-def test_any_flipped_bit_is_noticed_without_decompressing(data: Any) -> None:
-    damaged = bytearray(PACKED)
-    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    for read in (check_encoded, decode_block):
-        with pytest.raises((CorruptBlockError, InvalidArgumentError)):
-            read(bytes(damaged))
+def test_any_flipped_bit_is_noticed_without_decompressing() -> None:
+    for place in range(len(PACKED)):
+        for bit in range(8):
+            damaged = bytearray(PACKED)
+            damaged[place] ^= 1 << bit
+            for read in (check_encoded, decode_block):
+                with pytest.raises((CorruptBlockError, InvalidArgumentError)):
+                    read(bytes(damaged))
 
 
 def frame_of(data: bytes, **options: Any) -> bytes:

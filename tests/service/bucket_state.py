@@ -1,12 +1,13 @@
-"""What tests of several buckets ask of a server and of its data directory."""
+"""What tests of several buckets ask of a server and of its data directory, and a server in this process."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
 
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer
+from upr.config import ServerConfig
+from upr.service.server import Server
 from upr_client import AsyncClient, Change, Rollback
-
-WAIT_SECONDS = 20.0
 
 
 async def rows_of(client: AsyncClient, bucket: str) -> dict[bytes, bytes | None]:
@@ -35,3 +36,14 @@ async def folders_are(server: RunningServer, expected: Iterable[int]) -> None:
     """Wait until the folders of exactly these versions are there."""
     names = {f"{version:016x}" for version in expected}
     await until(lambda: folders(server) == names)
+
+
+@contextlib.asynccontextmanager
+async def serving(config: ServerConfig) -> AsyncIterator[Server]:
+    """A server in this process."""
+    server = Server(config)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()

@@ -7,7 +7,6 @@ import grpc
 import numpy as np
 import pytest
 
-from tests.conftest import StartServer
 from tests.raw import RawClient, RawFollow, seqnos_of, start_at
 from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.wire.codec import block_to_message
@@ -70,9 +69,8 @@ def bad_blocks() -> list[tuple[str, types.Block, str]]:
 
 
 @pytest.mark.asyncio
-async def test_bad_writes_are_refused_and_the_call_goes_on(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_bad_writes_are_refused_and_the_call_goes_on(target: str) -> None:
+    async with RawClient(target) as client:
         before = await client.partitions()
         writer = await client.writer("careful")
         for number, (what, block, words) in enumerate(bad_blocks(), start=1):
@@ -91,11 +89,10 @@ async def test_bad_writes_are_refused_and_the_call_goes_on(server_process: Start
 
 @pytest.mark.asyncio
 async def test_a_block_may_belong_to_partitions_its_keys_do_not_hash_to(
-    server_process: StartServer,
+    target: str,
 ) -> None:
     # The server trusts the writer's partitioning, as Couchbase's does; it checks only that the partition exists.
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         writer = await client.writer("")
         block = sealed(replace(two_rows(), runs=make_runs([77], [2])))
         await writer.send_block(block_to_message(block))
@@ -104,10 +101,9 @@ async def test_a_block_may_belong_to_partitions_its_keys_do_not_hash_to(
 
 @pytest.mark.asyncio
 async def test_a_write_that_misses_the_one_before_it_is_refused(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         writer = await client.writer("p")
         await writer.write([(b"a", b"1")], number=1)
         before = await client.partitions()
@@ -128,9 +124,8 @@ async def failing(call: Any) -> Any:
 
 
 @pytest.mark.asyncio
-async def test_bad_unary_requests(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_bad_unary_requests(target: str) -> None:
+    async with RawClient(target) as client:
         error = await failing(client.hello({1024: None}))
         assert (error.reason, error.retriable) == ("INVALID_ARGUMENT", False)
         assert "partition is 1024, it must be from 0 to 1023" in error.message
@@ -154,9 +149,8 @@ async def test_bad_unary_requests(server_process: StartServer) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_bad_start_refuses_that_partition_only(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_bad_start_refuses_that_partition_only(target: str) -> None:
+    async with RawClient(target) as client:
         follow = await client.follow()
         answers = await follow.start(
             start_at(1024), start_at(5, 2**48), start_at(6, 0, 0), start_at(7), start_at(8, 300)
@@ -203,10 +197,9 @@ async def end_of(follow: RawFollow) -> wire.Ended:
     ],
 )
 async def test_what_makes_no_sense_ends_the_call_with_its_reason(
-    server_process: StartServer, message: dict[str, Any], reason: str
+    target: str, message: dict[str, Any], reason: str
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         bad, good = await client.follow(), await client.follow()
         await bad.start(start_at(3))
         await good.start(start_at(3))
@@ -236,19 +229,15 @@ async def test_what_makes_no_sense_ends_the_call_with_its_reason(
         ({"consumer": "a\nb"}, "control characters"),
     ],
 )
-async def test_a_bad_open_is_refused(
-    server_process: StartServer, options: dict[str, Any], words: str
-) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_bad_open_is_refused(target: str, options: dict[str, Any], words: str) -> None:
+    async with RawClient(target) as client:
         error = await failing(client.follow(**options))
         assert words in error.message
 
 
 @pytest.mark.asyncio
-async def test_a_write_call_must_begin_with_open(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_write_call_must_begin_with_open(target: str) -> None:
+    async with RawClient(target) as client:
         call = client.kv.Write()
         await call.write(kv.WriteRequest(write=kv.WriteBlock()))
         error = await failing(call.read())

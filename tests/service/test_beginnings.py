@@ -156,9 +156,8 @@ async def test_a_position_that_was_chosen_goes_on_after_a_restart(
 
 
 @pytest.mark.asyncio
-async def test_only_who_has_nothing_chooses(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_only_who_has_nothing_chooses(target: str) -> None:
+    async with RawClient(target) as client:
         writer = await client.writer("")
         await writer.write([(some_keys(P, 1)[0], b"v")])
         (info,) = await client.partitions(P)

@@ -1,6 +1,5 @@
 """A bucket that is damaged or whose storage fails, beside others that are well."""
 
-import asyncio
 from pathlib import Path
 
 import grpc
@@ -8,8 +7,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
-from tests.service.bucket_state import WAIT_SECONDS, folders_are, rows_of
+from tests.harness import RunningServer, poll
+from tests.service.bucket_state import folders_are, rows_of
 from upr.config import ServerConfig
 from upr.service.buckets.catalog import Catalog, DamagedBucket, create_bucket
 from upr.storage.directory import DataDirectory
@@ -121,9 +120,7 @@ async def test_one_bucket_whose_storage_failed_leaves_the_server_healthy(
         assert problems["orders"] is None
         # Now none is left that takes writes; and then there is one again.
         await client.drop_bucket("orders")
-        async with asyncio.timeout(WAIT_SECONDS):
-            while await health() == health_pb2.HealthCheckResponse.SERVING:
-                pass
+        await poll(health, lambda told: told != health_pb2.HealthCheckResponse.SERVING)
         await client.create_bucket("other")
         assert await health() == health_pb2.HealthCheckResponse.SERVING
     assert server.terminate() == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import StartServer
-from tests.service.bucket_state import WAIT_SECONDS, rows_of
+from tests.harness import WAIT_SECONDS
+from tests.service.bucket_state import rows_of
 from tests.service.keys import some_keys
 from upr_client import (
     AsyncClient,
@@ -50,14 +50,11 @@ class Table:
 
 
 @pytest.mark.asyncio
-async def test_positions_of_a_dropped_bucket_roll_back_to_0(
-    server_process: StartServer, tmp_path: Path
-) -> None:
-    server = server_process()
+async def test_positions_of_a_dropped_bucket_roll_back_to_0(target: str, tmp_path: Path) -> None:
     old = {b"old %d" % i: b"1" for i in range(40)}
     new = {b"new %d" % i: b"2" for i in range(30)}
     table = Table()
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         await client.create_bucket("orders")
         await client.bucket("orders").write_many(list(old.items()))
         path = tmp_path / "positions"
@@ -118,10 +115,9 @@ async def test_positions_of_a_dropped_bucket_roll_back_to_0(
 
 @pytest.mark.asyncio
 async def test_a_connected_consumer_goes_over_to_the_new_bucket(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         await client.create_bucket("orders")
         await client.bucket("orders").set(KEY, b"old")
         table, store = Table(), MemoryPositions()
@@ -161,9 +157,8 @@ async def test_a_connected_consumer_goes_over_to_the_new_bucket(
 
 
 @pytest.mark.asyncio
-async def test_a_writer_does_not_go_over_to_the_new_bucket(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_a_writer_does_not_go_over_to_the_new_bucket(target: str) -> None:
+    async with AsyncClient(target) as client:
         await client.create_bucket("orders")
         bucket = client.bucket("orders")
         await bucket.set(b"a", b"1")
@@ -182,10 +177,9 @@ async def test_a_writer_does_not_go_over_to_the_new_bucket(server_process: Start
 
 @pytest.mark.asyncio
 async def test_positions_of_a_bucket_of_another_name_are_an_error_that_changes_nothing(
-    server_process: StartServer, tmp_path: Path
+    target: str, tmp_path: Path
 ) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         for name in ("orders", "people"):
             await client.create_bucket(name)
             await client.bucket(name).write_many([(KEY, name.encode())])
@@ -215,10 +209,10 @@ async def test_positions_of_a_bucket_of_another_name_are_an_error_that_changes_n
 
 @pytest.mark.asyncio
 async def test_positions_that_were_stored_without_a_name_are_completed(
-    server_process: StartServer, tmp_path: Path
+    target: str, tmp_path: Path
 ) -> None:
-    server, path = server_process(), tmp_path / "positions"
-    async with AsyncClient(server.target) as client:
+    path = tmp_path / "positions"
+    async with AsyncClient(target) as client:
         bucket = client.bucket("default")
         await bucket.write_many([(KEY, b"value")])
         async with bucket.changes(positions=FilePositions(path), until_now=True) as changes:

@@ -1,21 +1,21 @@
 """Several buckets in one server: creating, listing, dropping, and crashes in between."""
 
 import asyncio
-import contextlib
+import errno
+import os
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawWriter, start_at
-from tests.service.bucket_state import WAIT_SECONDS, folders, folders_are, rows_of, until
+from tests.service.bucket_state import folders, folders_are, rows_of, serving, until
 from tests.service.keys import some_keys
 from upr import failpoints
 from upr.config import ServerConfig
-from upr.service.server import Server
 from upr_client import (
     AlreadyExistsError,
     AsyncClient,
@@ -23,6 +23,7 @@ from upr_client import (
     BucketNotFoundError,
     Change,
     InvalidArgumentError,
+    StorageFailedError,
     TooManyError,
 )
 from upr_protocol.block import build_block
@@ -78,9 +79,8 @@ async def test_buckets_are_created_listed_and_kept_over_a_restart(
 
 
 @pytest.mark.asyncio
-async def test_of_creations_at_once_one_wins(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_of_creations_at_once_one_wins(target: str) -> None:
+    async with AsyncClient(target) as client:
         outcomes = await asyncio.gather(
             *(client.create_bucket("one") for _ in range(6)), return_exceptions=True
         )
@@ -231,17 +231,6 @@ async def test_streams_and_writes_of_a_dropped_bucket_end_with_its_reason(
         assert anew.version != writer.opened.bucket_version
 
 
-@contextlib.asynccontextmanager
-async def serving(config: ServerConfig) -> AsyncIterator[Server]:
-    """A server in this process."""
-    server = Server(config)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
-
-
 @pytest.mark.asyncio
 async def test_who_waits_for_room_learns_that_the_bucket_was_dropped(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
@@ -276,9 +265,33 @@ async def test_who_waits_for_room_learns_that_the_bucket_was_dropped(tmp_path: P
 
 
 @pytest.mark.asyncio
-async def test_a_drop_of_another_version_drops_nothing(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_a_drop_that_failed_keeps_the_name_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        serving(ServerConfig(tmp_path / "data", "127.0.0.1:0")) as server,
+        AsyncClient(server.address) as client,
+    ):
+
+        def fail(folder: Path) -> Path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server._catalog._directory, "drop_bucket", fail)
+            with pytest.raises(StorageFailedError, match="could not be renamed"):
+                await client.drop_bucket("default")
+        (listed,) = await client.buckets()
+        assert listed.problem is not None
+        # Two folders of one name would be there at the next start.
+        with pytest.raises(AlreadyExistsError):
+            await client.create_bucket("default")
+        assert await client.drop_bucket("default") == listed.version
+        await client.create_bucket("default")
+
+
+@pytest.mark.asyncio
+async def test_a_drop_of_another_version_drops_nothing(target: str) -> None:
+    async with AsyncClient(target) as client:
         (default,) = await client.buckets()
         with pytest.raises(BucketGoneError, match="created anew"):
             await client.drop_bucket("default", default.version ^ 1)

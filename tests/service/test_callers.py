@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import poll
 from tests.raw import OWN_CONNECTION, RawClient, RawFollow, start_at
 from upr.service.overload import callers as callers_module
 from upr.service.overload.callers import PEER_BURST_SECONDS, PEER_SHARE, Callers, peer_of
@@ -168,9 +168,7 @@ async def test_calls_that_wait_with_their_open_count(server_process: StartServer
         assert (await client.status()).follow_calls == MINE
         for call in calls:
             call.cancel()
-        async with asyncio.timeout(60):
-            while (await client.status()).follow_calls:
-                pass
+        await poll(client.status, lambda told: not told.follow_calls)
         async with RawClient(server.target) as later:
             await (await later.follow()).close()
 
@@ -205,11 +203,8 @@ async def test_a_consumer_that_takes_nothing_is_ended_whatever_heartbeat_it_aske
     async with RawClient(server.target) as client, AsyncClient(server.target) as asking:
         follow = await client.follow(heartbeat_seconds=3600, credit_bytes=64 * MIB)
         await follow.send(start=starts(range(PARTITIONS)))
-        async with asyncio.timeout(60):
-            while not (await asking.status()).follow_calls:
-                pass
-            while (await asking.status()).follow_calls:
-                pass
+        await poll(asking.status, lambda told: told.follow_calls)
+        await poll(asking.status, lambda told: not told.follow_calls)
         assert "reason=TOO_SLOW" in server.log_text()
         # Who reads on at last is told why.
         follow.give_credit = False
@@ -241,13 +236,12 @@ async def test_a_consumer_without_credit_that_answers_heartbeats_stays(
         follow = await client.follow(heartbeat_seconds=0.2, credit_bytes=2 * MIB)
         follow.give_credit = False
         await follow.send(start=starts(range(PARTITIONS)))
-        ends = time.monotonic() + 4
         beats = 0
-        while time.monotonic() < ends:
+        # Long after the reader's time is over.
+        while beats < 10:
             message = await follow.read()
             assert not message.HasField("ended"), message
             beats += message.HasField("heartbeat")
-        assert beats > 5
         await follow.close()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS, poll
 from tests.service.keys import some_keys
 from tests.service.test_purging import ends, purge, write
 from upr.config import ServerConfig
@@ -31,7 +33,6 @@ HOUR = 60 * MINUTE
 DAY = 24 * HOUR
 START = 20_000 * DAY
 P = 9
-WAIT_SECONDS = 30.0
 
 
 class Time:
@@ -351,13 +352,9 @@ async def test_a_real_server_whose_hour_is_some_seconds(
         await bucket.write_many([(gone, b"v"), (gone, None), (kept, b"v")])
         await bucket.create_cut("pinned", lease=3600)
         await bucket.changes(consumer="reader", until_now=True).__aenter__()
-        async with asyncio.timeout(WAIT_SECONDS):
-            while (await bucket.storage()).tail_bytes:
-                pass
+        await poll(bucket.storage, lambda told: not told.tail_bytes)
         ahead.write_text(str(10 * 86_400))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while (await client.status()).clock_off_seconds < 9 * 86_400:
-                pass
+        await poll(client.status, lambda told: told.clock_off_seconds >= 9 * 86_400)
         assert await state(client) == (["pinned"], 0)
         await bucket.renew_cut("pinned")
     server.kill()
@@ -368,18 +365,14 @@ async def test_a_real_server_whose_hour_is_some_seconds(
         assert status.clock_jumped_seconds == pytest.approx(10 * 86_400, abs=60)
         if status.clock_left_seconds > 3:
             assert await state(client) == (["pinned"], 0)
-        async with asyncio.timeout(WAIT_SECONDS):
-            while (await client.status()).clock_left_seconds:
-                pass
-            # Now it counts: who was away for ten days has nothing left.
-            while (await state(client))[0]:
-                pass
+        await poll(client.status, lambda told: not told.clock_left_seconds)
+        # Now it counts: who was away for ten days has nothing left.
+        await poll(partial(state, client), lambda found: not found[0])
         assert (await client.status()).clock_jumped_seconds == 0
         with pytest.raises(CutNotFoundError):
             await client.bucket("default").renew_cut("pinned")
-        async with asyncio.timeout(WAIT_SECONDS):
-            while int((await client.bucket("default").partitions([P]))[0].purge_seqno) != 2:
-                pass
+        of_p = partial(client.bucket("default").partitions, [P])
+        await poll(of_p, lambda found: found[0].purge_seqno == 2)
 
 
 def test_a_server_that_stops_cleanly_knows_when(server_process: StartServer) -> None:

@@ -189,10 +189,9 @@ def test_the_sdk_reads_with_and_without_the_library(
 
 
 @pytest.mark.asyncio
-async def test_a_compressed_write_is_refused(server_process: StartServer) -> None:
-    server = server_process()
+async def test_a_compressed_write_is_refused(target: str) -> None:
     block = build_block([b"same"] * 100, [b"value" * 20] * 100)
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         writer = await client.writer("")
         message = types.Block.FromString(compress_block(encode_block(block)))
         assert message.zstd

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient, RawFollow, start_at
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
@@ -25,7 +27,6 @@ from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 PARTITION = 9
-WAIT_SECONDS = 20.0
 
 
 def ack(*positions: tuple[int, int]) -> wire.Ack:
@@ -61,9 +62,7 @@ async def seqno_of(client: RawClient, name: str) -> int | None:
 
 
 async def until_seqno(client: RawClient, name: str, seqno: int | None) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while await seqno_of(client, name) != seqno:
-            pass
+    await poll(partial(seqno_of, client, name), lambda found: found == seqno)
 
 
 async def following(
@@ -168,10 +167,9 @@ def _entries(environment: lmdb.Environment, table: Any) -> int:
     ],
 )
 async def test_a_wrong_ack_ends_the_call_and_is_not_kept(
-    server_process: StartServer, position: tuple[int, int], words: str
+    target: str, position: tuple[int, int], words: str
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 10)
         follow = await following(client, "indexer")
         await follow.send(ack=ack((PARTITION, 5), position))
@@ -186,9 +184,8 @@ async def test_a_wrong_ack_ends_the_call_and_is_not_kept(
 
 
 @pytest.mark.asyncio
-async def test_a_consumer_that_goes_back_is_not_overtaken(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_consumer_that_goes_back_is_not_overtaken(target: str) -> None:
+    async with RawClient(target) as client:
         await fill(client, 10)
         follow = await following(client, "indexer")
         await follow.send(ack=ack((PARTITION, 9)))
@@ -199,10 +196,9 @@ async def test_a_consumer_that_goes_back_is_not_overtaken(server_process: StartS
 
 @pytest.mark.asyncio
 async def test_a_call_that_was_superseded_says_nothing_any_more(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 10)
         old = await following(client, "indexer")
         await old.send(ack=ack((PARTITION, 4)))
@@ -244,10 +240,9 @@ async def test_forget_removes_it_for_good_until_the_next_ack(server_process: Sta
 
 @pytest.mark.asyncio
 async def test_a_consumer_of_the_sdk_that_reads_to_now_is_registered_at_the_end(
-    server_process: StartServer, tmp_path: Path
+    target: str, tmp_path: Path
 ) -> None:
-    server = server_process()
-    async with Client(server.target) as client:
+    async with Client(target) as client:
         bucket = client.bucket()
         await bucket.write_many([(b"key %d" % i, b"value") for i in range(3000)])
         positions = FilePositions(tmp_path / "positions")

@@ -6,13 +6,14 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, poll
 from tests.model import ModelBucket, State
 from tests.raw import RawClient
 from upr_client import (
@@ -37,7 +38,6 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 KEYS = 3000
 SMALL_TAIL = ("--tail-bytes", "300000", "--flush-seconds", "0.3")
-WAIT_SECONDS = 30.0
 Rows = list[tuple[bytes, bytes | None]]
 
 
@@ -86,8 +86,8 @@ async def state_at(bucket: AsyncBucket, cut: AsyncCut, **options: object) -> Sta
 
 
 @contextlib.asynccontextmanager
-async def opened(server: RunningServer) -> AsyncIterator[AsyncBucket]:
-    async with AsyncClient(server.target) as client:
+async def opened(target: str) -> AsyncIterator[AsyncBucket]:
+    async with AsyncClient(target) as client:
         yield client.bucket()
 
 
@@ -98,7 +98,7 @@ async def test_readers_get_the_state_at_the_cut_while_writes_go_on(
 ) -> None:
     server = server_process(*SMALL_TAIL)
     rng, model = random.Random(1), ModelBucket()
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         done = asyncio.Event()
 
         async def write() -> None:
@@ -130,7 +130,7 @@ async def test_an_overwritten_bucket_is_served_as_of_the_cut_until_it_is_release
 ) -> None:
     server = server_process(*SMALL_TAIL)
     rng, model = random.Random(2), ModelBucket()
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         for _ in range(10):
             await bucket.write_many(batch(rng, model))
 
@@ -160,7 +160,7 @@ async def test_an_overwritten_bucket_is_served_as_of_the_cut_until_it_is_release
 async def test_sigkill_after_the_answer(server_process: StartServer) -> None:
     server = server_process(*SMALL_TAIL)
     rng, model = random.Random(3), ModelBucket()
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         for _ in range(30):
             await bucket.write_many(batch(rng, model), durability="memory")
         cut = await bucket.create_cut("kept", lease=600)
@@ -188,7 +188,7 @@ async def test_sigkill_before_the_answer_leaves_a_whole_cut_or_none(
     server_process: StartServer, where: str, kept: bool
 ) -> None:
     server = server_process(environment={"UPR_FAILPOINTS": f"cuts.{where}_commit=kill"})
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         await bucket.write_many([(b"key %d" % n, b"v") for n in range(KEYS)])
         with pytest.raises(UprError):
             await bucket.create_cut("x")
@@ -204,7 +204,7 @@ async def test_sigkill_before_the_answer_leaves_a_whole_cut_or_none(
 @pytest.mark.asyncio
 async def test_a_failed_journal_takes_the_pin_back(server_process: StartServer) -> None:
     server = server_process(environment={"UPR_FAILPOINTS": "journal.before_sync=error:EIO"})
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         await bucket.set(b"a", b"1", durability="memory")
         for _ in range(2):
             with pytest.raises(StorageFailedError):
@@ -219,7 +219,7 @@ async def test_there_is_no_answer_before_what_is_pinned_is_durable(
     hold = tmp_path / "hold"
     hold.touch()
     server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         await bucket.set(b"a", b"1", durability="memory")
         async with AsyncClient(server.target, request_timeout=1) as hasty:
             with pytest.raises(UnavailableError):
@@ -233,7 +233,7 @@ async def test_there_is_no_answer_before_what_is_pinned_is_durable(
 async def test_a_failed_store_takes_the_pin_back(server_process: StartServer) -> None:
     environment = {"UPR_FAILPOINTS": "cuts.before_commit=error:ENOSPC:1"}
     server = server_process(environment=environment)
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         with pytest.raises(StorageFailedError, match="could not be stored"):
             await bucket.create_cut("x")
         await bucket.create_cut("x")
@@ -247,7 +247,7 @@ async def test_a_caller_that_goes_away_leaves_a_whole_cut(
     hold = tmp_path / "hold"
     hold.touch()
     server = server_process(environment={"UPR_FAILPOINTS": f"cuts.before_commit=hold:{hold}"})
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         await bucket.set(b"a", b"1")
         async with AsyncClient(server.target, request_timeout=3) as hasty:
             with pytest.raises(UnavailableError):
@@ -257,9 +257,7 @@ async def test_a_caller_that_goes_away_leaves_a_whole_cut(
             await bucket.create_cut("x")
         assert await bucket.cuts() == []
         hold.unlink()
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not (found := await bucket.cuts(with_pins=True)):
-            assert time.monotonic() < deadline
+        found = await poll(partial(bucket.cuts, with_pins=True))
         assert len(found[0].pins) == 1024
 
 
@@ -268,13 +266,11 @@ async def test_leases_end_by_themselves_and_are_renewed_and_kept(
     server_process: StartServer,
 ) -> None:
     server = server_process()
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         short = await bucket.create_cut("short", lease=0.05)
         long = await bucket.create_cut("long", partitions=[5, 3], lease=60)
         assert list(long.pins) == [3, 5]
-        deadline = time.monotonic() + WAIT_SECONDS
-        while "short" in [cut.name for cut in await bucket.cuts()]:
-            assert time.monotonic() < deadline
+        await poll(bucket.cuts, lambda cuts: "short" not in [cut.name for cut in cuts])
         with pytest.raises(CutNotFoundError, match="'short'"):
             await short.renew()
         assert not await short.release()
@@ -297,9 +293,8 @@ async def test_leases_end_by_themselves_and_are_renewed_and_kept(
 
 
 @pytest.mark.asyncio
-async def test_bad_input_names_value_and_limit(server_process: StartServer) -> None:
-    server = server_process()
-    async with opened(server) as bucket, RawClient(server.target) as raw:
+async def test_bad_input_names_value_and_limit(target: str) -> None:
+    async with opened(target) as bucket, RawClient(target) as raw:
         for lease in (-1.0, math.nan, math.inf, CUT_LEASE_SECONDS_MAX + 1):
             with pytest.raises(InvalidArgumentError, match=rf"lease of {lease} .*2592000"):
                 await bucket.create_cut("x", lease=lease)
@@ -311,7 +306,7 @@ async def test_bad_input_names_value_and_limit(server_process: StartServer) -> N
             with pytest.raises(grpc.aio.AioRpcError, match=r"cut .*a name has 1 to 200"):
                 await raw.changes.CreateCut(wire.CreateCutRequest(bucket="default", name=name))
         with pytest.raises(UprError, match="no bucket"):
-            async with AsyncClient(server.target) as client:
+            async with AsyncClient(target) as client:
                 await client.bucket("other").create_cut("x")
         assert await bucket.cuts() == []
         cut = await bucket.create_cut("x", partitions=[1])
@@ -329,7 +324,7 @@ async def test_a_lost_call_in_the_middle_still_ends_at_the_cut(
 ) -> None:
     server = server_process(*SMALL_TAIL)
     rng, model = random.Random(4), ModelBucket()
-    async with opened(server) as bucket:
+    async with opened(server.target) as bucket:
         for _ in range(10):
             await bucket.write_many(batch(rng, model))
         cut = await bucket.create_cut("x")
@@ -347,9 +342,8 @@ async def test_a_lost_call_in_the_middle_still_ends_at_the_cut(
         assert state == as_of(model, cut.pins)
 
 
-def test_sync_flavour_and_seqnos_by_hand(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_sync_flavour_and_seqnos_by_hand(target: str) -> None:
+    with Client(target) as client:
         bucket = client.bucket()
         for value in (b"1", b"2", b"3"):
             bucket.set(b"a", value)

@@ -26,10 +26,9 @@ async def fill(writer: RawWriter, partition: int, rows: int, size: int = 10) -> 
 
 @pytest.mark.asyncio
 async def test_all_1024_partitions_over_one_hello_and_one_follow(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         hello = await client.hello(dict.fromkeys(range(1024)))
         assert [a.partition for a in hello.answers] == list(range(1024))
         ids = [a.failover_id for a in hello.answers]
@@ -49,9 +48,8 @@ async def test_all_1024_partitions_over_one_hello_and_one_follow(
 
 
 @pytest.mark.asyncio
-async def test_a_follower_of_some_partitions_gets_only_those(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_follower_of_some_partitions_gets_only_those(target: str) -> None:
+    async with RawClient(target) as client:
         writer = await client.writer("")
         follow = await client.follow()
         await follow.start(*(start_at(p) for p in range(0, 1024, 3)))
@@ -97,10 +95,9 @@ async def test_keys_only_leaves_the_values_out_from_memory_and_store(
     ("until", "seqno", "last"), [(5, 0, 6), (6, 0, 6), (7, 0, 9), (4, 4, 4), (2, 4, 4), (1, 0, 3)]
 )
 async def test_until_ends_at_the_first_marker_at_or_above(
-    server_process: StartServer, until: int, seqno: int, last: int
+    target: str, until: int, seqno: int, last: int
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         writer = await client.writer("")
         for _ in range(3):
             await fill(writer, 2, 3)
@@ -116,9 +113,8 @@ async def test_until_ends_at_the_first_marker_at_or_above(
 
 
 @pytest.mark.asyncio
-async def test_stop_and_start_again_tell_streams_apart(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_stop_and_start_again_tell_streams_apart(target: str) -> None:
+    async with RawClient(target) as client:
         writer = await client.writer("")
         await fill(writer, 4, 10)
         follow = await client.follow()
@@ -136,10 +132,9 @@ async def test_stop_and_start_again_tell_streams_apart(server_process: StartServ
 
 @pytest.mark.asyncio
 async def test_a_second_call_of_the_same_consumer_ends_the_first(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         first = await client.follow(consumer="indexer")
         await first.start(start_at(1), start_at(2))
         other = await client.follow(consumer="another")
@@ -225,9 +220,8 @@ async def test_one_value_larger_than_the_credit_goes_through_alone(
 
 
 @pytest.mark.asyncio
-async def test_heartbeats_tell_the_high_seqnos_that_moved(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_heartbeats_tell_the_high_seqnos_that_moved(target: str) -> None:
+    async with RawClient(target) as client:
         writer = await client.writer("")
         await fill(writer, 3, 7)
         follow = await client.follow(heartbeat_seconds=0.1)
@@ -240,9 +234,8 @@ async def test_heartbeats_tell_the_high_seqnos_that_moved(server_process: StartS
 
 
 @pytest.mark.asyncio
-async def test_a_silent_consumer_is_ended(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_silent_consumer_is_ended(target: str) -> None:
+    async with RawClient(target) as client:
         call = client.changes.Follow()
         await call.write(
             wire.FollowRequest(open=wire.Open(bucket="default", heartbeat_seconds=0.1))

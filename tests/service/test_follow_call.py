@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
 from upr.engine.streams import SHUTTING_DOWN
 from upr.service import follow as follow_module
@@ -17,7 +18,6 @@ from upr.service.overload.intake import Intake
 from upr.storage.directory import DataDirectory
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
-WAIT_SECONDS = 30.0
 TURNS = 1000
 """Turns of the loop after which everything that can go on without the other side has gone on."""
 
@@ -111,7 +111,7 @@ async def test_a_consumer_that_neither_reads_nor_speaks_is_ended(
     await transport.until(lambda: bool(transport.told))
     transport.reading.clear()
     # Three silent intervals, and the time that a half-close is waited for.
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_SECONDS):
         await asyncio.wait([call])
     assert not methods._calls
 

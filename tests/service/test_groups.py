@@ -3,17 +3,18 @@
 import asyncio
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient, RawFollow, all_rows, start_at
 from tests.service.keys import some_keys
 from tests.service.test_positions import (
     NAME,
-    WAIT_SECONDS,
     info,
     load,
     position,
@@ -75,9 +76,8 @@ async def refusal(follow: RawFollow, partition: int) -> str:
 
 
 @pytest.mark.asyncio
-async def test_members_share_the_partitions_and_hand_them_over(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_members_share_the_partitions_and_hand_them_over(target: str) -> None:
+    async with RawClient(target) as client:
         await write(client, 1023, 3)
         a = await member(client, "a")
         assert (a.opened.lease_seconds, a.opened.generation) == (30.0, 0)
@@ -121,10 +121,9 @@ async def test_members_share_the_partitions_and_hand_them_over(server_process: S
 
 @pytest.mark.asyncio
 async def test_after_its_lease_a_paused_member_gets_no_row_and_saves_nothing(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         a, b, _ = await two(client, lease=3.0, lease_of_b=FOREVER)
         (answer,) = await a.start(start_at(0))
         assert answer.HasField("started")
@@ -157,21 +156,16 @@ async def owned_by(client: RawClient, name: str) -> int:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["cancelled", "channel"])
-async def test_a_lost_call_keeps_its_partitions_for_its_lease(
-    server_process: StartServer, how: str
-) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
-        async with RawClient(server.target) as other:
+async def test_a_lost_call_keeps_its_partitions_for_its_lease(target: str, how: str) -> None:
+    async with RawClient(target) as client:
+        async with RawClient(target) as other:
             a = await member(other, "a", lease=2.0)
             generation = (await assigned(a)).generation
             b = await member(client, "b", lease=FOREVER)
             await assigned(b)
             if how == "cancelled":
                 a.call.cancel()
-        async with asyncio.timeout(WAIT_SECONDS):
-            while (await info(client)).members[0].peer:
-                pass
+        await poll(partial(info, client), lambda told: not told.members[0].peer)
         assert (await owned_by(client, "a"), await owned_by(client, "b")) == (PARTITIONS, 0)
         assert await save(client, generation, position(0, 5), member="a") == []
         assert len((await assigned(b)).owned) == PARTITIONS
@@ -181,6 +175,7 @@ async def test_a_lost_call_keeps_its_partitions_for_its_lease(
 
 _MEMBER = """
 import asyncio, sys
+from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient
 async def main():
     client = RawClient(sys.argv[1])
@@ -194,22 +189,19 @@ asyncio.run(main())
 
 @pytest.mark.asyncio
 async def test_a_killed_member_keeps_its_partitions_for_its_lease(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
     process = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", _MEMBER, server.target], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _MEMBER, target], stdout=subprocess.PIPE, text=True
     )
     try:
-        async with RawClient(server.target) as client:
+        async with RawClient(target) as client:
             assert process.stdout is not None
             assert await asyncio.to_thread(process.stdout.readline) == "joined\n"
             process.kill()
             b = await member(client, "b", lease=FOREVER)
             await assigned(b)
-            async with asyncio.timeout(WAIT_SECONDS):
-                while (await info(client)).members[0].peer:
-                    pass
+            await poll(partial(info, client), lambda told: not told.members[0].peer)
             assert await owned_by(client, "a") == PARTITIONS
             assert len((await assigned(b)).owned) == PARTITIONS
     finally:
@@ -218,9 +210,8 @@ async def test_a_killed_member_keeps_its_partitions_for_its_lease(
 
 
 @pytest.mark.asyncio
-async def test_a_half_close_gives_everything_up_at_once(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_half_close_gives_everything_up_at_once(target: str) -> None:
+    async with RawClient(target) as client:
         a, b, _ = await two(client, lease=FOREVER)
         await a.close()
         assert len((await assigned(b)).owned) == PARTITIONS
@@ -228,10 +219,9 @@ async def test_a_half_close_gives_everything_up_at_once(server_process: StartSer
 
 @pytest.mark.asyncio
 async def test_a_second_call_of_a_member_takes_over_and_fences_the_first(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         a = await member(client, "a")
         told = await assigned(a)
         await a.start(start_at(5))
@@ -246,9 +236,8 @@ async def test_a_second_call_of_a_member_takes_over_and_fences_the_first(
 
 
 @pytest.mark.asyncio
-async def test_a_lease_holds_for_as_long_as_something_is_heard(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_lease_holds_for_as_long_as_something_is_heard(target: str) -> None:
+    async with RawClient(target) as client:
         a = await member(client, "a", lease=1.0)
         await assigned(a)
         loop = asyncio.get_running_loop()
@@ -261,8 +250,7 @@ async def test_a_lease_holds_for_as_long_as_something_is_heard(server_process: S
 
 
 @pytest.mark.asyncio
-async def test_what_an_open_may_not_say(server_process: StartServer) -> None:
-    server = server_process()
+async def test_what_an_open_may_not_say(target: str) -> None:
     wrong: dict[str, dict[str, Any]] = {
         "a lease of 0.5 seconds, it is 1 to 3600": {"member": "a", "lease_seconds": 0.5},
         "a lease of 3601.0 seconds": {"member": "a", "lease_seconds": 3601.0},
@@ -271,7 +259,7 @@ async def test_what_an_open_may_not_say(server_process: StartServer) -> None:
         "control characters": {"member": "a\n"},
         "member 'a' of no consumer": {"member": "a", "consumer": ""},
     }
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         for words, options in wrong.items():
             error = await problem(client.follow(**({"consumer": NAME} | options)))
             assert error.reason == "INVALID_ARGUMENT"
@@ -299,9 +287,8 @@ async def test_what_an_open_may_not_say(server_process: StartServer) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_reset_ends_the_calls_of_a_group_and_fences_it(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_reset_ends_the_calls_of_a_group_and_fences_it(target: str) -> None:
+    async with RawClient(target) as client:
         await write(client, 5, 3)
         a, b, _ = await two(client)
         generation = (await info(client)).generation
@@ -339,9 +326,8 @@ async def test_ownership_begins_anew_with_the_server(server_process: StartServer
 
 
 @pytest.mark.asyncio
-async def test_acks_of_a_member_count_for_what_it_owns(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_acks_of_a_member_count_for_what_it_owns(target: str) -> None:
+    async with RawClient(target) as client:
         await write(client, 0, 3)
         await write(client, 1023, 3)
         a = await member(client, "a")
@@ -356,17 +342,14 @@ async def test_acks_of_a_member_count_for_what_it_owns(server_process: StartServ
         await a.send(release=wire.Release(partitions=asked))
         both = b"".join(p.to_bytes(4, "little") + (3).to_bytes(8, "little") for p in (0, 1023))
         await a.send(ack=wire.Ack(positions=both))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while (await info(client)).partitions == 0:
-                pass
+        await poll(partial(info, client), lambda told: told.partitions)
         acked = [at.partition for at in (await info(client)).positions if at.time]
         assert acked == [0]
 
 
 @pytest.mark.asyncio
-async def test_a_group_of_another_bucket_version_is_told_so(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_group_of_another_bucket_version_is_told_so(target: str) -> None:
+    async with RawClient(target) as client:
         request = wire.SavePositionsRequest(
             bucket="default", bucket_version=await version_of(client) ^ 1, consumer=NAME
         )

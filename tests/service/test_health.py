@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from upr.service.health import BUCKET, Health
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -38,7 +38,7 @@ async def test_a_watcher_that_takes_nothing_keeps_nobody_waiting() -> None:
         answer = await health.servicer.Check(health_pb2.HealthCheckRequest(service=name), None)
         return answer.status
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_SECONDS):
         await health.serving()
         await health.tell(writes=False, buckets={"x": False})
         assert [await status(name) for name in ("", "a", "b", BUCKET + "x")] == [
@@ -55,9 +55,9 @@ async def test_a_watcher_that_takes_nothing_keeps_nobody_waiting() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_health_check_is_of_a_name_and_no_more(server_process: StartServer) -> None:
+async def test_a_health_check_is_of_a_name_and_no_more(target: str) -> None:
     """A Watch keeps its request: a thousand of them held a quarter of a gigabyte."""
-    async with grpc.aio.insecure_channel(server_process().target) as channel:
+    async with grpc.aio.insecure_channel(target) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         long = health.Watch(health_pb2.HealthCheckRequest(service="x" * 2000))
         with pytest.raises(grpc.RpcError, match="the limit is 1024"):

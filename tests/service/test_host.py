@@ -10,6 +10,7 @@ import lmdb
 import numpy as np
 import pytest
 
+from tests.harness import WAIT_SECONDS
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.service import key_value as writes_module
@@ -32,7 +33,6 @@ from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
 
-WAIT_SECONDS = 30.0
 TURNS = 1000
 """Turns of the loop after which everything that can go on without the disk has gone on."""
 

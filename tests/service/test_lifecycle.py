@@ -57,10 +57,9 @@ def test_a_second_server_on_the_same_directory_is_refused(
         assert "is in use by" in result.output
 
 
-def test_a_port_in_use_is_refused(server_process: StartServer, tmp_path: Path) -> None:
-    server = server_process()
-    line = refused(tmp_path, "--listen", server.target)
-    assert server.target in line
+def test_a_port_in_use_is_refused(target: str, tmp_path: Path) -> None:
+    line = refused(tmp_path, "--listen", target)
+    assert target in line
     assert "in use" in line
 
 
@@ -294,15 +293,14 @@ async def test_the_last_seqno_is_given_and_then_the_partition_refuses_alone(
 
 
 @pytest.mark.asyncio
-async def test_health_and_reflection_answer(server_process: StartServer) -> None:
-    server = server_process()
+async def test_health_and_reflection_answer(target: str) -> None:
     services = {
         "upr.v1.AdminService",
         "upr.v1.ChangeStreamService",
         "upr.v1.KeyValueService",
         "grpc.health.v1.Health",
     }
-    async with grpc.aio.insecure_channel(server.target) as channel:
+    async with grpc.aio.insecure_channel(target) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", "upr.v1.ChangeStreamService"):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name))

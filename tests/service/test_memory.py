@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawFollow, all_rows, start_at
 from upr_protocol.block import block_values, build_block
 from upr_protocol.partitioning import partition_of
@@ -26,7 +27,7 @@ IN_FLIGHT = 16
 
 async def status(client: RawClient) -> admin.GetStatusResponse:
     response: admin.GetStatusResponse = await client.admin.GetStatus(
-        admin.GetStatusRequest(), timeout=20
+        admin.GetStatusRequest(), timeout=WAIT_SECONDS
     )
     return response
 

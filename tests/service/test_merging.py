@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer
 from tests.model import ModelPartition, Row, State, apply, partition_of
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
 from tests.service.keys import some_keys
@@ -24,7 +24,6 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 USED = range(16)
 OPTIONS = ("--tail-bytes", "65536", "--tombstone-age", "0.5", "--purge-hold", "600")
-WAIT_SECONDS = 20.0
 MARKERS_KEPT = 8
 
 

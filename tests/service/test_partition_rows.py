@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.harness import WAIT_SECONDS
 from tests.storage.closed import Closed, block_of
 from tests.storage.stored_blocks import consumers_of
 from upr.config import ServerConfig
@@ -21,7 +22,6 @@ from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.codec import encode_block
 
-WAIT_SECONDS = 60.0
 NOTHING = np.zeros(1024, np.uint64)
 KEY = b"key"
 P = partition_of(KEY)

@@ -4,6 +4,7 @@ import asyncio
 import struct
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer, poll
 from tests.raw import RawClient, start_at
+from tests.service.bucket_state import serving
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import consumers_of, store_of
+from upr.config import ServerConfig
 from upr.storage import keyspace
 from upr.storage.check.contents import Finding, check_consumers
 from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow
@@ -29,7 +32,6 @@ from upr_protocol.wire.v1 import types_pb2 as types
 
 PARTITION = 9
 NAME = "indexer"
-WAIT_SECONDS = 20.0
 
 
 async def fill(client: RawClient, rows: int, partition: int = PARTITION) -> None:
@@ -187,9 +189,8 @@ async def is_waiting(client: RawClient) -> bool:
 
 
 @pytest.mark.asyncio
-async def test_a_former_owner_is_fenced_and_stores_nothing(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_former_owner_is_fenced_and_stores_nothing(target: str) -> None:
+    async with RawClient(target) as client:
         await fill(client, 10)
         first = await client.follow(consumer=NAME)
         generation = first.opened.generation
@@ -229,10 +230,9 @@ async def test_an_owner_whose_call_is_gone_may_save_until_the_server_starts_anew
 
 @pytest.mark.asyncio
 async def test_a_position_above_the_high_seqno_is_refused_by_name(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 10)
         generation = await own(client)
         error = await problem(save(client, generation, position(0, partition=3), position(11)))
@@ -248,9 +248,8 @@ def log_of(records: int) -> list[types.FailoverRecord]:
 
 @pytest.mark.asyncio
 async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
     wrong = {
         "partition is 1024": [position(1, partition=1024)],
         "named twice": [position(1), position(2)],
@@ -261,7 +260,7 @@ async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
         "1001 failover records, the limit is 1000": [position(9, failover_log=log_of(1001))],
         "failover id is 0": [position(5, failover_id=0)],
     }
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 10)
         generation = await own(client)
         for words, positions in wrong.items():
@@ -280,10 +279,9 @@ async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
 
 @pytest.mark.asyncio
 async def test_what_the_server_does_not_know_of_a_position_is_not_stored(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 10)
         generation = await own(client)
         # Field 1000, 100 bytes.
@@ -310,9 +308,7 @@ async def test_a_save_counts_as_an_ack_and_an_ack_leaves_it_as_it_is(
         found = await info(client)
         assert (found.lag, found.positions[0].seqno, found.positions[0].high_seqno) == (4, 6, 10)
         await follow.send(ack=wire.Ack(positions=struct.pack("<IQ", PARTITION, 8)))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while (await info(client)).positions[0].seqno != 8:
-                pass
+        await poll(partial(info, client), lambda told: told.positions[0].seqno == 8)
         assert (await load(client))[PARTITION].seqno == 6
     assert server.terminate() == 0
     server.start()
@@ -406,8 +402,8 @@ async def test_a_reset_to_the_beginning_removes_positions_and_fences_their_owner
 
 
 @pytest.mark.asyncio
-async def test_a_reset_of_an_unknown_name_changes_nothing(server_process: StartServer) -> None:
-    async with RawClient(server_process().target) as client:
+async def test_a_reset_of_an_unknown_name_changes_nothing(target: str) -> None:
+    async with RawClient(target) as client:
         for to in ({"to_now": True}, {"to_beginning": True}, {"to_time": 1}):
             error = await problem(reset(client, create=False, **to))
             assert (error.reason, error.retriable) == ("CONSUMER_NOT_FOUND", False)
@@ -421,20 +417,31 @@ async def test_a_reset_of_an_unknown_name_changes_nothing(server_process: StartS
 
 @pytest.mark.asyncio
 async def test_saves_of_one_owner_are_applied_in_the_order_in_which_they_came(
-    server_process: StartServer,
+    tmp_path: Path,
 ) -> None:
-    async with RawClient(server_process().target) as client:
+    async with (
+        serving(ServerConfig(tmp_path / "data", "127.0.0.1:0")) as server,
+        RawClient(server.address) as client,
+    ):
         await fill(client, 3, 0)
-        generation = await own(client)
+        generation, version = await own(client), await version_of(client)
         everything = [position(0, p) for p in range(1, 1024)]
-        for _ in range(10):
-            # The check of the first one takes several turns of the loop.
-            both = (
-                save(client, generation, position(1, 0), *everything),
-                save(client, generation, position(2, 0)),
+
+        def saving(*positions: wire.Position) -> asyncio.Task[Any]:
+            request = wire.SavePositionsRequest(
+                bucket="default",
+                bucket_version=version,
+                consumer=NAME,
+                generation=generation,
+                positions=positions,
             )
-            await asyncio.gather(*both)
-            assert (await load(client, 0))[0].seqno == 2
+            # Not over the wire, where the small one may come first.
+            answer: Any = server._changes.SavePositions(request, None)  # type: ignore[arg-type]
+            return asyncio.create_task(answer)
+
+        # The check of the first one takes several turns of the loop.
+        await asyncio.gather(saving(position(1, 0), *everything), saving(position(2, 0)))
+        assert (await load(client, 0))[0].seqno == 2
 
 
 @pytest.mark.asyncio
@@ -450,9 +457,7 @@ async def test_a_consumer_that_is_forgotten_stays_so_although_a_stream_began_dur
         hold.touch()
         at = position(3, failover_id=newest, data_id=newest, failover_log=())
         saving = asyncio.create_task(save(client, follow.opened.generation, at))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not await is_saving(client):
-                pass
+        await poll(partial(is_saving, client))
         await follow.start(start_at(PARTITION, 3, newest, data_id=newest))
         hold.unlink()
         assert await saving == []
@@ -497,10 +502,9 @@ async def test_a_reset_to_now_registers_a_consumer_at_the_newest_markers(
 
 @pytest.mark.asyncio
 async def test_a_reset_to_a_time_lies_right_below_the_first_mutation_since(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+    async with RawClient(target) as client:
         await fill(client, 4)
         between = time.time_ns() // 1000 + 1
         while time.time_ns() // 1000 <= between:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import create_bucket
@@ -20,7 +21,6 @@ from upr_protocol.limits import PRODUCER_SECONDS, PRODUCERS_MAX, WRITE_CALLS_MAX
 from upr_protocol.partitioning import partition_of
 from upr_protocol.places import place_number
 
-WAIT_SECONDS = 60.0
 DAY = PRODUCER_SECONDS * 1_000_000
 
 

@@ -12,6 +12,7 @@ import lmdb
 import pytest
 import pytest_asyncio
 
+from tests.harness import WAIT_SECONDS
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.service.admin import AdminMethods, Process
@@ -25,7 +26,6 @@ from upr_protocol.block import build_block
 from upr_protocol.errors import NoRoomError
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
-WAIT_SECONDS = 20.0
 P, Q = 9, 11
 
 

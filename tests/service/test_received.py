@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawWriter, start_at
 from upr_protocol.block import build_block
 from upr_protocol.errors import UprError
@@ -27,7 +28,6 @@ MIB = 2**20
 LIMIT_BYTES = 512 * MIB
 VALUE_BYTES = 20 * MIB
 SAMPLE_SECONDS = 0.01
-WAIT_SECONDS = 60.0
 SOME_SECONDS = 15.0
 
 

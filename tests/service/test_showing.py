@@ -149,9 +149,8 @@ async def test_a_prefix_shows_the_state_as_of_a_cut(server_process: StartServer)
 
 
 @pytest.mark.asyncio
-async def test_a_prefix_longer_than_a_key_is_refused(server_process: StartServer) -> None:
-    server = server_process()
-    async with RawClient(server.target) as client:
+async def test_a_prefix_longer_than_a_key_is_refused(target: str) -> None:
+    async with RawClient(target) as client:
         (await client.follow(key_prefix=b"k" * 4096)).call.cancel()
         call = client.changes.Follow()
         opening = wire.Open(bucket="default", key_prefix=b"k" * 4097)

@@ -1,12 +1,12 @@
 """GetStatus and GetStorage of a real server, against what was done to it."""
 
-import asyncio
 import random
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import poll
 from tests.raw import RawClient, start_at
 from upr.service.overload import process
 from upr_client import AsyncClient
@@ -50,9 +50,7 @@ async def test_the_status_tells_calls_streams_and_memory(server_process: StartSe
         assert bucket.volatile_bytes == 0
         await follow.close()
         await writer.close()
-        async with asyncio.timeout(20):
-            while (await client.status()).follow_calls:
-                pass
+        await poll(client.status, lambda told: not told.follow_calls)
     assert server.terminate() == 0
     server.start()
     async with AsyncClient(server.target) as client:
@@ -100,17 +98,14 @@ async def test_a_second_flush_leaves_something_unmerged(server_process: StartSer
         bucket = client.bucket()
         for _ in range(6):
             await bucket.write_many([(b"key %d" % i, b"v" * 100) for i in range(1024)])
-        async with asyncio.timeout(20):
-            while not (found := await bucket.storage()).blocks:
-                pass
+        found = await poll(bucket.storage, lambda told: told.blocks)
         assert found.flushed_bytes >= found.block_bytes - found.merge_output_bytes
         assert found.unmerged_bytes < found.block_bytes
 
 
 @pytest.mark.asyncio
-async def test_a_bucket_that_is_not_there_is_not_found(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_a_bucket_that_is_not_there_is_not_found(target: str) -> None:
+    async with AsyncClient(target) as client:
         bucket = client.bucket("nobody's")
         with pytest.raises(BucketNotFoundError):
             await bucket.storage()

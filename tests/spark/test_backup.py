@@ -171,18 +171,15 @@ def restored_over(repository: Path, target: str, name: str, number: int) -> Stat
 
 
 @pytest.fixture
-def small(
-    server_process: Callable[..., RunningServer], tmp_path: Path
-) -> tuple[Path, RunningServer]:
+def small(shared_server: RunningServer, target: str, tmp_path: Path) -> tuple[Path, RunningServer]:
     """A repository of three backups, and its server."""
     repository = tmp_path / "repository"
-    server = server_process()
-    upr_backup(repository, "init", "--target", server.target)
-    with Client(server.target) as client:
+    upr_backup(repository, "init", "--target", target)
+    with Client(target) as client:
         for salt in range(3):
             client.bucket().write_many((b"%d" % n, b"%d" % salt) for n in range(100))
             taken(repository)
-    return repository, server
+    return repository, shared_server
 
 
 def test_damage_is_found(small: tuple[Path, RunningServer]) -> None:

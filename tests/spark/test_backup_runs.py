@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.harness import RunningServer
 from tests.spark.backup_model import MemoryStorage, ModelSource, World
 from upr_backup.backup import Run
 from upr_backup.engines import jvm
@@ -96,17 +95,14 @@ def test_a_lock_that_could_not_be_released_is_its_holders_at_the_next_turn(
         pass
 
 
-def test_runs_that_are_killed_again_and_again_leave_one_cut(
-    server_process: Callable[..., RunningServer], tmp_path: Path
-) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_runs_that_are_killed_again_and_again_leave_one_cut(target: str, tmp_path: Path) -> None:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.set(b"key", b"")
 
         def repository(name: str) -> Repository:
             storage = LocalStorage(tmp_path / name)
-            return Repository.create(storage, "default", bucket.version, server.target, 0)
+            return Repository.create(storage, "default", bucket.version, target, 0)
 
         one, other = repository("one"), repository("other")
         bucket.create_cut("upr-backup-of-somebody")

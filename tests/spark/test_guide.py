@@ -1,21 +1,16 @@
 """What the guide of upr_spark shows, as it is printed there."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.harness import RunningServer
 from upr_client import Client
 
 GUIDE = Path(__file__).parents[2] / "client" / "upr_spark" / "README.md"
 
 
-def test_the_examples_run(
-    spark: Any, server_process: Callable[..., RunningServer], tmp_path: Path
-) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_the_examples_run(spark: Any, target: str, tmp_path: Path) -> None:
+    with Client(target) as client:
         client.bucket().write_many([(b"%d" % n, b"v") for n in range(100)] + [(b"0", None)])
         examples = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
         assert len(examples) == 3
@@ -23,7 +18,7 @@ def test_the_examples_run(
             "frame": spark.createDataFrame([("a", "1"), ("b", "2")], ["key", "value"])
         }
         for example in examples:
-            example = example.replace("127.0.0.1:7711", server.target)
+            example = example.replace("127.0.0.1:7711", target)
             exec(example.replace("/lake", str(tmp_path)), names)
         assert names["bucket"].count() == 99
         assert spark.read.parquet(str(tmp_path / "changes")).select("key").distinct().count() == 100

@@ -139,20 +139,19 @@ def test_old_points_go_and_the_rest_stays(
 
 @pytest.fixture
 def chain_of_six(
-    server_process: Callable[..., RunningServer], tmp_path: Path
+    shared_server: RunningServer, target: str, tmp_path: Path
 ) -> tuple[Path, RunningServer, State]:
     """A repository of six backups, its server, and the state at all but the first."""
     repository = tmp_path / "repository"
-    server = server_process()
-    upr_backup(repository, "init", "--target", server.target)
+    upr_backup(repository, "init", "--target", target)
     state: State = {}
-    write(server, state, [(b"gone:%d" % n, b"") for n in range(400)])
+    write(shared_server, state, [(b"gone:%d" % n, b"") for n in range(400)])
     backed_up(repository)
-    write(server, state, [(key, None) for key in state])
-    write(server, state, [(b"key:%d" % n, b"%d" % n * 9) for n in range(500)])
+    write(shared_server, state, [(key, None) for key in state])
+    write(shared_server, state, [(b"key:%d" % n, b"%d" % n * 9) for n in range(500)])
     for _ in range(5):
         backed_up(repository)
-    return repository, server, state
+    return repository, shared_server, state
 
 
 def test_damage_to_what_was_merged_and_expired_is_found(
@@ -317,23 +316,22 @@ def test_what_cannot_be_merged_or_expired_is_said(
 
 
 def test_the_same_on_an_object_store(
-    server_process: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+    shared_server: RunningServer, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location = f"s3://{BUCKET}/r"
-    server = server_process()
 
     def run(*arguments: str) -> Any:
         done = CliRunner().invoke(main, [location, *arguments])
         assert done.exit_code == 0, done.stderr
         return done.stdout
 
-    with s3_server() as s3, Client(server.target) as client:
+    with s3_server() as s3, Client(target) as client:
         for name, value in s3.environment.items():
             monkeypatch.setenv(name, value)
-        run("init", "--target", server.target)
+        run("init", "--target", target)
         state: State = {}
         for salt in range(5):
-            write(server, state, [(b"%d" % n, b"%d" % salt) for n in range(salt, 200)])
+            write(shared_server, state, [(b"%d" % n, b"%d" % salt) for n in range(salt, 200)])
             run("backup", "--processes", "1")
         run("merge")
         run("expire", "--keep-last", "2")
@@ -343,5 +341,5 @@ def test_the_same_on_an_object_store(
         parquet = [name for name in s3.objects if name.endswith(".parquet")]
         assert sorted(name.split("/")[1] for name in parquet) == ["data", "data", "merged"]
         client.create_bucket("restored")
-        run("restore", "--target", server.target, "--bucket", "restored")
+        run("restore", "--target", target, "--bucket", "restored")
         assert content(client.target, "restored") == state

@@ -42,12 +42,6 @@ def without_journals(made: Source) -> None:
     shutil.rmtree(made.repository / "journal", ignore_errors=True)
 
 
-@pytest.fixture
-def target(server_process: Start) -> str:
-    """A server to restore into, which is empty."""
-    return server_process().target
-
-
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a restore take many groups."""
     real = point_module.grouped

@@ -44,16 +44,9 @@ SMALL = {"maxInFlightBytes": "1m"}
 """Chunks of half a MiB, so that a task has several."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    server = RunningServer(tmp_path_factory.mktemp("server"))
-    yield server.start()
-    server.close()
-
-
 @pytest.fixture
-def place(server: RunningServer) -> Iterator[Place]:
-    with new_place(server.target) as place:
+def place(shared_server: RunningServer) -> Iterator[Place]:
+    with new_place(shared_server.target) as place:
         yield place
 
 

@@ -14,16 +14,9 @@ from tests.spark.sink_rows import Place, new_place
 from upr_spark.errors import find_error
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    server = RunningServer(tmp_path_factory.mktemp("server"))
-    yield server.start()
-    server.close()
-
-
 @pytest.fixture
-def place(server: RunningServer) -> Iterator[Place]:
-    with new_place(server.target) as place:
+def place(shared_server: RunningServer) -> Iterator[Place]:
+    with new_place(shared_server.target) as place:
         yield place
 
 
@@ -115,10 +108,14 @@ def test_a_task_that_spark_tries_again_applies_nothing_twice(
 
 
 def test_a_stream_is_followed_into_another_bucket_and_a_repeated_batch_applies_nothing(
-    session: Any, server: RunningServer, place: Place, tmp_path: Path
+    session: Any, shared_server: RunningServer, place: Place, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
-    with new_place(server.target) as source, source.opened() as origin, place.opened() as copy:
+    with (
+        new_place(shared_server.target) as source,
+        source.opened() as origin,
+        place.opened() as copy,
+    ):
 
         def run() -> None:
             read = session.readStream.format("upr").options(**source.options()).load()

@@ -21,30 +21,24 @@ from upr_spark.errors import FoundError, find_error
 _QUERY_SECONDS = 90
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """One server for the tests that do not harm it."""
-    running = RunningServer(tmp_path_factory.mktemp("server")).start()
-    yield running
-    running.close()
-
-
 @pytest.fixture
-def bucket(server: RunningServer, request: pytest.FixtureRequest) -> Iterator[Bucket]:
+def bucket(shared_server: RunningServer, request: pytest.FixtureRequest) -> Iterator[Bucket]:
     """A bucket of its own for each test, and a client."""
-    with Client(server.target) as client:
+    with Client(shared_server.target) as client:
         client.create_bucket(request.node.name)
         yield client.bucket(request.node.name)
+        client.drop_bucket(request.node.name)
 
 
 @pytest.fixture
-def read(spark: Any, server: RunningServer, bucket: Bucket) -> Callable[..., Any]:
+def read(spark: Any, shared_server: RunningServer, bucket: Bucket) -> Callable[..., Any]:
     """A function that gives a reader of the bucket; it takes options."""
     register(spark)
 
     def reader(stream: bool = False, **options: Any) -> Any:
         made = spark.readStream if stream else spark.read
-        made = made.format("upr").option("endpoint", server.target).option("bucket", bucket.name)
+        made = made.format("upr").option("endpoint", shared_server.target)
+        made = made.option("bucket", bucket.name)
         return made.options(**{"numPartitions": 2} | options)
 
     return reader
@@ -83,12 +77,12 @@ def _refused() -> Iterator[list[FoundError]]:
 
 
 def test_a_batch_shows_what_the_sdk_drains_and_every_action_the_same(
-    spark: Any, server: RunningServer, bucket: Bucket
+    spark: Any, shared_server: RunningServer, bucket: Bucket
 ) -> None:
     _fill(bucket)
     expected = _drained(bucket)
     # Another session has nothing registered: Spark finds the source by itself.
-    reader = spark.newSession().read.format("upr").option("endpoint", server.target)
+    reader = spark.newSession().read.format("upr").option("endpoint", shared_server.target)
     reader = reader.options(bucket=bucket.name, numPartitions=3)
     frame = reader.load()
 

@@ -4,12 +4,10 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 from click.testing import CliRunner
 
-from tests.harness import RunningServer
 from tests.spark.restoring import State, content
 from tests.spark.s3 import S3Server
 from tests.spark.s3_backups import LOCATION, upr_backup
@@ -38,14 +36,13 @@ def killed_at(s3: S3Server, folder: str, done: bool) -> None:
 
 
 def test_a_whole_life_on_an_object_store(
-    s3: S3Server, server_process: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = server_process()
     s3.faults.ignore_condition = True
-    done = upr_backup("init", "--target", server.target)
+    done = upr_backup("init", "--target", target)
     assert (done.exit_code, "If-None-Match is ignored" in done.stderr) == (2, True), done.stderr
     s3.faults.ignore_condition = False
-    assert upr_backup("init", "--target", server.target).exit_code == 0
+    assert upr_backup("init", "--target", target).exit_code == 0
     for status, error, code in ((403, "AccessDenied", 2), (503, "SlowDown", 5)):
         s3.faults.refuse["PUT"] = (status, error)
         done = upr_backup("backup")
@@ -53,7 +50,7 @@ def test_a_whole_life_on_an_object_store(
     s3.faults.refuse.clear()
     points: list[State] = []
     state: State = {}
-    with Client(server.target) as client:
+    with Client(target) as client:
         for salt in range(4):
             rows = {b"%d/%d" % (salt, n): b"%d" % n for n in range(300)}
             rows |= {key: b"%d" % salt for key in list(state)[::7]}
@@ -82,7 +79,7 @@ def test_a_whole_life_on_an_object_store(
         assert (done.exit_code, done.stdout) == (0, "all is well\n"), done.stderr
         for number, point in enumerate(points, 1):
             client.create_bucket(f"r{number}")
-            into = ["--target", server.target, "--bucket", f"r{number}", "--at", str(number)]
+            into = ["--target", target, "--bucket", f"r{number}", "--at", str(number)]
             done = upr_backup("restore", *into)
             assert done.exit_code == 0, done.stderr
             assert content(client.target, f"r{number}") == point
