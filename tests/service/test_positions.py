@@ -16,10 +16,8 @@ from google.protobuf.message import DecodeError
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, poll
 from tests.raw import RawClient, start_at
-from tests.service.bucket_state import serving
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import consumers_of, store_of
-from upr.config import ServerConfig
 from upr.storage import keyspace
 from upr.storage.check.contents import Finding, check_consumers
 from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow
@@ -416,32 +414,19 @@ async def test_a_reset_of_an_unknown_name_changes_nothing(target: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_saves_of_one_owner_are_applied_in_the_order_in_which_they_came(
-    tmp_path: Path,
-) -> None:
-    async with (
-        serving(ServerConfig(tmp_path / "data", "127.0.0.1:0")) as server,
-        RawClient(server.address) as client,
-    ):
+async def test_saves_of_one_owner_are_applied_in_the_order_in_which_they_came(target: str) -> None:
+    async with RawClient(target) as client:
         await fill(client, 3, 0)
-        generation, version = await own(client), await version_of(client)
+        generation = await own(client)
         everything = [position(0, p) for p in range(1, 1024)]
-
-        def saving(*positions: wire.Position) -> asyncio.Task[Any]:
-            request = wire.SavePositionsRequest(
-                bucket="default",
-                bucket_version=version,
-                consumer=NAME,
-                generation=generation,
-                positions=positions,
+        for _ in range(10):
+            # The first one is larger: it arrives later, waits for its turn, and its check takes several steps.
+            both = (
+                save(client, generation, position(1, 0), *everything),
+                save(client, generation, position(2, 0)),
             )
-            # Not over the wire, where the small one may come first.
-            answer: Any = server._changes.SavePositions(request, None)  # type: ignore[arg-type]
-            return asyncio.create_task(answer)
-
-        # The check of the first one takes several turns of the loop.
-        await asyncio.gather(saving(position(1, 0), *everything), saving(position(2, 0)))
-        assert (await load(client, 0))[0].seqno == 2
+            await asyncio.gather(*both)
+            assert (await load(client, 0))[0].seqno == 2
 
 
 @pytest.mark.asyncio
