@@ -347,7 +347,11 @@ def ownership(history: History) -> None:
                 if place[0] != event["consumer"] or owner[0] != event["owner"]
             }
             for p in event["partitions"]:
-                owners[event["consumer"], p] = event["owner"], event
+                place = event["consumer"], p
+                if told_to.get(place) != event["owner"]:
+                    # What a former owner was told binds the next one's saves no more.
+                    told_to.pop(place, None)
+                owners[place] = event["owner"], event
         elif kind == "no_owner":
             owners = {}
         elif kind == "accepted":
