@@ -7,6 +7,7 @@ may happen: the process may die at each pause, and goes on with what it has stor
 import json
 from collections import deque
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -181,9 +182,11 @@ class SimulatedClient:
     def _life(self) -> Pause:
         world, network = self.world, self.world.network
         options = self.habits.options(world.rng, self.pins, self.settling)
+        if options.group is None:
+            only = replace(options.only, partitions=self.partitions)
+            options = replace(options, only=only)
         self.following = Following(
             options,
-            self.partitions,
             say=lambda _: None,
             clock=Clock(lambda: network.now, lambda: world.now / 1e6, world.rng.random),
         )

@@ -84,7 +84,7 @@ class Write:
         return self.runs
 
 
-class AsyncWriter:
+class AsyncBlockWriter:
     """Writes of one producer into one bucket, in order.
 
     Args:
@@ -453,7 +453,7 @@ class AsyncWriter:
         return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
 
 
-class AsyncBufferedWriter:
+class AsyncWriter:
     """A writer that gathers rows; made by ``AsyncBucket.writer``, used with ``async with``.
 
     ``set`` and ``delete`` return when the row is taken, and wait while too much is outstanding. Rows are applied in
@@ -465,8 +465,8 @@ class AsyncBufferedWriter:
     def __init__(
         self,
         bucket: BucketHandle,
-        writer: Callable[[], AsyncWriter],
-        open_writers: "list[AsyncBufferedWriter]",
+        writer: Callable[[], AsyncBlockWriter],
+        open_writers: "list[AsyncWriter]",
         options: WriterOptions,
     ) -> None:
         self._bucket = bucket

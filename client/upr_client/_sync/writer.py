@@ -85,7 +85,7 @@ class Write:
         return self.runs
 
 
-class Writer:
+class BlockWriter:
     """Writes of one producer into one bucket, in order.
 
     Args:
@@ -454,7 +454,7 @@ class Writer:
         return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
 
 
-class BufferedWriter:
+class Writer:
     """A writer that gathers rows; made by ``Bucket.writer``, used with ``with``.
 
     ``set`` and ``delete`` return when the row is taken, and wait while too much is outstanding. Rows are applied in
@@ -466,8 +466,8 @@ class BufferedWriter:
     def __init__(
         self,
         bucket: BucketHandle,
-        writer: Callable[[], Writer],
-        open_writers: "list[BufferedWriter]",
+        writer: Callable[[], BlockWriter],
+        open_writers: "list[Writer]",
         options: WriterOptions,
     ) -> None:
         self._bucket = bucket
