@@ -164,7 +164,7 @@ def read_group(
             rows,
             int(writer.data_bytes[partition]),
             0 if rows else None,
-            reached[partition].to_json(),
+            reached[partition].to_document(),
         )
     return GroupResult(file, entries, rollbacks)
 
@@ -176,7 +176,7 @@ def _read(
     progress: Callable[[int], Any],
 ) -> tuple[list[RolledBack], Mapping[int, Position]]:
     positions = {
-        partition: Position.from_json(entry.position)
+        partition: Position.from_document(entry.position)
         for partition, entry in spec.starts.items()
         if entry is not None and entry.position is not None
     }

@@ -30,6 +30,8 @@ from upr_protocol.errors import (
     InvalidArgumentError,
     PartitionNotActiveError,
     RollbackError,
+    TooManyError,
+    UnavailableError,
     UprError,
 )
 from upr_protocol.failover import FailoverLog
@@ -404,6 +406,25 @@ def test_a_rollback_that_nobody_wants_to_hear_of_is_an_error_again_and_again() -
         with pytest.raises(RollbackError):
             made.following.rollbacks()
     assert made.following.position(1).failover_id == ID_A
+
+
+def test_a_server_that_is_away_is_asked_for_soon_and_one_that_refuses_calls_seldom() -> None:
+    made = World(ChangesOptions(only=Only([1])))
+    pauses = [made.following.lost(UnavailableError("refused")) for _ in range(20)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 1.0
+    assert made.following.lost(TooManyError("too many calls")) == 30.0
+    made.open()
+    made.starts()
+    waits = []
+    for _ in range(8):
+        made.take(answers(refused(1, NoRoomError("full"))))
+        _, seconds = made.following.due()
+        assert seconds is not None
+        waits.append(seconds)
+        made.now += seconds
+        assert made.starts() == [(1, 0)]
+    assert waits[-1] == pytest.approx(12.8)
 
 
 # What can be asked.

@@ -4,7 +4,6 @@
 may happen: the process may die at each pause, and goes on with what it has stored.
 """
 
-import json
 from collections import deque
 from collections.abc import Generator, Mapping
 from dataclasses import replace
@@ -232,7 +231,7 @@ class SimulatedClient:
                 self.rows[p] = []
                 self.world.recorder.add("anew", reader=self.name, partition=p)
                 continue
-            positions[p] = position = Position.from_json(json.loads(text))
+            positions[p] = position = Position.from_json(text)
             self.rows[p] = [r for r in self.stored_rows.get(p, []) if r.seqno <= position.seqno]
             self.world.recorder.whole_position("loaded", self.name, p, position)
         self.following.load(positions)
@@ -249,7 +248,7 @@ class SimulatedClient:
                 self.stored_rows[p] = list(self.rows[p])
             yield
         for p, position in positions.items():
-            self.stored_positions[p] = json.dumps(position.to_json())
+            self.stored_positions[p] = position.to_json()
             kept = [row for row in self.rows[p] if row.seqno <= position.seqno]
             if self.habits.atomic:
                 self.stored_rows[p] = kept

@@ -157,7 +157,7 @@ def read(tmp_path: Path, *batches: ChangeBatch) -> Entry:
     spec = GroupSpec(
         "", "", "", "", 2, "attempt", 0, {7: start}, CutPoint("cut", 0, pins), patience=1.0
     )
-    reached: Any = SimpleNamespace(seqno=450, to_json=dict)
+    reached: Any = SimpleNamespace(seqno=450, to_document=dict)
     bucket: Any = SimpleNamespace(changes=lambda *_, **__: Changes(list(batches), {7: reached}))
     result = read_group(bucket, LocalStorage(tmp_path), spec, "data/x", lambda rows: None)
     return result.entries[7]

@@ -12,6 +12,7 @@ from typing import Self
 from upr_client import backoff
 from upr_client._sync.call import BucketHandle, Call, Stubs
 from upr_client._sync.io import Background, Event, Semaphore, give_way, maybe_await, mutex, now
+from upr_client.endpoints import moves_on
 from upr_client.writing import (
     DURABILITIES,
     ROW_BYTES,
@@ -248,7 +249,7 @@ class BlockWriter:
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
-            seconds = backoff.delay(attempt, random.random())
+            seconds = backoff.delay(attempt, random.random(), away=moves_on(error))
             attempt += 1
             _logger.info(
                 "%s: writing stopped with %s (%s); again in %.2f s",
