@@ -9,6 +9,7 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
+import upr_client
 from tests.harness import RunningServer
 from upr_client import Client
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -45,7 +46,7 @@ def test_the_examples_run(
     monkeypatch.chdir(tmp_path)
     server = server_process()
     examples = examples_of(GUIDE)
-    assert len(examples) == 10
+    assert len(examples) == 11
     for example in examples:
         exec(example.replace(TARGET, server.target), {"__name__": "example"})
         printed = capsys.readouterr().out.splitlines()
@@ -61,6 +62,11 @@ def test_every_heading_that_is_named_is_there() -> None:
         heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", GUIDE, re.M)
     }
     assert {anchor for anchor in re.findall(r"\]\(#([^)]+)\)", GUIDE)} <= headings
+
+
+def test_every_class_that_a_user_meets_is_named() -> None:
+    classes = [name.removeprefix("Async") for name in upr_client.__all__]
+    assert [name for name in classes if not re.search(rf"\b{name}\b", GUIDE)] == []
 
 
 def test_the_examples_of_the_project_run(

@@ -667,6 +667,8 @@ class AsyncBucket:
         save_seconds: float = 1.0,
         retry_seconds: float | None = None,
         on_status: Callable[[str], Any] | None = None,
+        on_assigned: Callable[[list[int]], Any] | None = None,
+        on_revoked: Callable[[list[int]], Any] | None = None,
     ) -> AsyncChanges:
         """Follow changes; nothing is sent before the first item is asked for.
 
@@ -705,6 +707,11 @@ class AsyncBucket:
             save_seconds: how often positions are stored at most, besides after a rollback and at the end.
             retry_seconds: how long to try without hearing from the server; None for ever.
             on_status: called with a line of text for every lost connection and refusal; must not block.
+            on_assigned: of a member of a group: called with partitions that became its own, before the first change
+                of them; may return a dict of positions to go on from instead of those in the server. Called again
+                for those that an operator sets back.
+            on_revoked: called with partitions that are its own no more: after what it acknowledged of them was
+                stored and before the next owner begins, or as soon as it is known that they are lost.
 
         Raises:
             InvalidArgumentError: a value is out of its range, or two contradict each other.
@@ -734,6 +741,8 @@ class AsyncBucket:
             save_seconds=save_seconds,
             retry_seconds=retry_seconds,
             on_status=on_status,
+            on_assigned=on_assigned,
+            on_revoked=on_revoked,
         )
         if group and partitions is not None:
             raise InvalidArgumentError(

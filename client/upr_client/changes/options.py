@@ -63,6 +63,8 @@ class ChangesOptions:
     save_seconds: float = 1.0
     retry_seconds: float | None = None
     on_status: Callable[[str], Any] | None = None
+    on_assigned: Callable[[list[int]], Any] | None = None
+    on_revoked: Callable[[list[int]], Any] | None = None
     beginning: Beginning = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -123,6 +125,8 @@ class ChangesOptions:
             )
         if self.member and not self.group:
             raise InvalidArgumentError("member was given without a group")
+        if not self.group and (self.on_assigned is not None or self.on_revoked is not None):
+            raise InvalidArgumentError("on_assigned or on_revoked was given without a group")
         if self.positions == "server" and not (self.consumer or self.group):
             raise InvalidArgumentError(
                 'positions="server" needs a consumer name, under which they are kept'
