@@ -107,10 +107,11 @@ class Reader:
         self._truth: dict[int, tuple[int, State]] = {}
         self._seqno: dict[int, int] = {}
 
-    async def take(self, batch: ChangeBatch) -> None:
+    async def take(self, batch: ChangeBatch | Rollback) -> None:
         """Apply a batch row by row, and compare at its markers."""
-        for rollback in batch.rollbacks:
-            self._undo(rollback)
+        if isinstance(batch, Rollback):
+            self._undo(batch)
+            return
         markers: dict[int, list[int]] = {}
         for partition, seqno in batch.markers:
             markers.setdefault(partition, []).append(seqno)

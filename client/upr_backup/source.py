@@ -193,9 +193,10 @@ def _read(
     )
     with changes:
         for batch in changes.batches():
-            for rollback in batch.rollbacks:
-                rollbacks.append(_checked(rollback, stays[rollback.partition]))
-                stays[rollback.partition] = rollback.seqno
+            if isinstance(batch, Rollback):
+                rollbacks.append(_checked(batch, stays[batch.partition]))
+                stays[batch.partition] = batch.seqno
+                continue
             writer.add(record_batch(batch))
             progress(batch.rows)
         reached = changes.positions()

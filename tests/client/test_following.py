@@ -18,7 +18,7 @@ from tests.client.scripted import (
     run_block,
     started,
 )
-from upr_client import Group, MemoryPositions, Only, Position, Rollback, ServerPositions, Tuning
+from upr_client import Group, MemoryPositions, Only, Position, ServerPositions, Tuning
 from upr_client.changes.events import Change
 from upr_client.changes.link import Clock
 from upr_client.changes.options import ChangesOptions
@@ -79,7 +79,7 @@ class World:
             message = position_to_message(partition, position)
             message.generation = generation
             response.positions.append(message)
-        self.following.loaded(response)
+        self.following.begin(self.following.loaded(response))
 
     def starts(self) -> list[tuple[int, int]]:
         """The (partition, seqno) pairs of the Starts that are due."""
@@ -198,7 +198,7 @@ def test_rollbacks_that_were_not_all_told_when_the_lease_ended_are_not_undone() 
     made.starts()
     undo = [rollback(p, 3, ID_B, (ID_A, 0), (ID_B, 3)) for p in (1, 2)]
     made.take(answers(*undo))
-    made.following.offer(made.following.rollbacks())
+    made.following.offer(made.following.rollback())
     made.iterate(1)
     made.now += LEASE
     assert not made.following.may_hand_out(1)
@@ -390,8 +390,7 @@ def test_a_bucket_that_was_made_anew_is_told_although_its_positions_are_gone() -
     assert made.starts() == [(1, 2), (2, 0)]
     made.take(answers(rollback(1, 0, ID_B, (ID_B, 0)), started(2, 14, ID_B)))
     assert made.following.next_step(True) is Step.UNDO
-    (undo,) = made.following.rollbacks()
-    assert isinstance(undo, Rollback)
+    undo = made.following.rollback()
     assert (undo.from_seqno, undo.seqno, undo.rule) == (2, 0, "bucket_gone")
 
 
@@ -404,7 +403,7 @@ def test_a_rollback_that_nobody_wants_to_hear_of_is_an_error_again_and_again() -
     for _ in range(2):
         assert made.following.next_step(True) is Step.UNDO
         with pytest.raises(RollbackError):
-            made.following.rollbacks()
+            made.following.rollback()
     assert made.following.position(1).failover_id == ID_A
 
 
@@ -425,6 +424,23 @@ def test_a_server_that_is_away_is_asked_for_soon_and_one_that_refuses_calls_seld
         made.now += seconds
         assert made.starts() == [(1, 0)]
     assert waits[-1] == pytest.approx(12.8)
+
+
+def test_a_partition_that_began_now_at_0_goes_on_from_there() -> None:
+    made = World(ChangesOptions(start="now", only=Only([1])))
+    made.open()
+
+    def starts() -> list[tuple[int, bool]]:
+        messages, _ = made.following.due()
+        return [(one.seqno, one.from_now) for m in messages for one in m.start.partitions]
+
+    assert starts() == [(0, True)]
+    assert not made.following.is_started
+    made.take(answers(started(1, 7, ID_A)))
+    assert made.following.is_started
+    made.following.session.disconnected()
+    made.open()
+    assert starts() == [(0, False)]
 
 
 # What can be asked.

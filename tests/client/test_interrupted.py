@@ -235,7 +235,7 @@ def test_two_that_wait_for_a_write_are_both_woken() -> None:
     while len(view._waiting) < 2:
         pass
     assert len(view._waiting) == 2
-    view._state.take(ChangeBatch([], [], []))
+    view._state.take(ChangeBatch([], []))
     view._state.seqnos[3] = 5
     view._wake()
     for thread in waiting:

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 import upr_client
 from tests.harness import RunningServer
-from upr_client import Client, admin
+from upr_client import Client, admin, errors
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2_grpc as stream_grpc
 
@@ -47,7 +47,7 @@ def test_the_examples_run(
     monkeypatch.chdir(tmp_path)
     server = server_process()
     examples = examples_of(GUIDE)
-    assert len(examples) == 10
+    assert len(examples) == 11
     for example in examples:
         exec(example.replace(TARGET, server.target), {"__name__": "example"})
         printed = capsys.readouterr().out.splitlines()
@@ -58,7 +58,7 @@ def test_the_examples_run(
     assert (tmp_path / "users.positions").exists()
 
 
-@pytest.mark.parametrize("module", [upr_client, admin])
+@pytest.mark.parametrize("module", [upr_client, admin, errors])
 def test_every_class_that_a_user_meets_is_named(module: ModuleType) -> None:
     assert set(module.__all__) - set(re.findall(r"\w+", GUIDE)) == set()
 

@@ -15,6 +15,7 @@ from upr_client import (
     MemoryPositions,
     Only,
     Position,
+    Rollback,
     Tuning,
     backoff,
 )
@@ -119,14 +120,19 @@ class Follower:
         """Batches so far."""
         return self.batches
 
-    def take(self, batch: ChangeBatch) -> None:
-        """Apply a batch."""
-        for rollback in batch.rollbacks:
-            p, to = rollback.partition, rollback.seqno
-            self._rows[p] = [row for row in self._rows[p] if row.seqno <= to]
-            self.reached[p] = to
-            self._event("rollback", p, told=None, newest=rollback.new_id, to=to)
-            self._event("start", p, answer="started", newest=rollback.new_id, seqno=to, until=None)
+    def _undo(self, rollback: Rollback) -> None:
+        p, to = rollback.partition, rollback.seqno
+        self._rows[p] = [row for row in self._rows[p] if row.seqno <= to]
+        self.reached[p] = to
+        self._event("rollback", p, told=None, newest=rollback.new_id, to=to)
+        self._event("start", p, answer="started", newest=rollback.new_id, seqno=to, until=None)
+        self._world.moved.tell()
+
+    def take(self, batch: ChangeBatch | Rollback) -> None:
+        """Apply a batch, or undo."""
+        if isinstance(batch, Rollback):
+            self._undo(batch)
+            return
         markers = set(batch.markers)
         for block in batch.blocks:
             left = iter(block_changes(block))

@@ -193,7 +193,7 @@ class SimulatedClient:
         yield
         while True:
             self._consumed()
-            batch: ChangeBatch | None = None
+            batch: ChangeBatch | Rollback | None = None
             while batch is None:
                 step = self.following.next_step(self.connection is not None)
                 if step is Step.FINISH:
@@ -273,15 +273,14 @@ class SimulatedClient:
 
     # Undoing.
 
-    def _undo(self) -> Generator[None, None, ChangeBatch | None]:
-        rollbacks = self.following.rollbacks()
+    def _undo(self) -> Generator[None, None, Rollback | None]:
+        rollback = self.following.rollback()
         if not self.habits.callback:
-            return self.following.offer(rollbacks)
-        for rollback in rollbacks:
-            yield from self._undo_one(rollback)
-            self._record_rollback(rollback.partition, rollback.seqno)
-            self.following.rolled_back(rollback)
-            yield
+            return self.following.offer(rollback)
+        yield from self._undo_one(rollback)
+        self._record_rollback(rollback.partition, rollback.seqno)
+        self.following.rolled_back(rollback)
+        yield
         return None
 
     def _undo_one(self, rollback: Rollback) -> Pause:
@@ -305,10 +304,9 @@ class SimulatedClient:
 
     # The application's part of iterating.
 
-    def _consume(self, batch: ChangeBatch) -> Pause:
-        for rollback in batch.rollbacks:
-            yield from self._undo_one(rollback)
-        if batch.rollbacks:
+    def _consume(self, batch: ChangeBatch | Rollback) -> Pause:
+        if isinstance(batch, Rollback):
+            yield from self._undo_one(batch)
             return
         if not self.habits.one_by_one:
             deque(map(self._apply, batch.changes), maxlen=0)
@@ -334,9 +332,10 @@ class SimulatedClient:
     def _consumed(self) -> None:
         """The application asks for the next batch."""
         taken = self.following.taken
-        if taken is not None and taken.delivery is None:
-            for pending in self.following.session.undoing:
-                self._record_rollback(pending.partition, pending.seqno)
+        if taken is not None and isinstance(taken.item, Rollback):
+            pending = (one.partition for one in self.following.session.undoing)
+            if taken.item.partition in pending:
+                self._record_rollback(taken.item.partition, taken.item.seqno)
         self.following.acknowledge()
         self._consumption.finish()
 

@@ -129,7 +129,9 @@ def test_runs_that_are_killed_again_and_again_leave_one_cut(
 class Changes:
     """Batches that were thought out."""
 
-    def __init__(self, batches: list[ChangeBatch], reached: Mapping[int, Position]) -> None:
+    def __init__(
+        self, batches: list[ChangeBatch | Rollback], reached: Mapping[int, Position]
+    ) -> None:
         self._batches, self._reached = batches, reached
 
     def __enter__(self) -> "Changes":
@@ -138,19 +140,19 @@ class Changes:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def batches(self) -> list[ChangeBatch]:
+    def batches(self) -> list[ChangeBatch | Rollback]:
         return self._batches
 
     def positions(self) -> Mapping[int, Position]:
         return self._reached
 
 
-def rolled_back(from_seqno: int, seqno: int) -> ChangeBatch:
-    """Return the batch that tells of a rollback of partition 7."""
-    return ChangeBatch([], [], [Rollback(7, from_seqno, seqno, 1, 2, "rule", "words")])
+def rolled_back(from_seqno: int, seqno: int) -> Rollback:
+    """Return a rollback of partition 7."""
+    return Rollback(7, from_seqno, seqno, 1, 2, "rule", "words")
 
 
-def read(tmp_path: Path, *batches: ChangeBatch) -> Entry:
+def read(tmp_path: Path, *batches: ChangeBatch | Rollback) -> Entry:
     """Read partition 7 from 418 to 450 of a server that sends these batches, and return its entry."""
     start = Entry(0, 418, None, 0, 0, None, None)
     pins = {7: PinnedAt(f"{2:016x}", 450)}

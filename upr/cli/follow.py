@@ -93,7 +93,7 @@ def follow(
     from upr.cli.jsonl import batch_lines, rollback_line
 
     pass
-    from upr_client import Client, Only, Tuning
+    from upr_client import Client, Only, Rollback, Tuning
 
     with Client(target) as client:
         followed = client.bucket(bucket)
@@ -111,8 +111,10 @@ def follow(
         with changes:
             try:
                 for batch in changes.batches():
-                    _print_lines(map(rollback_line, batch.rollbacks))
-                    _print_lines(batch_lines(batch.changes, batch.markers))
+                    if isinstance(batch, Rollback):
+                        _print_lines([rollback_line(batch)])
+                    else:
+                        _print_lines(batch_lines(batch.changes, batch.markers))
             except KeyboardInterrupt:
                 changes.save()
                 raise

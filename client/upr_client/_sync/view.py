@@ -8,7 +8,7 @@ from typing import Any, Self
 from upr_client._sync.call import BucketHandle
 from upr_client._sync.changes import Changes
 from upr_client._sync.io import Background, Cancelled, Event, mutex, now
-from upr_client.changes.events import Change, ChangeBatch
+from upr_client.changes.events import Change, ChangeBatch, Rollback
 from upr_client.changes.options import ChangesOptions, Only
 from upr_client.positions import MemoryPositions
 from upr_client.writing import WriteResult
@@ -50,16 +50,17 @@ class Materialized:
             # Taken in one step, so that what arrives meanwhile does no harm.
             yield from list(shown.items())
 
-    def take(self, batch: ChangeBatch) -> None:
+    def take(self, batch: ChangeBatch | Rollback) -> None:
         """Take what came, in the order in which it came within each partition.
 
         A partition that was rolled back shows nothing until it is received anew: what it showed may never have
         happened.
         """
-        for rollback in batch.rollbacks:
-            self._pending.pop(rollback.partition, None)
-            self._shown[rollback.partition] = {}
-            self.seqnos[rollback.partition] = 0
+        if isinstance(batch, Rollback):
+            self._pending.pop(batch.partition, None)
+            self._shown[batch.partition] = {}
+            self.seqnos[batch.partition] = 0
+            return
         if not self._at_markers:
             for change in batch.changes:
                 self._apply(change)
@@ -133,15 +134,15 @@ class View:
             return
         self._leaving = True
         if self._changes is not None:
-            self._changes._stop()
+            self._changes.stop()
         if self._reader is not None:
             self._reader.join()
 
     def _read(self) -> None:
         try:
             self._follow(until_now=True)
-            self._ready.set()
             if not self._leaving:
+                self._ready.set()
                 self._follow(until_now=False)
         except Cancelled:
             self._failure = ClosedError("the view was cancelled")

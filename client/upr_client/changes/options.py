@@ -63,6 +63,11 @@ class Group:
             name within its lease keeps its partitions.
         lease_seconds: 1 to 3600; how long a member's partitions stay its own while the server does not hear from it.
             After that nothing more is handed out until the server assigns partitions again.
+        on_assigned: called with partitions that became this member's, before the first change of them; may return a
+            dict of positions to go on from instead of those in the server. Called again for those that an operator
+            sets back.
+        on_revoked: called with partitions that are this member's no more: after what it acknowledged of them was
+            stored and before the next owner begins, or as soon as it is known that they are lost.
 
     Raises:
         InvalidArgumentError: a value is out of its range.
@@ -72,6 +77,8 @@ class Group:
     _: KW_ONLY
     member: str | None = None
     lease_seconds: float = LEASE_SECONDS
+    on_assigned: Callable[[list[int]], Any] | None = None
+    on_revoked: Callable[[list[int]], Any] | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name, "group")

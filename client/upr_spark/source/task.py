@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from upr_client import ChangeBatch, MemoryPositions, Only, Position, Tuning
+from upr_client import ChangeBatch, MemoryPositions, Only, Position, Rollback, Tuning
 from upr_client.admin import Pin
 from upr_client.arrow import record_batch
 from upr_protocol.block import Block
@@ -292,9 +292,9 @@ class RangeReader:
         gathered = _Gathered()
         try:
             for batch in batches:
-                if batch.rollbacks:
+                if isinstance(batch, Rollback):
                     yield from gathered.take()
-                    yield [Told(one.partition, one.rule, one.words) for one in batch.rollbacks]
+                    yield [Told(batch.partition, batch.rule, batch.words)]
                     continue
                 gathered.add(batch.blocks)
                 if (
