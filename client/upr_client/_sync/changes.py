@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from upr_client import backoff
 from upr_client._sync.call import BucketHandle, Follow, Stubs
@@ -263,6 +263,9 @@ class Handling:
 
 
 _logger = logging.getLogger("upr_client")
+
+STOP_SECONDS: Final = 1.0
+"""For so long the server may take to end a call that was stopped, where positions are not kept in it."""
 
 
 class Changes:
@@ -614,7 +617,11 @@ class Changes:
             self._handling.drain()
         # First, so that the last acknowledgement still goes over this call.
         self.save()
-        self._drop_call(self._bucket.connection.connect_timeout)
+        seconds = self._bucket.connection.connect_timeout
+        if self._ending.is_set() and self._following.ownership is None:
+            # What is said last is of use and not needed: a server that hangs holds up nobody who was stopped.
+            seconds = min(seconds, STOP_SECONDS)
+        self._drop_call(seconds)
         return None
 
     def _do(self, step: Step, seconds: float | None = None) -> ChangeBatch | Rollback | None:
