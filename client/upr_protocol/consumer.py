@@ -205,6 +205,7 @@ def delivery_of(
 
 def start_requests(
     columns: tuple[Indexes, U64, U64, U64, U64, U64],
+    begun: npt.NDArray[np.bool_],
     until_now: bool,
     exact: Mapping[int, Pin],
     beginning: Beginning,
@@ -214,6 +215,7 @@ def start_requests(
     Args:
         columns: one item a partition: the partition, its failover id, seqno, data id, horizon and the seqno where it ends;
             0 stands for none.
+        begun: which of them were started where they wanted to begin.
         until_now: whether those end at what is there that have no end yet.
         exact: where partitions end exactly.
         beginning: where those begin of which nothing is held.
@@ -224,7 +226,7 @@ def start_requests(
         has_some = (seqnos > 0).astype(np.uint64)
         failover, data = failover * has_some, data * has_some
     told = (partitions, failover, seqnos, data, _told(seqnos, horizons), targets)
-    rows = zip(*(column.tolist() for column in told), strict=True)
+    rows = zip(*(column.tolist() for column in (*told, begun)), strict=True)
     return [
         StartRequest(
             partition,
@@ -234,10 +236,10 @@ def start_requests(
             target or None,
             until_now and not target,
             exact[partition].seqno if partition in exact else None,
-            None if seqno else beginning,
+            None if seqno or has_begun else beginning,
             horizon or None,
         )
-        for partition, failover_id, seqno, data_id, horizon, target in rows
+        for partition, failover_id, seqno, data_id, horizon, target, has_begun in rows
     ]
 
 
@@ -345,6 +347,7 @@ class Consumer:
         self._markers = MarkerHistories()
         self._logs: dict[int, FailoverLog | None] = {}
         self._born: U64 = np.zeros(PARTITIONS, np.uint64)
+        self._begun = np.zeros(PARTITIONS, np.bool_)
         self.partitions = sorted({check_partition(partition) for partition in partitions})
         self.bucket_version = 0
         self._until_now, self._lasting = until_now, lasting
@@ -380,6 +383,7 @@ class Consumer:
                 f"the stored position of partition {partition} is of bucket {position.bucket!r}, not of {self.bucket!r}",
                 hint="keep the positions, and the data, of each bucket in a place of their own",
             )
+        self._begun[partition] = False
         self._version[partition] = position.bucket_version
         self._seqno[partition] = position.seqno
         self._horizon[partition] = UNKNOWN_HORIZON if position.horizon is None else position.horizon
@@ -413,6 +417,12 @@ class Consumer:
         """Where a partition stands."""
         return State(int(self._state[partition]))
 
+    @property
+    def all_started(self) -> bool:
+        """Whether the stream of every partition is open, or came to its end."""
+        state = self._state[self._followed]
+        return bool(((state == _LIVE) | (state == _DONE)).all())
+
     def ready(self) -> Indexes:
         """The partitions for which a Start may be sent."""
         return np.flatnonzero(self._state == _READY)
@@ -429,7 +439,8 @@ class Consumer:
         ids = (column[wanted] * known for column in (self._failover, self._data))
         seqnos, horizons = self._seqno[wanted], self._horizon[wanted]
         columns = (wanted, next(ids), seqnos, next(ids), horizons, self._target[wanted])
-        return start_requests(columns, self._until_now, self._exact, self._beginning)
+        begun = self._begun[wanted]
+        return start_requests(columns, begun, self._until_now, self._exact, self._beginning)
 
     def plain_starts(self, partitions: Iterable[int]) -> npt.NDArray[np.void] | None:
         """As ``starts``, as records of dtype START, all with ``until_now`` or none; None when that does not say all."""
@@ -575,6 +586,8 @@ class Consumer:
             self._set_log(partition, log)
         if start_seqno and self._beginning is not None:
             self._begin_at(partition, start_seqno, failover_id)
+        # Also at 0, in an empty partition: what is written while the connection is lost is not to be missed.
+        self._begun[partition] = True
         if self._until_now and until_seqno:
             self._target[partition] = until_seqno
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 from tests.crash.recording import PARTITIONS
 from tests.harness import WAIT_SECONDS
 from tests.model import Row, State, apply
-from upr_client import AsyncBucket, ChangeBatch, MemoryPositions, Position, backoff
+from upr_client import (
+    AsyncBucket,
+    ChangeBatch,
+    MemoryPositions,
+    Only,
+    Position,
+    Rollback,
+    Tuning,
+    backoff,
+)
 from upr_client.changes.events import block_changes
 
 if TYPE_CHECKING:
@@ -111,14 +120,19 @@ class Follower:
         """Batches so far."""
         return self.batches
 
-    def take(self, batch: ChangeBatch) -> None:
-        """Apply a batch."""
-        for rollback in batch.rollbacks:
-            p, to = rollback.partition, rollback.seqno
-            self._rows[p] = [row for row in self._rows[p] if row.seqno <= to]
-            self.reached[p] = to
-            self._event("rollback", p, told=None, newest=rollback.new_id, to=to)
-            self._event("start", p, answer="started", newest=rollback.new_id, seqno=to, until=None)
+    def _undo(self, rollback: Rollback) -> None:
+        p, to = rollback.partition, rollback.seqno
+        self._rows[p] = [row for row in self._rows[p] if row.seqno <= to]
+        self.reached[p] = to
+        self._event("rollback", p, told=None, newest=rollback.new_id, to=to)
+        self._event("start", p, answer="started", newest=rollback.new_id, seqno=to, until=None)
+        self._world.moved.tell()
+
+    def take(self, batch: ChangeBatch | Rollback) -> None:
+        """Apply a batch, or undo."""
+        if isinstance(batch, Rollback):
+            self._undo(batch)
+            return
         markers = set(batch.markers)
         for block in batch.blocks:
             left = iter(block_changes(block))
@@ -149,16 +163,15 @@ class Follower:
             apply(state, rows)
         return state
 
-    def options(self, **more: Any) -> dict[str, Any]:
+    def options(self, stability: str = "disk", **tuning: Any) -> dict[str, Any]:
         """How it follows."""
         return {
             "consumer": self.name,
-            "positions": self.positions,
-            "heartbeat_seconds": HEARTBEAT_SECONDS,
-            "save_seconds": 0.1,
+            "resume": self.positions,
+            "only": Only(stability=stability),
+            "tuning": Tuning(heartbeat_seconds=HEARTBEAT_SECONDS, save_seconds=0.1, **tuning),
             "on_rollback": "event",
             "on_status": self.say,
-            **more,
         }
 
 

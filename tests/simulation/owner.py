@@ -13,8 +13,8 @@ from tests.simulation.keeping import Asked
 from tests.simulation.recording import UNKNOWN
 from tests.simulation.session import Pause, SimulatedClient
 from tests.simulation.world import USED
-from upr_client.changes.events import Change, ChangeBatch
-from upr_client.changes.options import ChangesOptions
+from upr_client.changes.events import Change, ChangeBatch, Rollback
+from upr_client.changes.options import ChangesOptions, Group, ServerPositions
 from upr_client.changes.session import Step
 from upr_protocol.consumer import State as PartitionState
 from upr_protocol.errors import FencedError, UnavailableError, UprError
@@ -41,15 +41,9 @@ class OwnerHabits(Habits):
     ) -> ChangesOptions:
         options = super().options(rng, pins, endless)
         if not self.member:
-            return replace(options, positions="server")
-        return replace(
-            options,
-            positions="server",
-            consumer="",
-            group=self.consumer,
-            member=self.member,
-            lease_seconds=self.lease,
-        )
+            return replace(options, resume=ServerPositions(self.consumer), consumer="")
+        group = Group(self.consumer, member=self.member, lease_seconds=self.lease)
+        return replace(options, resume=group, consumer="")
 
 
 class Owner(SimulatedClient):
@@ -193,7 +187,7 @@ class Owner(SimulatedClient):
             yield from self._lost(answer)
             return
         self._note_lost()
-        self.following.loaded(answer)
+        self.following.begin(self.following.loaded(answer))
         self._note_lost()
 
     def _answer(self, asked: Asked) -> Generator[None, None, Any]:
@@ -249,9 +243,9 @@ class Owner(SimulatedClient):
 
     # Iterating.
 
-    def _consume(self, batch: ChangeBatch) -> Pause:
+    def _consume(self, batch: ChangeBatch | Rollback) -> Pause:
         following = self.following
-        if batch.rollbacks or not self.habits.one_by_one:
+        if isinstance(batch, Rollback) or not self.habits.one_by_one:
             yield from super()._consume(batch)
             return
         yielded = 0

@@ -4,9 +4,9 @@
 may happen: the process may die at each pause, and goes on with what it has stored.
 """
 
-import json
 from collections import deque
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -181,9 +181,11 @@ class SimulatedClient:
     def _life(self) -> Pause:
         world, network = self.world, self.world.network
         options = self.habits.options(world.rng, self.pins, self.settling)
+        if options.group is None:
+            only = replace(options.only, partitions=self.partitions)
+            options = replace(options, only=only)
         self.following = Following(
             options,
-            self.partitions,
             say=lambda _: None,
             clock=Clock(lambda: network.now, lambda: world.now / 1e6, world.rng.random),
         )
@@ -191,7 +193,7 @@ class SimulatedClient:
         yield
         while True:
             self._consumed()
-            batch: ChangeBatch | None = None
+            batch: ChangeBatch | Rollback | None = None
             while batch is None:
                 step = self.following.next_step(self.connection is not None)
                 if step is Step.FINISH:
@@ -229,7 +231,7 @@ class SimulatedClient:
                 self.rows[p] = []
                 self.world.recorder.add("anew", reader=self.name, partition=p)
                 continue
-            positions[p] = position = Position.from_json(json.loads(text))
+            positions[p] = position = Position.from_json(text)
             self.rows[p] = [r for r in self.stored_rows.get(p, []) if r.seqno <= position.seqno]
             self.world.recorder.whole_position("loaded", self.name, p, position)
         self.following.load(positions)
@@ -246,7 +248,7 @@ class SimulatedClient:
                 self.stored_rows[p] = list(self.rows[p])
             yield
         for p, position in positions.items():
-            self.stored_positions[p] = json.dumps(position.to_json())
+            self.stored_positions[p] = position.to_json()
             kept = [row for row in self.rows[p] if row.seqno <= position.seqno]
             if self.habits.atomic:
                 self.stored_rows[p] = kept
@@ -271,15 +273,14 @@ class SimulatedClient:
 
     # Undoing.
 
-    def _undo(self) -> Generator[None, None, ChangeBatch | None]:
-        rollbacks = self.following.rollbacks()
+    def _undo(self) -> Generator[None, None, Rollback | None]:
+        rollback = self.following.rollback()
         if not self.habits.callback:
-            return self.following.offer(rollbacks)
-        for rollback in rollbacks:
-            yield from self._undo_one(rollback)
-            self._record_rollback(rollback.partition, rollback.seqno)
-            self.following.rolled_back(rollback)
-            yield
+            return self.following.offer(rollback)
+        yield from self._undo_one(rollback)
+        self._record_rollback(rollback.partition, rollback.seqno)
+        self.following.rolled_back(rollback)
+        yield
         return None
 
     def _undo_one(self, rollback: Rollback) -> Pause:
@@ -303,10 +304,9 @@ class SimulatedClient:
 
     # The application's part of iterating.
 
-    def _consume(self, batch: ChangeBatch) -> Pause:
-        for rollback in batch.rollbacks:
-            yield from self._undo_one(rollback)
-        if batch.rollbacks:
+    def _consume(self, batch: ChangeBatch | Rollback) -> Pause:
+        if isinstance(batch, Rollback):
+            yield from self._undo_one(batch)
             return
         if not self.habits.one_by_one:
             deque(map(self._apply, batch.changes), maxlen=0)
@@ -332,9 +332,10 @@ class SimulatedClient:
     def _consumed(self) -> None:
         """The application asks for the next batch."""
         taken = self.following.taken
-        if taken is not None and taken.delivery is None:
-            for pending in self.following.session.undoing:
-                self._record_rollback(pending.partition, pending.seqno)
+        if taken is not None and isinstance(taken.item, Rollback):
+            pending = (one.partition for one in self.following.session.undoing)
+            if taken.item.partition in pending:
+                self._record_rollback(taken.item.partition, taken.item.seqno)
         self.following.acknowledge()
         self._consumption.finish()
 

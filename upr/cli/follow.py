@@ -93,28 +93,28 @@ def follow(
     from upr.cli.jsonl import batch_lines, rollback_line
 
     pass
-    from upr_client import Client
+    from upr_client import Client, Only, Rollback, Tuning
 
     with Client(target) as client:
         followed = client.bucket(bucket)
         # A server that was never there is a wrong address; one that goes away later is waited for.
-        followed.partitions([0])
+        client.admin.partitions(followed, [0])
         changes = followed.changes(
-            partitions,
+            resume=position_store(position_file, from_start),
+            until="now" if until_now else None,
+            only=Only(partitions, stability=stability, keys_only=keys_only),
+            tuning=Tuning(retry_seconds=retry_seconds),
             consumer=consumer,
-            positions=position_store(position_file, from_start),
-            until_now=until_now,
-            stability=stability,
-            keys_only=keys_only,
             on_rollback="event",
-            retry_seconds=retry_seconds,
             on_status=lambda text: note(f"upr-cat: {text}"),
         )
         with changes:
             try:
                 for batch in changes.batches():
-                    _print_lines(map(rollback_line, batch.rollbacks))
-                    _print_lines(batch_lines(batch.changes, batch.markers))
+                    if isinstance(batch, Rollback):
+                        _print_lines([rollback_line(batch)])
+                    else:
+                        _print_lines(batch_lines(batch.changes, batch.markers))
             except KeyboardInterrupt:
                 changes.save()
                 raise

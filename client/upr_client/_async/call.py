@@ -419,14 +419,16 @@ class Follow:
     def _on_end(self, error: UprError | None) -> None:
         self._inbox.put(_End(error))
 
-    async def opened(self, seconds: float) -> stream_pb2.Opened:
+    async def opened(self, seconds: float, leaving: Callable[[], bool]) -> stream_pb2.Opened:
         """Wait for the server's terms.
 
         Raises:
-            UprError: the call was refused, or nothing came in ``seconds``.
+            UprError: the call was refused, nothing came in ``seconds``, or ``leaving`` became true.
         """
-        message = await self._inbox.get(seconds)
+        message: Any = _WAKE
         while message is _WAKE:
+            if leaving():
+                raise UnavailableError("nobody waits for the call any more")
             message = await self._inbox.get(seconds)
         if message is None:
             raise UnavailableError(

@@ -5,11 +5,11 @@ import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from upr_client import backoff
 from upr_client._async.call import BucketHandle, Follow, Stubs
@@ -18,6 +18,7 @@ from upr_client._async.io import (
     Event,
     Queue,
     Semaphore,
+    from_anywhere,
     give_way,
     maybe_await,
     mutex,
@@ -114,8 +115,8 @@ class Storing:
         answer = await connection.ask(connection.stubs().streams.SavePositions, request)
         return [refused.partition for refused in answer.refused_partitions]
 
-    async def load(self) -> None:
-        """Load from the server what is to be loaded.
+    async def load(self) -> dict[int, Position | None]:
+        """Load from the server what is to be loaded; return those that begin where it says.
 
         Raises:
             UprError: the server did not answer.
@@ -127,7 +128,7 @@ class Storing:
         connection = self._bucket.connection
         answer = await connection.ask(connection.stubs().streams.LoadPositions, request)
         with self._mutex:
-            self._following.loaded(answer)
+            return self._following.loaded(answer)
 
 
 Lane = Queue[Change | None]
@@ -150,6 +151,7 @@ class Handling:
         self._lanes = [Lane() for _ in range(options.concurrency)]
         self._mutex = mutex()
         self._under_way = 0
+        self._begun: dict[int, int] = {}
         self._idle = Event()
         self._idle.set()
         self._leaving = Event()
@@ -164,15 +166,12 @@ class Handling:
         """
         workers = [Background(partial(self._work, lane), "upr-handler") for lane in self._lanes]
         try:
-            async for batch in self._changes.batches():
-                if batch.rollbacks:
-                    await self.drain()
-                    await self._tell(batch.rollbacks)
-                self._share(batch)
-            await self.drain()
-        except ClosedError:
-            if self._failure is None:
-                raise
+            async for item in self._changes.batches():
+                if isinstance(item, Rollback):
+                    assert self._options.on_rollback_event is not None
+                    await maybe_await(self._options.on_rollback_event(item))
+                else:
+                    self._share(item)
         finally:
             self._leaving.set()
             for lane in self._lanes:
@@ -183,13 +182,25 @@ class Handling:
             raise failed(*self._failure)
 
     async def drain(self) -> None:
-        """Wait until everything that was handed out is handled."""
+        """Wait until everything that was handed out is handled, or left."""
         await self._idle.wait()
+        with self._mutex:
+            self._begun.clear()
 
-    async def _tell(self, rollbacks: list[Rollback]) -> None:
-        for rollback in rollbacks:
-            if self._options.on_rollback_event is not None:
-                await maybe_await(self._options.on_rollback_event(rollback))
+    def leave(self) -> None:
+        """Begin nothing more but what lies below a change of its partition that was begun.
+
+        Without those the position would stay below changes that are handled, and they would come again.
+        """
+        self._leaving.set()
+
+    def _may_begin(self, change: Change) -> bool:
+        with self._mutex:
+            newest = self._begun.get(change.partition, 0)
+            if self._leaving.is_set() and change.seqno > newest:
+                return False
+            self._begun[change.partition] = max(newest, change.seqno)
+        return self._changes._may_handle(change)
 
     def _share(self, batch: ChangeBatch) -> None:
         by_key, count = self._options.order == "key", len(self._lanes)
@@ -203,7 +214,7 @@ class Handling:
     async def _work(self, lane: Lane) -> None:
         while (change := await lane.get()) is not None:
             try:
-                if not self._leaving.is_set() and self._changes._may_handle(change):
+                if self._may_begin(change):
                     await self._handle(change)
             except BaseException as error:
                 # Also a handler that was cancelled: a lane that is gone would hold its changes up for ever.
@@ -247,10 +258,13 @@ class Handling:
     def _fail(self, change: Change, error: BaseException) -> None:
         self._failure = self._failure or (change, error)
         self._leaving.set()
-        self._changes._stop()
+        self._changes.stop()
 
 
 _logger = logging.getLogger("upr_client")
+
+STOP_SECONDS: Final = 1.0
+"""For so long the server may take to end a call that was stopped, where positions are not kept in it."""
 
 
 class AsyncChanges:
@@ -260,14 +274,11 @@ class AsyncChanges:
     was acknowledged.
     """
 
-    def __init__(
-        self, bucket: BucketHandle, partitions: Iterable[int] | None, options: ChangesOptions
-    ) -> None:
+    def __init__(self, bucket: BucketHandle, options: ChangesOptions) -> None:
         self._bucket = bucket
         self._options = options
         self._following = Following(
             options,
-            partitions,
             say=self._say,
             clock=Clock(now, time.time, random.random),
             bucket=bucket.name,
@@ -281,9 +292,14 @@ class AsyncChanges:
         )
         self._unreported: deque[str] = deque(maxlen=1024)
         self._entered = False
-        self._closing = Event()
+        # Set by ``stop`` and ``close``: nothing more is handed out.
+        self._ending = Event()
+        self._end_soon: Callable[[], None] = self._end
         self._closed = False
-        self._before_undo: Callable[[], Any] | None = None
+        # Held while something is received, so that ``ready`` does not do so beside an iteration.
+        self._receiving = Semaphore(1)
+        self._moved = Event()
+        self._handling: Handling | None = None
 
     @property
     def handshakes(self) -> deque[tuple[int, str, str]]:
@@ -300,6 +316,7 @@ class AsyncChanges:
         partitions = self._following.session.partitions
         self._following.load({} if store is None else await run_blocking(store.load, partitions))
         self._entered = True
+        self._end_soon = from_anywhere(self._end)
         self._bucket.connection.open.append(self.close)
         return self
 
@@ -321,7 +338,7 @@ class AsyncChanges:
         self._closed = True
         if self._bucket.connection.is_foreign:
             return
-        self._closing.set()
+        self._ending.set()
         if self.close in self._bucket.connection.open:
             self._bucket.connection.open.remove(self.close)
         in_server = self._following.ownership is not None
@@ -329,11 +346,34 @@ class AsyncChanges:
             if in_server and self._entered:
                 # Before the call ends: its end hands over.
                 await self._last_save()
-            await self._drop_call(self._bucket.connection.connect_timeout if in_server else 0.0)
+                with self._mutex:
+                    self._following.revoke_all()
+                await self._tell_revoked()
         finally:
-            if self._entered and not in_server:
-                await self.save()
-            self._following.taken = None
+            try:
+                seconds = self._bucket.connection.connect_timeout if in_server else 0.0
+                await self._drop_call(seconds)
+            finally:
+                if self._entered and not in_server:
+                    await self.save()
+                self._following.taken = None
+
+    def stop(self) -> None:
+        """Have the iteration, or ``run``, end soon as if there were nothing more; returns at once.
+
+        What is being handled is handled to its end, positions are stored, and what was received and not handed out
+        comes again the next time. From any thread or task, and from a signal handler.
+        """
+        if not self._closed:
+            self._end_soon()
+
+    def _end(self) -> None:
+        self._ending.set()
+        handling, follow = self._handling, self._follow
+        if handling is not None:
+            handling.leave()
+        if follow is not None:
+            follow.wake()
 
     async def _last_save(self) -> None:
         try:
@@ -449,10 +489,13 @@ class AsyncChanges:
         while True:
             taken = following.taken
             event = None if taken is None else taken.next_event()
+            if event is not None and self._ending.is_set():
+                with self._mutex:
+                    following.let_go()
+                event = None
             if event is None:
-                if await self._next_batch() is None:
+                if await self._next_item() is None:
                     raise StopAsyncIteration
-                self._hand_out()
                 continue
             if following.ownership is None:
                 return event
@@ -460,10 +503,6 @@ class AsyncChanges:
             with self._mutex:
                 if following.may_hand_out(event.partition):
                     return event
-
-    def _hand_out(self) -> None:
-        with self._mutex:
-            self._following.hand_out()
 
     async def _keep_share(self) -> None:
         """Renew a member's lease, and learn what is its own, while the application has not asked for more."""
@@ -484,50 +523,157 @@ class AsyncChanges:
             await give_way()
 
     def batches(self) -> "AsyncBatches":
-        """Iterate over whole frames, which is many times as fast as change by change."""
+        """Iterate over whole frames, which is many times as fast as change by change.
+
+        With ``on_rollback="event"`` and "restart" a ``Rollback`` comes as an item of its own.
+        """
         return AsyncBatches(self)
 
-    async def _next_batch(self) -> ChangeBatch | None:
+    async def ready(self, seconds: float | None = None) -> bool:
+        """Wait until every partition was started: whatever is written from then on will be handed out.
+
+        With ``start="now"`` that is when now is. It connects by itself, so that it may come before the iteration, and
+        beside one of another task or thread it waits for that one to go on.
+
+        Args:
+            seconds: how long to wait at most, about; None for ever.
+
+        Returns:
+            False when the time passed, the changes were stopped, or a ``Rollback`` is to be taken by iterating first.
+
+        Raises:
+            UprError: as iterating raises.
+        """
+        until = None if seconds is None else now() + seconds
+        while True:
+            self._check_usable()
+            # Before the look at what it tells of, so that nothing is missed in between.
+            self._moved.clear()
+            with self._mutex:
+                if self._following.is_started:
+                    return True
+            if self._ending.is_set() or (until is not None and now() >= until):
+                return False
+            if not await self._receiving.try_take():
+                await self._moved.wait(None if until is None else until - now())
+                continue
+            try:
+                if not await self._start(until):
+                    return False
+            finally:
+                self._receiving.give_back()
+
+    async def _start(self, until: float | None) -> bool:
+        """Do what comes before the first frame; False when the application has to undo something first."""
+        following = self._following
+        following.holding = True
+        try:
+            while not following.is_started and not self._ending.is_set():
+                self._report()
+                await self._tell_revoked()
+                left = None if until is None else until - now()
+                if left is not None and left <= 0:
+                    break
+                with self._mutex:
+                    step = following.next_step(self._follow is not None)
+                if step is Step.UNDO and self._options.on_rollback in ("event", "restart"):
+                    return False
+                await self._do(step, left)
+        finally:
+            following.holding = False
+        return True
+
+    async def _next_item(self) -> ChangeBatch | Rollback | None:
+        """Return what is handed out next; None at the end."""
         self._check_usable()
+        await self._receiving.take()
+        try:
+            return await self._go_on()
+        finally:
+            self._receiving.give_back()
+            self._moved.set()
+
+    async def _go_on(self) -> ChangeBatch | Rollback | None:
         with self._mutex:
             self._following.acknowledge()
-        while True:
+        while not self._ending.is_set():
             self._report()
-            if self._closing.is_set():
-                raise ClosedError("the changes were closed")
+            await self._tell_revoked()
             with self._mutex:
                 step = self._following.next_step(self._follow is not None)
             if step is Step.FINISH:
                 break
-            batch = None
-            if step is Step.RECEIVE:
-                batch = await self._receive()
-            elif step is Step.UNDO:
-                batch = await self._undo()
-            elif step is Step.CONNECT:
-                await self._connect()
-            elif step is Step.LOAD:
-                await self._load()
-            elif step is Step.SAVE:
-                await self._save()
-            else:
+            item = await self._do(step)
+            if not self._moved.is_set() and self._following.is_started:
+                self._moved.set()
+            if item is not None:
                 with self._mutex:
-                    message = self._following.release()
-                self._send(message)
-            if batch is not None:
-                return batch
+                    self._following.hand_out()
+                return item
+        if self._closed:
+            raise ClosedError("the changes were closed")
+        if self._handling is not None:
+            await self._handling.drain()
         # First, so that the last acknowledgement still goes over this call.
         await self.save()
-        await self._drop_call(self._bucket.connection.connect_timeout)
+        seconds = self._bucket.connection.connect_timeout
+        if self._ending.is_set() and self._following.ownership is None:
+            # What is said last is of use and not needed: a server that hangs holds up nobody who was stopped.
+            seconds = min(seconds, STOP_SECONDS)
+        await self._drop_call(seconds)
+        return None
+
+    async def _do(self, step: Step, seconds: float | None = None) -> ChangeBatch | Rollback | None:
+        """Do a step; waits for a message no longer than ``seconds``."""
+        if step is Step.RECEIVE:
+            return await self._receive(seconds)
+        if step is Step.UNDO:
+            return await self._undo()
+        if step is Step.CONNECT:
+            await self._connect()
+        elif step is Step.LOAD:
+            await self._load()
+        elif step is Step.SAVE:
+            await self._save()
+        else:
+            with self._mutex:
+                message = self._following.release()
+            try:
+                await self._tell_revoked()
+            finally:
+                self._send(message)
         return None
 
     async def _load(self) -> None:
         try:
-            await self._storing.load()
+            anew = await self._storing.load()
         except InvalidArgumentError:
             raise
         except UprError as error:
             await self._lost(error)
+            return
+        group = self._options.group
+        if anew and group is not None and group.on_assigned is not None:
+            try:
+                given = await maybe_await(group.on_assigned(sorted(anew))) or {}
+                if not given.keys() <= anew.keys():
+                    raise InvalidArgumentError(
+                        f"on_assigned returned partitions {sorted(given)[:5]}; must be among those it was given"
+                    )
+            except BaseException:
+                with self._mutex:
+                    self._following.not_begun(anew)
+                raise
+            anew = {**anew, **given}
+        with self._mutex:
+            self._following.begin(anew)
+
+    async def _tell_revoked(self) -> None:
+        with self._mutex:
+            revoked = self._following.take_revoked()
+        group = self._options.group
+        if revoked and group is not None and group.on_revoked is not None:
+            await maybe_await(group.on_revoked(revoked))
 
     async def _save(self) -> None:
         try:
@@ -557,11 +703,11 @@ class AsyncChanges:
             order: "partition": those of a partition one after the other. "key": those of a key.
             retries: how often a change is tried again, after growing pauses, when the handler raises.
             dead_letter: takes a change that failed as often, and its error; it then counts as handled.
-            on_rollback_event: with ``on_rollback="event"`` or "restart": takes each rollback.
+            on_rollback_event: takes each rollback; needed with ``on_rollback="event"`` and "restart".
 
         Raises:
-            HandlerError: a change failed and there is no ``dead_letter``, or that failed too; the changes are closed.
-            InvalidArgumentError: a value is out of its range.
+            HandlerError: a change failed and there is no ``dead_letter``, or that failed too; the changes are stopped.
+            InvalidArgumentError: a value is out of its range, or nobody takes the rollbacks.
             UprError: as iterating raises.
         """
         self._ledger()
@@ -572,37 +718,33 @@ class AsyncChanges:
             dead_letter=dead_letter,
             on_rollback_event=on_rollback_event,
         )
-        handling = Handling(self, handler, options)
-        self._before_undo = handling.drain
+        if self._options.on_rollback in ("event", "restart") and on_rollback_event is None:
+            raise InvalidArgumentError(
+                f"on_rollback_event is None; with on_rollback={self._options.on_rollback!r} it must be a function",
+                hint="a rollback that nobody undoes leaves what never happened: pass run(on_rollback_event=...)",
+            )
+        self._handling = Handling(self, handler, options)
         try:
-            await handling.run()
+            await self._handling.run()
         finally:
-            self._before_undo = None
+            self._handling = None
 
     def _may_handle(self, change: Change) -> bool:
         with self._mutex:
-            ended = self._closing.is_set() or self._following.has_lapsed
+            ended = self._closed or self._following.has_lapsed
             return not ended and self._ledger().waits(change)
 
-    def _stop(self) -> None:
-        """Have the iteration end with ClosedError; from any task."""
-        self._closing.set()
-        follow = self._follow
-        if follow is not None:
-            follow.wake()
-
-    async def _undo(self) -> ChangeBatch | None:
-        if self._before_undo is not None:
-            await self._before_undo()
+    async def _undo(self) -> Rollback | None:
+        if self._handling is not None:
+            await self._handling.drain()
         policy = self._options.on_rollback
         with self._mutex:
-            rollbacks = self._following.rollbacks()
+            rollback = self._following.rollback()
             if not callable(policy):
-                return self._following.offer(rollbacks)
-        for rollback in rollbacks:
-            await maybe_await(policy(rollback))
-            with self._mutex:
-                self._following.rolled_back(rollback)
+                return self._following.offer(rollback)
+        await maybe_await(policy(rollback))
+        with self._mutex:
+            self._following.rolled_back(rollback)
         return None
 
     # The call.
@@ -628,9 +770,9 @@ class AsyncChanges:
         try:
             self._stubs = self._bucket.connection.stubs()
             self._follow = follow = Follow(self._stubs.streams.Follow, request)
-            if self._closing.is_set():
-                raise ClosedError("the changes were closed")
-            opened = await follow.opened(self._bucket.connection.connect_timeout)
+            opened = await follow.opened(
+                self._bucket.connection.connect_timeout, self._ending.is_set
+            )
             with self._mutex:
                 self._following.opened(opened)
         except UprError as error:
@@ -657,21 +799,20 @@ class AsyncChanges:
     async def _lost(self, error: UprError, finish_seconds: float = 0.0) -> None:
         """The call is lost: wait before the next one, or raise what trying again does not mend."""
         await self._drop_call(finish_seconds)
+        if self._ending.is_set():
+            return
         connection, stubs = self._bucket.connection, self._stubs
         if stubs is not None:
             self._stubs = None
             connection.failed(error, stubs)
             if error.reason == SILENT_REASON and isinstance(error, UnavailableError):
                 await connection.give_up(stubs)
-        if self._closed:
-            raise ClosedError("the changes were closed")
         with self._mutex:
             seconds = self._following.lost(error)
         self._report()
-        if await self._closing.wait(seconds):
-            raise ClosedError("the changes were closed")
+        await self._ending.wait(seconds)
 
-    async def _receive(self) -> ChangeBatch | None:
+    async def _receive(self, limit: float | None) -> ChangeBatch | None:
         follow, following = self._follow, self._following
         if follow is None:
             # Closed by another thread.
@@ -682,6 +823,8 @@ class AsyncChanges:
         for message in messages:
             follow.send(message)
         if outcome is None:
+            if limit is not None:
+                seconds = limit if seconds is None else min(seconds, limit)
             try:
                 received = await follow.next(seconds)
             except UprError as error:
@@ -697,7 +840,7 @@ class AsyncChanges:
 
 
 class AsyncBatches:
-    """Iterates over the frames of an ``AsyncChanges``."""
+    """Iterates over the frames of an ``AsyncChanges``, and its rollbacks."""
 
     def __init__(self, changes: AsyncChanges) -> None:
         self._changes = changes
@@ -705,9 +848,9 @@ class AsyncBatches:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> ChangeBatch:
-        batch = await self._changes._next_batch()
-        if batch is None:
+    # Any stands for Rollback: only who asked for "event" or "restart" gets one.
+    async def __anext__(self) -> ChangeBatch | Any:
+        item = await self._changes._next_item()
+        if item is None:
             raise StopAsyncIteration
-        self._changes._hand_out()
-        return batch
+        return item

@@ -5,7 +5,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -75,6 +75,10 @@ class Semaphore:
 
     async def take(self) -> None:
         await self._places.acquire()
+
+    async def try_take(self) -> bool:
+        """Take one if there is one at once."""
+        return not self._places.locked() and await self._places.acquire()
 
     def give_back(self) -> None:
         self._places.release()
@@ -155,15 +159,26 @@ async def run_blocking(work: Callable[..., T], *arguments: Any) -> T:
         raise
 
 
+def from_anywhere(work: Callable[[], object]) -> Callable[[], None]:
+    """Return what has ``work`` done soon on this event loop, from any thread or signal handler."""
+    loop = asyncio.get_running_loop()
+
+    def soon() -> None:
+        # The loop of a program that has ended is closed; there is nothing left to do then.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(work)
+
+    return soon
+
+
 async def give_way() -> None:
     """Let what else is ready on the event loop have a turn."""
     await asyncio.sleep(0)
 
 
-async def maybe_await(value: object) -> None:
-    """Wait for what an application's callback returned, if it is something to wait for."""
-    if inspect.isawaitable(value):
-        await value
+async def maybe_await(value: Any) -> Any:
+    """Return what an application's callback returned, waited for if it is something to wait for."""
+    return await value if inspect.isawaitable(value) else value
 
 
 async def unary(method: Callable[..., Awaitable[T]], request: object, seconds: float) -> T:

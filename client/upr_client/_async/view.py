@@ -1,14 +1,14 @@
 """A bucket as a dictionary that is kept up to date."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 from upr_client._async.call import BucketHandle
 from upr_client._async.changes import AsyncChanges
 from upr_client._async.io import Background, Cancelled, Event, mutex, now
-from upr_client.changes.events import Change, ChangeBatch
-from upr_client.changes.options import ChangesOptions
+from upr_client.changes.events import Change, ChangeBatch, Rollback
+from upr_client.changes.options import ChangesOptions, Only
 from upr_client.positions import MemoryPositions
 from upr_client.writing import WriteResult
 from upr_protocol.errors import ClosedError
@@ -49,16 +49,17 @@ class Materialized:
             # Taken in one step, so that what arrives meanwhile does no harm.
             yield from list(shown.items())
 
-    def take(self, batch: ChangeBatch) -> None:
+    def take(self, batch: ChangeBatch | Rollback) -> None:
         """Take what came, in the order in which it came within each partition.
 
         A partition that was rolled back shows nothing until it is received anew: what it showed may never have
         happened.
         """
-        for rollback in batch.rollbacks:
-            self._pending.pop(rollback.partition, None)
-            self._shown[rollback.partition] = {}
-            self.seqnos[rollback.partition] = 0
+        if isinstance(batch, Rollback):
+            self._pending.pop(batch.partition, None)
+            self._shown[batch.partition] = {}
+            self.seqnos[batch.partition] = 0
+            return
         if not self._at_markers:
             for change in batch.changes:
                 self._apply(change)
@@ -94,13 +95,13 @@ class AsyncView:
     def __init__(
         self,
         bucket: BucketHandle,
-        partitions: Iterable[int] | None,
+        only: Only,
         at_markers: bool,
-        options: dict[str, Any],
+        on_status: Callable[[str], Any] | None,
     ) -> None:
         self._bucket = bucket
-        self._partitions = None if partitions is None else list(partitions)
-        self._options = options
+        self._only = only
+        self._on_status = on_status
         self._state = Materialized(at_markers)
         self._positions = MemoryPositions()
         self._changes: AsyncChanges | None = None
@@ -132,15 +133,15 @@ class AsyncView:
             return
         self._leaving = True
         if self._changes is not None:
-            self._changes._stop()
+            self._changes.stop()
         if self._reader is not None:
             await self._reader.join()
 
     async def _read(self) -> None:
         try:
             await self._follow(until_now=True)
-            self._ready.set()
             if not self._leaving:
+                self._ready.set()
                 await self._follow(until_now=False)
         except Cancelled:
             self._failure = ClosedError("the view was cancelled")
@@ -161,12 +162,13 @@ class AsyncView:
     async def _follow(self, until_now: bool) -> None:
         self._bucket.connection.check_usable()
         options = ChangesOptions(
-            positions=self._positions,
-            until_now=until_now,
+            resume=self._positions,
+            until="now" if until_now else None,
+            only=self._only,
             on_rollback="restart",
-            **self._options,
+            on_status=self._on_status,
         )
-        changes = AsyncChanges(self._bucket, self._partitions, options)
+        changes = AsyncChanges(self._bucket, options)
         async with changes:
             self._changes = changes
             if self._leaving:

@@ -1,5 +1,6 @@
 """Primitives in which the two flavours differ: threads here, asyncio in ``_async/io.py``, which has the same names. Both are written by hand."""
 
+import _thread
 import threading
 import time
 from collections import deque
@@ -68,6 +69,10 @@ class Semaphore:
 
     def take(self) -> None:
         self._places.acquire()
+
+    def try_take(self) -> bool:
+        """Take one if there is one at once."""
+        return self._places.acquire(blocking=False)
 
     def give_back(self) -> None:
         self._places.release()
@@ -143,12 +148,23 @@ def run_blocking(work: Callable[..., T], *arguments: Any) -> T:
     return work(*arguments)
 
 
+def from_anywhere(work: Callable[[], object]) -> Callable[[], None]:
+    """Return what has ``work`` done soon, from any thread or signal handler."""
+
+    def soon() -> None:
+        # On a thread of its own: what a signal handler interrupts may hold the locks that the work needs.
+        _thread.start_new_thread(work, ())
+
+    return soon
+
+
 def give_way() -> None:
     """Let others have a turn; threads have theirs anyway."""
 
 
-def maybe_await(value: object) -> None:
-    """Take what an application's callback returned; here nothing is to be waited for."""
+def maybe_await(value: Any) -> Any:
+    """Return what an application's callback returned; here nothing is to be waited for."""
+    return value
 
 
 def unary(method: Callable[..., T], request: object, seconds: float) -> T:

@@ -2,7 +2,7 @@
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any, Final, Literal, NamedTuple
@@ -109,29 +109,26 @@ def markers_of(pairs: Iterable[tuple[int, int]]) -> list[Marker]:
 
 
 class ChangeBatch:
-    """What one frame brought, or the rollbacks to undo.
+    """What one frame brought.
 
     Args:
         blocks: the numbered blocks, for those who take the columns as they are. Small ones of ascending partitions
             arrive as one block of several runs.
         markers: as the property, or a function that makes them.
-        rollbacks: with ``on_rollback="event"``: what is to be undone; such a batch has no changes.
-        delivery: what the state machine made of the frame; None for rollbacks.
+        delivery: what the state machine made of the frame; None outside of following.
     """
 
-    __slots__ = ("_changes", "_markers", "blocks", "delivery", "rollbacks")
+    __slots__ = ("_changes", "_markers", "blocks", "delivery")
 
     def __init__(
         self,
         blocks: list[Block],
         markers: list[Marker] | Callable[[], list[Marker]],
-        rollbacks: list[Rollback] | None = None,
         delivery: Delivery | None = None,
     ) -> None:
         self.blocks = blocks
         self.delivery = delivery
         self._markers = markers
-        self.rollbacks: list[Rollback] = rollbacks or []
         self._changes: list[Change] | None = None
 
     @property
@@ -150,13 +147,13 @@ class ChangeBatch:
                 self._changes += block_changes(block)
         return self._changes
 
-    def events(self) -> list["Change | Marker | Rollback"]:
-        """The changes with each marker behind what it completes; or the rollbacks."""
-        if self.delivery is None:
-            return list(self.rollbacks)
-        bounds = self.bounds()
+    def events(self) -> list[Change | Marker]:
+        """The changes with each marker behind what it completes."""
         changes = self.changes
-        events: list[Change | Marker | Rollback] = []
+        if self.delivery is None:
+            return [*changes]
+        bounds = self.bounds()
+        events: list[Change | Marker] = []
         first = 0
         # Only markers are put in one by one; the changes between two of them go in at once.
         for at, marker in zip(bounds[self.delivery.is_marker].tolist(), self.markers, strict=True):
@@ -187,10 +184,7 @@ class ChangeBatch:
         return record_batch(self)
 
     def __repr__(self) -> str:
-        return (
-            f"<ChangeBatch {self.rows} changes, {len(self.markers)} markers, "
-            f"{len(self.rollbacks)} rollbacks>"
-        )
+        return f"<ChangeBatch {self.rows} changes, {len(self.markers)} markers>"
 
 
 RECENT_KEY_BYTES: Final = 4 * 2**20
@@ -319,23 +313,26 @@ def rollback_of(pending: PendingRollback, above: KeysAbove) -> Rollback:
 
 
 class HandedOut:
-    """A batch that was handed to the application, and how much of it was consumed one by one."""
+    """A batch or a rollback that was handed to the application, and how much of it was consumed one by one."""
 
-    __slots__ = ("_bounds", "_count", "_events", "batch", "delivery")
+    __slots__ = ("_bounds", "_count", "_events", "delivery", "item")
 
-    def __init__(self, batch: ChangeBatch, delivery: Delivery | None) -> None:
-        self.delivery = delivery
-        self.batch = batch
-        self._events: list[Change | Marker | Rollback] | None = None
+    def __init__(self, item: ChangeBatch | Rollback) -> None:
+        self.item = item
+        self.delivery = None if isinstance(item, Rollback) else item.delivery
+        self._events: Sequence[Change | Marker | Rollback] | None = None
         self._bounds: npt.NDArray[np.int64] | None = None
         self._count = 0
 
     def next_event(self) -> Change | Marker | Rollback | None:
         """Return the next event, None when there is none left; what was returned before it is consumed."""
         if self._events is None:
-            self._events = self.batch.events()
-            if self.delivery is not None:
-                self._bounds = self.batch.bounds() + np.cumsum(self.delivery.is_marker)
+            if isinstance(self.item, Rollback):
+                self._events = [self.item]
+            else:
+                self._events = self.item.events()
+                if self.delivery is not None:
+                    self._bounds = self.item.bounds() + np.cumsum(self.delivery.is_marker)
         count = self._count
         if count == len(self._events):
             return None

@@ -43,7 +43,7 @@ class Step(enum.Enum):
     FINISH = "finish"
     """Every partition ended for good: store, and end the call."""
     UNDO = "undo"
-    """Have the application undo; see ``rollbacks``."""
+    """Have the application undo; see ``rollback``."""
     CONNECT = "connect"
     """Open a call; see ``open_message``."""
     LOAD = "load"
@@ -264,7 +264,7 @@ class Saving:
         ownership: Ownership | None,
         clock: Clock,
     ) -> None:
-        self._seconds = options.save_seconds
+        self._seconds = options.tuning.save_seconds
         self._is_of_use = options.store is not None or ownership is not None
         self._incoming = incoming
         self._ledger = ledger
@@ -379,7 +379,6 @@ class Following:
     """Everything of ``AsyncChanges`` that is decided and not done.
 
     Args:
-        partitions: which to follow, None for all.
         say: takes words for people.
         bucket: the bucket's name; empty when it is not known.
 
@@ -388,36 +387,40 @@ class Following:
         ownership: of positions that are kept in the server; None for others.
         ledger: what is handed out and not acknowledged; None when asking for more acknowledges.
         progress: counts.
+        holding: whether frames, and what comes behind them, wait.
     """
 
     def __init__(
         self,
         options: ChangesOptions,
-        partitions: Iterable[int] | None,
         *,
         say: Callable[[str], None],
         clock: Clock,
         bucket: str = "",
     ) -> None:
         self.taken: HandedOut | None = None
+        self.holding = False
         self.ownership: Ownership | None = None
         if options.kept_in_server:
-            self.ownership = Ownership(options.group or options.consumer, options.member)
+            self.ownership = Ownership(options.name, options.member)
         self.ledger = Ledger() if options.acknowledge == "manual" else None
         self.progress = Progress()
         self._options = options
         self._say = say
         self._clock = clock
-        self._keys = RecentKeys(options.recent_key_bytes)
-        self._incoming = Incoming(
-            options.session(partitions, {}, bucket), self.progress, say, clock
-        )
+        self._keys = RecentKeys(options.tuning.recent_key_bytes)
+        self._incoming = Incoming(options.session({}, bucket), self.progress, say, clock)
         self._saving = Saving(options, self._incoming, self.ledger, self.ownership, clock)
-        self._offered: list[Rollback] = []
         self._calls = Reconnecting(
-            options.heartbeat_seconds, options.retry_seconds, self.progress, say, clock
+            options.tuning.heartbeat_seconds,
+            options.tuning.retry_seconds,
+            self.progress,
+            say,
+            clock,
         )
         self._held: deque[stream_pb2.FollowResponse] = deque()
+        self._assigned: set[int] = set()
+        self._revoked: list[int] = []
         self._opening_at = clock.now()
 
     @property
@@ -436,9 +439,7 @@ class Following:
         Raises:
             PositionBucketError: a position is of a bucket of another name.
         """
-        self._incoming.session = self._options.session(
-            self.session.partitions, positions, self.session.bucket
-        )
+        self._incoming.session = self._options.session(positions, self.session.bucket)
         for partition in self.session.partitions:
             self._begin(partition)
         self._calls.heard()
@@ -471,9 +472,17 @@ class Following:
         return Step.RELEASE if releasable and not self._saving.has_changed else Step.RECEIVE
 
     @property
+    def is_started(self) -> bool:
+        """Whether every partition that is followed was started: whatever is written from now on will be handed out."""
+        ownership, membership = self.ownership, self._membership
+        if membership is not None and not membership.is_told:
+            return False
+        return not (ownership is not None and ownership.to_load) and self.session.all_started
+
+    @property
     def _is_full(self) -> bool:
         ledger = self.ledger
-        return ledger is not None and ledger.outstanding >= self._options.unacknowledged_max
+        return ledger is not None and ledger.outstanding >= self._options.tuning.unacknowledged_max
 
     @property
     def waits_for_acknowledgements(self) -> bool:
@@ -487,8 +496,7 @@ class Following:
         member's lease has ended. What was consumed before that still counts, if the server agrees.
         """
         if self.has_lapsed:
-            self.acknowledge_part()
-            self._let_go()
+            self.let_go()
             return False
         return self.session.state(partition) is not State.IDLE
 
@@ -509,11 +517,12 @@ class Following:
                 hint="go on one by one, or take batches, or run, from the beginning",
             )
         taken, self.taken = self.taken, None
-        if taken is not None and taken.delivery is not None:
+        if taken is None:
+            return
+        if isinstance(taken.item, Rollback):
+            self.rolled_back(taken.item)
+        elif taken.delivery is not None:
             self.session.acknowledge(taken.delivery)
-        offered, self._offered = self._offered, []
-        for rollback in offered:
-            self.rolled_back(rollback)
 
     def position(self, partition: int) -> Position:
         """The position of what was dealt with; ``acknowledge_part`` comes first."""
@@ -557,31 +566,26 @@ class Following:
 
     # Undoing.
 
-    def rollbacks(self) -> list[Rollback]:
-        """Return what the application has to undo.
+    def rollback(self) -> Rollback:
+        """Return what the application has to undo next.
 
         Raises:
             RollbackError: it did not say how it wants to be told, or that it wants to fail.
         """
-        rollbacks = [
-            rollback_of(item, self._keys.above(item.partition, item.seqno))
-            for item in self.session.undoing
-        ]
+        undoing = self.session.undoing
+        first = undoing[0]
         if self._options.on_rollback in (None, "fail"):
-            first = rollbacks[0]
             raise RollbackError(
-                f"{len(rollbacks)} partitions must roll back, the first is {first.partition}, from seqno "
+                f"{len(undoing)} partitions must roll back, the first is {first.partition}, from seqno "
                 f"{first.from_seqno} to {first.seqno}: {first.words}",
                 hint='undo the data above and go on: pass on_rollback=a function, "event" or "restart"',
             )
-        return rollbacks
+        return rollback_of(first, self._keys.above(first.partition, first.seqno))
 
-    def offer(self, rollbacks: list[Rollback]) -> ChangeBatch:
-        """Return them as a batch; they are undone when the application asks for the next one."""
-        self._offered = list(rollbacks)
-        batch = ChangeBatch([], [], rollbacks)
-        self.taken = HandedOut(batch, None)
-        return batch
+    def offer(self, rollback: Rollback) -> Rollback:
+        """Hand a rollback to the application; it is undone when the application asks for the next item."""
+        self.taken = HandedOut(rollback)
+        return rollback
 
     def rolled_back(self, rollback: Rollback) -> None:
         """The application undid a partition's data."""
@@ -649,19 +653,50 @@ class Following:
 
     # Positions in the server, and groups.
 
-    def loaded(self, response: stream_pb2.LoadPositionsResponse) -> None:
-        """The server said what it has stored of the partitions that were to be loaded.
+    def loaded(self, response: stream_pb2.LoadPositionsResponse) -> dict[int, Position | None]:
+        """The server said what it has stored of the partitions that were to be loaded. Return those that begin there;
+        ``begin`` or ``not_begun`` follows.
 
         Raises:
             InvalidArgumentError: a position is out of range or contradicts itself.
         """
         assert self.ownership is not None
-        anew = self.ownership.found(response)
+        return self.ownership.found(response)
+
+    def not_begun(self, partitions: Iterable[int]) -> None:
+        """They could not be begun, and are to be loaded again."""
+        assert self.ownership is not None
+        gone = set(partitions)
+        self.ownership.lost(gone)
+        self.ownership.to_load.update(gone)
+
+    def begin(self, anew: Mapping[int, Position | None]) -> None:
+        """Follow partitions from these positions, None for none.
+
+        Raises:
+            PositionBucketError: a position is of a bucket of another name.
+        """
+        if self._membership is not None:
+            self._assigned.update(anew)
         self.session.unfollow(set(anew).intersection(self.session.partitions))
         self.session.follow(anew)
         self._saving.forget(anew)
         for partition in anew:
             self._begin(partition)
+
+    def revoke_all(self) -> None:
+        """This member is about to leave."""
+        self._revoke(self._assigned)
+
+    def _revoke(self, partitions: Iterable[int]) -> None:
+        gone = self._assigned.intersection(partitions)
+        self._assigned -= gone
+        self._revoked += sorted(gone)
+
+    def take_revoked(self) -> list[int]:
+        """Return, once, the partitions that were begun and are this member's no more."""
+        revoked, self._revoked = self._revoked, []
+        return revoked
 
     @property
     def _membership(self) -> Membership | None:
@@ -692,6 +727,7 @@ class Following:
             return
         assert self.ownership is not None
         self.ownership.lost(partitions)
+        self._revoke(partitions)
         self.session.unfollow(set(partitions).intersection(self.session.partitions))
         self.progress.mended(set(partitions))
         self._saving.forget(partitions)
@@ -709,12 +745,16 @@ class Following:
         assert self._membership is not None
         gone = self._membership.expire(now)
         if gone:
-            self._let_go()
+            self._abandon()
             self._lose(gone, "the lease has ended")
 
-    def _let_go(self) -> None:
-        """Of what was handed out as one batch nothing more is."""
-        self.taken, self._offered = None, []
+    def let_go(self) -> None:
+        """Hand out nothing more of what the application iterates over; what it consumed of that counts."""
+        self.acknowledge_part()
+        self._abandon()
+
+    def _abandon(self) -> None:
+        self.taken = None
         self.session.abandon()
 
     def renewals(self) -> tuple[list[stream_pb2.FollowRequest], bool]:
@@ -752,8 +792,11 @@ class Following:
         if message.WhichOneof("message") == "ended" and not message.ended.streams:
             # Nothing comes behind it, and what waits comes again in the next call.
             return self._call_ended(error_of(message.ended.problem))
-        if (self._is_full or self._held) and message.WhichOneof("message") != "heartbeat":
-            # In order: what ends a stream must not overtake its last frame. Bounded by the credit.
+        kind = message.WhichOneof("message")
+        waits = self.holding or self._is_full or self._held
+        if waits and kind not in ("heartbeat", "start_answers"):
+            # In order: what ends a stream must not overtake its last frame. Bounded by the credit. An answer may: a
+            # Start is sent only when all that was said of its partition before is taken.
             self._held.append(message)
             return Outcome()
         return self._in_bounds(lambda: self._take(message, highs))
@@ -764,7 +807,7 @@ class Following:
         Raises:
             UprError: as ``take``.
         """
-        if not self._held or self._is_full:
+        if not self._held or self._is_full or self.holding:
             return None
         message = self._held.popleft()
         return self._in_bounds(lambda: self._take(message, highs))
@@ -798,7 +841,7 @@ class Following:
             fatal = self._incoming.take_ended(message.ended)
         elif kind == "opened":
             raise ProtocolError("the server said opened twice")
-        if fatal is None and self._incoming.stuck and not self._options.group:
+        if fatal is None and self._incoming.stuck and self._options.group is None:
             fatal = self._incoming.nothing_left()
         return None if fatal is None else Outcome(fatal=fatal)
 
@@ -809,13 +852,16 @@ class Following:
         self._calls.brought()
         self._keys.add(delivery.blocks)
         batch = batch_of(delivery)
-        self.taken = HandedOut(batch, delivery)
+        self.taken = HandedOut(batch)
         return batch
 
     def hand_out(self) -> None:
         """What was taken is handed out."""
-        if self.ledger is not None and self.taken is not None and self.taken.delivery is not None:
-            self.ledger.hand_out(self.taken.delivery, self.taken.batch)
+        taken = self.taken
+        if self.ledger is None or taken is None or isinstance(taken.item, Rollback):
+            return
+        if taken.delivery is not None:
+            self.ledger.hand_out(taken.delivery, taken.item)
 
     def _call_ended(self, error: UprError) -> Outcome:
         self.session.disconnected()
