@@ -39,7 +39,7 @@ async def test_an_owner_goes_on_whatever_becomes_of_the_server(
                     moved.set()
 
     following = asyncio.create_task(follow())
-    async with AsyncClient(server.target) as client, asyncio.timeout(50):
+    async with AsyncClient(server.target) as client, asyncio.timeout(250):
         bucket = client.bucket()
         for number in range(ROUNDS):
             value = b"%d" % number

@@ -86,7 +86,23 @@ def test_steps_do_not_see_another_environment_s_modules(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    dev.step("ask", [sys.executable, "-c", "import os; assert 'PYTHONPATH' not in os.environ"])
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    ask = (
+        "import os, sys; assert 'PYTHONPATH' not in os.environ; assert not sys.dont_write_bytecode"
+    )
+    dev.step("ask", [sys.executable, "-c", ask])
+
+
+def test_all_the_tests_end_with_a_tenth_of_the_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setenv("UPR_SIMULATION_SEEDS", "1")
+    for name in ("java", "lint"):
+        monkeypatch.setattr(dev, name, lambda: None)
+    monkeypatch.setattr(dev.Environment, "run", lambda _, words, arguments: done.append(words))
+    dev.test([])
+    assert done == ["tests"]
+    dev.test(["--all"])
+    assert done[1:] == ["tests", "a tenth of the mutants"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["setup", "--wrong"]])

@@ -4,11 +4,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from upr_client import Client
 
 GUIDE = Path(__file__).parents[2] / "client" / "upr_spark" / "README.md"
 
 
+@pytest.mark.long
 def test_the_examples_run(spark: Any, target: str, tmp_path: Path) -> None:
     with Client(target) as client:
         client.bucket().write_many([(b"%d" % n, b"v") for n in range(100)] + [(b"0", None)])

@@ -51,8 +51,9 @@ def read(spark: Any, shared_server: RunningServer, bucket: Bucket) -> Callable[.
 
 
 def _fill(bucket: Bucket, count: int = 3000) -> None:
+    # No key twice: a flush in between would take the older row away.
     bucket.write_many([(b"k%d" % n, b"v%d" % n) for n in range(count)])
-    bucket.write_many([(b"k%d" % n, None if n % 2 else b"") for n in range(0, count, 7)])
+    bucket.write_many([(b"k%d" % n, None if n % 2 else b"") for n in range(count, 8 * count // 7)])
 
 
 def _changes(bucket: Bucket) -> list[Change]:
@@ -120,6 +121,7 @@ def test_a_batch_shows_what_the_sdk_drains_and_every_action_the_same(
     }
 
 
+@pytest.mark.long
 def test_what_is_not_wanted_is_left_out(
     spark: Any, bucket: Bucket, read: Callable[..., Any]
 ) -> None:
@@ -145,6 +147,7 @@ def test_what_is_not_wanted_is_left_out(
         spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 
 
+@pytest.mark.long
 def test_bad_options_are_refused_before_anything_is_read(read: Callable[..., Any]) -> None:
     with _refused() as found:
         read(onRollback="ignore").load()
@@ -223,6 +226,7 @@ def test_a_stream_takes_all_in_limited_batches_and_goes_on_from_its_checkpoint(
     assert sum(sink.sizes[before:]) == len(again - expected)
 
 
+@pytest.mark.long
 def test_latest_begins_at_what_is_there(
     bucket: Bucket, read: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -252,6 +256,7 @@ def _keys(partition: int, count: int) -> list[bytes]:
     return found
 
 
+@pytest.mark.long
 def test_a_query_goes_back_to_418_when_the_server_goes_on_from_426(
     spark: Any, server_process: StartServer, tmp_path: Path
 ) -> None:
