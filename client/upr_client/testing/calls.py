@@ -32,10 +32,9 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import check_failover_id, check_partition, check_seqno
-from upr_protocol.flow import CreditWindow, Liveness
+from upr_protocol.flow import CreditWindow, Liveness, granted_window
 from upr_protocol.handshake import StartAnswer, answer_start
 from upr_protocol.limits import (
-    CREDIT_BYTES,
     FRAME_BYTES,
     HEARTBEAT_SECONDS,
     PARTITIONS,
@@ -421,7 +420,7 @@ class FollowCall:
             raise InvalidArgumentError(
                 "the scripted server has no groups", hint="use ServerProcess for these"
             )
-        window = opening.credit_bytes or CREDIT_BYTES
+        window = granted_window(opening.credit_bytes)
         self._credit = CreditWindow(window)
         interval = opening.heartbeat_seconds or HEARTBEAT_SECONDS
         self._liveness = Liveness(interval, time.monotonic())
@@ -619,6 +618,7 @@ class FollowCall:
         if not size:
             return None
         self._credit.spend(size)
+        frame.credit_bytes = size
         frame.tokens = np.array(tokens, "<u4").tobytes()
         frame.purge_seqnos = self._raised()
         for number, stream in list(self._streams.items()):

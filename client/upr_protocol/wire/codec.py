@@ -37,6 +37,8 @@ TOKENS_TAG = b"\x12"
 """Field 2 (tokens) of Frame, length-delimited."""
 PURGE_SEQNOS_TAG = b"\x1a"
 """Field 3 (purge_seqnos) of Frame, length-delimited."""
+CREDIT_BYTES_TAG = b"\x28"
+"""Field 5 (credit_bytes) of Frame, a varint."""
 
 COMPRESS_BYTES_MIN = 512
 """Columns smaller than this are not compressed: little would be won, and each frame costs its header."""
@@ -413,6 +415,7 @@ def encode_frame(blocks: Sequence[bytes], tokens: bytes, purge_seqnos: bytes = b
     for block in blocks:
         parts += (BLOCK_TAG, _varint(len(block)), block)
     parts += (TOKENS_TAG, _varint(len(tokens)), tokens)
+    parts += (CREDIT_BYTES_TAG, _varint(sum(map(len, blocks))))
     if purge_seqnos:
         parts += (PURGE_SEQNOS_TAG, _varint(len(purge_seqnos)), purge_seqnos)
     return b"".join((FRAME_TAG, _varint(sum(map(len, parts))), *parts))
