@@ -42,7 +42,7 @@ from upr_protocol.limits import (
 )
 from upr_protocol.places import FIRST_PLACE_NUMBER, place_is_taken, place_of
 from upr_protocol.wire.codec import (
-    block_from_message,
+    block_of_write,
     block_to_message,
     encode_runs,
     log_to_messages,
@@ -796,7 +796,7 @@ class WriteCall:
         assert self._memory is not None
         if self._producer and write.number >= FIRST_PLACE_NUMBER:
             self._check_place(write.number)
-        block = block_from_message(write.block, numbered=False)
+        block = block_of_write(write)
         known = self._known(write.number, block.runs["partition"].tolist())
         rows = [
             row
