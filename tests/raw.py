@@ -170,9 +170,7 @@ class RawFollow:
         if message is grpc.aio.EOF:
             raise EOFError(f"the Follow call ended: {await self.call.details()}")
         if message.HasField("frame") and self.give_credit:
-            parts = (*message.frame.blocks, *message.frame.plain_runs)
-            size = sum(len(part.SerializeToString()) for part in parts)
-            await self.send(credit=changes.Credit(bytes=size))
+            await self.send(credit=changes.Credit(bytes=message.frame.credit_bytes))
         if message.HasField("heartbeat"):
             await self.send(pong=changes.Pong())
         response: changes.FollowResponse = message

@@ -2,7 +2,7 @@
 
 Needs Python 3.11 and git and nothing else: it uses the standard library only, and makes the environment that the
 rest needs in ``.venv`` (and, for the code generator, which pins another protobuf, in ``.venv-codegen``). All tests
-together need Java as well, which it installs when it may.
+together need Java and Node as well, which it installs when it may.
 """
 
 from __future__ import (
@@ -19,14 +19,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip>=25.1"  # Knows dependency groups.
 EVERYTHING = "--all"
 OTHER_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-JAVA_MIN = 17  # Of Spark 4.
-JAVA_PACKAGES = ("openjdk-17-jre-headless", "openjdk-21-jre-headless", "default-jre-headless")
 
 
 class StepFailed(Exception):
@@ -141,32 +141,89 @@ def java_version() -> int:
     return int(found[1]) if done.returncode == 0 and found else 0
 
 
-def java() -> None:
-    """Bring Java if it is missing: Debian's package when root; otherwise say what to do.
+def node_version() -> int:
+    """The major version of the Node that would be started; 0 when there is none that runs, or no npm beside it."""
+    try:
+        done = subprocess.run(["node", "--version"], capture_output=True, text=True)
+    except OSError:
+        return 0
+    found = re.match(r"v(\d+)", done.stdout)
+    return int(found[1]) if found and shutil.which("npm") else 0
 
-    Raises:
-        StepFailed: there is none, and it cannot be brought.
+
+@dataclass(frozen=True)
+class Program:
+    """A program that is not Python's, and that some tests need.
+
+    Args:
+        whose: which tests.
+        marker: theirs.
+        least: the oldest major version that will do.
+        version: returns the one that is there, 0 for none.
+        packages: of Debian, from the best on; one of them is enough.
+        variable: of the environment, names a program that is used instead; empty for none.
     """
-    version = java_version()
-    if version >= JAVA_MIN:
+
+    name: str
+    whose: str
+    marker: str
+    least: int
+    version: Callable[[], int]
+    packages: tuple[str, ...]
+    variable: str = ""
+
+    def bring(self) -> None:
+        """Bring it if it is missing: Debian's package when root; otherwise say what to do.
+
+        Raises:
+            StepFailed: there is none, and it cannot be brought.
+        """
+        version = self.version()
+        if version >= self.least:
+            return
+        found = f"the one here is {version}" if version else "there is none here"
+        if os.geteuid() == 0 and shutil.which("apt-get") and self.variable not in os.environ:
+            environment = ["env", "DEBIAN_FRONTEND=noninteractive"]
+            step("list of Debian's packages", [*environment, "apt-get", "-qq", "update"])
+            install = [*environment, "apt-get", "-qq", "install", "-y", "--no-install-recommends"]
+            for package in self.packages:
+                with contextlib.suppress(StepFailed):
+                    step(f"{self.name}, as {package}", [*install, package])
+                if self.version() >= self.least:
+                    return
+        instead = f" or set {self.variable}" if self.variable else ""
+        print(
+            f"error: {self.whose} need {self.name} {self.least} or newer, {found}. Install it (on Debian and "
+            f"Ubuntu: apt-get install {self.packages[0]}){instead}; without it, all other tests: "
+            f"tools/dev.py test -m 'not {self.marker}'",
+            file=sys.stderr,
+        )
+        raise StepFailed(1)
+
+
+JAVA = Program(
+    "Java",
+    "the tests of the Spark connector",
+    "spark",
+    17,  # Of Spark 4.
+    java_version,
+    ("openjdk-17-jre-headless", "openjdk-21-jre-headless", "default-jre-headless"),
+    "JAVA_HOME",
+)
+NODE = Program("Node", "the tests of the example in it", "node", 18, node_version, ("npm",))
+
+
+def node_packages() -> None:
+    """Install what the example in Node names, where it is not, or names something else since."""
+    example = ROOT / "client" / "examples" / "node"
+    installed = example / "node_modules" / ".package-lock.json"
+    if (
+        installed.exists()
+        and installed.stat().st_mtime > (example / "package.json").stat().st_mtime
+    ):
         return
-    found = f"the one here is {version}" if version else "there is none here"
-    if os.geteuid() == 0 and shutil.which("apt-get") and "JAVA_HOME" not in os.environ:
-        environment = ["env", "DEBIAN_FRONTEND=noninteractive"]
-        step("list of Debian's packages", [*environment, "apt-get", "-qq", "update"])
-        install = [*environment, "apt-get", "-qq", "install", "-y", "--no-install-recommends"]
-        for package in JAVA_PACKAGES:
-            with contextlib.suppress(StepFailed):
-                step(f"Java, as {package}", [*install, package])
-            if java_version() >= JAVA_MIN:
-                return
-    print(
-        f"error: the tests of the Spark connector need Java {JAVA_MIN} or newer, {found}. Install it (on Debian and "
-        f"Ubuntu: apt-get install {JAVA_PACKAGES[0]}) or set JAVA_HOME; without it, all other tests: "
-        "tools/dev.py test -m 'not spark'",
-        file=sys.stderr,
-    )
-    raise StepFailed(1)
+    options = ["--prefix", str(example), "--no-audit", "--no-fund", "--no-package-lock"]
+    step("packages of the example in Node", ["npm", "install", *options])
 
 
 def lint() -> None:
@@ -199,7 +256,10 @@ def test(arguments: list[str]) -> None:
     if arguments and not everything:
         setup()
     else:
-        java()
+        JAVA.bring()
+        if arguments:
+            NODE.bring()
+            node_packages()
         lint()
         # Half of them wait for something most of the time. Whatever the machine has, three are what the tests are
         # tried with: that keeps two cores busy.
@@ -222,7 +282,7 @@ def bench(arguments: list[str]) -> None:
     """Measure, side by side with a bare gRPC stream; or the Spark source, or backups, or CPU beside a commit."""
     setup()
     if arguments[:1] == ["spark"]:
-        java()
+        JAVA.bring()
         MAIN.run("bench", ["-m", "tools.bench.spark_source", *arguments[1:]])
     elif arguments[:1] in (["backup"], ["cpu"], ["hostile"]):
         MAIN.run("bench", ["-m", f"tools.bench.{arguments[0]}", *arguments[1:]])

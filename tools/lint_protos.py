@@ -2,7 +2,7 @@
 
 Runs where the code generator is installed (``.venv-codegen``); needs no network.
 
-- A file's folder is its package, and the package ends in a version.
+- A file's folder is its package, and the package ends in a version; its packages in Go and Java follow from that.
 - A service ends in ``Service``; each RPC has a request and a response of its own, ``XRequest`` and ``XResponse``.
 - An enum's values begin with the enum's name, and the one for 0 ends in ``_UNSPECIFIED``.
 - Messages, enums, services and RPCs are CamelCase, fields and oneofs lower_snake_case.
@@ -86,6 +86,14 @@ class FileRules:
             yield self._at((), f"the package {file.package} is not the folder {folder}")
         if not re.fullmatch(r".*\.v[1-9][0-9]*", file.package):
             yield self._at((), f"the package {file.package} does not end in a version")
+        # So that the files of a folder become one package there as well.
+        for option, wanted in (
+            ("go_package", f"{folder.replace('.', '/')};{folder.replace('.', '')}"),
+            ("java_package", folder),
+            ("java_multiple_files", True),
+        ):
+            if (found := getattr(file.options, option)) != wanted:
+                yield self._at((), f"option {option} is {found!r}; must be {wanted!r}")
         for index, message in enumerate(file.message_type):
             yield from self._message(message, (FILE_MESSAGE, index))
         for index, enum in enumerate(file.enum_type):

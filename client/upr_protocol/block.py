@@ -503,19 +503,24 @@ def _columns_of(keys: Sequence[bytes], values: Sequence[bytes | None]) -> _Rows 
     return _Rows(keys, sets, key_lengths, value_lengths, deletes)
 
 
-def build_block(keys: Sequence[bytes], values: Sequence[bytes | None]) -> Block:
+def build_block(
+    keys: Sequence[bytes],
+    values: Sequence[bytes | None],
+    partitions: npt.NDArray[np.uint32] | None = None,
+) -> Block:
     """Build one unnumbered block for a Write: rows sorted by partition, their order kept within it.
 
     Args:
         keys: 1 to BLOCK_ROWS_MAX keys of 1 to 4096 bytes.
         values: as many values of 0 to 20 MiB; None deletes the key.
+        partitions: of each row, 0 to 1023; None: those of the keys.
 
     Raises:
         InvalidArgumentError: a key or value is not bytes, or out of its range.
     """
     if not keys:
         raise InvalidArgumentError("a write needs at least one row")
-    return _sorted_block(_check_rows(keys, values), 0, len(keys))
+    return _sorted_block(_check_rows(keys, values), 0, len(keys), partitions)
 
 
 def build_blocks(
@@ -531,14 +536,16 @@ def build_blocks(
         yield _sorted_block(rows, first, last)
 
 
-def _sorted_block(rows: _Rows, first: int, last: int) -> Block:
+def _sorted_block(
+    rows: _Rows, first: int, last: int, chosen: npt.NDArray[np.uint32] | None = None
+) -> Block:
     count = last - first
     part = slice(first, last)
     keys, values = rows.keys, rows.values
     if count < len(keys):
         keys, values = keys[part], values[part]
     # Sorting 16 bits is a radix sort.
-    partitions = partitions_of(keys).astype(np.uint16)
+    partitions = (partitions_of(keys) if chosen is None else chosen).astype(np.uint16)
     order = np.argsort(partitions, kind="stable")
     if count > 1:
         pick = itemgetter(*order.tolist())

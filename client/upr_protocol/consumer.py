@@ -71,7 +71,6 @@ _FATAL_REASONS: Final = frozenset(
         "SUPERSEDED",
         "BUCKET_NOT_FOUND",
         "INVALID_ARGUMENT",
-        "CREDIT_EXCEEDED",
         "SNAPSHOT_GONE",
     }
 )

@@ -62,12 +62,6 @@ class CorruptBlockError(InvalidArgumentError):
     default_reason = "CORRUPT_BLOCK"
 
 
-class CreditExceededError(InvalidArgumentError):
-    """A consumer returned more credit than it had received bytes."""
-
-    default_reason = "CREDIT_EXCEEDED"
-
-
 class BucketNotFoundError(UprError):
     """There is no bucket of that name, or it was dropped and created again."""
 

@@ -5,7 +5,7 @@ goes through. An idle server sends heartbeats, the client answers, silence for t
 either side. The clock is the caller's: every method is handed the time, in seconds on a clock that does not jump.
 """
 
-from upr_protocol.errors import CreditExceededError, InvalidArgumentError
+from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import (
     CREDIT_BYTES,
     CREDIT_BYTES_MAX,
@@ -27,6 +27,11 @@ def check_window(window: int) -> int:
             f"credit is {window} bytes, it must be from 1 to {CREDIT_BYTES_MAX}"
         )
     return window
+
+
+def granted_window(asked: int) -> int:
+    """Return the window, in bytes, for the credit_bytes of an Open: 0 means the default, too much the limit."""
+    return min(asked or CREDIT_BYTES, CREDIT_BYTES_MAX)
 
 
 class CreditWindow:
@@ -77,17 +82,8 @@ class CreditWindow:
         self._outstanding += size
 
     def give_back(self, size: int) -> None:
-        """Count ``size`` bytes (1 to ``outstanding``) as consumed by the peer.
-
-        Raises:
-            CreditExceededError: it is 0, negative or more than is outstanding; nothing was changed.
-        """
-        if not 1 <= size <= self._outstanding:
-            raise CreditExceededError(
-                f"{size} bytes of credit were returned, it must be from 1 to {self._outstanding}",
-                hint="return each received byte once, after it was consumed",
-            )
-        self._outstanding -= size
+        """Count ``size`` bytes (0 or more) as consumed by the peer; more than is outstanding means all of it."""
+        self._outstanding = max(self._outstanding - size, 0)
 
 
 class CreditReturn:

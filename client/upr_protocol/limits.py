@@ -48,6 +48,9 @@ MESSAGE_BYTES_MAX: Final = 24 * 2**20
 """The gRPC message limit, both ends: the largest value, its key and room for the envelope."""
 WRITE_BLOCK_BYTES_MAX: Final = MESSAGE_BYTES_MAX - 64 * 2**10
 """Columns of one Write, so that the numbered block fits into a frame with its envelope."""
+WRITE_ROWS_MAX: Final = 10_000
+WRITE_ROWS_BYTES_MAX: Final = 2**20
+"""Rows of one Write without a block, and its message, unless it is a single row: the server makes an object of each."""
 
 REQUEST_BYTES_MAX: Final = 256 * 2**10
 """A request of a method with one, and the Open of a call, unless the method is one of the next two."""

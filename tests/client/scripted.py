@@ -16,7 +16,7 @@ import numpy as np
 
 from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.errors import BucketNotFoundError, DataDamagedError, UprError
-from upr_protocol.wire.codec import block_to_message, encode_runs, problem_of
+from upr_protocol.wire.codec import encode_block, encode_frame, encode_runs, problem_of
 from upr_protocol.wire.grpc import code_of, metadata_of
 from upr_protocol.wire.v1 import admin_service_pb2, types_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -300,14 +300,9 @@ def run_block(
 
 def frame(*runs: tuple[int, Block]) -> Send:
     """A frame of (token, block of one run) pairs."""
-    return Send(
-        stream_pb2.FollowResponse(
-            frame=stream_pb2.Frame(
-                blocks=[block_to_message(block) for _, block in runs],
-                tokens=np.array([token for token, _ in runs], "<u4").tobytes(),
-            )
-        )
-    )
+    tokens = np.array([token for token, _ in runs], "<u4").tobytes()
+    encoded = encode_frame([encode_block(block) for _, block in runs], tokens)
+    return Send(stream_pb2.FollowResponse.FromString(encoded))
 
 
 def ended(reason: str, *streams: tuple[int, int], message: str = "") -> Send:

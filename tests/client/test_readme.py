@@ -15,10 +15,13 @@ from tests.harness import RunningServer
 from upr_client import Client, admin, errors
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2_grpc as stream_grpc
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
+from upr_protocol.wire.v1 import key_value_service_pb2_grpc as kv_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "client" / "README.md").read_text()
 README = (ROOT / "README.md").read_text()
+WIRE = (ROOT / "protos" / "README.md").read_text()
 TARGET = "127.0.0.1:7711"
 
 
@@ -63,11 +66,16 @@ def test_every_class_that_a_user_meets_is_named(module: ModuleType) -> None:
     assert set(module.__all__) - set(re.findall(r"\w+", GUIDE)) == set()
 
 
+def headings_of(text: str) -> set[str]:
+    return {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", text, re.M)}
+
+
 def test_every_heading_that_is_named_is_there() -> None:
-    headings = {
-        heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", GUIDE, re.M)
-    }
-    assert {anchor for anchor in re.findall(r"\]\(#([^)]+)\)", GUIDE)} <= headings
+    for text in (GUIDE, WIRE):
+        assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings_of(text)
+    named = re.findall(r"\]\(\S*protos/README\.md#([^)]+)\)", README + GUIDE)
+    assert named
+    assert set(named) <= headings_of(WIRE)
 
 
 def test_the_examples_of_the_project_run(
@@ -106,3 +114,16 @@ def test_the_requests_for_grpcurl_bring_rows(server_process: Callable[..., Runni
         rows = next(m.frame.plain_runs[0].rows for m in call if m.frame.plain_runs)
         assert [(row.key, row.value) for row in rows] == [(b"user:1", b"Ada")]
         call.cancel()
+
+
+def test_the_requests_for_grpcurl_write_rows(server_process: Callable[..., RunningServer]) -> None:
+    server = server_process()
+    requests = re.findall(r"^ *'(\{.*\})'", WIRE, re.MULTILINE)
+    said = [json_format.Parse(text, kv_pb2.WriteRequest()) for text in requests]
+    with grpc.insecure_channel(server.target) as channel:
+        answers = list(kv_grpc.KeyValueServiceStub(channel).Write(iter(said)))
+    assert [answer.WhichOneof("message") for answer in answers] == ["opened", "result"]
+    assert not answers[1].result.HasField("refused")
+    with Client(server.target) as client, client.bucket().changes(until="now") as changes:
+        rows = {(c.key, c.op, c.value) for batch in changes.batches() for c in batch.changes}
+    assert rows == {(b"user:1", "set", b"Ada"), (b"user:2", "delete", None)}

@@ -149,6 +149,31 @@ def test_the_version_of_java(
     assert dev.java_version() == version
 
 
+@pytest.mark.parametrize(
+    ("lines", "version"),
+    [("echo v20.20.2", 20), ("echo v8.17.0", 8), ("echo broken >&2; exit 1", 0)],
+)
+def test_the_version_of_node(
+    lines: str, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", _programs(tmp_path / "bin", node=lines, npm=""))
+    assert dev.node_version() == version
+    (tmp_path / "bin" / "npm").unlink()
+    assert dev.node_version() == 0
+
+
+def test_the_packages_of_the_example_are_installed_once(tmp_path: Path, steps: list[str]) -> None:
+    example = tmp_path / "client" / "examples" / "node"
+    (example / "node_modules").mkdir(parents=True)
+    (example / "package.json").touch()
+    dev.node_packages()
+    assert steps == ["packages of the example in Node"]
+    os.utime(example / "package.json", (1, 1))
+    (example / "node_modules" / ".package-lock.json").touch()
+    dev.node_packages()
+    assert len(steps) == 1
+
+
 def test_root_is_brought_java_and_others_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +182,7 @@ def test_root_is_brought_java_and_others_are_told(
     monkeypatch.setenv("PATH", _programs(folder, apt_get="exit 1"))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(dev.StepFailed):
-        dev.java()
+        dev.JAVA.bring()
     error = capfd.readouterr().err
     assert "need Java 17 or newer, there is none here" in error
     assert "apt-get install openjdk-17-jre-headless" in error
@@ -169,11 +194,11 @@ def test_root_is_brought_java_and_others_are_told(
     ).replace('"21.0.1"', '\\"21.0.1\\"')
     _programs(folder, apt_get=command, env='shift; exec "$@"')
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    dev.java()
+    dev.JAVA.bring()
     assert dev.java_version() == 21
     talk = capfd.readouterr().err
     assert "openjdk-17-jre-headless: FAILED" in talk
     assert "openjdk-21-jre-headless: ok" in talk
     # One that is there and new enough is left alone.
-    dev.java()
+    dev.JAVA.bring()
     assert capfd.readouterr().err == ""

@@ -7,6 +7,7 @@ from tools.lint_protos import problems_of
 
 GOOD = """
 name: "upr/v1/thing.proto" package: "upr.v1"
+options { go_package: "upr/v1;uprv1" java_package: "upr.v1" java_multiple_files: true }
 message_type { name: "GetThingRequest" field { name: "some_field" number: 1 } }
 message_type { name: "GetThingResponse" }
 enum_type {
@@ -55,6 +56,9 @@ def test_each_rule_finds_its_break() -> None:
     for old, new, words in (
         ("upr/v1/thing.proto", "upr/thing.proto", "is not the folder upr"),
         ('package: "upr.v1"', 'package: "upr"', "does not end in a version"),
+        ("upr/v1;uprv1", "upr/v2;uprv2", "option go_package is 'upr/v2;uprv2'; must be"),
+        ('java_package: "upr.v1"', "", "option java_package is ''; must be 'upr.v1'"),
+        ("java_multiple_files: true", "", "option java_multiple_files is False; must be True"),
         ("some_field", "someField", "field someField is not lower_snake_case"),
         ('"ThingService"', '"Things"', "does not end in Service"),
         ("THING_STATE_NEW", "NEW", "does not begin with THING_STATE_"),

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol.errors import CreditExceededError, InvalidArgumentError
-from upr_protocol.flow import CreditReturn, CreditWindow
+from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.flow import CreditReturn, CreditWindow, granted_window
 from upr_protocol.limits import CREDIT_BYTES, CREDIT_BYTES_MAX
 
 
@@ -53,17 +53,23 @@ def test_a_value_larger_than_the_credit_goes_when_less_than_a_quarter_is_out() -
     assert window.may_send(1)
 
 
-@pytest.mark.parametrize("returned", [0, -1, 11])
-def test_wrong_returns_change_nothing(returned: int) -> None:
+@pytest.mark.parametrize(("returned", "left"), [(0, 10), (4, 6), (10, 0), (11, 0), (2**64 - 1, 0)])
+def test_more_than_is_outstanding_gives_all_of_it_back(returned: int, left: int) -> None:
     window = CreditWindow(100)
     window.spend(10)
-    with pytest.raises(CreditExceededError, match=f"{returned} bytes.*1 to 10"):
-        window.give_back(returned)
-    assert window.outstanding == 10
-    window.give_back(10)
-    assert window.outstanding == 0
-    with pytest.raises(CreditExceededError):
-        window.give_back(1)
+    window.give_back(returned)
+    assert window.outstanding == left
+    # What was too much counts for nothing later.
+    window.spend(100 - left)
+    assert not window.may_send(1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "granted"),
+    [(0, CREDIT_BYTES), (1, 1), (CREDIT_BYTES_MAX, CREDIT_BYTES_MAX), (2**63, CREDIT_BYTES_MAX)],
+)
+def test_a_window_that_is_too_large_is_cut_to_the_limit(asked: int, granted: int) -> None:
+    assert granted_window(asked) == granted
 
 
 def test_credit_is_returned_at_a_quarter() -> None:

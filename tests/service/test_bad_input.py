@@ -189,8 +189,6 @@ async def end_of(follow: RawFollow) -> wire.Ended:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"credit": wire.Credit(bytes=1)}, "CREDIT_EXCEEDED"),
-        ({"credit": wire.Credit(bytes=0)}, "CREDIT_EXCEEDED"),
         ({"ack": wire.Ack(positions=b"x")}, "INVALID_ARGUMENT"),
         ({"open": wire.Open(bucket="default")}, "INVALID_ARGUMENT"),
         ({}, "INVALID_ARGUMENT"),
@@ -222,7 +220,6 @@ async def test_what_makes_no_sense_ends_the_call_with_its_reason(
     [
         ({"bucket": "nowhere"}, "no bucket 'nowhere'"),
         ({"bucket_version": 5}, "created anew"),
-        ({"credit_bytes": 2**40}, "the limit is"),
         ({"heartbeat_seconds": 0.001}, "heartbeat interval is 0.001"),
         ({"stability": 9}, "stability 9"),
         ({"consumer": "x" * 201}, "201 bytes"),

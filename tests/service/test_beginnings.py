@@ -269,9 +269,9 @@ async def test_a_call_that_ends_meanwhile_opens_nothing(
                     admin.DropBucketRequest(name="b", version=bucket.identity.version)
                 )
             else:
-                await follow.send(credit=wire.Credit(bytes=1))
+                await follow.send(ack=wire.Ack(positions=b"x"))
             (ended,) = await said(follow, 1)
-            assert ended.ended.problem.reason in {"SUPERSEDED", "BUCKET_GONE", "CREDIT_EXCEEDED"}
+            assert ended.ended.problem.reason in {"SUPERSEDED", "BUCKET_GONE", "INVALID_ARGUMENT"}
             assert not ended.ended.streams
             await follow.close()
         held.go.set()

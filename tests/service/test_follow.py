@@ -160,7 +160,9 @@ async def frames_without_credit(follow: RawFollow, most: int) -> int:
     while beats < 3 or sent <= most // 2:
         message = await follow.read()
         if message.HasField("frame"):
-            sent += sum(len(b.SerializeToString()) for b in message.frame.blocks)
+            size = sum(len(b.SerializeToString()) for b in message.frame.blocks)
+            assert message.frame.credit_bytes == size
+            sent += size
             beats = 0
         elif message.HasField("heartbeat"):
             beats += 1
@@ -215,8 +217,7 @@ async def test_one_value_larger_than_the_credit_goes_through_alone(
             assert len(frame.frame.blocks) == 1
             beat = await follow.until("heartbeat")
             assert beat.HasField("heartbeat")
-            size = len(frame.frame.blocks[0].SerializeToString())
-            await follow.send(credit=wire.Credit(bytes=size))
+            await follow.send(credit=wire.Credit(bytes=frame.frame.credit_bytes))
 
 
 @pytest.mark.asyncio

@@ -12,7 +12,7 @@ from tests.service.test_compression import ROWS, zstd_server
 from tests.service.test_follow import fill
 from tests.service.test_merging import Writer
 from upr_protocol.block import build_block
-from upr_protocol.limits import MESSAGE_BYTES_MAX
+from upr_protocol.limits import CREDIT_BYTES_MAX, MESSAGE_BYTES_MAX
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -161,22 +161,23 @@ async def test_a_prefix_longer_than_a_key_is_refused(target: str) -> None:
         assert "4096" in (await call.details())
 
 
-async def frames_within(follow: RawFollow, window: int) -> list[wire.PlainRun]:
-    """Read a stream to its end, with what is outstanding given back frame by frame."""
-    runs: list[wire.PlainRun] = []
-    while True:
+async def frames_of(follow: RawFollow, give_credit: bool) -> list[wire.Frame]:
+    """Read on until a stream ends, or three heartbeats came without a frame between them."""
+    follow.give_credit = give_credit
+    frames: list[wire.Frame] = []
+    beats = 0
+    while beats < 3:
         message = await follow.read()
         if message.HasField("ended"):
-            return runs
+            break
+        beats = beats + 1 if message.HasField("heartbeat") else 0
         if message.HasField("frame"):
-            sizes = [len(run.SerializeToString()) for run in message.frame.plain_runs]
-            assert sum(sizes) <= window or len(sizes) == 1
-            runs += message.frame.plain_runs
-            await follow.send(credit=wire.Credit(bytes=sum(sizes)))
+            frames.append(message.frame)
+    return frames
 
 
 @pytest.mark.asyncio
-async def test_the_credit_counts_the_bytes_of_plain_runs(server_process: StartServer) -> None:
+async def test_plain_rows_cost_the_credit_what_their_blocks_do(server_process: StartServer) -> None:
     server = server_process()
     async with RawClient(server.target) as client:
         writer = await client.writer("")
@@ -184,18 +185,34 @@ async def test_the_credit_counts_the_bytes_of_plain_runs(server_process: StartSe
             await fill(writer, P, rows, size=20)
         for _ in range(2):
             # From the tail, then from the store, where it is one block.
-            follow = await client.follow(plain_rows=True, credit_bytes=4000)
-            follow.give_credit = False
-            await follow.start(start_at(P, until_now=True))
-            runs = await frames_within(follow, 4000)
-            assert [m.seqno for run in runs for m in run.rows][-1] == 251
-            # All that was counted was given back: one byte more is too much.
-            await follow.send(credit=wire.Credit(bytes=1))
-            ended = (await follow.until("ended")).ended
-            assert ended.problem.reason == "CREDIT_EXCEEDED"
-            await follow.close()
+            costs = []
+            for plain in (False, True):
+                follow = await client.follow(
+                    plain_rows=plain, credit_bytes=2000, heartbeat_seconds=0.1
+                )
+                await follow.send(credit=wire.Credit(bytes=0))
+                await follow.start(start_at(P, until_now=True))
+                first = await frames_of(follow, False)
+                assert sum(frame.credit_bytes for frame in first[:-1]) < 2000
+                # More than is outstanding is all of it.
+                await follow.send(credit=wire.Credit(bytes=2**64 - 1))
+                frames = first + await frames_of(follow, True)
+                costs.append(sum(frame.credit_bytes for frame in frames))
+                if plain:
+                    assert [m.seqno for run in runs_of(frames) for m in run.rows][-1] == 251
+                else:
+                    assert costs == [sum(b.ByteSize() for frame in frames for b in frame.blocks)]
+                await follow.close()
+            assert costs[0] == costs[1]
             assert server.terminate() == 0
             server.start()
+
+
+@pytest.mark.asyncio
+async def test_a_window_above_the_limit_is_granted_up_to_it(server_process: StartServer) -> None:
+    async with RawClient(server_process().target) as client:
+        follow = await client.follow(credit_bytes=2**63)
+        assert follow.opened.credit_bytes == CREDIT_BYTES_MAX
 
 
 @pytest.mark.asyncio
@@ -216,18 +233,21 @@ async def test_what_is_large_comes_in_messages_within_the_limit(
             follow = await client.follow(plain_rows=True)
             await follow.start(*(start_at(p, until_now=True) for p in (P, P + 1, P + 2)))
             seqnos: dict[int, int] = {P: 0, P + 1: 0, P + 2: 0}
-            rows = ended = 0
+            rows = ended = cost = 0
             while ended < 3:
                 message = await follow.read()
                 if message.HasField("ended"):
                     ended += len(message.ended.streams)
                 if message.HasField("frame"):
                     assert message.ByteSize() < MESSAGE_BYTES_MAX
+                    cost += message.frame.credit_bytes
                     for run in message.frame.plain_runs:
                         assert run.start_seqno == seqnos[run.partition]
                         seqnos[run.partition] = run.end_seqno
                         rows += len(run.rows)
             assert rows == 200_000 + tiny + 1
+            # The bytes of the blocks: keys, values, and offsets of eight bytes a row.
+            assert cost > 200_000 * (105 + 8) + tiny * 8 + 20 * 2**20
             assert seqnos == {P: 200_000, P + 1: tiny, P + 2: 1}
             await follow.close()
             assert server.terminate() == 0

@@ -564,7 +564,7 @@ class Follower:
         chosen = np.roll(waiting, -first)[:READ_PARTITIONS].tolist()
         self._reading = True
         left = self.credit.window - self.credit.outstanding
-        requests = [ReadRequest(p, int(self._seqno[p]), int(self._token[p])) for p in chosen]
+        requests = [ReadRequest(p, int(self._seqno[p])) for p in chosen]
         return requests, min(FRAME_BYTES, left)
 
     def feed(self, results: Sequence[ReadResult]) -> None:
@@ -585,9 +585,6 @@ class Follower:
             if result.blocks:
                 self._turn = partition + 1
             token = int(self._token[partition])
-            if self.options.plain_rows and token != result.request.token:
-                # What these cost was counted with the token of a stream that is gone; they are read again.
-                continue
             self._ready += [(partition, token, block) for block in result.blocks]
 
     def read_failed(self, error: UprError, requests: Sequence[ReadRequest]) -> None:
@@ -697,7 +694,6 @@ class Follower:
             self._horizon,
             self._until,
             min(FRAME_BYTES, left),
-            self._token,
             self._limit if exact else None,
         )
         if taken is None:

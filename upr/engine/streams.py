@@ -58,7 +58,7 @@ class FollowOptions:
     @property
     def showing(self) -> Showing:
         """What of a block its streams are shown."""
-        return Showing(self.keys_only, self.key_prefix, self.plain_rows)
+        return Showing(self.keys_only, self.key_prefix)
 
 
 @dataclass(slots=True)
@@ -223,10 +223,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class FrameOut:
-    """Encoded blocks, the token of each run in them, and the bytes that count against the credit.
-
-    For a call with plain rows the bytes are those of the PlainRun messages that the blocks become.
-    """
+    """Encoded blocks, the token of each run in them, and their bytes, which count against the credit."""
 
     blocks: list[bytes]
     tokens: bytes

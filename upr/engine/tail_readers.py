@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upr.engine.tail import Tail, TailEntry
-from upr.storage.read import Showing, Tokens
+from upr.storage.read import Showing
 from upr_protocol.block import I64, RUN, U64, Runs, select_runs, slice_runs
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import encode_block
@@ -92,7 +92,6 @@ class TailReaders:
         horizon: U64,
         until: U64,
         max_bytes: int,
-        tokens: Tokens,
         limit: U64 | None = None,
     ) -> Taken | None:
         """Return what the group that is furthest behind reads next; None when no group has anything.
@@ -102,7 +101,6 @@ class TailReaders:
         Args:
             seqno, horizon, until: each stream's state, shape (1024,).
             max_bytes: stop before this is exceeded, but not before the first block.
-            tokens: each stream's token, shape (1024,).
             limit: the largest horizon that each stream may be sent, shape (1024,); None: no stream has one.
         """
         self._merge_groups()
@@ -120,7 +118,7 @@ class TailReaders:
                 # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
                 entries = entries[:1]
             state = (seqno, horizon, until, limit)
-            taken = self._select(group, first, entries, state, max_bytes, tokens)
+            taken = self._select(group, first, entries, state, max_bytes)
             if taken.beyond is not None:
                 return taken
             if taken.blocks or taken.next_entry == end or len(entries) == 1:
@@ -141,7 +139,6 @@ class TailReaders:
         entries: list[TailEntry],
         state: tuple[U64, U64, U64, U64 | None],
         max_bytes: int,
-        tokens: Tokens,
     ) -> Taken:
         seqno, horizon, until, limit = state
         runs = _joined(entries)
@@ -168,11 +165,11 @@ class TailReaders:
             kept = keep[at:last]
             if kept.any():
                 slices = above[at:last] if sliced and inside[at:last].any() else None
-                data, cost = _selected(entry, kept, self._showing, tokens, slices)
-                if blocks and size + cost > max_bytes:
+                data = _selected(entry, kept, self._showing, slices)
+                if blocks and size + len(data) > max_bytes:
                     break
                 blocks.append(data)
-                size += cost
+                size += len(data)
             at = used = last
             done += 1
         taken = Taken(group, first + done, blocks, runs[:used][keep[:used]], size)
@@ -207,19 +204,16 @@ def _selected(
     entry: TailEntry,
     kept: npt.NDArray[np.bool_],
     showing: Showing,
-    tokens: Tokens,
     above: U64 | None,
-) -> tuple[bytes, int]:
-    """Return an entry's bytes as they are, or a cut-out of what is to be shown; and what it takes from the credit.
+) -> bytes:
+    """Return an entry's bytes as they are, or a cut-out of what is to be shown.
 
     Args:
         above: for each run the seqno above which it is shown, None for all of them whole.
     """
     if above is None and kept.all() and showing.as_they_are:
-        return entry.data, len(entry.data)
+        return entry.data
     block = select_runs(entry.block(), kept)
     if above is not None:
         block = slice_runs(block, above[kept])
-    block = showing.of(block)
-    data = encode_block(block)
-    return data, showing.cost(block, len(data), tokens[block.runs["partition"]])
+    return encode_block(showing.of(block))

@@ -32,11 +32,9 @@ from upr_protocol.errors import (
     shown,
 )
 from upr_protocol.failover import check_failover_id
-from upr_protocol.flow import CreditWindow, Liveness
+from upr_protocol.flow import CreditWindow, Liveness, granted_window
 from upr_protocol.handshake import answer_hello
 from upr_protocol.limits import (
-    CREDIT_BYTES,
-    CREDIT_BYTES_MAX,
     CUT_LEASE_SECONDS,
     CUT_LEASE_SECONDS_MAX,
     KEY_BYTES_MAX,
@@ -376,9 +374,7 @@ class ChangeStreamMethods:
         host = self._catalog.of(opening)
         if opening.stability not in types.Stability.values():
             raise InvalidArgumentError(f"stability {opening.stability} is unknown")
-        window = opening.credit_bytes or CREDIT_BYTES
-        if window > CREDIT_BYTES_MAX:
-            raise InvalidArgumentError(f"credit of {window} bytes, the limit is {CREDIT_BYTES_MAX}")
+        window = granted_window(opening.credit_bytes)
         member, lease = read_member(opening)
         options = FollowOptions(
             check_name(opening.consumer, "consumer") if opening.consumer else "",

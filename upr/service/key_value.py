@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import lmdb
@@ -40,10 +40,11 @@ from upr_protocol.limits import (
     KEY_BYTES_MIN,
     PARTITIONS,
     WRITE_OUTCOME_SECONDS,
+    WRITE_ROWS_BYTES_MAX,
     WRITES_IN_FLIGHT_MAX,
     check_name,
 )
-from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
+from upr_protocol.wire.codec import block_of_write, encode_runs, problem_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -134,8 +135,11 @@ LATE_SECONDS = 0.05
 GONE_SECONDS = 0.5
 """So long after its bucket was dropped a call still answers what it is sent, and then it ends: what was on its way
 is refused by name and not left without an answer."""
-_WRITE_TAG = bytes([wire.WriteRequest.WRITE_FIELD_NUMBER << 3 | 2])
-_NUMBER_TAG = bytes([wire.WriteBlock.NUMBER_FIELD_NUMBER << 3])
+_WRITE_TAG = wire.WriteRequest.WRITE_FIELD_NUMBER << 3 | 2
+_NUMBER_TAG = wire.WriteBlock.NUMBER_FIELD_NUMBER << 3
+_ROWS_TAG = wire.WriteBlock.ROWS_FIELD_NUMBER << 3 | 2
+OUTLINE_FIELDS = 32
+"""Fields of an encoded write that are looked at; one of a block has six."""
 _DURABILITIES = frozenset(types.Durability.values())
 
 
@@ -398,13 +402,16 @@ class _WriteCall:
                 await self._turn(len(raw) * (BYTE_SECONDS + readers * FRAME_BYTE_SECONDS))
             return None
         except TooManyError as error:
-            number = _number_at_front(raw)
-            if number is None:
-                number = parsed(wire.WriteRequest, raw, "a message of a Write call").write.number
-            return _Pending(number, False, error=error.with_traceback(None))
+            return _Pending(outline_of(raw).number, False, error=error.with_traceback(None))
 
     def _taken(self, raw: bytes) -> tuple[_Pending, Block | None]:
         """Return a write and its block, None if it is refused."""
+        if len(raw) > WRITE_ROWS_BYTES_MAX and (outline := outline_of(raw)).has_many_rows:
+            error = InvalidArgumentError(
+                f"a write of several rows has {len(raw)} bytes; must be at most {WRITE_ROWS_BYTES_MAX}",
+                hint="send several writes, or blocks",
+            )
+            return _Pending(outline.number, False, error=error), None
         request = parsed(wire.WriteRequest, raw, "a message of a Write call")
         if request.WhichOneof("message") != "write":
             raise InvalidArgumentError("a message of a Write call that is neither Open nor a write")
@@ -419,7 +426,7 @@ class _WriteCall:
                 raise self._gone
             if self._producer is not None:
                 self._producer.check(write.number, write.previous_number)
-            return pending, block_from_message(write.block, numbered=False)
+            return pending, block_of_write(write)
         except UprError as error:
             # The call does not take it, so nothing that names it as its predecessor is taken either.
             pending.error = error.with_traceback(None)
@@ -475,25 +482,72 @@ class _WriteCall:
             )
 
 
-def _number_at_front(raw: bytes) -> int | None:
-    """Return the number of an encoded write whose encoder put it first, as all known ones do; else None.
+class Outline(NamedTuple):
+    """What can be told of an encoded WriteRequest without parsing it.
 
-    Parsing a large write only to refuse it by its number would copy all of it.
+    Args:
+        number: of the write; 0 for none, or none among the first fields.
+        has_many_rows: whether there are several rows, or more fields than are looked at.
     """
-    head = raw[:32]
-    at = 1
-    while head[at : at + 1] >= b"\x80":
+
+    number: int
+    has_many_rows: bool
+
+
+def outline_of(raw: bytes) -> Outline:
+    """Return the outline of a message.
+
+    Parsing a large write only to refuse it would copy all of it, and make an object of each row.
+
+    Raises:
+        InvalidArgumentError: the bytes are no such message.
+    """
+    number = rows = looked = 0
+    spans = [(0, len(raw), False)]
+    try:
+        while spans:
+            at, end, inside = spans.pop()
+            while at < end:
+                if (looked := looked + 1) > OUTLINE_FIELDS:
+                    return Outline(number, True)
+                tag, at = _varint_at(raw, at)
+                value, after = _value_at(raw, at, tag & 7)
+                if inside and tag == _NUMBER_TAG:
+                    number = value
+                elif inside and tag == _ROWS_TAG:
+                    rows += 1
+                elif not inside and tag == _WRITE_TAG:
+                    spans.append((after - value, after, True))
+                at = after
+            if at > end:
+                raise IndexError
+    except IndexError:
+        raise InvalidArgumentError(
+            f"a message of a Write call of {len(raw)} bytes is no such message"
+        ) from None
+    return Outline(number, rows > 1)
+
+
+def _varint_at(raw: bytes, at: int) -> tuple[int, int]:
+    """Return a number, and where it ends; IndexError where there is none."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = raw[at]
         at += 1
-    at += 1
-    if head[:1] != _WRITE_TAG or head[at : at + 1] != _NUMBER_TAG:
-        return None
-    number = shift = 0
-    for byte in head[at + 1 :]:
-        number |= (byte & 0x7F) << shift
-        shift += 7
+        value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return number
-    return None
+            return value, at
+    raise IndexError
+
+
+def _value_at(raw: bytes, at: int, kind: int) -> tuple[int, int]:
+    """Return a field's number, or how many bytes it has, and where it ends; IndexError for an unknown wire type."""
+    if kind in (1, 5):
+        return 0, at + (8 if kind == 1 else 4)
+    if kind not in (0, 2):
+        raise IndexError
+    value, at = _varint_at(raw, at)
+    return value, at + (value if kind == 2 else 0)
 
 
 def _result(pending: _Pending) -> wire.WriteResult:

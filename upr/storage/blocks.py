@@ -313,18 +313,16 @@ class Encoded:
 
     Attributes:
         columns: where its columns lie, if somebody has looked already.
-        cost: what it takes from a stream's credit, where that is not its bytes.
     """
 
     runs: Runs
     data: bytes
     columns: Columns | None = None
-    cost: int | None = None
 
     @property
     def size(self) -> int:
         """What it takes from a stream's credit."""
-        return len(self.data) if self.cost is None else self.cost
+        return len(self.data)
 
     def opened(self) -> Columns:
         """Return where its columns lie."""

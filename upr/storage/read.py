@@ -3,16 +3,14 @@
 Runs in a reader thread. A partition whose bytes fail their checks gets an error of its own; the others go on.
 
 A stream is shown all rows or those under a key prefix, with or without values, as blocks or as plain runs: a message for
-each row, for people with grpcurl and for languages without an SDK. How many bytes the messages of a block will have is
-computed from its columns, so that the credit for them is known before they are made. A run of more than PLAIN_RUN_BYTES
-becomes several that share its horizon.
+each row, for people with grpcurl and for languages without an SDK. Both take the bytes of the blocks from the credit. A
+run of more than PLAIN_RUN_BYTES becomes several that share its horizon.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -45,10 +43,8 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 PLAIN_RUN_BYTES = 8 * 2**20
 MESSAGE_BYTES = 16 * 2**20
 """A message holds plain runs of up to this size together, or one: well below the message limit."""
-Tokens = npt.NDArray[np.uint32]
-"""Of streams."""
-_VARINT_STEPS = np.array([1 << 7 * i for i in range(1, 10)], np.uint64)
-
+_PLAIN_ROW_BYTES = 40
+"""What a PlainRow takes at most besides its key and value: tags and lengths, seqno, time, deleted."""
 
 _Row = tuple[int, bytes, bytes | None, bool, int]
 """Seqno, key, value, whether it was deleted, time."""
@@ -69,29 +65,6 @@ class _Part:
     start: int
     end: int
     row_bytes: int
-
-
-def plain_bytes_of(block: Block, tokens: Tokens) -> int:
-    """Return how many bytes a block's PlainRun messages have together.
-
-    Args:
-        tokens: one a run.
-    """
-    runs = block.runs
-    sizes = _row_bytes(block)
-    sums = np.concatenate(([0], np.cumsum(sizes)))
-    bounds = row_bounds(runs)
-    each = np.diff(sums[bounds])
-    if (each > PLAIN_RUN_BYTES).any():
-        parts = list(_parts(block, sizes))
-        head = runs[[part.number for part in parts]].copy()
-        head["start_seqno"] = [part.start for part in parts]
-        head["end_seqno"] = [part.end for part in parts]
-        told = tokens[[part.number for part in parts]]
-    else:
-        head, told = runs, tokens
-    fields = [head[name] for name in ("partition", "start_seqno", "end_seqno", "horizon", "time")]
-    return int(sums[-1] + sum(int(_number_bytes(field).sum()) for field in (*fields, told)))
 
 
 def plain_messages(
@@ -120,6 +93,7 @@ def plain_messages(
             _fill(message, block.runs[part.number], part, rows[part.first : part.last])
             size += part.row_bytes
         at += len(block.runs)
+    frame.credit_bytes = sum(map(len, blocks))
     yield wire.FollowResponse(frame=frame).SerializeToString()
 
 
@@ -165,32 +139,15 @@ def _parts(block: Block, sizes: I64) -> Iterator[_Part]:
 
 
 def _row_bytes(block: Block) -> I64:
-    """Return the bytes of each row in its run: the PlainRow, its tag and its length."""
+    """Return how many bytes each row takes in its run, or a few more."""
     if not block.rows:
         return np.zeros(0, np.int64)
-    deletes = _deletes(block)
-    body = _number_bytes(row_seqnos(block)) + _data_bytes(block.key_offsets)
-    if block.value_offsets:
-        body += np.where(deletes, 0, _data_bytes(block.value_offsets))
-    body += 2 * deletes + _number_bytes(_times(block))
-    return 1 + _varint_bytes(body) + body
+    return _lengths(block.key_offsets) + _lengths(block.value_offsets) + _PLAIN_ROW_BYTES
 
 
-def _data_bytes(offsets: bytes) -> I64:
-    """Return the bytes of a field of bytes in each row, empty or not."""
-    lengths = np.diff(np.frombuffer(offsets, "<i4")).astype(np.int64)
-    return 1 + _varint_bytes(lengths) + lengths
-
-
-def _number_bytes(values: U64 | Tokens) -> I64:
-    """Return the bytes of a number's field, which is left out for 0."""
-    sizes: I64 = np.where(values == 0, 0, 1 + _varint_bytes(values))
-    return sizes
-
-
-def _varint_bytes(values: I64 | U64 | Tokens) -> I64:
-    found: I64 = np.searchsorted(_VARINT_STEPS, values.astype(np.uint64), side="right") + 1
-    return found
+def _lengths(offsets: bytes) -> I64:
+    """Return the length of each cell; 0 for a column that was left out."""
+    return np.diff(np.frombuffer(offsets or bytes(8), "<i4")).astype(np.int64)
 
 
 def _deletes(block: Block) -> I64:
@@ -214,27 +171,17 @@ class Showing:
 
     keys_only: bool = False
     key_prefix: bytes = b""
-    plain_rows: bool = False
 
     @property
     def as_they_are(self) -> bool:
         """Whether an encoded block can go out without being looked at."""
-        return not (self.keys_only or self.key_prefix or self.plain_rows)
+        return not (self.keys_only or self.key_prefix)
 
     def of(self, block: Block) -> Block:
         """Return what is shown of a block, with a CRC of its own; every run of it is still there."""
         if self.key_prefix:
             block = with_prefix(block, self.key_prefix)
         return without_values(block) if self.keys_only else block
-
-    def cost(self, block: Block, size: int, tokens: Tokens) -> int:
-        """Return the bytes that a shown block takes from the credit.
-
-        Args:
-            size: its encoded bytes.
-            tokens: of the streams of its runs, one a run.
-        """
-        return plain_bytes_of(block, tokens) if self.plain_rows else size
 
 
 def with_prefix(block: Block, prefix: bytes) -> Block:
@@ -342,7 +289,6 @@ def read_blocks(
     *,
     keys_only: bool = False,
     key_prefix: bytes = b"",
-    plain_rows: bool = False,
     accept_zstd: bool = False,
 ) -> list[ReadResult]:
     """Read, check and cut blocks for several partitions in one short transaction.
@@ -353,10 +299,9 @@ def read_blocks(
     Args:
         keys_only: leave the values out.
         key_prefix: leave out the rows whose keys do not begin with it.
-        plain_rows: blocks cost as much credit as the plain rows that they are to become.
         accept_zstd: return a compressed block as it is stored if all of it is wanted; else none is compressed.
     """
-    showing = Showing(keys_only, key_prefix, plain_rows)
+    showing = Showing(keys_only, key_prefix)
     reading = _Reading(showing, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
     results = []
     for request, found in zip(requests, store.read(requests, max_bytes), strict=True):
@@ -397,9 +342,7 @@ def _continue_from(
         else:
             cut = reading.showing.of(slice_above(decode_block(data), at))
             data = encode_block(cut)
-            tokens = np.array([request.token], np.uint32)
-            cost = reading.showing.cost(cut, len(data), tokens)
-            block = Encoded(cut.runs, data, cost=cost)
+            block = Encoded(cut.runs, data)
         reading.send_bytes -= block.size
         yield block
         if reading.is_full:

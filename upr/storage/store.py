@@ -105,15 +105,10 @@ class Forgotten(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One partition's backfill: blocks that tell of what is above a seqno.
-
-    Attributes:
-        token: of the stream that they are for: plain rows carry it, and cost as much credit as they have bytes.
-    """
+    """One partition's backfill: blocks that tell of what is above a seqno."""
 
     partition: int
     above: int
-    token: int = 0
 
 
 def map_bytes(folder: Path) -> int:

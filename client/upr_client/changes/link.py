@@ -102,7 +102,7 @@ class CallState:
         size = 0
         kind = message.WhichOneof("message")
         if kind == "frame":
-            size = self._credit.consumed(frame_bytes(message.frame))
+            size = self._credit.consumed(message.frame.credit_bytes)
         elif kind == "heartbeat":
             self._beat_waits = False
             # Everything received is consumed: the rest too small to be returned alone may be what is missing.
@@ -290,8 +290,3 @@ def high_seqnos(
     table = np.frombuffer(message.high_seqnos[:usable], POSITION)
     table = table[table["partition"] < 1024]
     return table["partition"].astype(np.int64), table["seqno"].astype(np.uint64)
-
-
-def frame_bytes(frame: stream_pb2.Frame) -> int:
-    """Return what a frame counts against the credit: the bytes of its encoded blocks, without their envelope."""
-    return sum(block.ByteSize() for block in frame.blocks)

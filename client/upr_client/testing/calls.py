@@ -32,10 +32,9 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import check_failover_id, check_partition, check_seqno
-from upr_protocol.flow import CreditWindow, Liveness
+from upr_protocol.flow import CreditWindow, Liveness, granted_window
 from upr_protocol.handshake import StartAnswer, answer_start
 from upr_protocol.limits import (
-    CREDIT_BYTES,
     FRAME_BYTES,
     HEARTBEAT_SECONDS,
     PARTITIONS,
@@ -43,7 +42,7 @@ from upr_protocol.limits import (
 )
 from upr_protocol.places import FIRST_PLACE_NUMBER, place_is_taken, place_of
 from upr_protocol.wire.codec import (
-    block_from_message,
+    block_of_write,
     block_to_message,
     encode_runs,
     log_to_messages,
@@ -421,7 +420,7 @@ class FollowCall:
             raise InvalidArgumentError(
                 "the scripted server has no groups", hint="use ServerProcess for these"
             )
-        window = opening.credit_bytes or CREDIT_BYTES
+        window = granted_window(opening.credit_bytes)
         self._credit = CreditWindow(window)
         interval = opening.heartbeat_seconds or HEARTBEAT_SECONDS
         self._liveness = Liveness(interval, time.monotonic())
@@ -619,6 +618,7 @@ class FollowCall:
         if not size:
             return None
         self._credit.spend(size)
+        frame.credit_bytes = size
         frame.tokens = np.array(tokens, "<u4").tobytes()
         frame.purge_seqnos = self._raised()
         for number, stream in list(self._streams.items()):
@@ -796,7 +796,7 @@ class WriteCall:
         assert self._memory is not None
         if self._producer and write.number >= FIRST_PLACE_NUMBER:
             self._check_place(write.number)
-        block = block_from_message(write.block, numbered=False)
+        block = block_of_write(write)
         known = self._known(write.number, block.runs["partition"].tolist())
         rows = [
             row

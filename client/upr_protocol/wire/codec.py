@@ -16,17 +16,20 @@ from upr_protocol.block import (
     RUN,
     Block,
     Runs,
+    build_block,
     check_block,
     crc_of_columns,
     row_bounds,
     sealed,
 )
 from upr_protocol.errors import CorruptBlockError, InvalidArgumentError, UprError
-from upr_protocol.failover import FailoverLog, FailoverRecord
-from upr_protocol.limits import FAILOVER_LOG_MAX, MARKERS_MAX, MESSAGE_BYTES_MAX
+from upr_protocol.failover import FailoverLog, FailoverRecord, check_partition
+from upr_protocol.limits import FAILOVER_LOG_MAX, MARKERS_MAX, MESSAGE_BYTES_MAX, WRITE_ROWS_MAX
+from upr_protocol.partitioning import partitions_of
 from upr_protocol.position import Position
 from upr_protocol.wire.compression import compress, decompress
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
 
 FRAME_TAG = b"\x1a"
@@ -37,6 +40,8 @@ TOKENS_TAG = b"\x12"
 """Field 2 (tokens) of Frame, length-delimited."""
 PURGE_SEQNOS_TAG = b"\x1a"
 """Field 3 (purge_seqnos) of Frame, length-delimited."""
+CREDIT_BYTES_TAG = b"\x28"
+"""Field 5 (credit_bytes) of Frame, a varint."""
 
 COMPRESS_BYTES_MIN = 512
 """Columns smaller than this are not compressed: little would be won, and each frame costs its header."""
@@ -122,6 +127,37 @@ def block_from_message(message: types_pb2.Block, *, numbered: bool = True) -> Bl
     block = Block(decode_runs(message.runs), *columns, message.columns_crc)
     check_block(block, numbered=numbered)
     return block
+
+
+def block_of_write(write: kv_pb2.WriteBlock) -> Block:
+    """Return the unnumbered block of a write, or the one that its rows make; checked whole.
+
+    Raises:
+        CorruptBlockError: as ``block_from_message``.
+        InvalidArgumentError: the same, or there are too many rows, or a block as well, or a delete has a value.
+    """
+    rows = write.rows
+    if bool(rows) == write.HasField("block"):
+        found = "a block and rows" if rows else "neither a block nor rows"
+        raise InvalidArgumentError(f"a write has {found}; must have one of them")
+    if not rows:
+        return block_from_message(write.block, numbered=False)
+    if len(rows) > WRITE_ROWS_MAX:
+        raise InvalidArgumentError(
+            f"a write has {len(rows)} rows; must be at most {WRITE_ROWS_MAX}", hint="send several"
+        )
+    keys = [row.key for row in rows]
+    partitions = partitions_of(keys)
+    values: list[bytes | None] = []
+    for number, row in enumerate(rows):
+        if row.deleted and row.value:
+            raise InvalidArgumentError(
+                f"row {number} is a delete with a value of {len(row.value)} bytes; must be empty"
+            )
+        if row.HasField("partition"):
+            partitions[number] = check_partition(row.partition)
+        values.append(None if row.deleted else row.value)
+    return build_block(keys, values, partitions)
 
 
 def check_plain_bytes(messages: Sequence[types_pb2.Block]) -> None:
@@ -413,6 +449,7 @@ def encode_frame(blocks: Sequence[bytes], tokens: bytes, purge_seqnos: bytes = b
     for block in blocks:
         parts += (BLOCK_TAG, _varint(len(block)), block)
     parts += (TOKENS_TAG, _varint(len(tokens)), tokens)
+    parts += (CREDIT_BYTES_TAG, _varint(sum(map(len, blocks))))
     if purge_seqnos:
         parts += (PURGE_SEQNOS_TAG, _varint(len(purge_seqnos)), purge_seqnos)
     return b"".join((FRAME_TAG, _varint(sum(map(len, parts))), *parts))

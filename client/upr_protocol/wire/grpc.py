@@ -20,7 +20,6 @@ PROBLEM_KEY = "upr-problem-bin"
 _CODES: dict[str, grpc.StatusCode] = {
     "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
     "CORRUPT_BLOCK": grpc.StatusCode.INVALID_ARGUMENT,
-    "CREDIT_EXCEEDED": grpc.StatusCode.FAILED_PRECONDITION,
     "BUCKET_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
     "BUCKET_GONE": grpc.StatusCode.FAILED_PRECONDITION,
     "CUT_NOT_FOUND": grpc.StatusCode.NOT_FOUND,

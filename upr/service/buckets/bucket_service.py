@@ -476,7 +476,6 @@ class BucketService:
                 max_bytes,
                 keys_only=showing.keys_only,
                 key_prefix=showing.key_prefix,
-                plain_rows=showing.plain_rows,
                 accept_zstd=accept_zstd,
             ),
         )

@@ -352,7 +352,9 @@ class Open(_message.Message):
     a member.
     """
     credit_bytes: _builtins.int
-    """The window: bytes of blocks the server may send ahead of Credit. 0 means the default."""
+    """The window: how much the server may send ahead of Credit, in bytes. 0 means the default, 8 MiB. More than
+    256 MiB means 256 MiB. Opened says what it is.
+    """
     heartbeat_seconds: _builtins.float
     """Seconds between heartbeats of an idle server. 0 means the default."""
     stability: _types_pb2.Stability.ValueType
@@ -550,8 +552,8 @@ class Credit(_message.Message):
 
     BYTES_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """Bytes consumed since the last Credit: the encoded Block messages of frames, without envelope and tokens. At
-    most what is outstanding; more ends the call.
+    """The sum of Frame.credit_bytes over the frames that were consumed since the last Credit. 0 gives nothing back;
+    more than is outstanding gives back all of it.
     """
     def __init__(
         self,
@@ -681,7 +683,7 @@ class FollowResponse(_message.Message):
 
     @_builtins.property
     def frame(self) -> Global___Frame:
-        """Blocks."""
+        """Changes."""
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
@@ -1000,7 +1002,7 @@ Global___Rollback: _TypeAlias = Rollback  # noqa: Y015
 
 @_typing.final
 class Frame(_message.Message):
-    """Blocks of open streams."""
+    """Blocks, or plain runs, of open streams."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1008,11 +1010,16 @@ class Frame(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     PURGE_SEQNOS_FIELD_NUMBER: _builtins.int
     PLAIN_RUNS_FIELD_NUMBER: _builtins.int
+    CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """A uint32 a run, over all blocks in order: the token of the stream the run belongs to."""
     purge_seqnos: _builtins.bytes
     """One record of 12 bytes for each partition of this call whose purge seqno rose since the stream was told last
     (first by Started): partition uint32, purge_seqno uint64, little-endian.
+    """
+    credit_bytes: _builtins.int
+    """What the frame takes from the window until Credit gives it back: the bytes of its blocks, encoded, also where
+    plain runs take their place. Rows that need several frames are counted in the last of them, and in the others 0.
     """
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Block]:
@@ -1020,7 +1027,7 @@ class Frame(_message.Message):
 
     @_builtins.property
     def plain_runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlainRun]:
-        """Instead of blocks and tokens for a call with plain_rows; their encoded size counts against the credit."""
+        """Instead of blocks and tokens for a call with plain_rows."""
 
     def __init__(
         self,
@@ -1029,10 +1036,11 @@ class Frame(_message.Message):
         tokens: _builtins.bytes = ...,
         purge_seqnos: _builtins.bytes = ...,
         plain_runs: _abc.Iterable[Global___PlainRun] | None = ...,
+        credit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "plain_runs", b"plain_runs", "purge_seqnos", b"purge_seqnos", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "credit_bytes", b"credit_bytes", "plain_runs", b"plain_runs", "purge_seqnos", b"purge_seqnos", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,6 +95,7 @@ class WriteBlock(_message.Message):
     DURABILITY_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
     PREVIOUS_NUMBER_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """From 1 to 2^63 - 1, rising over all writes, calls and nodes of the producer; gaps do no harm. 0 without a producer.
     In each partition the newest number that was applied decides: this one and those below it are not applied again.
@@ -110,7 +111,13 @@ class WriteBlock(_message.Message):
     """
     @_builtins.property
     def block(self) -> _types_pb2.Block:
-        """One run for each partition touched, ascending, without seqnos."""
+        """One run for each partition touched, ascending, without seqnos. Absent where there are rows."""
+
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___WriteRow]:
+        """Instead of a block, of which the server makes one: 1 to 10,000 rows in a message of at most 1 MiB, or a single
+        row of any size. Within a partition they are applied in their order.
+        """
 
     def __init__(
         self,
@@ -119,14 +126,53 @@ class WriteBlock(_message.Message):
         durability: _types_pb2.Durability.ValueType = ...,
         block: _types_pb2.Block | None = ...,
         previous_number: _builtins.int = ...,
+        rows: _abc.Iterable[Global___WriteRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "durability", b"durability", "number", b"number", "previous_number", b"previous_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "durability", b"durability", "number", b"number", "previous_number", b"previous_number", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WriteBlock: _TypeAlias = WriteBlock  # noqa: Y015
+
+@_typing.final
+class WriteRow(_message.Message):
+    """One mutation to be applied: a set, or a delete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    DELETED_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """1 to 4096 bytes."""
+    value: _builtins.bytes
+    """0 to 20 MiB; empty for a delete."""
+    deleted: _builtins.bool
+    """Whether the key is deleted."""
+    partition: _builtins.int
+    """0 to 1023; absent: the server computes it from the key. Every mutation of a key has to be in one partition, and
+    Get looks for a key in the one that the server computes.
+    """
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        value: _builtins.bytes = ...,
+        deleted: _builtins.bool = ...,
+        partition: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_partition", b"_partition", "partition", b"partition"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_partition", b"_partition", "deleted", b"deleted", "key", b"key", "partition", b"partition", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__partition: _TypeAlias = _typing.Literal["partition"]  # noqa: Y015
+    _WhichOneofArgType__partition: _TypeAlias = _typing.Literal["_partition", b"_partition"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__partition) -> _WhichOneofReturnType__partition | None: ...
+
+Global___WriteRow: _TypeAlias = WriteRow  # noqa: Y015
 
 @_typing.final
 class WriteResponse(_message.Message):
