@@ -147,7 +147,9 @@ def test_members_and_a_server_that_are_killed_paused_and_resumed(
         deadline = time.monotonic() + SETTLE_SECONDS
         while watched.look() < sum(high.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert watched.seqnos == {p: seqno for p, seqno in high.items() if seqno}
+        # A partition that nothing was written to is listed at 0 while it is owned.
+        stored = {p: seqno for p, seqno in watched.seqnos.items() if seqno}
+        assert stored == {p: seqno for p, seqno in high.items() if seqno}
         (group,) = client.admin.consumers(bucket)
         assert sum(member.partitions for member in group.members) == 1024
     for member in members:
