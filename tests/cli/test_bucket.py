@@ -28,7 +28,7 @@ def test_create_list_and_drop(server_process: StartServer) -> None:
     assert (document["name"], document["compression"]) == ("plain", "none")
     twice = admin("create", "orders", *target)
     assert (twice.returncode, twice.stdout) == (4, "")
-    assert "there is a bucket 'orders'" in twice.stderr
+    assert "bucket 'orders' exists" in twice.stderr
 
     listed = json.loads(admin("list", "--json", *target).stdout)
     assert [one["name"] for one in listed] == ["default", "orders", "plain"]

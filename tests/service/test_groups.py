@@ -264,12 +264,12 @@ async def test_a_lease_holds_for_as_long_as_something_is_heard(server_process: S
 async def test_what_an_open_may_not_say(server_process: StartServer) -> None:
     server = server_process()
     wrong: dict[str, dict[str, Any]] = {
-        "a lease of 0.5 seconds, it is 1 to 3600": {"member": "a", "lease_seconds": 0.5},
-        "a lease of 3601.0 seconds": {"member": "a", "lease_seconds": 3601.0},
-        "a lease of nan seconds": {"member": "a", "lease_seconds": float("nan")},
+        "lease is 0.5 s; must be 1 to 3600": {"member": "a", "lease_seconds": 0.5},
+        "lease is 3601.0 s": {"member": "a", "lease_seconds": 3601.0},
+        "lease is nan s": {"member": "a", "lease_seconds": float("nan")},
         "without a member": {"lease_seconds": 5.0},
         "control characters": {"member": "a\n"},
-        "member 'a' of no consumer": {"member": "a", "consumer": ""},
+        "member 'a' has no consumer": {"member": "a", "consumer": ""},
     }
     async with RawClient(server.target) as client:
         for words, options in wrong.items():

@@ -1,6 +1,7 @@
-"""Reads of stored blocks for streams: checked, cut to what is above the reader's seqno, and shown as the stream asked.
+"""Reads of stored blocks for streams: checked, sliced above the reader's seqno, and filtered as the stream asked.
 
-Runs in a reader thread. A partition whose bytes fail their checks gets an error of its own; the others go on.
+Runs in a reader thread. A partition whose bytes fail their checks gets an error of its own; the others are not
+affected.
 
 A stream is shown all rows or those under a key prefix, with or without values, as blocks or as plain runs: a message for
 each row, for people with grpcurl and for languages without an SDK. How many bytes the messages of a block will have is
@@ -46,7 +47,7 @@ PLAIN_RUN_BYTES = 8 * 2**20
 MESSAGE_BYTES = 16 * 2**20
 """A message holds plain runs of up to this size together, or one: well below the message limit."""
 Tokens = npt.NDArray[np.uint32]
-"""Of streams."""
+"""Tokens of streams."""
 _VARINT_STEPS = np.array([1 << 7 * i for i in range(1, 10)], np.uint64)
 
 
@@ -56,10 +57,10 @@ _Row = tuple[int, bytes, bytes | None, bool, int]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One PlainRun to be: rows ``first`` to ``last`` - 1 of a block, which are of its run ``number``.
+    """Planned PlainRun: rows ``first`` to ``last`` - 1 of a block, all of its run ``number``.
 
     Attributes:
-        start, end: it tells of the seqnos in (start, end].
+        start, end: it covers the seqnos in (start, end].
         row_bytes: of its rows, with their tags and lengths.
     """
 
@@ -72,7 +73,7 @@ class _Part:
 
 
 def plain_bytes_of(block: Block, tokens: Tokens) -> int:
-    """Return how many bytes a block's PlainRun messages have together.
+    """Return the total bytes of a block's PlainRun messages.
 
     Args:
         tokens: one a run.
@@ -97,14 +98,14 @@ def plain_bytes_of(block: Block, tokens: Tokens) -> int:
 def plain_messages(
     blocks: Sequence[bytes], tokens: bytes, purge_seqnos: bytes = b""
 ) -> Iterator[bytes]:
-    """Yield the FollowResponse messages, encoded, that a frame becomes.
+    """Yield the encoded FollowResponse messages of a frame.
 
     Args:
         blocks: encoded blocks, not compressed.
         tokens, purge_seqnos: as ``encode_frame`` takes them.
 
     Raises:
-        CorruptBlockError: a block has changed since it was made.
+        CorruptBlockError: a block changed in memory since it was checked.
     """
     told = np.frombuffer(tokens, "<u4").tolist()
     frame = wire.Frame(purge_seqnos=purge_seqnos)
@@ -149,7 +150,7 @@ def _fill(message: wire.PlainRun, run: np.void, part: _Part, rows: Sequence[_Row
 
 
 def _parts(block: Block, sizes: I64) -> Iterator[_Part]:
-    """Yield what the runs become, in order."""
+    """Yield the planned PlainRuns of the runs, in order."""
     bounds = row_bounds(block.runs).tolist()
     sums = np.concatenate(([0], np.cumsum(sizes)))
     for number, run in enumerate(block.runs):
@@ -201,7 +202,7 @@ def _deletes(block: Block) -> I64:
 
 
 def _times(block: Block) -> U64:
-    """Return when each row was committed."""
+    """Return the commit time of each row."""
     if block.times:
         return np.frombuffer(block.times, "<u8")
     times: U64 = np.repeat(block.runs["time"], block.runs["count"])
@@ -210,7 +211,7 @@ def _times(block: Block) -> U64:
 
 @dataclass(frozen=True, slots=True)
 class Showing:
-    """What streams are shown; by default blocks as they are."""
+    """View of a stream on blocks: prefix, values, format; by default blocks as they are."""
 
     keys_only: bool = False
     key_prefix: bytes = b""
@@ -218,11 +219,11 @@ class Showing:
 
     @property
     def as_they_are(self) -> bool:
-        """Whether an encoded block can go out without being looked at."""
+        """Return whether an encoded block can be sent unopened."""
         return not (self.keys_only or self.key_prefix or self.plain_rows)
 
     def of(self, block: Block) -> Block:
-        """Return what is shown of a block, with a CRC of its own; every run of it is still there."""
+        """Return the shown part of a block, with a CRC of its own; it keeps all runs."""
         if self.key_prefix:
             block = with_prefix(block, self.key_prefix)
         return without_values(block) if self.keys_only else block
@@ -274,7 +275,7 @@ def with_prefix(block: Block, prefix: bytes) -> Block:
 
 
 def _seqno_offsets(block: Block, bounds: I64) -> I64:
-    """Return how far each row's seqno is above its run's start."""
+    """Return each row's seqno, relative to its run's start."""
     if block.seqnos:
         return np.frombuffer(block.seqnos, "<u4").astype(np.int64)
     firsts = np.repeat(bounds[:-1], block.runs["count"])
@@ -303,7 +304,7 @@ def _column(cells: pa.Array) -> tuple[bytes, bytes]:
 
 @dataclass(slots=True)
 class ReadResult:
-    """What was found for one request: blocks that continue exactly above it, or why there are none.
+    """Result of one request: blocks that continue exactly above its seqno, or an error.
 
     Neither blocks nor an error: the byte limit was reached before this request.
     """
@@ -315,7 +316,7 @@ class ReadResult:
 
 @dataclass(slots=True)
 class _Reading:
-    """What one read may still take: bytes to be sent, and bytes that come out of compressed blocks."""
+    """Remaining limits of one read: bytes to send, and decompressed bytes."""
 
     showing: Showing
     accept_zstd: bool
@@ -327,7 +328,7 @@ class _Reading:
         return self.send_bytes <= 0 or self.plain_bytes <= 0
 
     def takes_compressed(self, size: int) -> bool:
-        """Count a block of so many bytes when decompressed; False where it must wait for the next read."""
+        """Count a block's decompressed bytes; False if it must wait for the next read."""
         if self.plain_bytes < min(size, FRAME_PLAIN_BYTES):
             self.plain_bytes = 0
             return False
@@ -345,16 +346,16 @@ def read_blocks(
     plain_rows: bool = False,
     accept_zstd: bool = False,
 ) -> list[ReadResult]:
-    """Read, check and cut blocks for several partitions in one short transaction.
+    """Read, check and slice blocks for several partitions in one short transaction.
 
-    A read ends with the block that reaches ``max_bytes`` of encoded blocks as they are to be sent, and before one
-    with which the compressed ones would have more than FRAME_PLAIN_BYTES when decompressed, unless it is alone.
+    A read ends with the block that reaches ``max_bytes`` of encoded blocks as sent. It ends before a compressed block
+    that would take the decompressed ones above FRAME_PLAIN_BYTES, unless that is alone.
 
     Args:
         keys_only: leave the values out.
         key_prefix: leave out the rows whose keys do not begin with it.
-        plain_rows: blocks cost as much credit as the plain rows that they are to become.
-        accept_zstd: return a compressed block as it is stored if all of it is wanted; else none is compressed.
+        plain_rows: blocks cost as much credit as their plain rows.
+        accept_zstd: return a compressed block as stored if the stream wants all of it; otherwise decompress it.
     """
     showing = Showing(keys_only, key_prefix, plain_rows)
     reading = _Reading(showing, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
@@ -381,7 +382,7 @@ def _continue_from(
 ) -> Iterable[Encoded]:
     at = request.above
     for data in found:
-        # It was checked whole before it was stored: its CRCs tell whether it still is what it was.
+        # All checks passed before it was stored, so verifying the CRCs is enough.
         compressed = check_encoded(data)
         head, runs = own_head(data, request.partition)
         if head.start > at or head.end <= at:
