@@ -41,7 +41,7 @@ def test_partitions_are_numbers_and_ranges(text: str, expected: list[int]) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("1024", "partition is 1024; must be 0 to 1023"),
+        ("1024", "partition is 1024, it must be from 0 to 1023"),
         ("0-5000", "partition is 5000"),
         ("5-3", "the range 5-3 is empty"),
         ("", "'' is not a partition"),

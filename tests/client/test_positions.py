@@ -195,7 +195,7 @@ def test_partitions_that_do_not_exist_are_refused(tmp_path: Path) -> None:
 
 def test_a_position_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     huge = Position(1, 7, 7, 10**9, 10**9, tuple(range(10**8, 10**8 + 7000)), None)
-    with pytest.raises(InvalidArgumentError, match="limit is 65536"):
+    with pytest.raises(InvalidArgumentError, match="must be at most 65536"):
         FilePositions(tmp_path / "p").save({1: huge})
     assert not (tmp_path / "p").exists()
 

@@ -295,7 +295,7 @@ async def test_what_an_open_may_not_say(server_process: StartServer) -> None:
         await assigned(a)
         assert "is a group" in (await problem(client.follow(consumer=NAME))).message
         await a.send(release=wire.Release(partitions=range(PARTITIONS + 1)))
-        assert "limit is 1024" in (await a.until("ended")).ended.problem.message
+        assert "must be at most 1024" in (await a.until("ended")).ended.problem.message
 
 
 @pytest.mark.asyncio
