@@ -366,7 +366,9 @@ def check_markers(markers: Iterable[int]) -> tuple[int, ...]:
     for marker in markers:
         seqno = check_seqno(marker, "one of markers")
         if checked and seqno <= checked[-1]:
-            raise InvalidArgumentError(f"marker {seqno} follows {checked[-1]}; must be above it")
+            raise InvalidArgumentError(
+                f"marker {seqno} follows {checked[-1]}; markers must be ascending"
+            )
         checked.append(seqno)
     return tuple(checked)
 
@@ -415,7 +417,7 @@ class MarkerHistory:
         newest = seqnos[-1] if seqnos else 0
         if seqno < newest:
             raise InvalidArgumentError(
-                f"marker {seqno} follows {newest}; must not be below it",
+                f"marker {seqno} follows {newest}; markers must be ascending",
                 hint="call truncate_above first after a rollback",
             )
         if seqno == newest:
