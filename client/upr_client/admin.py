@@ -47,7 +47,7 @@ class BucketStatus:
         streams: open streams.
         streams_from_store: those of them that read from the store now.
         cuts: cuts whose lease has not ended.
-        damaged_partitions: partitions that are not whole.
+        damaged_partitions: partitions with damaged blocks.
         problem: why no writes are taken; None otherwise.
         quota_bytes: what its store and its tail may take; 0 for no such limit.
     """
@@ -103,7 +103,7 @@ class ServerStatus:
 
 @dataclass(frozen=True, slots=True)
 class StorageInfo:
-    """What a bucket takes on disk. The counters count since the server was started.
+    """Use of the disk by a bucket. The counters count since the server was started.
 
     Args:
         bucket_version: which bucket answered.
@@ -155,12 +155,12 @@ class StorageInfo:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerPosition:
-    """What a consumer acknowledged, or saved in the server, in one partition.
+    """Position that a consumer acknowledged, or saved in the server, in one partition.
 
     Args:
         failover_id: the id under which it did; 0 for none.
         seqno: everything up to here is safe with it.
-        member: who owns the partition, of a group; empty without one.
+        member: the owner of the partition in a group; empty without one.
         high_seqno: the partition's high seqno.
         time: when it acknowledged or saved, microseconds since the epoch; 0 when it has not yet.
     """
@@ -322,7 +322,7 @@ def reset_request(
     if isinstance(to, datetime):
         if to.tzinfo is None or to.timestamp() < 0:
             raise InvalidArgumentError(
-                f"the time {to} has no time zone or lies before 1970",
+                f"to is {to}; must have a time zone and be after 1970",
                 hint="for example datetime.now(timezone.utc) - timedelta(hours=2)",
             )
         request.to_time = round(to.timestamp() * 1e6)
@@ -332,7 +332,7 @@ def reset_request(
         request.to_now = True
     else:
         raise InvalidArgumentError(
-            f"to is {to!r}, it must be 'beginning', 'now' or a datetime with a time zone"
+            f"to is {to!r}; must be 'beginning', 'now' or a datetime with a time zone"
         )
     return request
 
@@ -407,7 +407,7 @@ class PartitionPurge:
         old_tombstones: those of them that are old enough.
         purged: those that went, or would go.
         purge_seqno: tombstones at or below may be gone.
-        holders: who has not passed the old ones.
+        holders: streams, consumers and cuts that have not passed the old ones.
         problem: why the partition could not be looked at; None otherwise.
     """
 
@@ -435,7 +435,7 @@ def partition_purge(message: admin.PartitionPurge) -> PartitionPurge:
 
 @dataclass(frozen=True, slots=True)
 class CutInfo:
-    """A cut as the server told of it. Times are microseconds since the epoch.
+    """Cut as the server describes it. Times are microseconds since the epoch.
 
     Args:
         name: unique in the bucket.

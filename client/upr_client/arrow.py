@@ -200,7 +200,9 @@ def check_rows(keys: Any, values: Any) -> None:
         ):
             raise InvalidArgumentError(f"{name} are {kind}", hint="cast them to binary or string")
     if len(keys) != len(values):
-        raise InvalidArgumentError(f"{len(keys)} keys, but {len(values)} values")
+        raise InvalidArgumentError(
+            f"values are {len(values)}; must be as many as the {len(keys)} keys"
+        )
     key_lengths, value_lengths = _lengths(keys), _lengths(values)
     bad = np.flatnonzero((key_lengths < KEY_BYTES_MIN) | (key_lengths > KEY_BYTES_MAX))
     if len(bad):
@@ -208,14 +210,14 @@ def check_rows(keys: Any, values: Any) -> None:
         if not keys[row].is_valid:
             raise InvalidArgumentError(f"the key of row {row} is null")
         raise InvalidArgumentError(
-            f"key {_shown(keys[row])} has {key_lengths[row]} bytes, a key has "
+            f"key {_shown(keys[row])} is {key_lengths[row]} bytes; must be "
             f"{KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
         )
     large = np.flatnonzero(value_lengths > VALUE_BYTES_MAX)
     if len(large):
         row = int(large[0])
         raise InvalidArgumentError(
-            f"the value of key {_shown(keys[row])} has {value_lengths[row]} bytes, the limit is {VALUE_BYTES_MAX}",
+            f"value of key {_shown(keys[row])} is {value_lengths[row]} bytes; must be at most {VALUE_BYTES_MAX}",
             hint="store it elsewhere and write a reference",
         )
 
@@ -269,7 +271,7 @@ def blocks(
         ("block_rows", block_rows, BLOCK_ROWS_MAX),
     ):
         if not 1 <= limit <= largest:
-            raise InvalidArgumentError(f"{name} is {limit}, it must be 1 to {largest}")
+            raise InvalidArgumentError(f"{name} is {limit}; must be 1 to {largest}")
     check_rows(keys, values)
     pa = _pyarrow()
     for first, last in _cuts(row_sizes(keys, values), _SORTED_BYTES, len(keys)):

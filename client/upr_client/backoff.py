@@ -15,10 +15,10 @@ RECONNECT_SECONDS: Final = 1.0
 """The longest pause before connecting again: a server that is back is found soon, by many clients not all at once."""
 LASTING_FIRST_SECONDS: Final = 2.0
 LASTING_LONGEST_SECONDS: Final = 300.0
-"""What does not pass by itself is asked for again more and more seldom: somebody has to mend it."""
+"""Longest pause for problems that an operator must fix; pauses grow up to it."""
 _ATTEMPTS_MAX: Final = 32
 _CALM_SECONDS: Final = 30.0
-"""What held for this long starts counting anew when it fails."""
+"""Time without failure after which the count of failures restarts."""
 
 
 def delay(attempt: int, random: float, *, away: bool = False) -> float:

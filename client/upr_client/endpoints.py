@@ -41,17 +41,19 @@ def endpoints_of(target: str | Sequence[str]) -> tuple[str, ...]:
         numbered = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= _PORT_MAX
         if not named and not (host and colon and numbered):
             raise InvalidArgumentError(
-                f"endpoint {part!r}, an endpoint is HOST:PORT with a port of 1 to {_PORT_MAX}",
+                f"endpoint is {part!r}; must be HOST:PORT with a port of 1 to {_PORT_MAX}",
                 hint="give several with commas in between, or as a list",
             )
         endpoints.append(endpoint)
     if not endpoints:
-        raise InvalidArgumentError("no endpoint was given", hint='give "host:port"')
+        raise InvalidArgumentError(
+            "endpoints are empty; must be one or more", hint='give "host:port"'
+        )
     return tuple(dict.fromkeys(endpoints))
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether what is sent to an endpoint stays on this machine: a loopback address or a Unix socket."""
+    """Return whether an endpoint is on this machine: a loopback address or a Unix socket."""
     if endpoint.startswith(("unix:", "unix-abstract:")):
         return True
     host = endpoint.rpartition(":")[0].rpartition("/")[2]
@@ -78,7 +80,7 @@ def credentials_of(tls: bool | grpc.ChannelCredentials | None) -> grpc.ChannelCr
         return grpc.ssl_channel_credentials()
     if not isinstance(tls, grpc.ChannelCredentials):
         raise InvalidArgumentError(
-            f"tls is a {type(tls).__name__}, it must be None, True or grpc.ChannelCredentials",
+            f"tls is {type(tls).__name__}; must be None, True or grpc.ChannelCredentials",
             hint="grpc.ssl_channel_credentials(root_certificates=...) makes them from PEM bytes",
         )
     return tls
@@ -92,7 +94,7 @@ def check_token(token: Token | None, endpoints: Sequence[str], encrypted: bool) 
         authorization(token)
     elif not callable(token):
         raise InvalidArgumentError(
-            f"token is a {type(token).__name__}, it must be None, a str or a function that returns one"
+            f"token is {type(token).__name__}; must be None, a str or a function that returns one"
         )
     open_to_all = [endpoint for endpoint in endpoints if not is_local(endpoint)]
     if open_to_all and not encrypted:
@@ -112,7 +114,7 @@ def authorization(token: Token) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, str) or not value or not all("!" <= c <= "~" for c in value):
         # Nothing of the value: it ends up in logs.
         raise InvalidArgumentError(
-            "the token must be a str of one or more visible ASCII characters"
+            "token has other characters; must be one or more visible ASCII characters"
         )
     return (("authorization", f"Bearer {value}"),)
 
@@ -135,7 +137,7 @@ _LOST_CODES: Final = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.ABORTED,
 )
-"""What gRPC itself says, besides UNAVAILABLE, when a connection breaks in the middle of a call."""
+"""Status codes of gRPC itself, besides UNAVAILABLE, for a connection that breaks during a call."""
 
 
 def call_error(error: grpc.RpcError) -> UprError:

@@ -31,7 +31,7 @@ _HINT: Final = (
 
 
 class PositionStoreError(UprError):
-    """Where positions are kept cannot be read or written: no folder, no permission, no room."""
+    """A position store cannot be read or written: no folder, no permission, no room."""
 
     default_reason = "POSITION_STORE"
 
@@ -63,7 +63,7 @@ class PositionStore(Protocol):
 
 
 class MemoryPositions:
-    """Keeps positions as long as the object lives: to go on after closing, not after a crash."""
+    """Position store in memory: it lasts as long as the object, to resume after closing, not after a crash."""
 
     def __init__(self, positions: Mapping[int, Position] | None = None) -> None:
         self._positions = dict(positions or {})
@@ -84,7 +84,7 @@ class MemoryPositions:
 
 
 class FilePositions:
-    """Keeps positions in one file, replaced whole: a crash leaves the old file or the new one.
+    """Position store in one file, replaced atomically: a crash leaves the old file or the new one.
 
     One consumer a file. Two objects that use one file at the same time do not destroy it: the second one to save is
     told that the file is not what it loaded. The file ``<path>.tmp`` beside it is this object's too, and while it
@@ -132,7 +132,7 @@ class FilePositions:
             elif data != self._data:
                 raise PositionBusyError(
                     f"{self._path} is not the file that was loaded or saved here last",
-                    hint="give each consumer a file of its own; if it was you who changed the file, start again",
+                    hint="give each consumer a file of its own; after you changed the file yourself, restart the consumer",
                 )
             texts = {**self._known, **added}
             document = _document(texts)
@@ -240,8 +240,8 @@ def position_text(partition: int, position: Position) -> str:
     text = position.to_json()
     if len(text) > POSITION_BYTES_MAX:
         raise InvalidArgumentError(
-            f"the position of partition {partition} has {len(text)} bytes as JSON, the limit is {POSITION_BYTES_MAX}",
-            hint="thin its markers, upr_protocol.position.thin_markers",
+            f"position of partition {partition} is {len(text)} bytes as JSON; must be at most {POSITION_BYTES_MAX}",
+            hint="thin its markers with upr_protocol.position.thin_markers",
         )
     return text
 
@@ -310,7 +310,7 @@ class SqlitePositions:
     ) -> None:
         if not _TABLE.fullmatch(table) or table.lower().startswith("sqlite_"):
             raise InvalidArgumentError(
-                f"table is {table[:120]!r}, it must be a letter or underscore and then up to 99 letters, digits and "
+                f"table is {table[:120]!r}; must be a letter or underscore and then up to 99 letters, digits and "
                 "underscores, and not begin with sqlite_"
             )
         self._consumer = check_name(consumer, "consumer") if consumer else ""
@@ -327,7 +327,7 @@ class SqlitePositions:
         self._path = os.fspath(database)
         if self._path in ("", ":memory:"):
             raise InvalidArgumentError(
-                f"the database {self._path!r} would end with each transaction",
+                f"the database {self._path!r} ends with each transaction",
                 hint="pass an open connection, or use MemoryPositions",
             )
 
@@ -359,7 +359,7 @@ class SqlitePositions:
         with self._mutex, self._opened() as connection:
             if connection.in_transaction:
                 raise InvalidArgumentError(
-                    "positions were to be saved while a transaction of yours is open",
+                    "save needs a connection without an open transaction; one is open",
                     hint="commit it first, or store the positions in it with save_in",
                 )
             connection.execute("BEGIN IMMEDIATE")
@@ -390,7 +390,7 @@ class SqlitePositions:
         )
         if by_itself and not connection.in_transaction:
             raise InvalidArgumentError(
-                "positions were to be saved in a transaction, but none was begun",
+                "save_in needs an open transaction; none was begun",
                 hint='execute "BEGIN" on the connection first',
             )
         with self._told():
@@ -402,7 +402,7 @@ class SqlitePositions:
             if self._connection is not None:
                 yield self._connection
                 return
-            # Opened anew each time: an open database must not come along into a forked process.
+            # Open it each time: an open database must not pass into a forked process.
             connection = sqlite3.connect(
                 self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )

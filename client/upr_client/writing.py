@@ -18,7 +18,7 @@ from upr_protocol.wire.v1 import types_pb2
 
 
 class WriteResult(NamedTuple):
-    """Where a mutation went.
+    """Partition, seqno and failover id of a mutation.
 
     Args:
         partition: 0 to 1023.
@@ -32,7 +32,7 @@ class WriteResult(NamedTuple):
 
 
 class WriteResults(NamedTuple):
-    """Where many mutations went.
+    """Partitions, seqnos and failover ids of many mutations.
 
     Args:
         rows: how many were written.
@@ -109,13 +109,13 @@ BATCH_ROWS: Final = 4000
 LINGER_SECONDS: Final = 0.005
 OUTSTANDING_BYTES: Final = 16 * 2**20
 ROW_BYTES: Final = 9
-"""What a row takes in a block besides key and value: an op and two offsets."""
+"""Bytes of a row in a block besides key and value: an op and two offsets."""
 _KEYS_TOLD: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class WriterOptions:
-    """How to gather; the meanings are those of ``AsyncBucket.writer``.
+    """Options of a buffered writer; see ``AsyncBucket.writer``.
 
     Raises:
         InvalidArgumentError: a value is out of its range.
@@ -137,13 +137,15 @@ class WriterOptions:
         ):
             if value < 1 or (largest is not None and value > largest):
                 limit = "1 or more" if largest is None else f"1 to {largest}"
-                raise InvalidArgumentError(f"{name} is {value}, it must be {limit}")
+                raise InvalidArgumentError(f"{name} is {value}; must be {limit}")
         if not (self.linger_seconds >= 0 and isfinite(self.linger_seconds)):
             raise InvalidArgumentError(
-                f"linger_seconds is {self.linger_seconds}, it must be 0 or more"
+                f"linger_seconds is {self.linger_seconds}; must be 0 or more"
             )
         if self.on_results is not None and not callable(self.on_results):
-            raise InvalidArgumentError("on_results must be None or a function of rows and results")
+            raise InvalidArgumentError(
+                "on_results is not callable; must be None or a function of rows and results"
+            )
 
 
 class Batch:
@@ -172,7 +174,7 @@ class Batch:
 
 
 class Failures:
-    """What failed since it was last told."""
+    """Failures since the last report."""
 
     def __init__(self) -> None:
         self._first: UprError | None = None
@@ -203,7 +205,7 @@ class Failures:
         self._raised = self._raised or error
 
     def take(self) -> Exception | None:
-        """Return what is to be raised now, None for nothing; it is told once."""
+        """Return the error to raise now, once; None without one."""
         if self._first is None:
             raised, self._raised = self._raised, None
             return raised

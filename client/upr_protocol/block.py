@@ -167,7 +167,7 @@ def row_seqnos(block: Block) -> U64:
 
 
 def check_block(block: Block, *, numbered: bool = True) -> None:
-    """Raise unless the block is whole, consistent and within the limits.
+    """Raise unless the block is complete, consistent and within the limits.
 
     Args:
         numbered: whether the runs must carry seqnos; in a Write they must not.
@@ -178,7 +178,7 @@ def check_block(block: Block, *, numbered: bool = True) -> None:
     """
     if columns_crc(block) != block.columns_crc:
         raise CorruptBlockError(
-            f"the block's columns have CRC32C {columns_crc(block):08x}, the block says {block.columns_crc:08x}",
+            f"the block's columns have CRC32C {columns_crc(block):08x}; must be {block.columns_crc:08x}",
             hint="the bytes were damaged on the way or the writer computes the CRC differently",
         )
     rows = _check_columns(block)
@@ -196,23 +196,24 @@ def _check_columns(block: Block) -> int:
         return 0
     if len(block.key_offsets) % 4:
         raise CorruptBlockError(
-            f"key offsets take {len(block.key_offsets)} bytes, not a multiple of 4"
+            f"key offsets are {len(block.key_offsets)} bytes; must be a multiple of 4"
         )
     rows = block.rows
     if rows > BLOCK_ROWS_MAX:
         raise InvalidArgumentError(
-            f"the block has {rows} rows, the limit is {BLOCK_ROWS_MAX}", hint="send several blocks"
+            f"rows of the block are {rows}; must be at most {BLOCK_ROWS_MAX}",
+            hint="send several blocks",
         )
     if block.column_bytes > WRITE_BLOCK_BYTES_MAX:
         raise InvalidArgumentError(
-            f"the block's columns take {block.column_bytes} bytes, the limit is {WRITE_BLOCK_BYTES_MAX}",
+            f"columns of the block are {block.column_bytes} bytes; must be at most {WRITE_BLOCK_BYTES_MAX}",
             hint="send several blocks",
         )
     lengths = _check_offsets("key", block.key_offsets, block.keys, rows)
     if rows and (lengths.min() < KEY_BYTES_MIN or lengths.max() > KEY_BYTES_MAX):
         bad = lengths.min() if lengths.min() < KEY_BYTES_MIN else lengths.max()
         raise InvalidArgumentError(
-            f"a key of {bad} bytes, a key has {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
+            f"key is {bad} bytes; must be {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
         )
     for name, column, width in (
         ("ops", block.ops, 1),
@@ -221,14 +222,14 @@ def _check_columns(block: Block) -> int:
     ):
         if column and len(column) != width * rows:
             raise CorruptBlockError(
-                f"{name} take {len(column)} bytes, {rows} rows need {width * rows}"
+                f"{name} take {len(column)} bytes; must be {width * rows} for {rows} rows"
             )
     value_lengths = None
     if block.value_offsets:
         value_lengths = _check_offsets("value", block.value_offsets, block.values, rows)
         if rows and value_lengths.max() > VALUE_BYTES_MAX:
             raise InvalidArgumentError(
-                f"a value of {value_lengths.max()} bytes, the limit is {VALUE_BYTES_MAX}"
+                f"value is {value_lengths.max()} bytes; must be at most {VALUE_BYTES_MAX}"
             )
     elif block.values:
         raise CorruptBlockError("the block has values but no value offsets")
@@ -236,7 +237,7 @@ def _check_columns(block: Block) -> int:
         ops = np.frombuffer(block.ops, np.uint8)
         if ops.max() > OP_DELETE:
             raise InvalidArgumentError(
-                f"op {ops.max()}, known are {OP_SET} (set) and {OP_DELETE} (delete)"
+                f"op is {ops.max()}; must be {OP_SET} (set) or {OP_DELETE} (delete)"
             )
         if value_lengths is not None and value_lengths[ops == OP_DELETE].any():
             raise CorruptBlockError("a delete carries a value")
@@ -246,7 +247,7 @@ def _check_columns(block: Block) -> int:
 def _check_offsets(name: str, offsets: bytes, data: bytes, rows: int) -> npt.NDArray[np.int32]:
     if len(offsets) != 4 * (rows + 1):
         raise CorruptBlockError(
-            f"{name} offsets take {len(offsets)} bytes, {rows} rows need {4 * (rows + 1)}"
+            f"{name} offsets take {len(offsets)} bytes; must be {4 * (rows + 1)} for {rows} rows"
         )
     array = np.frombuffer(offsets, "<i4")
     lengths: npt.NDArray[np.int32] = np.diff(array)
@@ -261,11 +262,13 @@ def _check_offsets(name: str, offsets: bytes, data: bytes, rows: int) -> npt.NDA
 def _check_table(runs: Runs, rows: int) -> None:
     total = int(runs["count"].sum(dtype=np.uint64))
     if total != rows:
-        raise CorruptBlockError(f"the run table counts {total} rows, the columns hold {rows}")
+        raise CorruptBlockError(
+            f"rows of the run table are {total}; must be {rows}, as in the columns"
+        )
     partitions = runs["partition"]
     if len(runs) and partitions.max() >= PARTITIONS:
         raise InvalidArgumentError(
-            f"partition {partitions.max()} is out of range, partitions are 0 to {PARTITIONS - 1}"
+            f"partition is {partitions.max()}; must be 0 to {PARTITIONS - 1}"
         )
     if len(runs) > 1 and not (partitions[1:] > partitions[:-1]).all():
         raise CorruptBlockError("the run table is not strictly ascending by partition")
@@ -278,7 +281,9 @@ def _check_unnumbered(block: Block, rows: int) -> None:
     if not runs["count"].all():
         raise CorruptBlockError("a run of a write has no rows")
     if block.seqnos or block.times or runs["start_seqno"].any() or runs["end_seqno"].any():
-        raise InvalidArgumentError("a write carries seqnos or times; the server gives them")
+        raise InvalidArgumentError(
+            "a write carries seqnos or times; must be without, the server assigns them"
+        )
     if not block.value_offsets:
         raise CorruptBlockError("a write carries no value offsets")
 
@@ -294,7 +299,7 @@ def _check_numbers(block: Block, rows: int) -> None:
     if not len(runs):
         raise CorruptBlockError("the block has no runs")
     if horizons.max() > SEQNO_MAX:
-        raise InvalidArgumentError(f"seqno {horizons.max()} is above the limit {SEQNO_MAX}")
+        raise InvalidArgumentError(f"seqno is {horizons.max()}; must be at most {SEQNO_MAX}")
     if (ends <= starts).any() or (horizons < ends).any():
         raise CorruptBlockError("a run ends at or below its start, or its horizon is below its end")
     spans = ends - starts
@@ -393,7 +398,7 @@ def slice_runs(block: Block, above: U64) -> Block:
     """Return what a block tells above a seqno of each run's own: ``(seqno, end_seqno]`` and those of its rows.
 
     Args:
-        above: one a run, below its end; a run at or above its seqno stays whole.
+        above: one a run, below its end; a run at or above its seqno stays complete.
     """
     starts = block.runs["start_seqno"]
     inside = np.flatnonzero(above > starts).tolist()
@@ -425,27 +430,27 @@ def without_values(block: Block) -> Block:
 
 
 _ROW_BYTES: Final = 9
-"""What a row takes besides key and value: an op and two offsets."""
+"""Bytes of a row besides key and value: an op and two offsets."""
 
 
 def check_row(key: bytes, value: bytes | None) -> None:
     """Raise InvalidArgumentError unless key and value (None: a delete) are bytes within the limits."""
     if not isinstance(key, bytes):
         raise InvalidArgumentError(
-            f"a key is bytes, not {type(key).__name__}", hint="encode it first"
+            f"key is {type(key).__name__}; must be bytes", hint="encode it first"
         )
     if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
         raise InvalidArgumentError(
-            f"a key of {len(key)} bytes, a key has {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
+            f"key is {len(key)} bytes; must be {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
         )
     if value is not None and not isinstance(value, bytes):
         raise InvalidArgumentError(
-            f"a value is bytes, or None for a delete, not {type(value).__name__}",
+            f"value is {type(value).__name__}; must be bytes, or None for a delete",
             hint="encode it first",
         )
     if value is not None and len(value) > VALUE_BYTES_MAX:
         raise InvalidArgumentError(
-            f"a value of {len(value)} bytes, the limit is {VALUE_BYTES_MAX}",
+            f"value is {len(value)} bytes; must be at most {VALUE_BYTES_MAX}",
             hint="store it elsewhere and write a reference",
         )
 
@@ -469,7 +474,9 @@ class _Rows:
 
 def _check_rows(keys: Sequence[bytes], values: Sequence[bytes | None]) -> _Rows:
     if len(keys) != len(values):
-        raise InvalidArgumentError(f"{len(keys)} keys, but {len(values)} values")
+        raise InvalidArgumentError(
+            f"values are {len(values)}; must be as many as the {len(keys)} keys"
+        )
     rows = None
     if set(map(type, keys)) <= {bytes} and set(map(type, values)) <= {bytes, type(None)}:
         rows = _columns_of(keys, values)
@@ -519,7 +526,7 @@ def build_block(
         InvalidArgumentError: a key or value is not bytes, or out of its range.
     """
     if not keys:
-        raise InvalidArgumentError("a write needs at least one row")
+        raise InvalidArgumentError("rows of a write are 0; must be at least 1")
     return _sorted_block(_check_rows(keys, values), 0, len(keys), partitions)
 
 

@@ -1,7 +1,7 @@
-"""The consumer of one bucket as a pure state machine: what to start, what an answer means, what a frame adds.
+"""The consumer of one bucket as a pure state machine: starts, answers, frames and positions.
 
-No I/O, clock or wire: a shell hands in what the server said, in the order in which it said it, and asks what to
-do. The state of all partitions lies in arrays, so a frame costs a few statements whatever its number of runs,
+No I/O, clock or wire: a shell passes in the server's messages in their order, and asks for the next action. The state
+of all partitions lies in arrays, so a frame costs a few statements whatever its number of runs,
 and nothing at all for each mutation.
 
 Source: specification, "Handshakes" and "Snapshot Markers and Deduplication"; the project's design, "Handshake",
@@ -50,15 +50,15 @@ class State(enum.IntEnum):
     LIVE = 3
     """The stream is open."""
     UNDOING = 4
-    """The server said to roll back; ``rolled_back`` is awaited."""
+    """The server answered "roll back"; ``rolled_back`` is awaited."""
     DONE = 5
     """Ended for good: finished or stopped."""
     FAILED = 6
-    """Ended with an error that trying again does not mend."""
+    """Ended with an error that a retry does not fix."""
 
 
 class Fate(enum.Enum):
-    """What an end means for its streams."""
+    """Meaning of an end for its streams."""
 
     DONE = "done"
     AGAIN = "again"
@@ -77,19 +77,18 @@ _FATAL_REASONS: Final = frozenset(
 
 
 def fate_of(reason: str) -> Fate:
-    """Return what an Ended with this reason means; a reason that is not known means: start again."""
+    """Return the meaning of an Ended with this reason; an unknown reason means: start again."""
     if reason in _DONE_REASONS:
         return Fate.DONE
     return Fate.FAILED if reason in _FATAL_REASONS else Fate.AGAIN
 
 
 Beginning = Literal["now"] | int | None
-"""Where a consumer that has nothing begins: None at the very beginning; "now"; or at a time, microseconds since the
-epoch."""
+"""Beginning of a consumer without data: None for the very beginning, "now", or microseconds since the epoch."""
 
 
 class StartRequest(NamedTuple):
-    """From where to start one partition.
+    """Request to start one partition.
 
     ``failover_id``, ``data_id`` and ``horizon`` are None when they are not known; ``until_seqno`` and ``until_exact`` are None
     for no such end. ``beginning`` is None for the very beginning, "now", or microseconds since the epoch.
@@ -111,12 +110,12 @@ class Delivery:
     """The runs of one frame that belong to open streams, in order, over all its blocks.
 
     Args:
-        blocks: the blocks, without the runs that came too late.
+        blocks: the blocks, without runs of streams that had ended.
         partitions: each run's partition.
         ends: each run's end seqno.
         horizons: the position's horizon after each run.
         is_marker: whether the run ends in a marker that is true for this reader.
-        folded: how many runs were acknowledged.
+        folded: the number of acknowledged runs.
     """
 
     blocks: list[Block]
@@ -163,7 +162,7 @@ def delivery_of(
     seqno: U64,
     horizon: U64,
 ) -> Delivery | None:
-    """Return what of a frame belongs to open streams, None when nothing does.
+    """Return the part of a frame that belongs to open streams; None if there is none.
 
     Args:
         blocks, tokens: the frame's.
@@ -194,7 +193,7 @@ def delivery_of(
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise ProtocolError(
-            f"partition {partitions[at]} is at seqno {before[at]}, but the frame goes on at "
+            f"partition {partitions[at]} is at seqno {before[at]}, but the frame continues at "
             f"{runs['start_seqno'][at]}"
         )
     # The largest horizon since the last marker is at least the run's own, which is at least its end: equal to
@@ -215,9 +214,9 @@ def start_requests(
         columns: one item a partition: the partition, its failover id, seqno, data id, horizon and the seqno where it ends;
             0 stands for none.
         begun: which of them were started where they wanted to begin.
-        until_now: whether those end at what is there that have no end yet.
+        until_now: whether partitions without an end stop at the current seqno.
         exact: where partitions end exactly.
-        beginning: where those begin of which nothing is held.
+        beginning: of partitions without data.
     """
     partitions, failover, seqnos, data, horizons, targets = columns
     if beginning is not None:
@@ -299,24 +298,24 @@ _STATE_AFTER: Final = {
 
 
 class Consumer:
-    """Follows any number of partitions over one call and its successors.
+    """Consumer of any number of partitions, over one call and its successors.
 
-    A bucket that was dropped and created anew has another version. A position of the old one keeps its version until
+    A bucket that was dropped and created again has another version. A position of the old one keeps its version until
     the partition's data is undone: its Start names no id, and any answer to it is a rollback to 0.
 
     One delivery at a time: after ``frame`` returned one, ``acknowledge`` it before anything else is handed in.
 
     Args:
         partitions: which to follow, 0 to 1023.
-        positions: where to go on; a partition without one is new.
-        until_now: whether each partition ends at what is there when it is started first.
+        positions: where to resume; a partition without one is new.
+        until_now: whether each partition ends at the seqno current at its first start.
         inclusive: whether a rollback to R may resume at a marker at R itself.
         exact: where partitions end exactly, each at its pin and as of it, or else with SnapshotGoneError.
-        beginning: where a partition begins of which nothing is held. What lies before is then never asked for, and
-            the seqno where it begins counts as a marker, also for a rollback to there.
-        restart: whether a rollback undoes everything and begins anew, instead of going back to a marker.
-        lasting: whether partitions may be followed later on, so that having none is not the end.
-        bucket: the bucket's name; empty when it is not known.
+        beginning: of a partition without data. Earlier rows are never requested, and the seqno of the beginning counts
+            as a marker, also for a rollback.
+        restart: whether a rollback undoes everything and begins at 0, instead of returning to a marker.
+        lasting: whether partitions may be added later, so that having none is not the end.
+        bucket: the bucket's name; empty if unknown.
 
     Raises:
         InvalidArgumentError: a partition is out of range.
@@ -379,7 +378,7 @@ class Consumer:
     def _set_position(self, partition: int, position: Position) -> None:
         if self.bucket and position.bucket not in ("", self.bucket):
             raise PositionBucketError(
-                f"the stored position of partition {partition} is of bucket {position.bucket!r}, not of {self.bucket!r}",
+                f"bucket of the stored position of partition {partition} is {position.bucket!r}; must be {self.bucket!r}",
                 hint="keep the positions, and the data, of each bucket in a place of their own",
             )
         self._begun[partition] = False
@@ -405,7 +404,7 @@ class Consumer:
             self._set_log(partition, FailoverLog.born(born))
         return self._logs.get(partition)
 
-    # What to do.
+    # Actions.
 
     @property
     def finished(self) -> bool:
@@ -431,7 +430,7 @@ class Consumer:
         wanted = np.fromiter(partitions, np.int64)
         for partition in wanted[self._state[wanted] != _READY].tolist():
             raise InvalidArgumentError(
-                f"partition {partition} is {self.state(partition).name}, not READY"
+                f"partition {partition} is {self.state(partition).name}; must be READY"
             )
         self._state[wanted] = _STARTING
         known = self._version[wanted] == self.bucket_version
@@ -480,7 +479,7 @@ class Consumer:
         self._leave(partitions, State.DONE)
 
     def resume(self, partitions: Iterable[int]) -> None:
-        """Go on with partitions of which nothing more was to be taken."""
+        """Resume partitions that were paused."""
         self._state[list(partitions)] = _READY
 
     def _leave(self, partitions: Iterable[int], state: State) -> list[int]:
@@ -498,11 +497,11 @@ class Consumer:
         """Have the open delivery not be acknowledged any further."""
         self._open = None
 
-    # What the server said.
+    # Answers of the server.
 
     def opened(self, bucket_version: int) -> None:
         """The call was accepted. Positions of another version of the bucket wait for their rollback to 0."""
-        # Who was cancelled when the call before was lost may not have said so.
+        # A caller that was cancelled when the last call was lost may not have reported it.
         self.disconnected()
         if bucket_version != self.bucket_version:
             self._high[:] = 0
@@ -601,7 +600,7 @@ class Consumer:
         ids, born = records["failover_id"].astype(np.uint64), records["born"] != 0
         if (self._version[p] != self.bucket_version).any():
             raise ProtocolError(
-                "streams were started whose data is of another version of the bucket"
+                "the server started streams with data of another version of the bucket"
             )
         self._state[p], self._token[p], self._stream[p] = _LIVE, records["token"], ids
         self._high[p] = np.maximum(self._high[p], records["high_seqno"])
@@ -615,7 +614,7 @@ class Consumer:
         """Stand at a seqno with nothing, as if everything up to there were known: nothing of it is wanted."""
         if self._seqno[partition]:
             raise ProtocolError(
-                f"partition {partition} was started at {self._seqno[partition]}, the answer says {seqno}"
+                f"partition {partition} was started at {self._seqno[partition]}; the answer says {seqno}"
             )
         self._seqno[partition] = self._horizon[partition] = seqno
         self._data[partition] = failover_id
@@ -631,7 +630,7 @@ class Consumer:
         words: str,
         log: FailoverLog | None,
     ) -> PendingRollback | None:
-        """The server said to roll back. Return what has to be undone first, None when nothing has.
+        """Handle the answer "roll back". Return the data to undo first; None if there is none.
 
         With nothing to undo the new id is taken at once and the partition is ready; its position has changed and
         is to be stored before the Start is sent.
@@ -680,7 +679,7 @@ class Consumer:
         return list(self._undoing.values())
 
     def rolled_back(self, partition: int) -> None:
-        """The application undid its data: the new position holds, and is to be stored before a Start is sent.
+        """Record that the application undid its data: the new position holds, and must be stored before the next Start.
 
         Raises:
             InvalidArgumentError: no rollback is pending for the partition.
@@ -745,10 +744,10 @@ class Consumer:
         self._open = delivery_of(blocks, tokens, self._token, self._seqno, self._horizon)
         return self._open
 
-    # What the application has consumed.
+    # Consumption by the application.
 
     def acknowledge(self, delivery: Delivery) -> None:
-        """The application has consumed a delivery whole: the positions move."""
+        """Record that the application consumed a delivery completely: the positions move."""
         self.acknowledge_part(delivery, len(delivery.partitions))
         self._open = None
 
@@ -776,7 +775,7 @@ class Consumer:
         self._high[partitions] = np.maximum(self._high[partitions], seqnos)
         return np.asarray(delivery.is_marker[part] & followed)
 
-    # What is known.
+    # Queries.
 
     def seqno(self, partition: int) -> int:
         """The acknowledged seqno of a partition."""
@@ -812,6 +811,6 @@ class Consumer:
         return bool(self._changed.any())
 
     def lag(self) -> dict[int, int]:
-        """For each partition, how many seqnos the server was ahead of the position when it told last."""
+        """Return for each partition how many seqnos the server was ahead of the position at its last report."""
         behind = np.maximum(self._high, self._seqno) - self._seqno
         return {partition: int(behind[partition]) for partition in self.partitions}

@@ -1,7 +1,7 @@
 """Errors: exceptions that carry reason, retriable and hint.
 
-``reason`` is a stable upper-case token, ``retriable`` says whether the same request may succeed later
-without anybody changing anything, ``hint`` says what to do. A rollback is not an error but an answer: no
+``reason`` is a stable upper-case token, ``retriable`` says whether the same request may succeed later without a change,
+``hint`` says what to do. A rollback is not an error but an answer: no
 error ever makes a consumer discard data.
 """
 
@@ -75,7 +75,7 @@ class BucketGoneError(UprError):
 
 
 class AlreadyExistsError(UprError):
-    """A bucket or cut of that name is there."""
+    """A bucket or cut of that name exists."""
 
     default_reason = "ALREADY_EXISTS"
 
@@ -87,13 +87,13 @@ class CutNotFoundError(UprError):
 
 
 class ConsumerNotFoundError(UprError):
-    """Nothing is known of a consumer of that name."""
+    """There is no consumer of that name."""
 
     default_reason = "CONSUMER_NOT_FOUND"
 
 
 class SnapshotGoneError(UprError):
-    """The seqno that a stream was to end at exactly is not a marker, or not any more."""
+    """The seqno that a stream was to end at exactly is not a marker, or no longer one."""
 
     default_reason = "SNAPSHOT_GONE"
 
@@ -118,7 +118,7 @@ class OutOfOrderError(UprError):
 
 
 class ContentDiffersError(UprError):
-    """The place of a write has another content, or was passed over; nothing of the write was applied."""
+    """The place of a write has other content, or was skipped; nothing of the write was applied."""
 
     default_reason = "CONTENT_DIFFERS"
 
@@ -131,7 +131,7 @@ class NoRoomError(UprError):
 
 
 class QuotaExceededError(UprError):
-    """The bucket holds what it may hold; the write was refused before it was numbered."""
+    """The bucket has reached its quota; the write was refused before it was numbered."""
 
     default_reason = "QUOTA_EXCEEDED"
     default_retriable = True
@@ -169,7 +169,7 @@ class UnknownOutcomeError(UprError):
 
 
 class PartlyWrittenError(UprError):
-    """A write that was sent again had been applied before, but not in those of its partitions that refused it then."""
+    """A retried write had been applied before, except in the partitions that refused it then."""
 
     default_reason = "PARTLY_WRITTEN"
 
@@ -181,7 +181,7 @@ class WriteFailedError(UprError):
     written.
 
     Args:
-        rows: how many.
+        rows: their number.
         keys: the first 100 of their keys.
         partitions: those that the rows belong to, ascending.
     """
@@ -245,13 +245,13 @@ class PositionBucketError(UprError):
 
 
 class FencedError(UprError):
-    """Another one owns the consumer, or the partition, by now; nothing was stored."""
+    """The consumer, or the partition, has a newer owner; nothing was stored."""
 
     default_reason = "FENCED"
 
 
 class NotOwnerError(UprError):
-    """A member of a group asked for a partition that is not its own, or that it was asked to release."""
+    """A member of a group started a partition that it does not own, or was asked to release."""
 
     default_reason = "NOT_OWNER"
     default_retriable = True
@@ -264,7 +264,7 @@ class MissingPackageError(UprError):
 
 
 class HandlerError(UprError):
-    """A function of the application failed for a change, as often as it was tried; nothing later was acknowledged."""
+    """A handler of the application failed for a change at every retry; nothing later was acknowledged."""
 
     default_reason = "HANDLER_FAILED"
 

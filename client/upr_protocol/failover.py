@@ -32,12 +32,12 @@ def _check_range(value: int, name: str, low: int, high: int) -> int:
         number = operator.index(value)
     except TypeError:
         raise InvalidArgumentError(
-            f"{name} is {value!r}, it must be an integer from {low} to {high}",
+            f"{name} is {value!r}; must be an integer, {low} to {high}",
             hint=_NOT_A_ROLLBACK,
         ) from None
     if not low <= number <= high:
         raise InvalidArgumentError(
-            f"{name} is {number}, it must be from {low} to {high}", hint=_NOT_A_ROLLBACK
+            f"{name} is {number}; must be {low} to {high}", hint=_NOT_A_ROLLBACK
         )
     return number
 
@@ -94,7 +94,7 @@ def parse_failover_id(text: str) -> int:
     match = _HEX_ID.fullmatch(text)
     if match is None:
         raise InvalidArgumentError(
-            f"failover id is {text!r}, it must be 1 to 16 hex digits", hint=_NOT_A_ROLLBACK
+            f"failover id is {text!r}; must be 1 to 16 hex digits", hint=_NOT_A_ROLLBACK
         )
     return check_failover_id(int(match[1], 16))
 
@@ -109,7 +109,7 @@ class FailoverRecord:
         failover_id: random, 1 to 2^64 - 1.
         seqno: the last complete marker of the node that took over, 0 to 2^48 - 1; what lies above it belongs to
             this id, up to the next record.
-        epoch: the partition's epoch in which the record was made; 0 where it is not told.
+        epoch: the partition's epoch when the record was made; 0 if unknown.
 
     Raises:
         InvalidArgumentError: a number is out of range.
@@ -144,7 +144,7 @@ class FailoverLog:
     def __post_init__(self) -> None:
         if not self.records:
             raise InvalidArgumentError(
-                "a failover log has no records, it must have at least 1",
+                "records of a failover log are 0; must be at least 1",
                 hint="a lost log is replaced by a new id at 0",
             )
         seen: set[int] = set()
@@ -152,7 +152,7 @@ class FailoverLog:
         for record in self.records:
             if record.seqno < seqno:
                 raise InvalidArgumentError(
-                    f"failover record {record} follows one at {seqno}, seqnos must not fall"
+                    f"failover record {record} follows one at {seqno}; must not be below it"
                 )
             if record.failover_id in seen:
                 raise InvalidArgumentError(f"failover record {record} repeats the id of another")
@@ -244,7 +244,7 @@ class FailoverLog:
             InvalidArgumentError: a number is out of range, or the id is in the log already.
         """
         if limit < 1:
-            raise InvalidArgumentError(f"the limit of a failover log is {limit}, at least 1 needed")
+            raise InvalidArgumentError(f"limit of a failover log is {limit}; must be at least 1")
         record = FailoverRecord(failover_id, seqno, epoch)
         kept = tuple(old for old in self.records if old.seqno <= seqno)
         return FailoverLog((*kept, record)[-limit:])

@@ -1,8 +1,8 @@
-"""Flow of a call, at both ends: credit for bytes under way, heartbeats, and when a silent peer counts as gone.
+"""Flow of a call, at both ends: credit for bytes on the way, heartbeats, and the end of a silent peer.
 
 Source: the project's design, "Following" and its limits. The server pulls; one value larger than the whole credit still
 goes through. An idle server sends heartbeats, the client answers, silence for three intervals ends the call at
-either side. The clock is the caller's: every method is handed the time, in seconds on a clock that does not jump.
+either side. The caller has the clock: it passes the time to every method, in seconds of a monotonic clock.
 """
 
 from upr_protocol.errors import InvalidArgumentError
@@ -23,9 +23,7 @@ def check_window(window: int) -> int:
         InvalidArgumentError: it is not.
     """
     if not 1 <= window <= CREDIT_BYTES_MAX:
-        raise InvalidArgumentError(
-            f"credit is {window} bytes, it must be from 1 to {CREDIT_BYTES_MAX}"
-        )
+        raise InvalidArgumentError(f"credit is {window} bytes; must be 1 to {CREDIT_BYTES_MAX}")
     return window
 
 
@@ -35,7 +33,7 @@ def granted_window(asked: int) -> int:
 
 
 class CreditWindow:
-    """The sender's side of one call.
+    """Credit at the sender's side of one call.
 
     Args:
         window: bytes that may be outstanding, 1 to ``CREDIT_BYTES_MAX``.
@@ -63,8 +61,8 @@ class CreditWindow:
     def may_send(self, size: int) -> bool:
         """Whether ``size`` bytes (0 or more) may be sent now.
 
-        They may if they fit into what is left, or if less is outstanding than a receiver may keep back for its next
-        return: else a value larger than the rest would wait until the receiver has reason to return less than that.
+        They may if they fit into the free credit, or if less is outstanding than a receiver may hold back before it
+        returns credit. Otherwise a value larger than the free credit would wait for a return that never comes.
         """
         left = self._window - self._outstanding
         return size <= left or self._outstanding * CREDIT_RETURN_FRACTION < self._window
@@ -87,7 +85,8 @@ class CreditWindow:
 
 
 class CreditReturn:
-    """The receiver's side of one call: gathers what was consumed until a quarter of the window is together.
+    """Credit at the receiver's side of one call: it gathers consumed bytes up to a quarter of the window, then returns
+    them.
 
     Args:
         window: bytes that the peer may have outstanding, 1 to ``CREDIT_BYTES_MAX``.
@@ -108,20 +107,20 @@ class CreditReturn:
         return self._held
 
     def consumed(self, size: int) -> int:
-        """Count ``size`` bytes (0 or more) as consumed and say how many to return now, 0 for none.
+        """Count ``size`` bytes (0 or more) as consumed; return how many to give back now, 0 for none.
 
         Raises:
             InvalidArgumentError: it is negative; nothing was changed.
         """
         if size < 0:
-            raise InvalidArgumentError(f"{size} bytes were consumed, it must be 0 or more")
+            raise InvalidArgumentError(f"consumed size is {size} bytes; must be 0 or more")
         self._held += size
         return self.flush() if self._held * CREDIT_RETURN_FRACTION >= self._window else 0
 
     def flush(self) -> int:
-        """Say how many bytes to return now although a quarter is not together; 0 for none.
+        """Return how many bytes to give back now, also below a quarter of the window; 0 for none.
 
-        To be called with the answer to a heartbeat, so that an idle call has all of its credit.
+        Call it with the answer to a heartbeat, so that an idle call has all of its credit.
         """
         held, self._held = self._held, 0
         return held
@@ -136,7 +135,7 @@ def check_interval(interval_seconds: float) -> float:
     # Written so that NaN fails it too.
     if not HEARTBEAT_SECONDS_MIN <= interval_seconds <= HEARTBEAT_SECONDS_MAX:
         raise InvalidArgumentError(
-            f"heartbeat interval is {interval_seconds} s, it must be from {HEARTBEAT_SECONDS_MIN} "
+            f"heartbeat interval is {interval_seconds} s; must be {HEARTBEAT_SECONDS_MIN} "
             f"to {HEARTBEAT_SECONDS_MAX}"
         )
     return interval_seconds
@@ -161,11 +160,11 @@ class Liveness:
         self._sent = now
 
     def heard(self, now: float) -> None:
-        """Something arrived from the peer, whatever it was."""
+        """Record the arrival of any message of the peer."""
         self._heard = max(self._heard, now)
 
     def sent(self, now: float) -> None:
-        """Something was sent to the peer, whatever it was."""
+        """Record the sending of any message to the peer."""
         self._sent = max(self._sent, now)
 
     def _heartbeat_at(self) -> float:

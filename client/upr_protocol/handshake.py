@@ -1,7 +1,6 @@
-"""The handshake: what a server answers to Hello and Start, what a client makes of it, and where it resumes.
+"""The handshake: the server's answers to Hello and Start, the client's decision on them, and where it resumes.
 
-Source: specification, "Handshakes"; the project's design, "Handshake". Nothing here keeps state: asked again with
-the same values, each function answers the same.
+Source: specification, "Handshakes"; the project's design, "Handshake". All functions are pure.
 """
 
 import enum
@@ -20,7 +19,7 @@ from upr_protocol.position import Position
 
 
 class Rule(enum.StrEnum):
-    """Which rule decided. The first block is of the server, the second of the client."""
+    """Rule that decided. The first block is of the server, the second of the client."""
 
     NEW_CLIENT = "new_client"
     """No failover id: nothing is known of the client's history."""
@@ -35,7 +34,7 @@ class Rule(enum.StrEnum):
     DATA_ABOVE_NEXT_RECORD = "data_above_next_record"
     """The data reaches above the record right after the id under which it was received."""
     BELOW_PURGE = "below_purge"
-    """Tombstones that the client has not seen are gone."""
+    """Tombstones that the client has not seen were purged."""
     ABOVE_HIGH = "above_high"
     """The client has more than the active under the same id: a failover record is missing."""
     BEHIND = "behind"
@@ -56,7 +55,7 @@ class HelloAnswer:
     """The answer to Hello for one partition.
 
     Args:
-        rollback_seqno: None to go on; else the client rolls back to before it, 0 for a start from scratch.
+        rollback_seqno: None to resume; else the client rolls back to before it, 0 for a start from scratch.
         newest_id: the failover id to remember from now on.
         rule: which rule decided.
         words: one sentence for people, with the numbers and ids.
@@ -71,7 +70,7 @@ class HelloAnswer:
 
     @property
     def ok(self) -> bool:
-        """Whether the client may go on."""
+        """Return whether the client may resume."""
         return self.rollback_seqno is None
 
 
@@ -80,12 +79,12 @@ class StartAnswer:
     """The answer to Start for one partition.
 
     Args:
-        kind: "started"; "rollback" to ``rollback_seqno``; or "behind": to be asked again later, nothing undone.
+        kind: "started"; "rollback" to ``rollback_seqno``; or "behind": retry later, nothing undone.
         rollback_seqno: None unless the kind is "rollback".
         newest_id: the failover id to remember from now on.
         rule: which rule decided.
         words: one sentence for people, with the numbers and ids.
-        alarm: whether an operator has to look: a failover record is missing.
+        alarm: whether an operator must act, because a failover record is missing.
     """
 
     kind: Literal["started", "rollback", "behind"]
@@ -102,7 +101,7 @@ class ResumePoint:
 
     Args:
         seqno: its Start names this one.
-        undo: whether data above it has to be undone before.
+        undo: whether data above it must be undone first.
         rule: which rule decided.
         words: one sentence for people, with the numbers.
     """
@@ -183,7 +182,7 @@ def answer_start(
     check_seqno(purge_seqno, "purge seqno")
     if data_id is not None:
         check_failover_id(data_id)
-    # What the client was told of: the rows up to the horizon existed where it was received.
+    # The client knows of rows up to the horizon: they existed in the history that sent it.
     seen = seqno if horizon is None else max(seqno, check_seqno(horizon, "horizon"))
     what = f"seqno {seqno}" if seen == seqno else f"horizon {seen}"
     hello = answer_hello(log, failover_id)
@@ -242,16 +241,16 @@ def answer_start(
             return rollback(
                 0,
                 Rule.BELOW_PURGE,
-                f"seqno {seqno} is below the purge seqno {purge_seqno}, so deletes may be missed, roll back to 0",
+                f"seqno {seqno} is below the purge seqno {purge_seqno}: deletes may be missed; roll back to 0",
             )
     return StartAnswer("started", None, newest_id, hello.rule, f"{hello.words} above {seqno}")
 
 
 def resume_new(position: Position) -> ResumePoint:
-    """Where a client without a failover id resumes: at 0, whatever it holds.
+    """Return where a client without a failover id resumes: at 0, whatever data it has.
 
     Source: specification, "Handshakes", step 2 (an id is not sent by a client that is new); design, "Handshake": an
-    id lost means a new client. Data whose history nobody can verify is undone.
+    id lost means a new client. Data without a verifiable history is undone.
     """
     if position.seqno == 0:
         return ResumePoint(0, False, Rule.NEW_CLIENT, "nothing was received yet, start from 0")
@@ -262,14 +261,14 @@ def resume_new(position: Position) -> ResumePoint:
 def resume_after_rollback(
     position: Position, rollback_seqno: int, *, inclusive: bool = False
 ) -> ResumePoint:
-    """Where a client resumes that was told to roll back to ``rollback_seqno``.
+    """Return where a client resumes after the answer "roll back to ``rollback_seqno``".
 
     Source: specification, "Handshakes", step 2 (a marker before that seqno, else from scratch); design,
     "Handshake".
 
     Args:
         position: its position.
-        rollback_seqno: what the server said, or ``boundary`` when an older id was tried; 0 to 2^48 - 1.
+        rollback_seqno: the server's answer, or ``boundary`` if an older id was tried; 0 to 2^48 - 1.
         inclusive: also take a marker at ``rollback_seqno`` itself, which is as true because a failover record
             carries a complete marker. The default is the specification's word, before.
 
@@ -282,8 +281,8 @@ def resume_after_rollback(
         return ResumePoint(0, False, Rule.NOTHING_TO_UNDO, "nothing was received yet, start from 0")
     if position.failover_id is None:
         return resume_new(position)
-    # The seqno alone does not tell: below it an older version may be missing that was superseded between the
-    # rollback seqno and the horizon, on the branch that is gone.
+    # The seqno alone is not enough: below it, an older version may be missing that was superseded between the rollback
+    # seqno and the horizon, on the abandoned branch.
     if horizon is not None and max(seqno, horizon) <= rollback_seqno:
         return ResumePoint(
             seqno,
@@ -325,7 +324,7 @@ def older_ids_to_try(position: Position) -> list[tuple[int, int]]:
 
 
 def boundary(server_rollback: int | None, own_next: int) -> int:
-    """Where to roll back to after the server answered to an older id.
+    """Return where to roll back to after the server's answer to an older id.
 
     Args:
         server_rollback: the seqno that it named; None when it said OK, since the older id is its newest: then only
@@ -342,15 +341,15 @@ def boundary(server_rollback: int | None, own_next: int) -> int:
 
 
 BUCKET_GONE_RULE: Final = "bucket_gone"
-"""The rule of a rollback whose reason is that the bucket was dropped and created anew."""
+"""Rule of a rollback because the bucket was dropped and created again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RollbackAnswer:
-    """A server's answer "roll back".
+    """Server's answer "roll back".
 
     Args:
-        seqno: to where.
+        seqno: the target of the rollback.
         newest_id: its newest failover id.
         rule, words: which of its rules decided, as a token and for people.
         log: its failover log, None when it gave none.
@@ -365,11 +364,11 @@ class RollbackAnswer:
 
 @dataclass(frozen=True, slots=True)
 class PendingRollback:
-    """Data that has to be undone before the partition may be started again.
+    """Data that must be undone before the partition is started again.
 
     Args:
         partition: 0 to 1023.
-        from_seqno: the position's seqno; everything above ``seqno`` is to be undone.
+        from_seqno: the position's seqno; everything above ``seqno`` must be undone.
         seqno: the marker to go back to, or 0.
         old_id: the id that the server was asked with; None when it was lost.
         new_id: the server's newest id.
@@ -397,12 +396,12 @@ def decide_rollback(
     inclusive: bool,
     restart: bool,
 ) -> tuple[PendingRollback, bool]:
-    """Return what becomes of a position, and whether anything has to be undone for it.
+    """Return the position after a rollback, and whether data must be undone first.
 
     Args:
         bucket_version: of the bucket that answered; a position of another one goes to 0.
-        inclusive: whether a marker at the seqno told may be gone back to.
-        restart: whether all is to be undone whenever something is.
+        inclusive: whether a marker at the answered seqno itself may be the target.
+        restart: whether a rollback undoes everything.
 
     Raises:
         InvalidArgumentError: the answer contradicts itself.
@@ -411,7 +410,7 @@ def decide_rollback(
     if position.bucket_version != bucket_version:
         seqno, rule = 0, BUCKET_GONE_RULE
         words = (
-            f"the bucket was dropped and created anew: the data is of version {position.bucket_version:016x}, "
+            f"the bucket was dropped and created again: the data is of version {position.bucket_version:016x}, "
             f"the bucket of version {bucket_version:016x}"
         )
         position = replace(position, log=None)
@@ -435,9 +434,9 @@ def decide_rollback(
 
 
 def _older(position: Position, rollback_seqno: int, log: FailoverLog | None) -> tuple[int, str]:
-    """Where to roll back to when the newest id is not known to the server but an older one may be.
+    """Return where to roll back to if the server knows an older id but not the newest one.
 
-    The answer carries the whole log that decided, so what Hello would say to an older id is known here.
+    The answer carries the server's complete log, so the answer of Hello to an older id is computed here.
     """
     if rollback_seqno or log is None or position.failover_id in log:
         return rollback_seqno, ""
@@ -452,7 +451,7 @@ def _older(position: Position, rollback_seqno: int, log: FailoverLog | None) -> 
 
 
 class Pin(NamedTuple):
-    """Where a partition is to end exactly.
+    """Exact end of a partition.
 
     Args:
         failover_id: the id that was newest when the seqno was the last complete marker; None: not known.
@@ -473,13 +472,13 @@ def check_pin(
         log: the partition's failover log, as far as it is known.
 
     Raises:
-        ProtocolError: the server took no note of the end.
-        SnapshotGoneError: the pin lies in a history that was left before it.
+        ProtocolError: the server ignored the end.
+        SnapshotGoneError: the pin is on an abandoned branch of the history.
     """
     if until_seqno != pin.seqno:
         raise ProtocolError(
-            f"partition {partition} was to end exactly at {pin.seqno}, the server ends it at {until_seqno}",
-            hint="the server may be older than cuts",
+            f"partition {partition} must end exactly at {pin.seqno}; the server ends it at {until_seqno}",
+            hint="the server may be too old for cuts",
         )
     if log is None or pin.failover_id is None or pin.failover_id == failover_id:
         return
@@ -499,7 +498,7 @@ def check_complete(partition: int, seqno: int, horizon: int | None) -> None:
         seqno, horizon: the position; None for a horizon that is not known.
 
     Raises:
-        SnapshotGoneError: it may have: parts of it came from where other rows were left out.
+        SnapshotGoneError: it may have missed rows, because parts of it came from another view of the history.
     """
     if horizon is not None and horizon <= seqno:
         return

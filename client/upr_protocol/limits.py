@@ -18,14 +18,14 @@ SEQNO_MAX: Final = 2**SEQNO_BITS - 1
 FAILOVER_ID_MAX: Final = 2**64 - 1
 """Failover ids are random, 64 bits, never 0."""
 FAILOVER_LOG_RECORDS: Final = 25
-"""Records that a server keeps in a failover log unless it is told otherwise; the oldest leave first."""
+"""Default number of records in a failover log; the oldest are dropped first."""
 FAILOVER_LOG_MIN: Final = 2
 FAILOVER_LOG_MAX: Final = 1000
 """Bounds of that setting. The logs of all partitions go in one message, at most 19 bytes a record."""
 EPOCH_MAX: Final = 2**64 - 1
-"""Epochs count the changes of a partition's state, from 1; 0 where one is not told."""
+"""Largest epoch. Epochs count the changes of a partition's state, from 1; 0 means unknown."""
 REASON_BYTES_MAX: Final = 500
-"""Why a partition is in its state, in words; the rest is cut off."""
+"""Most bytes of the reason of a partition's state; the rest is truncated."""
 
 KEY_BYTES_MIN: Final = 1
 KEY_BYTES_MAX: Final = 4096
@@ -34,14 +34,14 @@ NAME_BYTES_MAX: Final = 200
 """Names of buckets, consumers, cuts, producers: 1 to 200 bytes of UTF-8 without control characters."""
 
 BLOCK_COLUMN_BYTES: Final = 2**20
-"""A block is cut when its columns reach this, unless it has one row."""
+"""Most bytes of a block's columns, unless it has one row."""
 BLOCK_ROWS_MAX: Final = 2**18
 """Rows in one block. With one-byte keys and empty values 2^18 rows fill about 2.4 MiB of columns."""
 RUN_SPAN_MAX: Final = 2**32 - 1
 """Seqnos that one run may span, because a row's offset in its run is a uint32."""
 
 FRAME_BYTES: Final = 512 * 2**10
-"""A frame is filled up to this; larger only when a single block is."""
+"""Most bytes of a frame, unless a single block is larger."""
 FRAME_PLAIN_BYTES: Final = 4 * 2**20
 """Columns that the compressed blocks of a frame have when decompressed; more only when a single block has."""
 MESSAGE_BYTES_MAX: Final = 24 * 2**20
@@ -53,25 +53,26 @@ WRITE_ROWS_BYTES_MAX: Final = 2**20
 """Rows of one Write without a block, and its message, unless it is a single row: the server makes an object of each."""
 
 REQUEST_BYTES_MAX: Final = 256 * 2**10
-"""A request of a method with one, and the Open of a call, unless the method is one of the next two."""
+"""Most bytes of a unary request and of the Open of a call; the next two methods have limits of their own."""
 GET_BYTES_MAX: Final = 5 * 2**20
 SAVE_BYTES_MAX: Final = 4 * 2**20
-"""Get, with GET_KEYS_MAX keys, and SavePositions, with whole failover logs and markers of PARTITIONS."""
+"""Most bytes of a Get, with GET_KEYS_MAX keys, and of a SavePositions, with complete failover logs and markers of
+PARTITIONS."""
 FOLLOW_REQUEST_BYTES_MAX: Final = 2**20
 """A message of the client in a Follow call."""
 STREAM_WINDOW_BYTES: Final = 2**20
-"""What gRPC takes in for a call of which nothing is read yet; a message that is read is not held to it."""
+"""Bytes that gRPC receives for a call before the first read; larger messages are allowed once they are read."""
 RECEIVE_WATCH_BYTES: Final = 176 * 2**20
 RECEIVE_LIMIT_BYTES: Final = 248 * 2**20
-"""Anonymous memory of a server: from the second on the connections on which most arrives lose their calls, until it
-would be down to the first."""
+"""Anonymous memory of a server: above the second limit, the connections with the most arriving bytes lose calls, until
+it would be below the first."""
 RECEIVE_CLOSE_BYTES: Final = 288 * 2**20
-"""And from here on these connections are shut down."""
+"""Anonymous memory above which the server closes these connections."""
 WAITING_BYTES_MAX: Final = 64 * 2**20
 """Large writes that wait for room in a tail, in all buckets of a server; further ones are refused."""
 SMALL_WRITE_BYTES: Final = 256 * 2**10
 SMALL_WAITING_BYTES_MAX: Final = 48 * 2**20
-"""The same for writes of at most SMALL_WRITE_BYTES, so that large ones leave them their room."""
+"""The same for writes of at most SMALL_WRITE_BYTES, so that large ones leave room for them."""
 
 CREDIT_BYTES: Final = 8 * 2**20
 """Default window of a Follow call."""
@@ -86,7 +87,7 @@ SILENT_INTERVALS: Final = 3
 """Silence for this many heartbeat intervals ends the call, at either side."""
 
 READER_SECONDS: Final = 60.0
-"""A consumer whose connection takes nothing for so long, while something waits to be sent, is ended as too slow."""
+"""Longest time that a consumer's connection may accept nothing while data waits; then its call ends as too slow."""
 
 MARKERS_NEWEST: Final = 16
 """The newest markers of a position are all kept; older ones are thinned exponentially."""
@@ -95,55 +96,56 @@ MARKERS_MAX: Final = MARKERS_NEWEST + SEQNO_BITS
 """At most one older marker for each power of two of distance."""
 
 WRITES_IN_FLIGHT_MAX: Final = 64
-"""Writes of one call whose answer is outstanding; the server reads no further until some are answered."""
+"""Most unanswered writes of one call; the server reads no more until it has answered some."""
 WRITE_CALLS_MAX: Final = 1250
 FOLLOW_CALLS_MAX: Final = 1250
 OTHER_CALLS_MAX: Final = 1250
 """Open calls of each kind at one server, from their arrival on; further ones are refused."""
 PEER_CALLS: Final = 0.8
-"""The part of them that one peer may have: clients at one address."""
+"""Part of them that one peer, the clients at one address, may have."""
 OPEN_SECONDS: Final = 10.0
-"""The first message of a call, Open, must come within this."""
+"""Longest wait for Open, the first message of a call."""
 WRITE_OUTCOME_SECONDS: Final = 30.0
 """A write that is not durable by then is answered "unknown": it stays numbered and may become durable."""
 WRITE_NUMBER_MAX: Final = 2**63 - 1
 PRODUCER_SECONDS: Final = 24 * 3600
 PRODUCERS_MAX: Final = 10_000
-"""Producers are remembered for a day after their last write, the newest 10,000 of them."""
+"""Producers in the store: the newest 10,000, for a day after their last write."""
 PRODUCER_BYTES: Final = 640
-"""About what a producer takes in memory, besides its name, while it has an open call or something in the tail."""
+"""Approximate memory of a producer besides its name, while it has an open call or entries in the tail."""
 PRODUCER_MEMORY_BYTES: Final = 8 * 2**20
-"""What all producers of a bucket may take in memory: about 12,000. WRITE_CALLS_MAX of them can be connected."""
+"""Most memory of a bucket's producers, for about 12,000. WRITE_CALLS_MAX of them can be connected."""
 
 GET_KEYS_MAX: Final = 1000
 """Keys of one Get."""
 GET_ANSWER_BYTES_MAX: Final = 16 * 2**20
-"""Values of one Get's answer; what does not fit is asked for again. A single value may be larger."""
+"""Most bytes of values in one answer to Get; the client asks again for the rest. A single value may be larger."""
 GET_CALLS_MAX: Final = 100
-"""Open Gets at one server, of which a few are searched for at a time."""
+"""Open Gets at one server; a few of them search at a time."""
 
 TOMBSTONE_SECONDS: Final = 3 * 24 * 3600.0
-"""Tombstones of this age may be purged, when everybody has passed them."""
+"""Age from which a tombstone may be purged, once every reader has passed it."""
 PURGE_HOLD_SECONDS: Final = 7 * 24 * 3600.0
-"""From this age on no stream and no consumer holds a tombstone up; only a cut does, while its lease lasts."""
+"""Age from which only a cut holds a tombstone, and no stream or consumer."""
 CLOCK_JUMP_SECONDS: Final = 3600.0
-"""An absence beyond this may be a step of the day's clock: nothing gets older by it before the server has run so long."""
+"""Longest absence that counts at once. A longer one may be a step of the day's clock, and counts once the server has
+run for this time."""
 CUT_LEASE_SECONDS: Final = 3600.0
 """Default lease of a cut."""
 CUT_LEASE_SECONDS_MAX: Final = 30 * 24 * 3600.0
 CUTS_MAX: Final = 64
-"""Cuts of one bucket: each keeps merging from joining what lies on its two sides."""
+"""Cuts of one bucket; compaction cannot join blocks across one."""
 BACKUP_CUTS: Final = 8
-"""Of these, kept for cuts of backups, whose names begin with BACKUP_CUTS_NAME."""
+"""Cuts reserved for backups, whose names begin with BACKUP_CUTS_NAME."""
 BACKUP_CUTS_NAME: Final = "upr-backup-"
 CUTS_HALF: Final = CUTS_MAX // 2
-"""The cuts of backups together have no more than this, and of the others no peer has."""
+"""Most cuts of backups in total, and most other cuts of one peer."""
 CONSUMER_SECONDS: Final = 30 * 24 * 3600.0
-"""A registered consumer that nobody has used for so long is forgotten."""
+"""Time after which an unused registered consumer expires."""
 CONSUMERS_MAX: Final = 1000
 """Registered consumers of one bucket."""
 LEASE_SECONDS: Final = 30.0
-"""Default lease of a member of a group: so long its partitions stay its own while nothing is heard of it."""
+"""Default lease of a member of a group: for that time a silent member keeps its partitions."""
 LEASE_SECONDS_MIN: Final = 1.0
 LEASE_SECONDS_MAX: Final = 3600.0
 MEMBERS_MAX: Final = 256
@@ -176,11 +178,11 @@ def check_name(name: str, what: str) -> str:
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
-        # What a shell hands over that is not UTF-8 becomes lone surrogates.
+        # Bytes from a shell that are not UTF-8 become lone surrogates.
         raise InvalidArgumentError(f"{what} {name[:60]!r} is not UTF-8") from None
     if not 1 <= size <= NAME_BYTES_MAX or any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name):
         raise InvalidArgumentError(
-            f"{what} {name[:60]!r} of {size} bytes, a name has 1 to {NAME_BYTES_MAX} without control characters"
+            f"{what} {name[:60]!r} is {size} bytes; must be 1 to {NAME_BYTES_MAX} without control characters"
         )
     return name
 
@@ -188,5 +190,5 @@ def check_name(name: str, what: str) -> str:
 def choice(table: Mapping[str, T], name: str, what: str) -> T:
     """Return the value of a name, or raise InvalidArgumentError that lists the names there are."""
     if name not in table:
-        raise InvalidArgumentError(f"{what} is {name!r}, known are {', '.join(sorted(table))}")
+        raise InvalidArgumentError(f"{what} is {name!r}; must be one of {', '.join(sorted(table))}")
     return table[name]

@@ -40,7 +40,7 @@ def same_content(number: int, other: int) -> bool:
 
 
 def place_is_taken(number: int, last: int, of_place: Iterable[int]) -> bool:
-    """Whether a number's place is that of another content, or was passed over.
+    """Return whether a number's place has other content, or was skipped.
 
     Args:
         last: the producer's largest number.

@@ -33,7 +33,7 @@ _DAMAGED_HINT: Final = "restore the stored position, together with the data, fro
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a consumer stands in one partition. It has everything up to ``seqno`` and wants what is above.
+    """Position of a consumer in one partition: it has everything up to ``seqno``.
 
     Args:
         bucket_version: the random id of the bucket, 0 to 2^64 - 1; 0 when it is not known.
@@ -63,11 +63,11 @@ class Position:
         # A seqno without ids is legal: the consumer lost them, and the handshake then sends it back to 0.
         if not 0 <= self.bucket_version <= _VERSION_MAX:
             raise InvalidArgumentError(
-                f"bucket_version is {self.bucket_version}, it must be from 0 to {_VERSION_MAX}"
+                f"bucket_version is {self.bucket_version}; must be 0 to {_VERSION_MAX}"
             )
         if len(self.bucket.encode("utf-8", "surrogatepass")) > NAME_BYTES_MAX:
             raise InvalidArgumentError(
-                f"bucket is {self.bucket[:60]!r}, it must be a name of up to {NAME_BYTES_MAX} bytes"
+                f"bucket is {self.bucket[:60]!r}; must be a name of up to {NAME_BYTES_MAX} bytes"
             )
         if self.failover_id is not None:
             check_failover_id(self.failover_id)
@@ -76,12 +76,12 @@ class Position:
         check_seqno(self.seqno)
         if self.horizon is not None and check_seqno(self.horizon, "horizon") < self.seqno:
             raise InvalidArgumentError(
-                f"horizon is {self.horizon}, it must be at or above seqno {self.seqno}"
+                f"horizon is {self.horizon}; must be at or above seqno {self.seqno}"
             )
         check_markers(self.markers)
         if self.markers and self.markers[-1] > self.seqno:
             raise InvalidArgumentError(
-                f"markers reach {self.markers[-1]}, above seqno {self.seqno}"
+                f"newest of markers is {self.markers[-1]}; must be at most seqno {self.seqno}"
             )
 
     @classmethod
@@ -117,7 +117,7 @@ class Position:
             )
         if log is not None and log.newest.failover_id != newest_id:
             raise InvalidArgumentError(
-                f"the newest record of the log is {log.newest}, the newest id was said to be "
+                f"the newest record of the log is {log.newest}, the newest id should be "
                 f"{format_failover_id(newest_id)}"
             )
         return replace(
@@ -186,7 +186,7 @@ class Position:
         stored_format = _field(document, "format", int)
         if stored_format != _FORMAT:
             raise PositionDamagedError(
-                f"the stored position has format {stored_format}, this program reads {_FORMAT}",
+                f"format of the stored position is {stored_format}; must be {_FORMAT}",
                 hint="use the program that wrote it, or a newer one",
             )
         version = _field(document, "bucket_version", str)
@@ -352,7 +352,7 @@ def thin_markers(markers: Sequence[int], newest: int = MARKERS_NEWEST) -> tuple[
         InvalidArgumentError: a seqno is out of range or not above the one before it, or ``newest`` is below 1.
     """
     if newest < 1:
-        raise InvalidArgumentError(f"newest is {newest}, at least 1 marker is kept")
+        raise InvalidArgumentError(f"newest is {newest}; must be at least 1")
     return _thin(check_markers(markers), newest)
 
 
@@ -367,7 +367,7 @@ def check_markers(markers: Iterable[int]) -> tuple[int, ...]:
         seqno = check_seqno(marker, "one of markers")
         if checked and seqno <= checked[-1]:
             raise InvalidArgumentError(
-                f"marker {seqno} follows {checked[-1]}, markers must be ascending"
+                f"marker {seqno} follows {checked[-1]}; markers must be ascending"
             )
         checked.append(seqno)
     return tuple(checked)
@@ -417,8 +417,8 @@ class MarkerHistory:
         newest = seqnos[-1] if seqnos else 0
         if seqno < newest:
             raise InvalidArgumentError(
-                f"marker {seqno} follows {newest}, markers must be ascending",
-                hint="after a rollback call truncate_above first",
+                f"marker {seqno} follows {newest}; markers must be ascending",
+                hint="call truncate_above first after a rollback",
             )
         if seqno == newest:
             return
@@ -458,7 +458,7 @@ class MarkerHistory:
     def as_tuple(self) -> tuple[int, ...]:
         """The markers to store, ascending and thinned.
 
-        What is left out is forgotten: whoever keeps data for each stored marker must not be asked for another one later.
+        A marker left out is dropped for good: a consumer that keeps data for each stored marker has none for another.
         """
         self._seqnos[:] = thinned = _thin(self._seqnos, MARKERS_NEWEST)
         return thinned
@@ -471,7 +471,7 @@ GATHERED_MAX: Final = 2**16
 
 
 class MarkerHistories:
-    """What ``MarkerHistory`` is for one partition, for all."""
+    """Marker histories of all partitions; see ``MarkerHistory``."""
 
     def __init__(self) -> None:
         self._histories: dict[int, MarkerHistory] = {}

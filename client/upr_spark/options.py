@@ -92,13 +92,13 @@ def check_known(
     for name in given:
         if name.lower() not in known:
             hint = (renamed or {}).get(name.lower(), f"known are {', '.join(names)}")
-            raise bad_option(name, None, "there is no option of this name here", hint)
+            raise bad_option(name, None, "is unknown", hint)
 
 
 def text(value: str) -> str:
     """Return the text, which must not be empty."""
     if not value.strip():
-        raise ValueError("it must not be empty")
+        raise ValueError("must not be empty")
     return value.strip()
 
 
@@ -106,7 +106,7 @@ def flag(value: str) -> bool:
     """Return true or false."""
     words = value.strip().lower()
     if words not in ("true", "false"):
-        raise ValueError("it must be true or false")
+        raise ValueError("must be true or false")
     return words == "true"
 
 
@@ -117,7 +117,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
         for choice in choices:
             if value.strip().lower() == choice.lower():
                 return choice
-        raise ValueError(f"it must be one of {', '.join(choices)}")
+        raise ValueError(f"must be one of {', '.join(choices)}")
 
     return parse
 
@@ -129,7 +129,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
         words = value.strip()
         number = int(words[:20]) if words.isascii() and words.isdigit() else -1
         if not low <= number <= high:
-            raise ValueError(f"it must be a whole number from {low} to {high}")
+            raise ValueError(f"must be a whole number from {low} to {high}")
         return number
 
     return parse
@@ -146,7 +146,7 @@ def size(low: int, high: int) -> Callable[[str], int]:
         number = int(digits[:20]) * factor if digits.isascii() and digits.isdigit() else 0
         if not low <= number <= high or not factor:
             raise ValueError(
-                f"it must be {low} to {high} bytes, as a whole number with or without k, m, g behind it"
+                f"must be {low} to {high} bytes, as a whole number with or without k, m, g behind it"
             )
         return number
 
@@ -165,7 +165,7 @@ def duration(low: float, high: float) -> Callable[[str], float]:
             seconds = math.nan
         if not low <= seconds <= high:
             raise ValueError(
-                f"it must be {low:g} to {high:g} seconds, as in 90, 100ms, 30s, 5m, 1h or 2d"
+                f"must be {low:g} to {high:g} seconds, as in 90, 100ms, 30s, 5m, 1h or 2d"
             )
         return seconds
 
@@ -291,16 +291,18 @@ def read_connection(options: Mapping[str, str]) -> Connection:
         raise bad_option(
             "endpoint",
             None,
-            "it must be given",
+            "must be given",
             'for example .option("endpoint", "127.0.0.1:7070")',
         )
     if values["token"] is not None and values["tokenFile"] is not None:
-        raise bad_option("tokenFile", None, "token is given besides", "give one of the two")
+        raise bad_option(
+            "tokenFile", None, "token is given too; must be one of the two", "give one of the two"
+        )
     if (values["tls.cert"] is None) != (values["tls.key"] is None):
         raise bad_option("tls.cert", None, "tls.cert and tls.key go together")
     for name in ("tls.ca", "tls.cert"):
         if values[name] is not None and not values["tls"]:
-            raise bad_option(name, values[name], "it needs tls to be true")
+            raise bad_option(name, values[name], "needs tls=true")
     connection = Connection(
         values["endpoint"],
         values["bucket"],

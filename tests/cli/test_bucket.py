@@ -25,7 +25,7 @@ def test_create_list_and_drop(target: str) -> None:
     assert (document["name"], document["compression"]) == ("plain", "none")
     twice = admin("create", "orders", *there)
     assert (twice.exit_code, twice.stdout) == (4, "")
-    assert "there is a bucket 'orders'" in twice.stderr
+    assert "bucket 'orders' exists" in twice.stderr
 
     listed = json.loads(admin("list", "--json", *there).stdout)
     assert [one["name"] for one in listed] == ["default", "orders", "plain"]

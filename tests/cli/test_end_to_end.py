@@ -137,7 +137,7 @@ def test_load_git(target: str, tmp_path: Path, bare: bool) -> None:
     result = run_cat(target, "load", "git", str(repo.folder), "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {"commits": 302, "sets": 602, "deletes": 1, "skipped": 1}
-    assert "a gitlink" in result.stderr
+    assert "gitlink" in result.stderr
     tree = {path.decode(): blob.decode() for path, blob in repo.tree().items()}
     assert state(follow(target)) == tree
 

@@ -130,14 +130,14 @@ def test_above_the_high_seqno_is_an_alarm(log_file: Path) -> None:
     [
         (["1024"], "1024 is not in the range 0<=x<=1023", 2),
         (["-1"], "No such option", 2),
-        (["5", "--id", "0"], "failover id is 0, it must be from 1", 2),
-        (["5", "--id", "xyz"], "failover id is 'xyz', it must be 1 to 16 hex digits", 2),
-        (["5", "--id", "1", "--seqno", str(2**48)], f"seqno is {2**48}, it must be from 0", 2),
+        (["5", "--id", "0"], "failover id is 0; must be 1", 2),
+        (["5", "--id", "xyz"], "failover id is 'xyz'; must be 1 to 16 hex digits", 2),
+        (["5", "--id", "1", "--seqno", str(2**48)], f"seqno is {2**48}; must be 0", 2),
         (["5", "--id", "1", "--seqno", "-1"], "seqno is -1", 2),
         (["5", "--id", "1", "--seqno", "x"], "seqno is 'x'", 2),
         (["5", "--id", "1", "--seqno", "9", "--horizon", "8"], "horizon is 8", 2),
         (["5", "--id", "1", "--seqno", "9", "--markers", "8,7"], "marker 7 follows 8", 2),
-        (["5", "--id", "1", "--seqno", "9", "--markers", "10"], "markers reach 10", 2),
+        (["5", "--id", "1", "--seqno", "9", "--markers", "10"], "markers is 10", 2),
         (["6", "--id", "1"], "has no partition 6", 3),
     ],
 )

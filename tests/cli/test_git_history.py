@@ -125,7 +125,7 @@ def test_blobs_above_the_limit_are_reported_and_their_path_is_deleted(tmp_path: 
         (3, b"big", b"small"),
     ]
     assert [what.path for what in skipped] == [b"big", b"a", b"a"]
-    assert "3000000 bytes, the limit is 100" in str(skipped[1])
+    assert "3000000 bytes; must be at most 100" in str(skipped[1])
 
 
 def test_paths_above_the_limit_are_reported(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_paths_above_the_limit_are_reported(tmp_path: Path) -> None:
     assert rows == [(0, most, b"1"), (1, b"other", b"3")]
     assert tree == repo.tree()
     assert [what.path for what in skipped] == [most + b"g"]
-    assert "4097 bytes, the limit is 4096" in str(skipped[0])
+    assert "4097 bytes; must be at most 4096" in str(skipped[0])
 
 
 def test_left_out_paths_of_the_last_commit_are_known(tmp_path: Path) -> None:

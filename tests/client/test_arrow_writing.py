@@ -148,10 +148,10 @@ def test_a_value_of_the_largest_size_is_a_block_of_its_own() -> None:
     ("keys", "values", "words"),
     [
         ([b"a", None], [b"", b""], "the key of row 1 is null"),
-        ([b"a", b""], [b"", b""], "key '' has 0 bytes, a key has 1 to 4096"),
-        ([b"a", b"\xff" * 4097], [b"", b""], f"key {'ff' * 16}... has 4097 bytes"),
-        ([b"ab"], [bytes(VALUE_BYTES_MAX + 1)], "the value of key 6162 has 20971521 bytes"),
-        ([b"ab"], [b"", b""], "1 keys, but 2 values"),
+        ([b"a", b""], [b"", b""], "key '' is 0 bytes; must be 1 to 4096"),
+        ([b"a", b"\xff" * 4097], [b"", b""], f"key {'ff' * 16}... is 4097 bytes"),
+        ([b"ab"], [bytes(VALUE_BYTES_MAX + 1)], "value of key 6162 is 20971521 bytes"),
+        ([b"ab"], [b"", b""], "values are 2; must be as many as the 1 keys"),
     ],
 )
 def test_a_bad_row_is_named(keys: list[Any], values: list[Any], words: str) -> None:

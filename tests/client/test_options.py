@@ -17,7 +17,7 @@ from upr_client.errors import InvalidArgumentError
         (lambda: Only([1024]), "partition is 1024"),
         (lambda: Only(key_prefix=b"k" * 5000), "key_prefix is 5000 bytes"),
         (lambda: Only(key_prefix="k"), "key_prefix is 'k'"),  # type: ignore[arg-type]
-        (lambda: Only(stability="stone"), "known are disk, memory"),
+        (lambda: Only(stability="stone"), "must be one of disk, memory"),
         (lambda: Tuning(credit_bytes=0), "credit"),
         (lambda: Tuning(heartbeat_seconds=0.0), "heartbeat"),
         (lambda: Tuning(save_seconds=-1.0), "save_seconds is -1.0; must be 0 or more"),

@@ -155,7 +155,7 @@ def json_or_none(data: bytes) -> object:
         ('{"format":1,"crc32":"%s","positions":{"-1":1}}', "partition that does not exist"),
         ('{"format":1,"crc32":"%s","positions":{"1":1}}', "partition 1"),
         ('{"format":1,"crc32":"%s","positions":{"1":{"format":1}}}', "bucket_version is missing"),
-        ('{"format":1,"crc32":"%s","positions":{"1":{"format":9}}}', "format 9"),
+        ('{"format":1,"crc32":"%s","positions":{"1":{"format":9}}}', "stored position is 9"),
         ("[" * 100_000, "not a file of positions"),
         ('{"format":' + "9" * 5000 + "}", "not a file of positions"),
     ],
@@ -169,7 +169,11 @@ def test_a_file_that_is_something_else_is_named(tmp_path: Path, text: str, words
         text = text.replace("%s", positions_module._crc32(texts))
     path.write_text(text)
     assert words in damage_told(path)
-    if "format 9" not in words and "partition 1" not in words and "bucket_version" not in words:
+    if (
+        "stored position is 9" not in words
+        and "partition 1" not in words
+        and "bucket_version" not in words
+    ):
         with pytest.raises(PositionDamagedError):
             FilePositions(path).save({1: at(1)})
         assert path.read_text() == text
@@ -191,7 +195,7 @@ def test_partitions_that_do_not_exist_are_refused(tmp_path: Path) -> None:
 
 def test_a_position_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     huge = Position(1, 7, 7, 10**9, 10**9, tuple(range(10**8, 10**8 + 7000)), None)
-    with pytest.raises(InvalidArgumentError, match="limit is 65536"):
+    with pytest.raises(InvalidArgumentError, match="must be at most 65536"):
         FilePositions(tmp_path / "p").save({1: huge})
     assert not (tmp_path / "p").exists()
 

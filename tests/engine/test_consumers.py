@@ -87,8 +87,8 @@ def following(of: Bucket, name: str, partition: int, rows: int) -> Follower:
     ("data", "words"),
     [
         (b"x", "12"),
-        (struct.pack("<IQ", 1024, 1), "partition 1024"),
-        (struct.pack("<IQ", 2**32 - 1, 1), "partition 4294967295"),
+        (struct.pack("<IQ", 1024, 1), "partition of an Ack is 1024"),
+        (struct.pack("<IQ", 2**32 - 1, 1), "partition of an Ack is 4294967295"),
         (struct.pack("<IQ", 5, 2**48), str(2**48)),
         (struct.pack("<IQ", 5, 1) * 1025, "1024"),
     ],

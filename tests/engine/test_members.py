@@ -220,7 +220,7 @@ def test_members_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     owners = Owners()
     join(owners, "a", 0)
     join(owners, "b", 0)
-    with pytest.raises(TooManyError, match="2 members, the limit is 2"):
+    with pytest.raises(TooManyError, match="are 2; must be below 2"):
         join(owners, "c", 0)
     join(owners, "b", 1)
 

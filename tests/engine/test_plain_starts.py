@@ -143,7 +143,7 @@ def test_most_of_them_are_plain() -> None:
     [
         (b"x" * 27, "27 bytes"),
         (b"\0" * 36 * 1025, "at most 1024"),
-        (b"\xff" * 36, "partition 4294967295"),
+        (b"\xff" * 36, "partition of a Start is 4294967295"),
         (b"\0" * 72, "twice"),
     ],
 )

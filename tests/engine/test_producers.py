@@ -296,7 +296,7 @@ def test_producers_take_as_much_memory_as_there_is_for_them_and_no_more() -> Non
         for i in range(10**6):
             calls.append(bucket.open_producer(b"p%d" % i, 0))
 
-    with pytest.raises(TooManyError, match=f"the limit is {PRODUCER_MEMORY_BYTES}"):
+    with pytest.raises(TooManyError, match=f"must be at most {PRODUCER_MEMORY_BYTES}"):
         open_more()
     assert len(calls) > 10_000
     assert bucket.producer_memory <= PRODUCER_MEMORY_BYTES

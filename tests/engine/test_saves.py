@@ -162,7 +162,7 @@ def test_a_further_consumer_is_refused_before_anything_is_stored(
     consumers = Consumers()
     acknowledge(consumers, 5, 8, name="a")
     consumers.saves.add(save((5, 8), name="b"))
-    with pytest.raises(TooManyError, match="the limit is 2") as caught:
+    with pytest.raises(TooManyError, match="must be below 2") as caught:
         consumers.saves.add(save((5, 8), name="c"))
     assert not caught.value.retriable
     consumers.saves.add(save((5, 9), name="b"))

@@ -130,6 +130,6 @@ def test_the_readme_names_the_two_commands() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in (ROOT / "README.md", *ROOT.glob("*/README.md")):
+    for document in (ROOT / "README.md", *ROOT.glob("*/*.md")):
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document}: {target}"

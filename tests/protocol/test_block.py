@@ -229,12 +229,16 @@ def lies() -> list[tuple[str, dict[str, Any], str]]:
         ("key offsets past the end", {"key_offsets": i4(0, 1, 9)}, "offsets run from 0 to 9"),
         ("key offsets not from 0", {"key_offsets": i4(1, 1, 2)}, "offsets run from 1"),
         ("too few value offsets", {"value_offsets": i4(0, 2)}, "value offsets take 8 bytes"),
-        ("ragged offsets", {"key_offsets": b"\0\0\0"}, "not a multiple of 4"),
-        ("counts that disagree", {"runs": make_runs([1], [3], 0, 3, 3)}, "counts 3 rows"),
+        ("ragged offsets", {"key_offsets": b"\0\0\0"}, "must be a multiple of 4"),
+        ("counts that disagree", {"runs": make_runs([1], [3], 0, 3, 3)}, "run table are 3"),
         ("too many ops", {"ops": b"\0\0\0"}, "ops take 3 bytes"),
-        ("an unknown op", {"ops": b"\0\7"}, "op 7"),
+        ("an unknown op", {"ops": b"\0\7"}, "op is 7"),
         ("a delete with a value", {"ops": b"\1\0"}, "delete carries a value"),
-        ("a partition out of range", {"runs": make_runs([1024], [2], 0, 2, 2)}, "partition 1024"),
+        (
+            "a partition out of range",
+            {"runs": make_runs([1024], [2], 0, 2, 2)},
+            "partition is 1024",
+        ),
         ("partitions twice", {"runs": make_runs([1, 1], [1, 1], 0, 1, 1)}, "strictly ascending"),
         ("an end below its start", {"runs": make_runs([1], [2], 5, 4, 5)}, "at or below its start"),
         ("a horizon below the end", {"runs": make_runs([1], [2], 0, 2, 1)}, "horizon is below"),
@@ -247,7 +251,7 @@ def lies() -> list[tuple[str, dict[str, Any], str]]:
         ("a seqno of 2^48", {"runs": make_runs([1], [2], 2**48 - 2, 2**48, 2**48)}, str(2**48)),
         ("seqnos that do not rise", {"seqnos": np.array([2, 2], "<u4").tobytes()}, "do not rise"),
         ("a seqno outside", {"seqnos": np.array([1, 3], "<u4").tobytes()}, "outside its run"),
-        ("an empty key", {"key_offsets": i4(0, 0, 2)}, "key of 0 bytes"),
+        ("an empty key", {"key_offsets": i4(0, 0, 2)}, "key is 0 bytes"),
     ]
 
 
@@ -291,18 +295,18 @@ def test_a_block_without_rows_is_cut_like_any_other() -> None:
 
 
 def test_a_write_may_not_bring_seqnos() -> None:
-    with pytest.raises(InvalidArgumentError, match="server gives them"):
+    with pytest.raises(InvalidArgumentError, match="server assigns them"):
         check_block(numbered([(b"a", b"1")]), numbered=False)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        (b"", b"", "key of 0 bytes"),
+        (b"", b"", "key is 0 bytes"),
         (b"k" * (KEY_BYTES_MAX + 1), b"", "4097 bytes"),
-        (b"k", b"v" * (VALUE_BYTES_MAX + 1), "20971521 bytes, the limit is 20971520"),
-        ("text", b"", "a key is bytes, not str"),
-        (b"k", "text", "a value is bytes"),
+        (b"k", b"v" * (VALUE_BYTES_MAX + 1), "20971521 bytes; must be at most 20971520"),
+        ("text", b"", "key is str; must be bytes"),
+        (b"k", "text", "value is str; must be bytes"),
     ],
 )
 def test_rows_out_of_range_are_refused(key: Any, value: Any, words: str) -> None:

@@ -289,5 +289,5 @@ def test_a_checksum_that_is_too_long_is_damage() -> None:
     at, end = column_spans(PACKED)[9]
     longer = PACKED[: at - 1] + bytes([9 << 3 | 2, 5]) + b"\xff" * 5 + PACKED[end:]
     for check in (check_encoded, open_checked):
-        with pytest.raises(CorruptBlockError, match="checksum of 5 bytes"):
+        with pytest.raises(CorruptBlockError, match="checksum is 5 bytes"):
             check(longer)

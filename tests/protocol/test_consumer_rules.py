@@ -75,7 +75,9 @@ def test_a_position_of_a_dropped_bucket_goes_back_to_0_whatever_is_answered() ->
 def test_a_run_that_does_not_go_on_where_the_partition_stands_is_refused() -> None:
     for start in (2, 4):
         session = live(1, B, replace(AT_3, failover_id=B, log=LOG))
-        with pytest.raises(ProtocolError, match=f"is at seqno 3, but the frame goes on at {start}"):
+        with pytest.raises(
+            ProtocolError, match=f"is at seqno 3, but the frame continues at {start}"
+        ):
             session.frame([block(start, 6)], np.array([1]))
 
 

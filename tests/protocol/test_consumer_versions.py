@@ -1,4 +1,4 @@
-"""A consumer whose positions belong to a bucket that was dropped and created anew."""
+"""A consumer whose positions belong to a bucket that was dropped and created again."""
 
 import random
 from dataclasses import replace
@@ -135,7 +135,7 @@ def named(position: Position, bucket: str) -> Position:
 def test_a_position_of_a_bucket_of_another_name_is_refused() -> None:
     for version in (OLD, NEW):
         other = replace(OLD_AT_7, bucket="orders", bucket_version=version)
-        with pytest.raises(PositionBucketError, match="'orders', not of 'people'"):
+        with pytest.raises(PositionBucketError, match="'orders'; must be 'people'"):
             Consumer([1], {1: other}, bucket="people")
         session = Consumer([], lasting=True, bucket="people")
         with pytest.raises(PositionBucketError):

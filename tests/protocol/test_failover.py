@@ -91,7 +91,7 @@ def test_a_partition_is_born_with_one_record_at_0() -> None:
 def test_a_log_is_checked() -> None:
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         FailoverLog(())
-    with pytest.raises(InvalidArgumentError, match="must not fall"):
+    with pytest.raises(InvalidArgumentError, match="must not be below"):
         log((A, 0), (B, 2), (C, 1))
     with pytest.raises(InvalidArgumentError, match="repeats"):
         log((A, 0), (B, 2), (A, 3))

@@ -164,7 +164,7 @@ def test_contradicting_fields_are_named() -> None:
 
 def test_what_is_not_known_is_ignored_and_a_newer_format_is_not() -> None:
     assert Position.from_document(AT_434.to_document() | {"note": 1}) == AT_434
-    with pytest.raises(PositionDamagedError, match="format 2"):
+    with pytest.raises(PositionDamagedError, match="must be 1"):
         Position.from_document(AT_434.to_document() | {"format": 2})
     with pytest.raises(PositionDamagedError, match="object"):
         Position.from_document([])  # type: ignore[arg-type]

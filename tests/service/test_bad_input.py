@@ -46,25 +46,25 @@ def bad_blocks() -> list[tuple[str, types.Block, str]]:
         ("wrong table CRC", wrong_table_crc, "CRC32C"),
         ("torn column", torn, "CRC32C"),
         ("offsets that fall", lie(key_offsets=i4(0, 3, 2)), "fall"),
-        ("counts that disagree", lie(runs=make_runs([1], [9])), "counts 9 rows"),
-        ("empty key", lie(key_offsets=i4(0, 0, 2)), "key of 0 bytes, a key has 1 to 4096"),
+        ("counts that disagree", lie(runs=make_runs([1], [9])), "run table are 9"),
+        ("empty key", lie(key_offsets=i4(0, 0, 2)), "key is 0 bytes; must be 1 to 4096"),
         (
             "long key",
             lie(key_offsets=i4(0, 1, 4098), keys=b"k" * 4098),
-            "4097 bytes, a key has 1 to 4096",
+            "4097 bytes; must be 1 to 4096",
         ),
         (
             "long value",
             lie(value_offsets=i4(0, 0, big), values=b"v" * big),
-            f"{big} bytes, the limit is 20971520",
+            f"{big} bytes; must be at most 20971520",
         ),
         (
             "partition out of range",
             lie(runs=make_runs([1024], [2])),
-            "partition 1024 is out of range",
+            "partition is 1024; must be 0 to 1023",
         ),
         ("no rows", block_to_message(sealed(empty_block())), "no rows"),
-        ("seqnos in a write", lie(seqnos=np.array([1, 2], "<u4").tobytes()), "server gives them"),
+        ("seqnos in a write", lie(seqnos=np.array([1, 2], "<u4").tobytes()), "server assigns them"),
     ]
 
 
@@ -81,7 +81,7 @@ async def test_bad_writes_are_refused_and_the_call_goes_on(target: str) -> None:
             assert words in result.refused.message, (what, result.refused.message)
             assert not result.refused.retriable
         await writer.send_block(block_to_message(two_rows()), durability=9)
-        assert "durability 9 is unknown" in (await writer.result()).refused.message
+        assert "durability is 9; must be" in (await writer.result()).refused.message
         assert await client.partitions() == before
         result = await writer.write([(b"a", b"1"), (b"b", b"2")])
         assert list(seqnos_of(result).values()) == [(0, 1), (0, 1)]
@@ -109,7 +109,7 @@ async def test_a_write_that_misses_the_one_before_it_is_refused(
         before = await client.partitions()
         result = await writer.write([(b"a", b"3")], number=3, previous=2)
         assert (result.refused.reason, result.refused.retriable) == ("WRITE_OUT_OF_ORDER", True)
-        assert "names 2 as the number before it, this call's last was 1" in result.refused.message
+        assert "names 2 as the number before it; this call's last was 1" in result.refused.message
         assert await client.partitions() == before
         assert not (await writer.write([(b"a", b"2")], number=12)).HasField("refused")
         assert not (await writer.write([(b"a", b"3")], number=13)).HasField("refused")
@@ -128,7 +128,7 @@ async def test_bad_unary_requests(target: str) -> None:
     async with RawClient(target) as client:
         error = await failing(client.hello({1024: None}))
         assert (error.reason, error.retriable) == ("INVALID_ARGUMENT", False)
-        assert "partition is 1024, it must be from 0 to 1023" in error.message
+        assert "partition is 1024; must be 0 to 1023" in error.message
         error = await failing(client.hello({5: 0}))
         assert "failover id is 0" in error.message
         error = await failing(client.hello({5: None}, bucket="nowhere"))
@@ -141,7 +141,7 @@ async def test_bad_unary_requests(target: str) -> None:
         other = wire.HelloRequest(bucket="default", bucket_version=1)
         error = await failing(client.changes.Hello(other))
         assert error.reason == "BUCKET_GONE"
-        assert "created anew" in error.message
+        assert "created again" in error.message
         error = await failing(client.partitions(2000))
         assert "2000" in error.message
         error = await failing(client.logs(5, 5))
@@ -164,7 +164,7 @@ async def test_a_bad_start_refuses_that_partition_only(target: str) -> None:
         ]
         words = [a.refused.message for a in answers[:3]]
         assert "partition is 1024" in words[0]
-        assert f"seqno is {2**48}, it must be from 0 to {2**48 - 1}" in words[1]
+        assert f"seqno is {2**48}; must be 0 to {2**48 - 1}" in words[1]
         assert "failover id is 0" in words[2]
         assert all(not a.refused.retriable for a in answers[:3])
         # A client that lost its id but kept data claims a history nobody verified.
@@ -219,7 +219,7 @@ async def test_what_makes_no_sense_ends_the_call_with_its_reason(
     ("options", "words"),
     [
         ({"bucket": "nowhere"}, "no bucket 'nowhere'"),
-        ({"bucket_version": 5}, "created anew"),
+        ({"bucket_version": 5}, "created again"),
         ({"heartbeat_seconds": 0.001}, "heartbeat interval is 0.001"),
         ({"stability": 9}, "stability 9"),
         ({"consumer": "x" * 201}, "201 bytes"),

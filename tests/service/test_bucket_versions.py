@@ -1,4 +1,4 @@
-"""What consumers and writers of a bucket that was dropped learn, whether it was created anew or not."""
+"""What consumers and writers of a bucket that was dropped learn, whether it was created again or not."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ async def test_positions_of_a_dropped_bucket_roll_back_to_0(target: str, tmp_pat
         made = await client.admin.create_bucket("orders")
         await client.bucket("orders").write_many(list(new.items()))
 
-        with pytest.raises(RollbackError, match="created anew"):
+        with pytest.raises(RollbackError, match="created again"):
             async with client.bucket("orders").changes(resume=FilePositions(path)) as changes:
                 await anext(changes)
         unchanged = FilePositions(path).load(range(1024))
@@ -172,7 +172,7 @@ async def test_a_writer_does_not_go_over_to_the_new_bucket(target: str) -> None:
             await bucket.set(b"a", b"2")
         with pytest.raises(BucketGoneError):
             await bucket.set(b"a", b"3")
-        with pytest.raises(BucketGoneError, match="created anew"):
+        with pytest.raises(BucketGoneError, match="created again"):
             await hello(bucket, {1: None})
         assert (await client.admin.buckets())[1].mutations == 0
         await client.bucket("orders").set(b"a", b"4")
@@ -200,7 +200,7 @@ async def test_positions_of_a_bucket_of_another_name_are_an_error_that_changes_n
             before = store().load(range(1024))
             assert {position.bucket for position in before.values()} == {"orders"}
             for policy in policies:
-                with pytest.raises(PositionBucketError, match="'orders', not of 'people'") as told:
+                with pytest.raises(PositionBucketError, match="'orders'; must be 'people'") as told:
                     async with client.bucket("people").changes(
                         resume=store(), on_rollback=policy
                     ) as changes:

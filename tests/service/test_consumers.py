@@ -161,7 +161,7 @@ def _entries(environment: lmdb.Environment, table: Any) -> int:
 @pytest.mark.parametrize(
     ("position", "words"),
     [
-        ((1024, 1), "partition 1024"),
+        ((1024, 1), "partition of an Ack is 1024"),
         ((PARTITION, 2**48), str(2**48)),
         ((PARTITION, 11), "seqno 11, it was sent up to 10"),
     ],

@@ -252,12 +252,12 @@ async def test_a_lease_holds_for_as_long_as_something_is_heard(target: str) -> N
 @pytest.mark.asyncio
 async def test_what_an_open_may_not_say(target: str) -> None:
     wrong: dict[str, dict[str, Any]] = {
-        "a lease of 0.5 seconds, it is 1 to 3600": {"member": "a", "lease_seconds": 0.5},
-        "a lease of 3601.0 seconds": {"member": "a", "lease_seconds": 3601.0},
-        "a lease of nan seconds": {"member": "a", "lease_seconds": float("nan")},
+        "lease is 0.5 s; must be 1 to 3600": {"member": "a", "lease_seconds": 0.5},
+        "lease is 3601.0 s": {"member": "a", "lease_seconds": 3601.0},
+        "lease is nan s": {"member": "a", "lease_seconds": float("nan")},
         "without a member": {"lease_seconds": 5.0},
         "control characters": {"member": "a\n"},
-        "member 'a' of no consumer": {"member": "a", "consumer": ""},
+        "member 'a' has no consumer": {"member": "a", "consumer": ""},
     }
     async with RawClient(target) as client:
         for words, options in wrong.items():
@@ -283,7 +283,7 @@ async def test_what_an_open_may_not_say(target: str) -> None:
         await assigned(a)
         assert "is a group" in (await problem(client.follow(consumer=NAME))).message
         await a.send(release=wire.Release(partitions=range(PARTITIONS + 1)))
-        assert "limit is 1024" in (await a.until("ended")).ended.problem.message
+        assert "must be at most 1024" in (await a.until("ended")).ended.problem.message
 
 
 @pytest.mark.asyncio

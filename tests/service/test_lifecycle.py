@@ -92,7 +92,7 @@ def test_a_directory_of_another_format_is_refused(
     mark.write_text(json.dumps({**json.loads(mark.read_text()), "format": told}))
     (tmp_path / "data").symlink_to(server.data)
     line = refused(tmp_path)
-    assert f"has format {told}, this program knows format 3" in line
+    assert f"is {told}; must be 3" in line
     assert way_out in line
 
 

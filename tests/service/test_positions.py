@@ -235,7 +235,7 @@ async def test_a_position_above_the_high_seqno_is_refused_by_name(
         generation = await own(client)
         error = await problem(save(client, generation, position(0, partition=3), position(11)))
         assert error.reason == "INVALID_ARGUMENT"
-        assert "partition 9 is at seqno 11, its high seqno is 10" in error.message
+        assert "partition 9 is at seqno 11; must be at most its high seqno 10" in error.message
         assert await load(client) == {}
         assert await save(client, generation, position(10)) == []
 
@@ -253,9 +253,13 @@ async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
         "named twice": [position(1), position(2)],
         str(2**48): [position(2**48)],
         "horizon is 1": [position(5, horizon=1)],
-        "markers reach 6": [position(5, markers=[6])],
-        "65 markers, the limit is 64": [position(9, markers=range(65))],
-        "1001 failover records, the limit is 1000": [position(9, failover_log=log_of(1001))],
+        "markers is 6": [position(5, markers=[6])],
+        "markers in the position of partition 9 are 65; must be at most 64": [
+            position(9, markers=range(65))
+        ],
+        "failover records in the position of partition 9 are 1001; must be at most 1000": [
+            position(9, failover_log=log_of(1001))
+        ],
         "failover id is 0": [position(5, failover_id=0)],
     }
     async with RawClient(target) as client:

@@ -152,7 +152,7 @@ async def test_who_finds_no_memory_waits_for_a_flush(
         for i in range(20):
             await host.producers.open(b"stays %d" % i)
 
-    with pytest.raises(TooManyError, match="the limit is 5000"):
+    with pytest.raises(TooManyError, match="must be at most 5000"):
         await stay()
 
 

@@ -86,7 +86,7 @@ async def test_a_value_above_the_server_s_limit_is_refused(server_process: Start
         writer = await raw.writer()
         result = await writer.write([(b"a", b"v"), (b"b", b"v" * 1001)])
         assert result.refused.reason == "INVALID_ARGUMENT"
-        assert "1001 bytes, the limit of this server is 1000" in result.refused.message
+        assert "1001 bytes; must be at most 1000" in result.refused.message
         assert not result.refused.retriable
         rows = [(b"%d" % number, b"v" * 1000) for number in range(3)]
         assert not (await writer.write(rows)).HasField("refused")

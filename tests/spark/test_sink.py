@@ -169,7 +169,7 @@ def test_bad_options_are_refused_when_the_writer_is_made(more: dict[str, str], n
 BAD_ROWS = [
     ("upsert", (b"\xab\xcd", None), "BAD_ROW", "value of key abcd is null"),
     ("upsert", (None, b"1"), "BAD_ROW", "the key of row 3 is null"),
-    ("upsert", (b"", b"1"), "BAD_ROW", "key '' has 0 bytes, a key has 1 to 4096"),
+    ("upsert", (b"", b"1"), "BAD_ROW", "key '' is 0 bytes; must be 1 to 4096"),
     ("upsert", (b"k" * 4097, b"1"), "BAD_ROW", f"key {'6b' * 16}... has 4097 bytes"),
     ("upsert", (b"big", bytes(20 * 2**20 + 1)), "BAD_ROW", "value of key 626967 has 20971521"),
     ("apply", ("set", b"\xab", None), "BAD_ROW", "value of key ab is null and its op is set"),

@@ -478,7 +478,7 @@ def test_a_directory_in_use_or_foreign_is_refused(closed: Closed, tmp_path: Path
         check_directory(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     (closed.path / "upr-stream.json").write_text('{"program": "upr-stream", "format": 99}')
-    with pytest.raises(DataDirectoryError, match="format 99"):
+    with pytest.raises(DataDirectoryError, match="is 99; must be"):
         check_directory(closed.path)
 
 
@@ -486,7 +486,7 @@ def test_a_newer_store_is_not_judged(closed: Closed) -> None:
     text = b'{"format": 99, "name": "default", "version": "1"}'
     change(closed, b"meta", b"identity", keyspace.seal(text, b"identity"))
     report = checked(closed)
-    assert "has format 99" in report.unusable
+    assert "is 99; must be" in report.unusable
     assert report.findings == []
 
 

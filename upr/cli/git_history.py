@@ -197,18 +197,18 @@ class GitHistory:
         blob: bytes | None = None
         skipped: Skipped | None = None
         if entry.new_mode == _GITLINK:
-            skipped = self._skip(entry, "a gitlink, it has no content here", limit=False)
+            skipped = self._skip(entry, "gitlink without content here", limit=False)
         elif _has_blob(entry):
             size = self._blob_size(entry, blobs)
             if size > self._value_bytes_max:
                 _discard(blobs, size + 1)
-                words = f"a blob of {size} bytes, the limit is {self._value_bytes_max}"
+                words = f"blob is {size} bytes; must be at most {self._value_bytes_max}"
                 skipped = self._skip(entry, words, limit=True)
             else:
                 blob = self._read_blob(entry, size, blobs)
         if blob is not None and len(entry.path) > KEY_BYTES_MAX:
             blob = None
-            words = f"a path of {len(entry.path)} bytes, the limit is {KEY_BYTES_MAX}"
+            words = f"path is {len(entry.path)} bytes; must be at most {KEY_BYTES_MAX}"
             skipped = self._skip(entry, words, limit=True)
         was_there = (
             entry.old_mode not in (_ABSENT, _GITLINK)

@@ -1,9 +1,9 @@
 """The bucket: numbers mutations, hands out commits and flushes, and wakes followers.
 
 Everything here runs to completion in one thread. Work for the disk is handed out as a value (a Commit, a FlushPlan) and
-reported back when it is done; the bucket goes on in between.
+reported back when it is done; the bucket serves requests in between.
 
-A FlushPlan holds the oldest of what the tail held durably when the flush began. Its ``prepare`` and ``merge`` may run in
+A FlushPlan holds the oldest durable entries of the tail when the flush began. Its ``prepare`` and ``merge`` may run in
 another thread: they read entries, which never change, and nothing else of the engine.
 """
 
@@ -41,13 +41,13 @@ from upr_protocol.wire.codec import check_encoded, encode_block
 
 @dataclass(slots=True)
 class FlushPlan:
-    """What one flush stores.
+    """Plan of a flush: the entries it stores, and how.
 
     Attributes:
         entries: durable entries from the tail's beginning, oldest first.
         stored: each partition's stored high, uint64, shape (1024,); advanced slice by slice.
         logs: the partitions' failover logs when the flush began.
-        compress: what is made of each block before it is stored.
+        compress: applied to each block before it is stored.
     """
 
     entries: Sequence[TailEntry]
@@ -78,26 +78,26 @@ class FlushPlan:
         return merged
 
     def producer_rows(self, part: FlushSlice, merged: Merged) -> dict[bytes, ProducerNumbers]:
-        """Return what the store must know of producers once the slice is stored."""
+        """Return the producer rows to store with the slice."""
         assert self._producers is not None
         return self._producers.of(part.first, part.last, merged.ends)
 
 
 COMMIT_BYTES = 32 * 2**20
-"""A commit takes no more than this, so that one fsync stays bounded."""
+"""Most bytes of a commit, so that the time of one fsync is bounded."""
 FLUSH_BYTES = 24 * 2**20
-"""A flush takes no more than this at a time: while it works it holds the rows once more."""
+"""Most bytes of a flush, because it holds a second copy of the rows."""
 
 
 @dataclass(slots=True)
 class Written:
-    """The outcome of a Write.
+    """Outcome of a Write.
 
     Attributes:
         runs: what was applied, with the seqnos given.
         failover_ids: uint64, one a run.
         entry: durable when the tail's ``durable`` is above it; -1: durable already.
-        duplicate: nothing was applied now.
+        duplicate: whether the whole Write had been applied before.
         refused: why partitions did not take their part; when all of them refused, ``runs`` is empty.
     """
 
@@ -109,41 +109,41 @@ class Written:
 
 
 class OpenFollower(Protocol):
-    """What a bucket, its purges and its operators know of an open Follow call: a ``follower.Follower``."""
+    """Open Follow call as the bucket, purges and operators see it: a ``follower.Follower``."""
 
     generation: int
     seat: Seat | None
 
     @property
     def options(self) -> FollowOptions:
-        """What the call asked for."""
+        """Return the options of the call."""
 
     @property
     def name(self) -> str:
-        """How operators know it."""
+        """Return the name for operators."""
 
     @property
     def peer(self) -> str:
-        """Where it comes from."""
+        """Return the peer's address."""
 
     def wake(self) -> None:
-        """There may be something to send again."""
+        """Tell the call that a frame may be ready."""
 
     def passed(self) -> U64:
         """Return up to where each partition's tombstones are passed, shape (1024,)."""
 
     def stream_counts(self) -> tuple[int, int]:
-        """Return how many streams are open, and how many of them go on from the store."""
+        """Return how many streams are open, and how many of them read the store."""
 
     def take_away(self, partitions: Sequence[int]) -> None:
-        """End the streams of partitions, in this step: they are not the member's any more."""
+        """End the streams of partitions that the member lost, in this step."""
 
     def end_call(self, why: EndReason) -> None:
         """End all streams and the call."""
 
 
 class Bucket:
-    """The state of one bucket.
+    """State of one bucket.
 
     Args:
         identity: name and version.
@@ -168,35 +168,34 @@ class Bucket:
         self.cuts = Cuts()
         self._producers: dict[bytes, Producer] = {}
         self.producer_memory = 0
-        """About how many bytes the producers in memory take, see PRODUCER_MEMORY_BYTES."""
+        """Approximate bytes of the producers in memory, see PRODUCER_MEMORY_BYTES."""
         self._next_commit = next_commit
         self._flush_end: int | None = None
         self.purging: U64 = np.zeros(PARTITIONS, np.uint64)
         """The purge seqno that is being stored, 0 where none is: see ``purging``."""
         self.purge_raises = 0
-        """How often purge seqnos were raised, so that followers see at a glance whether to look."""
+        """Number of raises of purge seqnos; a follower compares it to see whether to look at all."""
         self.raised_last = np.zeros(PARTITIONS, np.int64)
-        """Which of these raises was the last one of each partition."""
+        """Number of the last raise of each partition."""
 
     # Writing
 
     def open_producer(self, name: bytes, last_number: int | None) -> ProducerCall:
-        """Register a Write call of a producer; ``close_producer`` is to follow.
+        """Register a Write call of a producer; the caller must call ``close_producer`` at its end.
 
         Args:
-            last_number: the largest that the store knows, read since the tail was last shortened; None if it was not
-                asked.
+            last_number: the largest in the store, read since the tail was last shortened; None if not read.
 
         Raises:
-            TooManyError: producers take all the memory that there is for them.
+            TooManyError: the memory for producers is full.
         """
         producer = self._producers.get(name)
         if producer is None:
             size = producer_bytes(name)
             if self.producer_memory + size > PRODUCER_MEMORY_BYTES:
                 raise TooManyError(
-                    f"{len(self._producers)} producers take {self.producer_memory} bytes of memory, "
-                    f"the limit is {PRODUCER_MEMORY_BYTES}",
+                    f"memory of {len(self._producers) + 1} producers would be {self.producer_memory + size} bytes; "
+                    f"must be at most {PRODUCER_MEMORY_BYTES}",
                     hint="write through fewer clients, or without a producer name; what is stored needs no memory",
                 )
             producer = self._add_producer(name)
@@ -212,7 +211,7 @@ class Bucket:
         return producer
 
     def close_producer(self, call: ProducerCall) -> None:
-        """A Write call of a producer ended."""
+        """Record the end of a producer's Write call."""
         call.producer.calls -= 1
         self._drop_if_idle(call.name, call.producer)
 
@@ -222,7 +221,7 @@ class Bucket:
             self.producer_memory -= producer_bytes(name)
 
     def knows_producer(self, name: bytes) -> bool:
-        """Whether the store need not be asked about a producer."""
+        """Return whether memory has all of a producer, so that the store need not be read."""
         producer = self._producers.get(name)
         return producer is not None and producer.loaded
 
@@ -242,7 +241,7 @@ class Bucket:
             call: from ``open_producer``; None writes without protection against repetition.
             number: the Write's number, from 1; 0 without a producer.
             now: microseconds since the epoch.
-            stored: what the store knows of the producer by partition, read since the tail was last shortened. Needed
+            stored: the producer's rows in the store by partition, read since the tail was last shortened. Needed
                 for a number that is not above the producer's last.
 
         Raises:
@@ -258,7 +257,7 @@ class Bucket:
         elif call is not None and number >= FIRST_PLACE_NUMBER:
             call.producer.check_place(number, {})
         if self.failure is not None:
-            # Raised again and again it would gather the frames, with their blocks, of everybody who wrote.
+            # Without its traceback: raised again and again, it would keep the frames of all callers, with their blocks.
             raise self.failure.with_traceback(None)
         assert not self.proven, "the clean-shutdown proof must be gone before anything is numbered"
         if known is not None:
@@ -290,7 +289,7 @@ class Bucket:
         runs: Runs,
         stored: Mapping[int, ProducerRow] | None,
     ) -> Known:
-        """Return what of a write was applied before; ``stored`` as in ``write``.
+        """Return the parts of a write that were applied before; ``stored`` as in ``write``.
 
         A stored row whose seqnos are not on the partition's failover log was undone with them.
 
@@ -319,7 +318,7 @@ class Bucket:
         return entry, self.tail.append(entry)
 
     def _admit(self, block: Block, call: ProducerCall | None) -> tuple[Block, dict[int, UprError]]:
-        """Return what of a block can be numbered, and why the rest cannot."""
+        """Return which runs of a block can be numbered, and the errors of the others."""
         table = self.partitions
         partitions = block.runs["partition"]
         admitted = table.state[partitions] == ACTIVE
@@ -332,14 +331,14 @@ class Bucket:
             refused[partition] = table.refusal(partition)
         for partition in partitions[admitted & ~room].tolist():
             refused[partition] = SeqnoExhaustedError(
-                f"partition {partition} is at seqno {table.high[partition]}, the limit is {SEQNO_MAX}",
+                f"seqno of partition {partition} is {table.high[partition]}; must leave room for the rows below {SEQNO_MAX + 1}",
                 hint="create a new bucket and copy the data",
             )
         for partition in partitions.tolist():
             if partition in refusing and partition not in refused:
                 refused[partition] = OutOfOrderError(
                     f"partition {partition} refused an earlier write of this call",
-                    hint="open another call, and send there what was refused, under new numbers",
+                    hint="open another call, and send the refused writes there under new numbers",
                 )
         if call is not None:
             call.refusing.update(refused)
@@ -358,7 +357,7 @@ class Bucket:
     # Committing
 
     def take_commit(self) -> Commit | None:
-        """Return what is to be journalled next; None when nothing is. One commit is out at a time."""
+        """Return the next commit for the journal; None if there is none. One commit is pending at a time."""
         tail = self.tail
         if tail.taken == tail.end or self.failure is not None:
             return None
@@ -376,7 +375,7 @@ class Bucket:
         return commit
 
     def commit_done(self, commit: Commit) -> None:
-        """Take note that a commit is on disk: its rows are durable."""
+        """Record that a commit is on disk: its rows are durable."""
         self._became_durable(self.tail.mark_durable(len(commit.entries)))
         self._wake(memory=False)
 
@@ -387,18 +386,19 @@ class Bucket:
             self.markers.became_durable([entry.runs for entry in entries])
 
     def fail(self, error: StorageFailedError) -> None:
-        """Take no more writes: what the disk holds is not known any more."""
+        """Refuse all writes: the state of the disk is unknown."""
         self.failure = error
         for follower in self.followers:
-            # Who waits for what cannot become durable any more is to learn it.
+            # Wake the followers, so that streams that wait for durable rows end.
             follower.wake()
 
     # Flushing
 
     def begin_flush(self) -> FlushPlan | None:
-        """Return the oldest of what the tail holds durably, to be stored, at most about FLUSH_BYTES.
+        """Return a plan to store the oldest durable entries, at most about FLUSH_BYTES.
 
-        It ends where a cut was made: no stored block may go across a pin. None when there is nothing or a flush is out.
+        It ends at a fence, because no stored block may cross a pin. None when there is nothing to flush, or a flush is
+            pending.
         """
         tail = self.tail
         if self._flush_end is not None or tail.durable == tail.first:
@@ -410,7 +410,7 @@ class Bucket:
         return FlushPlan(entries, self.partitions.stored.copy(), list(self.partitions.logs))
 
     def flush_rows(self, merged: Merged) -> dict[int, PartitionRow]:
-        """Return the partitions' rows as they must be stored with a merged slice."""
+        """Return the partitions' rows to store with a slice."""
         table = self.partitions
         return {
             p: table.row(p, table.stored_with(p, end, merged.horizons[p]))
@@ -418,13 +418,13 @@ class Bucket:
         }
 
     def slice_stored(self, merged: Merged) -> None:
-        """Take note that a slice is in the store: the tail's copy of it counts no more."""
+        """Record that a slice is in the store: readers use it from now on."""
         table = self.partitions
         for p, end in merged.ends.items():
             table.set_stored(p, *table.stored_with(p, end, merged.horizons[p]))
 
     def end_flush(self, complete: bool) -> int:
-        """Drop what was stored whole, and return the commit number through which the journal can go.
+        """Drop the entries that are stored completely; return the commit number up to which journal segments can go.
 
         An incomplete flush drops nothing; the next one begins where it stopped.
         """
@@ -434,7 +434,7 @@ class Bucket:
             return 0
         through = self.tail[end - 1].commit
         if end < self.tail.end and self.tail[end].commit == through:
-            # The rest of the commit is not stored yet.
+            # The commit has entries that are not stored yet.
             through -= 1
         self.tail.drop_before(end)
         for name, producer in list(self._producers.items()):
@@ -450,19 +450,19 @@ class Bucket:
         """Pin partitions as they are in this step; see ``Cuts.create``.
 
         Raises:
-            StorageFailedError: the journal failed: what is in the tail may never be durable.
+            StorageFailedError: the journal failed, so the tail may never be durable.
         """
         if self.failure is not None:
-            # Raised again and again it would gather the frames, with their blocks, of everybody who wrote.
+            # Without its traceback: raised again and again, it would keep the frames of all callers, with their blocks.
             raise self.failure.with_traceback(None)
         return self.cuts.create(name, partitions, lease, now, self.partitions, self.tail, holder)
 
     # Following
 
     def add_follower(self, follower: OpenFollower, now: int = 0) -> OpenFollower | None:
-        """Register a follower; returns the one that had its consumer name and must end.
+        """Register a follower; return the older one with its consumer name, which must end.
 
-        One that names a member takes its seat in the group; an older call of the member ends by itself.
+        A follower that names a member takes its seat in the group, which ends an older call of the member.
 
         Args:
             now: as in ``Group``; counts for members only.
@@ -488,7 +488,7 @@ class Bucket:
         return old
 
     def remove_follower(self, follower: OpenFollower, now: int = 0, *, left: bool = False) -> None:
-        """Forget a follower; ``left``: a member goes by its own wish, and gives up what it has."""
+        """Remove a follower; with ``left`` its member leaves the group and frees its partitions."""
         self.followers.discard(follower)
         if follower.seat is not None:
             self.owners.close(follower.seat, now, left=left)
@@ -501,7 +501,7 @@ class Bucket:
                 follower.wake()
 
     def recovered(self, entries: Iterable[TailEntry]) -> None:
-        """Put journalled entries into the tail at start: they are durable."""
+        """Append journalled entries to the tail at the start: they are durable."""
         for entry in entries:
             number = self.tail.append(entry)
             self.partitions.received(entry.runs)
@@ -515,8 +515,8 @@ class Bucket:
 
 
 def _is_on(log: FailoverLog, row: ProducerRow) -> bool:
-    """Whether what a producer's row tells of was not undone, as far as the log goes back."""
+    """Return whether the seqnos of a producer's row are on the failover log, so that they were not undone."""
     if log.id_at(row.end_seqno) == row.failover_id:
         return True
-    # Of the time before the oldest record kept the id is forgotten, and what was stored then is hardly ever undone.
+    # The log has no ids from before its oldest record, and rows that old are practically never undone.
     return row.end_seqno <= log.records[0].seqno and row.failover_id not in log

@@ -1,16 +1,16 @@
 """Compaction: which stored blocks to compact, and which tombstones may go.
 
-*Blocks*, size-tiered for each partition. A stretch is what was merged together. Whenever the oldest stretch is no larger
-than all that was stored after it, everything is merged, so what can be superseded is less than the oldest stretch. In
-between, a stretch that is no larger than all behind it is merged with that as soon as these are FAN_IN together: a row
-is merged again only after as much as its stretch was stored behind it, about log2(partition / flush) times at most, and
-less often than that where flushes are small. No merge goes across a pinned seqno, or past the last complete marker.
+*Blocks*, size-tiered for each partition. A stretch is a range compacted together. When the oldest stretch is no larger
+than everything stored after it, the whole partition is compacted, so superseded rows are always fewer than the oldest
+stretch. In between, a stretch no larger than all later ones is compacted with them once they are FAN_IN together. A row
+is rewritten only after as much data as its stretch was stored behind it: at most about log2(partition / flush) times,
+and less often with small flushes. No compaction crosses a pinned seqno, or the last complete marker.
 
-*Tombstones*. A tombstone that is gone can tell nobody any more. So it stays until it is old, and until every stream,
-registered consumer and cut has passed it; when it is very old, streams and consumers hold it no longer. A reader
-between 0 and the purge seqno begins again at 0: at 0 there is nothing to be deleted. While a purge is being stored,
-streams below its purge seqno read nothing of the partition: one that read the rows before, and goes on behind them
-afterwards, would keep a key whose tombstone went in between.
+*Tombstones*. A purged tombstone informs no reader. So it stays until it is old, and until every stream, registered
+consumer and cut has passed it; once it is very old, only cuts hold it. A reader between 0 and the purge seqno restarts
+at 0, where it has nothing to delete. While a purge is being stored, streams below its purge seqno read nothing of the
+partition: a stream that read rows before the purge, and the rest after it, would keep a key whose tombstone was purged
+in between.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +24,10 @@ from upr.storage.compact import Purge, PurgeLimits
 from upr_protocol.block import U64
 
 FAN_IN = 4
-"""Fewer stretches than this are not merged, but for space: each merge costs something for each block it reads."""
+"""Smallest number of stretches compacted together, except to save space: each compaction has a cost for each block it
+reads."""
 BLOCK_COST = 1024
-"""Counted on top of each block's bytes: the pages that it does not fill and the work that it makes anyway."""
+"""Bytes added to each block's size, for partly filled pages and the fixed work of a block."""
 
 
 def plan_merge(
@@ -35,7 +36,7 @@ def plan_merge(
     pinned: Sequence[int],
     settled: Iterable[tuple[int, int]] = (),
 ) -> MergeRange | None:
-    """Return what to merge next in a partition, None when its tiers are in order.
+    """Return the next range to compact in a partition; None when its tiers are in order.
 
     Args:
         heads: its stored blocks, oldest first.
@@ -65,7 +66,8 @@ def plan_whole(partition: int, heads: Sequence[Head], pinned: Sequence[int]) -> 
 def segments(heads: Sequence[Head], pinned: Sequence[int]) -> Iterator[list[Head]]:
     """Yield the blocks between pinned seqnos, oldest first.
 
-    A block across a pinned seqno, which there may be if the pin came back from the dead, is a segment of its own.
+    A block across a pinned seqno is a segment of its own. There may be one if a restart restored the pin of a released
+    cut.
     """
     segment: list[Head] = []
     for head in heads:
@@ -78,7 +80,7 @@ def segments(heads: Sequence[Head], pinned: Sequence[int]) -> Iterator[list[Head
 
 
 def _first_to_merge(tiers: Sequence[Stretch]) -> int | None:
-    """Return the first stretch that is no larger than all behind it, and has enough behind it."""
+    """Return the first stretch that is no larger than all later ones, with FAN_IN together."""
     behind = sum(_cost(tier) for tier in tiers)
     for i, tier in enumerate(tiers[:-1]):
         cost = _cost(tier)
@@ -94,11 +96,11 @@ def _cost(tier: Stretch) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PurgeAges:
-    """How old tombstones must be, in microseconds.
+    """Ages of tombstones that purging needs, in microseconds.
 
     Attributes:
-        young: below this age none goes.
-        held: from this age on only cuts hold one up.
+        young: no tombstone below this age is purged.
+        held: from this age on only cuts hold one.
     """
 
     young: int
@@ -107,7 +109,7 @@ class PurgeAges:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One that has not passed a seqno: kind is ``stream``, ``consumer`` or ``cut``."""
+    """Holder of a tombstone, which has not passed its seqno; kind is ``stream``, ``consumer`` or ``cut``."""
 
     kind: str
     name: str
@@ -115,7 +117,7 @@ class Holder:
 
 
 def purge_limits(bucket: Bucket, ages: PurgeAges, now: int) -> PurgeLimits:
-    """Return what may be purged at this moment.
+    """Return the limits of a purge at this moment.
 
     Args:
         now: microseconds since the epoch.
@@ -127,9 +129,8 @@ def purge_limits(bucket: Bucket, ages: PurgeAges, now: int) -> PurgeLimits:
 
 
 def _below_high(bucket: Bucket) -> U64:
-    """The row at the high seqno is never removed: it is what shows how far the partition got.
-
-    What is not durable does not count: after a crash the durable seqno is the high seqno.
+    """Keep the row at the high seqno, which shows the end of the partition. The durable seqno counts as the high seqno,
+    because after a crash it is.
     """
     high = bucket.partitions.durable
     return high - np.minimum(high, np.uint64(1))
@@ -143,7 +144,7 @@ def _passed_by_all(bucket: Bucket) -> U64:
 
 
 def holders(bucket: Bucket, partition: int, below: int) -> list[Holder]:
-    """Return who has not passed a seqno of a partition."""
+    """Return the holders that have not passed a seqno of a partition."""
     found = [
         Holder("stream", follower.name, int(seqno))
         for follower in bucket.followers
@@ -167,9 +168,9 @@ def begin_purge(
 ) -> dict[int, int]:
     """Raise purge seqnos, before anything is stored, and return those that were raised by partition.
 
-    Somebody may have come since the limits were taken; partitions where that matters are left out, and
-    nothing of theirs may be purged. From here on Start refuses what is below, streams between 0 and the purge
-    seqno end, and those at 0 read nothing until ``end_purge``.
+    A reader may have come since the limits were taken; partitions that it holds are left out and must not be purged.
+    From here on Start refuses seqnos below, streams between 0 and the purge seqno end, and streams at 0 read nothing
+    until ``end_purge``.
     """
     limits = purge_limits(bucket, ages, now)
     raised = {
@@ -185,13 +186,13 @@ def begin_purge(
         bucket.purge_raises += 1
         bucket.raised_last[list(raised)] = bucket.purge_raises
         for follower in bucket.followers:
-            # It sees to its streams before it does anything else.
+            # The follower ends or rewinds its streams before it does anything else.
             follower.wake()
     return raised
 
 
 def end_purge(bucket: Bucket, partitions: Iterable[int]) -> None:
-    """Let streams read on: what was to be dropped is gone, or stays."""
+    """Let streams read again: the purge is stored, or was given up."""
     ended = list(partitions)
     if not ended:
         return

@@ -1,14 +1,14 @@
-"""Consumers of a bucket: what each has acknowledged, partition by partition, and the saves of positions under way.
+"""Consumers of a bucket: acknowledged positions by partition, and pending saves.
 
 A consumer is registered by its first Ack in a call with a consumer name, or by the first position that it saves
-here. A saved position counts, for purging and for whoever asks, from when it is stored (``Saves``: in the order in which
+here. A saved position counts, for purging and for readers, once it is stored (``Saves``: in the order in which
 they were decided).
 
-What a consumer acknowledged holds purging up;
-what of it is not stored yet is handed out as a value (Changes) and stored by the service. A crash loses the
-acknowledgements of the last second: a stored position that is too low only makes purging more careful. One that
-is too high, because its consumer had just gone back, can let purging overtake the consumer, which is then rolled
-back to 0: right, though costly.
+Acknowledged positions hold purging. Those not yet stored are handed out as a value (Changes), which the service stores.
+A crash loses the
+acknowledgements of the last second: a stored position that is too low only makes purging more careful. One that is too
+high, because its consumer had just rolled back, can let purging overtake the consumer, which then rolls back to 0:
+correct, but costly.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
@@ -28,19 +28,19 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(eq=False, slots=True)
 class Save:
-    """Positions of one consumer that are to be stored together, or removed.
+    """Positions of one consumer, stored or removed in one transaction.
 
     Attributes:
         partitions: each once, shape (n,).
         failover_ids, seqnos: what they acknowledge, shape (n,).
         positions: as ``ConsumerRow.position``, n of them; None to remove what there is.
-        time: when they were handed in, microseconds since the epoch.
-        acknowledged: what counts of the seqnos: less where the consumer has gone back since, shape (n,).
-        newest: where the consumer has acknowledged nothing since, which counts more, shape (n,).
-        under_way: whether it was handed to the store.
-        void: whether the consumer was forgotten meanwhile: none of it counts.
-        ended: whether it is stored, or given up.
-        failure: why it could not be stored.
+        time: when the request arrived, microseconds since the epoch.
+        acknowledged: seqnos that count, lower where the consumer has rolled back since, shape (n,).
+        newest: where no later acknowledgement of the consumer replaces it, shape (n,).
+        under_way: whether the store has begun to write it.
+        void: whether the consumer was forgotten since: nothing of the save counts.
+        ended: whether it is stored or has failed.
+        failure: the error of the store, if it failed.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Save:
         self.newest = np.ones(len(self.partitions), bool)
 
     def rows(self) -> dict[tuple[bytes, int], ConsumerRow | None]:
-        """Return what is to be written; None for rows to be removed."""
+        """Return the rows to write; None for a row to remove."""
         key, partitions = self.name.encode(), self.partitions.tolist()
         if self.positions is None:
             return dict.fromkeys(((key, p) for p in partitions), None)
@@ -79,10 +79,10 @@ class _Taker(Protocol):
 
 
 class Saves:
-    """The saves of a bucket that are not stored yet.
+    """Pending saves of a bucket, in the order of the decisions.
 
     Args:
-        consumers: takes them in when they are.
+        consumers: receive a save once it is stored.
     """
 
     def __init__(self, consumers: _Taker) -> None:
@@ -90,7 +90,7 @@ class Saves:
         self._waiting: list[Save] = []
 
     def add(self, save: Save) -> None:
-        """Put a save behind those that there are.
+        """Append a save.
 
         Raises:
             TooManyError: its consumer is not registered, and CONSUMERS_MAX others are.
@@ -104,7 +104,7 @@ class Saves:
         return [save for save in self._waiting if save.name == name]
 
     def went_back(self, name: str, partitions: I64, newest_ids: U64, seqnos: U64) -> None:
-        """A consumer has opened streams: of what it is saving under these ids no more counts than where they begin."""
+        """Lower what pending saves under these ids count for, to where the consumer has opened streams."""
         for save in self.of(name):
             _, here, there = np.intersect1d(save.partitions, partitions, return_indices=True)
             current = save.failover_ids[here] == newest_ids[there]
@@ -113,13 +113,13 @@ class Saves:
             save.acknowledged[here] = np.minimum(save.acknowledged[here], seqnos[there])
 
     def overtaken(self, name: str, partitions: I64) -> None:
-        """A consumer has acknowledged in partitions what counts more than what it is saving of them."""
+        """Record that newer acknowledgements replace pending saves of these partitions."""
         for save in self._waiting:
             if save.name == name:
                 save.newest &= ~np.isin(save.partitions, partitions)
 
     def void(self, name: str) -> _Mask:
-        """Have none of a consumer's saves count; returns the partitions that they may leave rows of."""
+        """Void a consumer's saves; return the partitions of which they may leave rows."""
         left = np.zeros(PARTITIONS, bool)
         voided = self.of(name)
         for save in voided:
@@ -141,14 +141,14 @@ class Saves:
         return taken
 
     def stored(self, saves: Sequence[Save]) -> None:
-        """Take note that saves are in the store."""
+        """Record that saves are in the store."""
         self._end(saves)
         for save in saves:
             if not save.void:
                 self._consumers.take_saved(save)
 
     def failed(self, saves: Sequence[Save], why: BaseException) -> None:
-        """Give saves up: nothing of them was stored."""
+        """Fail saves of which nothing was stored."""
         self._end(saves)
         for save in saves:
             save.failure = why
@@ -160,7 +160,7 @@ class Saves:
 
 
 def rows_of(saves: Sequence[Save]) -> dict[tuple[bytes, int], ConsumerRow | None]:
-    """Return the rows of several saves; of two of the same the later one counts."""
+    """Return the rows of several saves; the later of two rows with one key counts."""
     rows: dict[tuple[bytes, int], ConsumerRow | None] = {}
     for save in saves:
         rows.update(save.rows())
@@ -178,18 +178,16 @@ def read_positions(data: bytes) -> tuple[I64, U64]:
     """
     if len(data) % POSITION.itemsize or len(data) > PARTITIONS * POSITION.itemsize:
         raise InvalidArgumentError(
-            f"an Ack of {len(data)} bytes, a position takes {POSITION.itemsize} and there are at most {PARTITIONS}"
+            f"Ack is {len(data)} bytes; must be a multiple of {POSITION.itemsize}, for at most {PARTITIONS} positions"
         )
     table = np.frombuffer(data, POSITION)
     partitions, seqnos = table["partition"].astype(np.int64), table["seqno"].astype(np.uint64)
     if (partitions >= PARTITIONS).any():
         worst = int(partitions.max())
-        raise InvalidArgumentError(
-            f"an Ack of partition {worst}, partitions are 0 to {PARTITIONS - 1}"
-        )
+        raise InvalidArgumentError(f"partition of an Ack is {worst}; must be 0 to {PARTITIONS - 1}")
     if (seqnos > SEQNO_MAX).any():
         worst = int(seqnos.max())
-        raise InvalidArgumentError(f"an Ack of seqno {worst}, the largest seqno is {SEQNO_MAX}")
+        raise InvalidArgumentError(f"seqno of an Ack is {worst}; must be at most {SEQNO_MAX}")
     return partitions, seqnos
 
 
@@ -203,16 +201,16 @@ def _no_partition() -> _Mask:
 
 @dataclass(slots=True)
 class Consumer:
-    """One registered consumer.
+    """A registered consumer.
 
     Attributes, each but the first of shape (1024,):
-        generation: of the ownership under which it acknowledged or saved last.
+        generation: the ownership under which it last acknowledged or saved.
         known: where it has acknowledged or saved.
-        seqno, failover_id: uint64, everything up to this seqno is safe with it, acknowledged under this id.
-        time: uint64, when it was acknowledged, microseconds since the epoch; now and then also when it was in use.
-        dirty: where that is not stored yet.
+        seqno, failover_id: uint64, the acknowledged seqno, and the id under which it was acknowledged.
+        time: uint64, when it was acknowledged or last seen in use, microseconds since the epoch.
+        dirty: where these are not stored yet.
 
-        saved: where it has saved a position: the store has it, memory has not.
+        saved: where it has saved a position, which only the store holds.
     """
 
     generation: int
@@ -225,7 +223,7 @@ class Consumer:
 
     @property
     def last_ack_time(self) -> int:
-        """When it acknowledged last, or was seen in use; microseconds since the epoch. 0 when that is not known."""
+        """Return when it last acknowledged or was seen in use, microseconds since the epoch; 0 if unknown."""
         return int(self.time.max())
 
     def passed(self, newest_id: U64) -> U64:
@@ -240,13 +238,13 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Copies of what is to be stored: positions by name, and partitions whose rows are to be removed."""
+    """Changes to store: copies of positions by name, and partitions whose rows go."""
 
     removed: Mapping[str, I64]
     written: Mapping[str, tuple[int, I64, U64, U64, U64]]
 
     def rows(self) -> dict[tuple[bytes, int], ConsumerRow | None]:
-        """Return the rows to be written; None for those to be removed."""
+        """Return the rows to write; None for a row to remove."""
         rows: dict[tuple[bytes, int], ConsumerRow | None] = {}
         for name, partitions in self.removed.items():
             rows.update(dict.fromkeys(((name.encode(), p) for p in partitions.tolist()), None))
@@ -259,9 +257,9 @@ class Changes:
 
 
 class Consumers:
-    """All registered consumers of one bucket, at most CONSUMERS_MAX.
+    """Registered consumers of one bucket, at most CONSUMERS_MAX.
 
-    The Acks of a further name are not kept, so that purging may overtake it; its call goes on.
+    Acks of further names are not kept, so purging may overtake them; their calls continue.
     """
 
     def __init__(self) -> None:
@@ -291,20 +289,20 @@ class Consumers:
             consumer.saved[partition] = bool(row.position)
 
     def get(self, name: str) -> Consumer | None:
-        """Return a registered consumer."""
+        """Return a registered consumer, or None."""
         return self._consumers.get(name)
 
     @property
     def newest_generation(self) -> int:
-        """The largest generation of all of them."""
+        """Return the largest generation of all consumers."""
         return max((consumer.generation for consumer in self._consumers.values()), default=0)
 
-    # What consumers do
+    # Acknowledgements and expiry
 
     def started(self, name: str, partitions: I64, newest_ids: U64, seqnos: U64) -> None:
-        """Have positions come down to where streams were opened, if they are above: their consumer went back.
+        """Lower positions to where streams were opened: their consumer rolled back.
 
-        So too those that it is saving: what they say is stored, and counts from there.
+        Pending saves too: they are stored as they are, and count for less.
         """
         self.saves.went_back(name, partitions, newest_ids, seqnos)
         consumer = self._consumers.get(name)
@@ -324,7 +322,7 @@ class Consumers:
         now: int,
         generation: int = 0,
     ) -> bool:
-        """Take the newest word of a consumer; False when it is not kept, because there are CONSUMERS_MAX others.
+        """Record an Ack; False when it is not kept, because there are CONSUMERS_MAX others.
 
         Args:
             partitions: 0 to 1023; where one is named twice its last seqno counts.
@@ -359,9 +357,9 @@ class Consumers:
         return True
 
     def expire(self, before: int, now: int, used: Container[str]) -> list[str]:
-        """Forget the consumers of which nothing was heard since a time, and return their names.
+        """Expire the consumers that are idle since a time, and return their names.
 
-        Those that are in use count as heard of now and then, durably: when they go, their time begins.
+        Consumers in use get a fresh stored time now and then, so that their expiry counts from when they leave.
 
         Args:
             before, now: microseconds since the epoch.
@@ -374,7 +372,7 @@ class Consumers:
                 if last < (before + now) // 2:
                     one = np.flatnonzero(consumer.known)[:1]
                     consumer.time[one], consumer.dirty[one] = now, True
-            # Of rows that are damaged nothing is known, and a position that is being saved is used.
+            # A consumer with damaged rows has no known time; one with a pending save is in use.
             elif 0 < last < before and not self.saves.of(name):
                 gone.append(name)
         for name in gone:
@@ -383,32 +381,31 @@ class Consumers:
 
     @property
     def is_removing(self) -> bool:
-        """Whether rows of consumers that were forgotten are still to be removed."""
+        """Return whether rows of forgotten consumers are still in the store."""
         return bool(self._removed)
 
     def is_forgetting(self, name: str) -> bool:
-        """Whether rows of one that was forgotten are still to be removed."""
+        """Return whether rows of this forgotten consumer are still in the store."""
         return name in self._removed
 
-    # What is saved
+    # Saves
 
     def check_room(self, names: Set[str]) -> None:
         """Raise TooManyError where consumers that are not registered cannot all be."""
         if len(self._consumers) + len(names - self._consumers.keys()) > CONSUMERS_MAX:
             raise TooManyError(
-                f"{len(self._consumers)} consumers are registered, the limit is {CONSUMERS_MAX}",
-                hint="'upr-admin consumers forget NAME' lets go of one that is not needed",
+                f"consumers of the bucket are {len(self._consumers)}; must be below {CONSUMERS_MAX}",
+                hint="drop one that is not needed with 'upr-admin consumers forget NAME'",
                 retriable=False,
             )
 
     def take_saved(self, save: "Save") -> None:
-        """Take a save in that is stored: what it says counts from now on."""
+        """Apply a stored save: it counts from now on."""
         consumer = self._consumers.get(save.name)
         if consumer is None:
             consumer = self._consumers[save.name] = Consumer(save.generation)
         consumer.generation = max(consumer.generation, save.generation)
-        # Where the consumer has said something since, that is the newer word on what it has, and is to be stored
-        # again: its row was overwritten.
+        # A later acknowledgement counts more. The save has overwritten its row, so it must be stored again.
         counts, overtaken = save.partitions[save.newest], save.partitions[~save.newest]
         consumer.dirty[overtaken] = consumer.known[overtaken]
         consumer.dirty[counts] = False
@@ -418,7 +415,7 @@ class Consumers:
             if not consumer.known.any():
                 del self._consumers[save.name]
             return
-        # From here on it has a row in each of them, whatever was said since.
+        # The store now has a row in each of these partitions, so a later removal must cover them.
         consumer.known[save.partitions] = True
         consumer.seqno[counts] = save.acknowledged[save.newest]
         consumer.dirty[counts] = (save.acknowledged < save.seqnos)[save.newest]
@@ -426,7 +423,7 @@ class Consumers:
         consumer.time[counts] = save.time
         consumer.saved[save.partitions] = True
 
-    # What purging asks
+    # Limits for purging
 
     def limit(self, newest_id: U64) -> U64:
         """Return up to which seqno all consumers have passed each partition; NO_LIMIT where nobody has a position.
@@ -459,15 +456,15 @@ class Consumers:
                 found.append((name, seqno))
         return found
 
-    # What is to be stored
+    # Changes to store
 
     @property
     def changed(self) -> bool:
-        """Whether something is not stored yet."""
+        """Return whether changes wait to be stored."""
         return bool(self._removed) or any(c.dirty.any() for c in self._consumers.values())
 
     def take_changes(self, max_rows: int) -> Changes | None:
-        """Return, once, what is not stored yet, at most about ``max_rows`` rows; None when everything is.
+        """Return changes to store, each once, at most about ``max_rows`` rows; None when there are none.
 
         Removed rows come first and alone for a name, so that what is written after a Forget stays. At most one of
         the results may be under way at a time.
@@ -492,12 +489,12 @@ class Consumers:
         return Changes(removed, written) if removed or written else None
 
     def put_back(self, changes: Changes) -> None:
-        """Count changes as not stored again: storing them failed."""
+        """Take changes back that could not be stored."""
         for name, partitions in changes.removed.items():
             mask = self._removed.setdefault(name, _no_partition())
             mask[partitions] = True
         for name, (_, partitions, *_) in changes.written.items():
             consumer = self._consumers.get(name)
             if consumer is not None:
-                # It may have been forgotten and registered anew meanwhile, with fewer partitions.
+                # The consumer may have been forgotten and registered again since, with fewer partitions.
                 consumer.dirty[partitions] |= consumer.known[partitions]

@@ -3,8 +3,8 @@
 While a cut is held neither flush nor merge crosses its pins, and purging does not pass them. In the tail, where
 many partitions share an entry, the instant of a cut is a *fence*: an entry number that no flush goes across.
 
-A cut is held from the step that made it, so before it is durable, and until it is forgotten, so after it lost
-its name: what was pinned is given up only when no restart can bring the cut back.
+A pin takes effect before its cut is durable and is dropped only after the row is deleted, so no crash leaves a cut
+without its pin.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,15 +32,15 @@ NO_PIN = np.iinfo(np.uint64).max
 
 @dataclass(eq=False, slots=True)
 class Cut:
-    """One cut. Times are microseconds since the epoch, the lease is microseconds.
+    """A cut. Times are microseconds since the epoch, the lease is microseconds.
 
     Attributes:
         pins: by partition, ascending.
-        end_entry: everything that is pinned lies in tail entries below this number, or in the store.
-        fences: entry numbers that no flush may go across.
-        durable: whether it is in the store; until then only its maker knows of it.
-        left_out: the partitions that were asked for and could not be pinned, and why; known to its maker only.
-        holder: the peer that made it; empty for one that was there at the start.
+        end_entry: the pinned rows are in tail entries below this number, or in the store.
+        fences: entry numbers that no flush may cross.
+        durable: whether it is in the store; until then it is not listed.
+        left_out: requested partitions that could not be pinned, and why; not stored.
+        holder: the peer that created it; empty for a cut loaded at the start.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Cut:
         self.seqnos[list(self.pins)] = [pin.seqno for pin in self.pins.values()]
 
     def row(self) -> CutRow:
-        """Return what is to be stored."""
+        """Return the row to store."""
         return CutRow(self.created, self.expires, self.lease, self.pins)
 
 
 class Cuts:
-    """The cuts of one bucket."""
+    """Cuts of one bucket."""
 
     def __init__(self) -> None:
         self._named: dict[str, Cut] = {}
@@ -77,7 +77,7 @@ class Cuts:
         """Return how many cuts have a name and are durable; one whose lease has just ended may be among them."""
         return sum(cut.durable for cut in self._named.values())
 
-    # What others must respect
+    # Pins and fences
 
     def pinned(self, partition: int) -> tuple[int, ...]:
         """Return the seqnos that are pinned in a partition, ascending, each once, without 0."""
@@ -111,17 +111,17 @@ class Cuts:
         tail: Tail,
         holder: str = "",
     ) -> Cut:
-        """Pin the last complete marker of partitions as they are in this step; those that are dead are left out.
+        """Pin the last complete marker of partitions in this step; dead partitions are left out.
 
         Args:
             partitions: ascending, each once.
             lease: microseconds.
             now: microseconds since the epoch.
-            holder: the peer that asks for it.
+            holder: the requesting peer.
 
         Raises:
-            AlreadyExistsError: a cut of that name is there.
-            TooManyError: there are as many as may be, in all or of its kind or holder.
+            AlreadyExistsError: a cut has that name.
+            TooManyError: a limit is reached, of the bucket, of the kind of cut or of its holder.
             PartitionNotActiveError: none of the partitions is active or replica.
         """
         if (old := self._named.get(name)) is not None and not self._ended(old, now):
@@ -160,12 +160,12 @@ class Cuts:
         for count, most, what in limits:
             if count >= most:
                 raise TooManyError(
-                    f"the bucket has {count} {what}, the limit is {most}",
+                    f"{what} of the bucket are {count}; must be below {most}",
                     hint="release one that is not needed any more",
                 )
 
     def load(self, rows: Mapping[bytes, CutRow], tail: Tail) -> None:
-        """Take over the stored cuts at a start, and find their fences again in the tail."""
+        """Load the stored cuts at a start, and find their fences in the tail."""
         for name, row in rows.items():
             cut = Cut(name.decode(), row.created, row.expires, row.lease, row.pins, durable=True)
             cut.fences = fences_of(tail, cut.seqnos)
@@ -173,7 +173,7 @@ class Cuts:
             self._hold(cut)
 
     def renew(self, name: str, lease: int | None, now: int) -> Cut:
-        """Have a cut's lease begin anew; None for the lease it has.
+        """Renew a cut's lease; None keeps its length.
 
         Raises:
             CutNotFoundError: there is none of that name, or its lease has ended.
@@ -188,16 +188,16 @@ class Cuts:
         return cut
 
     def remove(self, name: str) -> Cut | None:
-        """Take a cut's name away and return it, None when there is none. It is held until ``forget``."""
+        """Remove a cut from the names and return it, None if there is none. Its pins hold until ``forget``."""
         return self._named.pop(name, None)
 
     def put_back(self, cut: Cut) -> None:
-        """Give a removed cut its name again, unless another has it by now or it is not held any more."""
+        """Restore the name of a removed cut, unless another has it or its pins were dropped."""
         if cut in self._held:
             self._named.setdefault(cut.name, cut)
 
     def forget(self, cut: Cut) -> None:
-        """Hold a cut no longer."""
+        """Drop a cut's pins."""
         if self._named.get(cut.name) is cut:
             del self._named[cut.name]
         if cut in self._held:
@@ -210,10 +210,10 @@ class Cuts:
         self._held.append(cut)
         self._lowest = np.minimum(self._lowest, cut.seqnos)
 
-    # Looking
+    # Queries
 
     def has(self, cut: Cut) -> bool:
-        """Whether this very cut still has its name."""
+        """Return whether this cut still has its name."""
         return self._named.get(cut.name) is cut
 
     def live(self, now: int) -> list[Cut]:
@@ -231,7 +231,7 @@ class Cuts:
 
 
 def fences_of(tail: Tail, seqnos: U64) -> tuple[int, ...]:
-    """Return the fewest entry numbers so that no range of entries between two of them goes across a pin.
+    """Return the smallest set of fences: between two of them no range of entries crosses a pin.
 
     Args:
         seqnos: the pinned seqno of each partition, shape (1024,); NO_PIN where there is none.

@@ -1,13 +1,13 @@
-"""The follower: the streams of one Follow call, how each is opened, and what it is sent next.
+"""The follower: the streams of one Follow call, how each is opened, and its next frame.
 
 A stream reads from the store while its seqno is below the partition's stored high, and from the tail above.
 Streams that read the tail from the same entry on form a group, so that a frame for all of them is taken with a
 few vectorised statements; a group that falls behind the tail goes back to the store. Nothing is queued for a
 consumer beyond its credit: the service asks for the next frame when it can send one.
 
-A start from now begins at the newest complete durable marker. A start from a time begins where that time was passed: the
-stored part of the search is made before, in a reader thread (``upr.storage.search``); what was flushed since makes
-the stream begin a little earlier, never later.
+A start from now begins at the newest complete durable marker. A start from a time begins where that time was passed. A
+reader thread searches the stored blocks first (``upr.storage.search``); a flush since then makes the stream begin a
+little earlier, never later.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +52,7 @@ from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 
 
 class Beginnings:
-    """Beginnings as they are decided in one engine step: it must not be kept for a later one.
+    """Start seqno for ``from_now`` and ``from_time``, valid within one engine step.
 
     Args:
         markers: the partitions' newest complete durable markers, shape (1024,).
@@ -64,7 +64,7 @@ class Beginnings:
         self._highs: dict[int, U64] = {}
 
     def of(self, request: StartRequest) -> int:
-        """Return the seqno at which a stream begins that has none."""
+        """Return the seqno at which a request without a position begins."""
         if request.from_time is None:
             return self.now(request.partition)
         assert isinstance(request.stored, StoredBeginning), "the store must have been searched"
@@ -77,13 +77,13 @@ class Beginnings:
     def at_time(self, partition: int, time: int, stored: StoredBeginning) -> int:
         """Return the seqno above which a stream from a time begins.
 
-        As far as commit times rise with the seqnos, no row that is there and was committed at or after the time is at or
-        below it. Where the clock was set back it is one of the places at which the time was passed. It is never
-        above the newest complete durable marker, which is also what it is where nothing was committed so late.
+        If commit times rise with seqnos, no row committed at or after the time is at or below it. If the clock was set
+        back, it is one of the seqnos at which the time was passed. It is at most the newest complete durable marker,
+        and equals that if no commit is as late.
 
         Args:
             time: microseconds since the epoch.
-            stored: what the search of the store came to, some time before this step.
+            stored: the result of searching the store before this step.
         """
         seqno = stored.seqno
         if not stored.found:
@@ -99,13 +99,13 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(slots=True)
 class PlainStarts:
-    """Starts, one item a start in each column.
+    """Start table: requests without special options as columns, one item a request.
 
     Attributes:
         partitions: 0 to 1023, each once.
         failover_ids, seqnos, data_ids, horizons: as in ``StartRequest``, 0 for an id or a horizon that is not named.
-        until_now: whether they end at what is there.
-        needs_log: whether the client is to be told the failover log: it names no id, or has nothing.
+        until_now: whether the streams end at the current seqnos.
+        needs_log: whether the answer must carry the failover log: the request names no id, or has no data.
     """
 
     partitions: I64
@@ -129,13 +129,13 @@ class PlainStarts:
         """
         if len(data) % START.itemsize or len(data) > PARTITIONS * START.itemsize:
             raise InvalidArgumentError(
-                f"a Start table of {len(data)} bytes, a record takes {START.itemsize} and there are at most {PARTITIONS}"
+                f"Start table is {len(data)} bytes; must be a multiple of {START.itemsize}, for at most {PARTITIONS} records"
             )
         table = np.frombuffer(data, START)
         partitions = table["partition"].astype(np.int64)
         if len(partitions) and int(partitions.max()) >= PARTITIONS:
             raise InvalidArgumentError(
-                f"a Start of partition {int(partitions.max())}, partitions are 0 to {PARTITIONS - 1}"
+                f"partition of a Start is {int(partitions.max())}; must be 0 to {PARTITIONS - 1}"
             )
         if len(np.unique(partitions)) < len(partitions):
             raise InvalidArgumentError("a Start table names a partition twice")
@@ -145,9 +145,9 @@ class PlainStarts:
         return cls(partitions, ids, seqnos, data_ids, horizons, until_now)
 
     def plain(self, table: Partitions) -> _Mask:
-        """Where the rules of ``answer_start`` say "started", with nothing else to be told than a record can.
+        """Return where ``answer_start`` would say "started" with an answer that fits a record.
 
-        Whatever is not sure here is decided there.
+        Doubtful requests are left to it.
         """
         p = self.partitions
         newest = table.newest_id[p]
@@ -168,7 +168,7 @@ class PlainStarts:
         return plain
 
     def requests(self, chosen: _Mask) -> list[StartRequest]:
-        """Return some of them one by one."""
+        """Return the chosen records as single requests."""
         columns = (self.partitions, self.failover_ids, self.seqnos, self.data_ids, self.horizons)
         return [
             StartRequest(
@@ -187,16 +187,16 @@ class PlainStarts:
 
 NO_END: Final = np.iinfo(np.uint64).max
 READ_PARTITIONS: Final = 64
-"""Partitions asked for in one read of the store."""
+"""Most partitions in one read of the store."""
 STEPS_AT_ONCE: Final = 4
-"""How often a frame is looked for in one step when the tail holds nothing for this follower."""
+"""Most attempts to build a frame in one step while the tail holds nothing for this follower."""
 
 
 class Follower:
-    """The streams of one Follow call, where each of them stands, and what it is sent next.
+    """Streams of one Follow call, with the position of each, and the next frame.
 
     Args:
-        wake: called when there may be something to send again.
+        wake: called when a frame may be ready again.
     """
 
     def __init__(
@@ -208,9 +208,9 @@ class Follower:
         self.on_end: Callable[[EndReason], None] | None = None
         """Called when the engine ends the call as a whole."""
         self.generation = 0
-        """Of the ownership of the consumer, for a call that names one and no member."""
+        """Generation of the ownership, for a call that names a consumer and no member."""
         self.seat: Seat | None = None
-        """The place in its group of a call that names a member."""
+        """Seat in the group, for a call that names a member."""
         self._bucket = bucket
         self._table = bucket.partitions
         self._token = np.zeros(PARTITIONS, np.uint32)
@@ -236,11 +236,11 @@ class Follower:
     # Starting and ending
 
     def start(self, requests: Sequence[StartRequest]) -> list[Answer]:
-        """Decide on each request, and open what may be opened, in this one step ("Handshake", step 3)."""
+        """Answer each request, and open the streams that may be opened, in this step ("Handshake", step 3)."""
         self._settle_purges()
         beginnings = Beginnings(self._bucket.markers.seqno, self._bucket.tail)
         refused = [self._refused(request) for request in requests]
-        # At once and not one by one: of a thousand streams that would take half of the time.
+        # All at once: one by one this would take half of the time for a thousand streams.
         again = [
             request.partition
             for request, why in zip(requests, refused, strict=True)
@@ -253,7 +253,7 @@ class Follower:
         ]
 
     def _refused(self, request: StartRequest) -> Refused | None:
-        """Return why a request cannot be answered, whatever is open."""
+        """Return the refusal of a request, without regard to the open streams."""
         table = self._table
         partition = request.partition
         try:
@@ -298,10 +298,10 @@ class Follower:
         if answer.kind == "rollback":
             return RolledBack(partition, answer, log)
         if answer.kind == "behind":
-            behind = UprError(answer.words, reason="BEHIND", retriable=True, hint="try again later")
+            behind = UprError(answer.words, reason="BEHIND", retriable=True, hint="retry later")
             return Refused(partition, behind)
         if request.chooses_beginning:
-            # Nobody may stand between 0 and the purge seqno: a reconnect would roll back to 0 what was begun there.
+            # No stream may begin between 0 and the purge seqno: after a reconnect it would roll back to 0.
             seqno = beginnings.of(request)
             request = replace(request, seqno=0 if seqno < int(table.purge[partition]) else seqno)
         if request.until_exact is not None:
@@ -311,10 +311,10 @@ class Follower:
         return self._open(request, log, high)
 
     def start_plain(self, asked: PlainStarts) -> tuple[npt.NDArray[np.void], list[StartRequest]]:
-        """Open, in this one step, those of many streams of which nothing is to be said but that they are open.
+        """Open, in this step, all streams whose answer fits a record.
 
         Returns:
-            What is to be said of them, dtype STARTED; and the other requests, for ``start``.
+            Their answers, dtype STARTED; and the other requests, for ``start``.
         """
         self._settle_purges()
         table, tail = self._table, self._bucket.tail
@@ -347,7 +347,7 @@ class Follower:
         return told, asked.requests(~plain)
 
     def _now(self) -> U64:
-        """Return what is there now of each partition, as far as its streams can come to it."""
+        """Return the newest seqno of each partition that its stream can reach now."""
         failed = self._bucket.failure is not None and not self.options.memory
         return self._table.durable if failed else self._table.high
 
@@ -382,7 +382,7 @@ class Follower:
         )
 
     def _attach(self, partition: int) -> None:
-        """Have a stream read on where its seqno lies: in the store, or in the tail."""
+        """Attach a stream to the store or the tail, whichever holds its next seqno."""
         seqno = int(self._seqno[partition])
         if seqno < int(self._table.stored[partition]):
             self._from_store[partition] = True
@@ -391,16 +391,16 @@ class Follower:
         self._groups.join([partition], self._bucket.tail.find(partition, seqno))
 
     def stop(self, partitions: Iterable[int]) -> None:
-        """End streams at the consumer's wish; what is not open is passed over."""
+        """End streams on request of the consumer; partitions without one are skipped."""
         self._end([p for p in partitions if 0 <= p < PARTITIONS], STOPPED)
 
     def take_away(self, partitions: Sequence[int]) -> None:
-        """End the streams of partitions that are not the member's any more."""
+        """End the streams of partitions that the member lost."""
         self._end(partitions, LEASE_ENDED)
         self.wake()
 
     def end_call(self, why: EndReason) -> None:
-        """End every open stream, and have the call ended."""
+        """End every open stream and the call."""
         self.end_all(why)
         if self.on_end is not None:
             self.on_end(why)
@@ -416,7 +416,7 @@ class Follower:
             self._ended.append(Ended(streams, why))
 
     def _close(self, partitions: Iterable[int]) -> list[tuple[int, int]]:
-        """Close the open ones among streams, and return them as (partition, token): their ends are to be told."""
+        """Close the open streams among these, and return them as (partition, token) for their Ended messages."""
         streams = [(p, int(self._token[p])) for p in dict.fromkeys(partitions) if self._token[p]]
         if not streams:
             return []
@@ -430,11 +430,11 @@ class Follower:
 
     @property
     def has_ended(self) -> bool:
-        """Whether ends wait to be told."""
+        """Return whether Ended messages wait."""
         return bool(self._ended)
 
     def take_ended(self) -> list[Ended]:
-        """Return, once, the ends that are to be told, oldest first."""
+        """Return the waiting ends, once, oldest first."""
         self._settle_purges()
         ended, self._ended = self._ended, []
         return ended
@@ -442,10 +442,10 @@ class Follower:
     # Acknowledging
 
     def acknowledge(self, partitions: I64, seqnos: U64, now: int) -> bool:
-        """Take the consumer's durable positions; False when they are not kept, see ``Consumers``.
+        """Record the consumer's durable positions; False when they are not kept, see ``Consumers``.
 
-        What concerns no stream that this call opened under the partition's newest id is passed over. A stream that
-        has ended is still acknowledged: its consumer stores the last frame when the end is on its way already.
+        Positions of streams that this call did not open under the partition's newest id are ignored. An ended stream
+        can still be acknowledged: its consumer may store the last frame after the end was sent.
 
         Args:
             partitions, seqnos: as from ``read_positions``.
@@ -479,21 +479,21 @@ class Follower:
 
     @property
     def name(self) -> str:
-        """How operators know it: its consumer name, or where it calls from."""
+        """Return the name for operators: the consumer's, or the peer's address."""
         return self.options.consumer or self.options.peer
 
     @property
     def peer(self) -> str:
-        """Where it calls from."""
+        """Return the peer's address."""
         return self.options.peer
 
     def passed(self) -> U64:
         """Return up to where each partition's tombstones are passed, shape (1024,).
 
-        NO_END without a stream, or with one that a purge has ended; and at seqno 0, where nothing was shown yet that
-        could be deleted.
+        NO_END without a stream, for a stream that a purge has ended, and at seqno 0, where the reader has nothing to
+        delete.
         """
-        # Below a purge that was seen to stand only streams that began at 0 behind it.
+        # Below a processed purge there are only streams that began at 0 after it.
         ended = (self._bucket.raised_last > self._settled_raises) & (
             self._seqno < self._table.purge
         )
@@ -501,7 +501,7 @@ class Follower:
         return np.where(holds, self._seqno, NO_END)
 
     def _settle_purges(self) -> None:
-        """Do what purges that have begun since the last call demand of the streams, before anything else is done.
+        """Apply the purges begun since the last call to the streams, before anything else.
 
         Not in the step in which they begin: with a thousand followers that step would take most of a second.
 
@@ -515,7 +515,7 @@ class Follower:
         self._settled_raises = bucket.purge_raises
         seqnos = self._table.purge[partitions]
         if self._reading:
-            # Whoever asked for what is being read may have ended, and another stream may begin at 0 meanwhile.
+            # The stream that asked for the pending read may have ended, and another may begin at 0 meanwhile.
             self._stale.update(partitions.tolist())
         below = (self._token[partitions] != 0) & (self._seqno[partitions] < seqnos)
         partitions, seqnos = partitions[below], seqnos[below]
@@ -532,14 +532,14 @@ class Follower:
             self._from_store[again] = True
 
     def _note_raises(self) -> None:
-        """Note what the next frame is to say of purge seqnos: before it is made, because streams may end with it."""
+        """Note the purge seqnos for the next frame, before it is built: streams may end with it."""
         if self._seen_raises == self._bucket.purge_raises:
             return
         self._seen_raises = self._bucket.purge_raises
         self._to_tell_purge |= (self._token != 0) & (self._table.purge > self._told_purge)
 
     def take_purge_seqnos(self) -> list[tuple[int, int]]:
-        """Return (partition, purge seqno) of the streams that were not told of it before the frame just made."""
+        """Return (partition, purge seqno) of the streams whose purge seqno is new with the frame just built."""
         self._note_raises()
         if not self._to_tell_purge.any():
             return []
@@ -552,7 +552,7 @@ class Follower:
     # Reading the store
 
     def next_read(self) -> tuple[list[ReadRequest], int] | None:
-        """Return what to read from the store next and at most how many bytes; None when nothing is to be."""
+        """Return the next read of the store and its byte limit; None when no stream needs one."""
         self._settle_purges()
         if self._reading or self._ready:
             return None
@@ -568,7 +568,7 @@ class Follower:
         return requests, min(FRAME_BYTES, left)
 
     def feed(self, results: Sequence[ReadResult]) -> None:
-        """Take what was read; results of streams that ended or moved meanwhile are dropped."""
+        """Add the result of a read; blocks of streams that ended or moved since are dropped."""
         self._settle_purges()
         self._reading = False
         stale, self._stale = self._stale, set()
@@ -603,13 +603,13 @@ class Follower:
     # Sending
 
     def next_frame(self) -> FrameOut | None:
-        """Return the next frame within the credit, spent already; None when there is none to be sent now."""
+        """Return the next frame, and spend its credit; None when there is nothing to send or no credit."""
         self._settle_purges()
         self._return_dropped()
         self._note_raises()
         frame = self._frame_from_store()
         if frame is None and self._ready:
-            # What was read waits for credit. Smaller frames from the tail must not use it up for ever.
+            # Blocks from the store wait for credit. Smaller frames from the tail must not use it up for ever.
             return None
         for _ in range(STEPS_AT_ONCE):
             if frame is None:
@@ -627,13 +627,15 @@ class Follower:
         return None
 
     def _end_waiting(self, failure: UprError) -> None:
-        """End the streams that have all that can be had, and wait for more: what is not durable will not be."""
+        """End the streams that have everything durable: after a failed journal, nothing more becomes durable."""
         table = self._table
         last = table.high if self.options.memory else table.durable
         unmet = (self._until != NO_END) & (self._until > self._seqno)
         waiting = (self._token != 0) & (self._seqno >= last) & ((table.high > last) | unmet)
         if waiting.any():
-            words = f"what the stream waits for cannot become durable: {failure.message}"
+            words = (
+                f"the changes that the stream waits for cannot become durable: {failure.message}"
+            )
             why = EndReason("STORAGE_ERROR", failure.retriable, words, failure.hint)
             self._end(np.flatnonzero(waiting).tolist(), why)
             self.wake()
@@ -669,7 +671,7 @@ class Follower:
         return FrameOut(blocks, np.array(tokens, "<u4").tobytes(), size) if blocks else None
 
     def _is_done(self, partition: int) -> bool:
-        """Whether a stream stands at a complete marker at or above its end."""
+        """Return whether a stream is at a complete marker at or above its end."""
         seqno = self._seqno[partition]
         return bool(seqno >= self._until[partition] and self._horizon[partition] <= seqno)
 
@@ -699,7 +701,7 @@ class Follower:
         if taken is None:
             return None
         if not self.credit.may_send(taken.size):
-            # One block larger than what is left: it goes once nearly everything else was consumed.
+            # A block larger than the free credit is sent once nearly everything else was consumed.
             return None
         self._groups.commit(taken)
         runs = taken.runs
@@ -716,10 +718,10 @@ class Follower:
             self._reach_beyond(taken.beyond)
         return FrameOut(taken.blocks, tokens, taken.size) if taken.blocks else None
 
-    # Telling the lag
+    # Lag
 
     def stream_counts(self) -> tuple[int, int]:
-        """Return how many streams are open, and how many of them go on from the store."""
+        """Return how many streams are open, and how many of them read the store."""
         behind = (self._token != 0) & (self._seqno < self._table.stored)
         return int(np.count_nonzero(self._token)), int(np.count_nonzero(behind))
 
@@ -739,6 +741,6 @@ class Follower:
 
 def _not_owner(partition: int, member: str) -> NotOwnerError:
     return NotOwnerError(
-        f"partition {partition} is not member {shown(member)}'s to start",
+        f"member {shown(member)} does not own partition {partition}",
         hint="wait for an Assignment",
     )

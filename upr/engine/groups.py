@@ -1,11 +1,11 @@
 """Consumer groups: members share the partitions, and a partition has one owner at most.
 
-A member keeps its partitions for as long as its lease runs, whatever becomes of its call. What must go to another
-member is asked back first; it is granted on only when it was released, or taken because the lease, or the time for
-the release, has ended, and no save of it is under way. Times are microseconds of one clock that never goes back.
+A member keeps its partitions while its lease runs, even when its call ends. A partition that must move is first asked
+back. It is granted to another member once it was released, or the lease or the time for the release has ended, and once
+no save of it is pending. Times are microseconds of one clock that never goes back.
 
-``Owners`` knows who owns what of all consumers of a bucket: one call under the name, or the members of a group. Ownership
-is known by its generation. It never repeats, so that a former owner cannot pass for the present one.
+``Owners`` holds the owners of all consumers of a bucket: one call under the name, or the members of a group. A
+generation identifies each ownership. It never repeats, so a former owner cannot pass for the current one.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,25 +27,25 @@ Counts = npt.NDArray[np.uint16]
 
 
 class MemberCall(Protocol):
-    """What a group does to the call of a member."""
+    """Member's call as its group sees it: a ``follower.Follower``."""
 
     @property
     def peer(self) -> str:
-        """Where it comes from."""
+        """Return the peer's address."""
 
     def take_away(self, partitions: Sequence[int]) -> None:
-        """End the streams of partitions, in this step: they are not the member's any more."""
+        """End the streams of partitions that the member lost, in this step."""
 
     def end_call(self, why: EndReason) -> None:
         """End all streams and the call."""
 
     def wake(self) -> None:
-        """There is a new Assignment."""
+        """Tell the call that a new Assignment waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a member owns; ``to_release`` is a part of ``owned``. Both ascend."""
+    """Partitions that a member owns; ``to_release`` is a subset of ``owned``. Both ascend."""
 
     generation: int
     owned: list[int]
@@ -54,15 +54,15 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One member of a group.
+    """A member of a group.
 
     Attributes:
         slot: its number in the table of owners.
         lease: its length, microseconds.
         expires: when the lease ends.
-        live: whether the lease runs. Without it, a member has its call only, and owns nothing.
+        live: whether the lease runs. A member without a lease owns nothing.
         seat: its newest call; None when that was lost.
-        news: whether what it owns has changed since it was told.
+        news: whether its partitions changed since the last Assignment was sent.
     """
 
     name: str
@@ -75,12 +75,12 @@ class Member:
 
 
 class Group:
-    """The members of one consumer.
+    """Members of one consumer.
 
     Args:
         raise_generation: returns a generation that was never given before.
-        saving: how many saves of each partition are under way, shape (1024,); kept by the caller, who calls
-            ``settle`` when a number has come down to 0.
+        saving: pending saves of each partition, shape (1024,). The caller keeps it, and calls ``settle`` when a count
+            reaches 0.
     """
 
     def __init__(self, raise_generation: Callable[[], int], saving: Counts) -> None:
@@ -104,12 +104,12 @@ class Group:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call of any member is open."""
+        """Return whether a call of any member is open."""
         return any(member.seat is not None for member in self._members.values())
 
     @property
     def deadline(self) -> int:
-        """When ``tick`` may have something to do, NEVER when it has not."""
+        """Return when to call ``tick`` next; NEVER if no lease or release is pending."""
         return self._deadline
 
     def counts(self, member: Member) -> tuple[int, int]:
@@ -125,7 +125,7 @@ class Group:
         return {p: names[slot] for p, slot in zip(owned.tolist(), slots, strict=True)}
 
     def owned(self, member: Member) -> Mask:
-        """Return which partitions are a member's, shape (1024,)."""
+        """Return which partitions a member owns, shape (1024,)."""
         return np.asarray(self._owner == member.slot)
 
     def releasing(self, member: Member) -> Mask:
@@ -133,7 +133,7 @@ class Group:
         return np.asarray((self._owner == member.slot) & self._releasing)
 
     def may_save(self, name: str, generation: int, partitions: I64) -> Mask:
-        """Return of which partitions a member may store positions that knows of this generation."""
+        """Return the partitions whose positions a member with this generation may save."""
         member = self._members.get(name)
         if member is None:
             return np.zeros(len(partitions), bool)
@@ -143,9 +143,9 @@ class Group:
     # Coming and going
 
     def join(self, name: str, lease: int, now: int, call: MemberCall) -> "Seat":
-        """Take a call of a member in; an older one of the same name ends with SUPERSEDED.
+        """Add a call of a member; an older one of the same name ends with SUPERSEDED.
 
-        The member keeps what it owns, granted anew: what a process before it saves is refused from now on.
+        The member keeps its partitions under a new generation, which fences saves of the process before it.
 
         Args:
             lease: microseconds.
@@ -158,7 +158,7 @@ class Group:
         if member is None:
             if len(self._members) >= MEMBERS_MAX:
                 raise TooManyError(
-                    f"the group has {len(self._members)} members, the limit is {MEMBERS_MAX}",
+                    f"members of the group are {len(self._members)}; must be below {MEMBERS_MAX}",
                     hint="have each member follow more partitions",
                 )
             taken = {other.slot for other in self._members.values()}
@@ -183,7 +183,7 @@ class Group:
         self._deadline = min(self._deadline, member.expires)
 
     def heard(self, member: Member, now: int) -> None:
-        """Have a member's lease begin anew; one whose lease had ended joins again."""
+        """Renew a member's lease; an expired member rejoins."""
         self.tick(now)
         if member.live:
             member.expires = now + member.lease
@@ -192,7 +192,7 @@ class Group:
             self._finish(now, changed=True)
 
     def release(self, member: Member, partitions: Iterable[int], now: int) -> list[int]:
-        """Take partitions back that a member hands over; returns those that were its own."""
+        """Free partitions that a member releases; return those that it owned."""
         self.heard(member, now)
         wanted = np.zeros(PARTITIONS, bool)
         wanted[[p for p in partitions if 0 <= p < PARTITIONS]] = True
@@ -205,7 +205,7 @@ class Group:
         return released
 
     def leave(self, member: Member, now: int) -> None:
-        """A member goes by its own wish: everything that it has is free at once."""
+        """Remove a member that leaves; its partitions are free at once."""
         self.tick(now)
         self._free(self._owner == member.slot)
         self._members.pop(member.name, None)
@@ -213,7 +213,7 @@ class Group:
         self._finish(now, changed=True)
 
     def lost(self, member: Member, now: int) -> None:
-        """The call of a member is gone; what it owns stays its own until the lease ends."""
+        """Record that a member's call was lost; it keeps its partitions until the lease ends."""
         self.tick(now)
         member.seat = None
         if not member.live:
@@ -221,7 +221,7 @@ class Group:
         self._finish(now, changed=False)
 
     def reset(self) -> None:
-        """Fence all members: what they own is granted anew, and their calls end with POSITIONS_RESET."""
+        """Fence all members: raise their generations and end their calls with POSITIONS_RESET."""
         self.generation = self._raise_generation()
         self._granted_at[:] = self.generation
         for member in self:
@@ -231,7 +231,7 @@ class Group:
     # Time
 
     def tick(self, now: int) -> None:
-        """Take away what leases and releases that have ended leave behind."""
+        """Take partitions from members whose lease or time for a release has ended."""
         if now < self._deadline:
             return
         changed = False
@@ -249,7 +249,7 @@ class Group:
         self._deadline = min([*ends, int(self._release_by.min())])
 
     def _take(self, member: Member, partitions: Mask) -> bool:
-        """Take partitions away from a member, with their streams."""
+        """Take partitions from a member, and end their streams."""
         if not partitions.any():
             return False
         self._free(partitions)
@@ -259,7 +259,7 @@ class Group:
         return True
 
     def settle(self, now: int) -> None:
-        """Saves have ended: grant what waited for them."""
+        """Grant partitions whose saves have ended."""
         if ((self._owner == NOBODY) & (self._saving == 0)).any():
             self._finish(now, changed=False)
 
@@ -270,12 +270,12 @@ class Group:
         self._keep(partitions)
 
     def _keep(self, partitions: Mask | I64) -> None:
-        """Partitions are not asked back, or not any more."""
+        """Cancel the request to release partitions."""
         self._releasing[partitions] = False
         self._release_by[partitions] = NEVER
 
     def _finish(self, now: int, *, changed: bool) -> None:
-        """End a step: share, and tell whose share has changed."""
+        """End a step: share, and wake the members whose share changed."""
         changed = self._share(now) or changed
         if not changed:
             return
@@ -287,9 +287,9 @@ class Group:
                 member.seat.call.wake()
 
     def _share(self, now: int) -> bool:
-        """Grant what is free, and ask back what some have too much of; returns whether anything changed.
+        """Grant free partitions and ask back excess ones; return whether anything changed.
 
-        Members whose call was lost keep what they own, and are given nothing; the others share the rest equally.
+        Members whose call was lost keep their partitions and get no more; the others share the rest equally.
         """
         present = [m for m in self if m.live and m.seat is not None]
         if not present:
@@ -298,7 +298,7 @@ class Group:
         counts = np.bincount(owned, minlength=MEMBERS_MAX).tolist()
         away = len(owned) - sum(counts[m.slot] for m in present)
         base, more = divmod(PARTITIONS - away, len(present))
-        # Those who have most get the one more that not all can have: so nothing moves for it.
+        # Members that already own most get the remainder, so that fewer partitions move.
         by_count = sorted(present, key=lambda m: (-counts[m.slot], m.name))
         targets = {m.slot: base + (i < more) for i, m in enumerate(by_count)}
         changed = False
@@ -317,7 +317,7 @@ class Group:
         return changed
 
     def _ask_back(self, member: Member, excess: int, now: int) -> bool:
-        """Have as many of a member's partitions asked back as it has too many; returns whether that changes."""
+        """Ask a member for as many partitions as it has too many; return whether that changed anything."""
         mine = self._owner == member.slot
         asked = np.flatnonzero(mine & self._releasing)
         difference = max(excess, 0) - len(asked)
@@ -336,7 +336,7 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """One call of a member, which counts until a newer one of the same name has come, or it has ended."""
+    """Seat of a member's call in its group, until a newer call of that name takes it or the call ends."""
 
     group: Group
     member: Member
@@ -344,11 +344,11 @@ class Seat:
 
     @property
     def taken(self) -> bool:
-        """Whether this is still the member's call."""
+        """Return whether this is still the member's call."""
         return self.member.seat is self
 
     def heard(self, now: int) -> None:
-        """The client said something; see ``Group.heard``."""
+        """Record a message of the client; see ``Group.heard``."""
         if self.taken:
             self.group.heard(self.member, now)
 
@@ -357,28 +357,28 @@ class Seat:
         return self.group.release(self.member, partitions, now) if self.taken else []
 
     def close(self, now: int, *, left: bool) -> None:
-        """The call has ended, by the member's own wish (``left``) or in another way."""
+        """Record the end of the call; with ``left`` the member leaves the group."""
         if self.taken and left:
             self.group.leave(self.member, now)
         elif self.taken:
             self.group.lost(self.member, now)
 
     def owns(self, partitions: I64) -> Mask:
-        """Return which of the partitions are the member's own, shape (n,)."""
+        """Return which of the partitions the member owns, shape (n,)."""
         return self.group.owned(self.member)[partitions] & self.taken
 
     def owned_among(self, partitions: Iterable[int]) -> list[int]:
-        """Return those of the partitions that are the member's own; what is out of range is passed over."""
+        """Return the partitions that the member owns; numbers out of range are skipped."""
         mine = self.group.owned(self.member) & self.taken
         return [p for p in partitions if 0 <= p < PARTITIONS and mine[p]]
 
     def may_start(self, partition: int) -> bool:
-        """Whether a stream may be opened: the partition is the member's, and not asked back."""
+        """Return whether the member owns the partition and was not asked to release it."""
         here = np.array([partition])
         return bool(self.owns(here)[0]) and not self.group.releasing(self.member)[partition]
 
     def take_assignment(self) -> Assignment | None:
-        """Return what the member owns now, when it was not told; None when it was."""
+        """Return the member's new Assignment, once; None if nothing changed."""
         if not self.taken or not self.member.news:
             return None
         self.member.news = False
@@ -393,16 +393,16 @@ FENCED_HINT = "connect again and load the positions"
 
 
 def fenced(what: str) -> FencedError:
-    """Return the error of a save by one who does not own what it saves."""
+    """Return the error for a save of partitions that the sender does not own."""
     return FencedError(f"{what}: nothing was stored", hint=FENCED_HINT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hold:
-    """A save under way: until it is let go of, no other member is granted its partitions.
+    """Hold on partitions during a save: until ``let_go`` they are granted to no other member.
 
     Attributes:
-        allowed: which of the partitions asked for may be saved, shape (n,).
+        allowed: which of the requested partitions may be saved, shape (n,).
         partitions: those.
     """
 
@@ -412,7 +412,7 @@ class Hold:
 
 
 class Owners:
-    """The owners of a bucket's consumers. Times are as in ``Group``."""
+    """Owners of a bucket's consumers. Times are as in ``Group``."""
 
     def __init__(self) -> None:
         self._newest = 0
@@ -421,21 +421,21 @@ class Owners:
         self._saving: dict[str, Counts] = {}
 
     def begin_above(self, generation: int) -> None:
-        """Have every generation from now on be above this one."""
+        """Keep every later generation above this one."""
         self._newest = max(self._newest, generation)
 
     def raise_generation(self) -> int:
-        """Return a generation that was never given before."""
+        """Return a generation that was never used before."""
         self._newest += 1
         return self._newest
 
     def generation(self, name: str) -> int:
-        """Return the generation of a consumer's ownership; 0 when nobody owned it since the start."""
+        """Return the generation of a consumer's ownership; 0 if it had no owner since the start."""
         group = self._groups.get(name)
         return self._sole.get(name, 0) if group is None else group.generation
 
     def group(self, name: str) -> Group | None:
-        """Return a consumer's group; None when it is none, or has no member left."""
+        """Return a consumer's group; None if it has no members."""
         return self._groups.get(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -445,7 +445,7 @@ class Owners:
     # Opening
 
     def open_sole(self, name: str, open_names: Collection[str]) -> int:
-        """Have a call without a member own a consumer, and return its generation.
+        """Make a call without a member the owner of a consumer, and return its generation.
 
         Args:
             open_names: of the consumers that have such a call open.
@@ -461,7 +461,7 @@ class Owners:
             )
         self._groups.pop(name, None)
         self._drop_counts(name)
-        # Behind those that were opened before it, of which the first are forgotten first.
+        # Moved to the end, because the oldest consumers are dropped first.
         self._sole.pop(name, None)
         self._sole[name] = self.raise_generation()
         if len(self._sole) > OWNERS_REMEMBERED:
@@ -472,7 +472,7 @@ class Owners:
     def join(
         self, name: str, member: str, lease: int, now: int, call: MemberCall, *, sole_is_open: bool
     ) -> Seat:
-        """Take a call of a member into a consumer's group; see ``Group.join``.
+        """Add a member's call to a consumer's group; see ``Group.join``.
 
         Raises:
             InvalidArgumentError: a call of the consumer without a member is open.
@@ -490,12 +490,12 @@ class Owners:
         return group.join(member, lease, now, call)
 
     def close(self, seat: Seat, now: int, *, left: bool) -> None:
-        """The call of a member has ended; see ``Seat.close``."""
+        """Record the end of a member's call; see ``Seat.close``."""
         seat.close(now, left=left)
         self._prune()
 
     def reset(self, name: str) -> int:
-        """Fence whoever owns a consumer, and return a new generation; calls of members end."""
+        """Fence the owners of a consumer, and return a new generation; calls of members end."""
         self._sole.pop(name, None)
         group = self._groups.get(name)
         if group is not None:
@@ -507,11 +507,11 @@ class Owners:
 
     @property
     def deadline(self) -> int:
-        """When ``tick`` may have something to do, NEVER when it has not."""
+        """Return when to call ``tick`` next; NEVER if no lease or release is pending."""
         return min((group.deadline for group in self._groups.values()), default=NEVER)
 
     def tick(self, now: int) -> None:
-        """Have leases end whose time has come."""
+        """Expire leases."""
         for group in list(self._groups.values()):
             group.tick(now)
         self._prune()
@@ -524,11 +524,11 @@ class Owners:
     # Saving
 
     def hold(self, name: str, member: str, generation: int, partitions: I64, now: int) -> Hold:
-        """Decide who may save, and keep what may be saved from being granted to another until ``let_go``.
+        """Decide which partitions the sender may save, and hold those until ``let_go``.
 
         Args:
             member: empty for a consumer that is no group.
-            generation: the newest that the sender was told.
+            generation: the newest that the sender received.
             partitions: each once.
 
         Raises:
@@ -555,7 +555,7 @@ class Owners:
         return Hold(name, allowed, partitions)
 
     def let_go(self, hold: Hold, now: int) -> None:
-        """A save has ended."""
+        """End the hold of a save."""
         if not len(hold.partitions):
             return
         self._saving[hold.name][hold.partitions] -= np.uint16(1)
@@ -568,6 +568,6 @@ class Owners:
         return self._saving.setdefault(name, np.zeros(PARTITIONS, np.uint16))
 
     def _drop_counts(self, name: str) -> None:
-        """Forget the numbers of a consumer when nobody uses them."""
+        """Drop the counts of a consumer that has no pending saves and no group."""
         if name not in self._groups and name in self._saving and not self._saving[name].any():
             del self._saving[name]

@@ -31,7 +31,7 @@ class Partitions:
         purge: uint64, tombstones at or below may be gone.
         newest_id: uint64, the newest failover id.
         epoch, first_commit, served_epoch, since, known_high: uint64, see PartitionRow.
-        reasons: by partition why it is in its state, in words, where there is something to say.
+        reasons: why a partition is in its state, in words; only where that needs an explanation.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Partitions:
         return table
 
     def received(self, runs: Runs) -> None:
-        """Take note of runs that continue their partitions, each partition at most once, whole or part of a stretch."""
+        """Record runs that continue their partitions, each partition at most once, complete or part of a stretch."""
         partitions, ends = runs["partition"], runs["end_seqno"]
         self.high[partitions] = ends
         self.horizon[partitions] = np.maximum(self.horizon[partitions], runs["horizon"])
@@ -87,7 +87,7 @@ class Partitions:
         self.complete[partitions[done]] = ends[done]
 
     def stored_with(self, partition: int, end: int, horizon: int) -> tuple[int, int, int]:
-        """Return what the stored end, complete marker and horizon are once a merged range is stored.
+        """Return the stored end, complete marker and horizon after a flushed range.
 
         Args:
             end, horizon: of the range, which begins where the store ends. No marker inside it was kept.
@@ -96,13 +96,13 @@ class Partitions:
         return end, end if horizon == end else int(self.stored_complete[partition]), horizon
 
     def set_stored(self, partition: int, end: int, complete: int, horizon: int) -> None:
-        """Take note of where the store ends."""
+        """Record where the store ends."""
         self.stored[partition] = end
         self.stored_complete[partition] = complete
         self.stored_horizon[partition] = horizon
 
     def row(self, partition: int, stored: tuple[int, int, int] | None = None) -> PartitionRow:
-        """Return what is to be stored of a partition, with what is stored beside it: see ``stored_with``."""
+        """Return a partition's row, with the stored ends given by ``stored_with``."""
         if stored is None:
             columns = (self.stored, self.stored_complete, self.stored_horizon)
             high, complete, horizon = (int(column[partition]) for column in columns)
@@ -124,7 +124,7 @@ class Partitions:
         )
 
     def set_log(self, partition: int, log: FailoverLog) -> None:
-        """Replace a partition's failover log."""
+        """Replace a partition's failover log and its newest id."""
         self.logs[partition] = log
         self.newest_id[partition] = log.newest.failover_id
 
@@ -143,11 +143,11 @@ class Partitions:
         self.reasons.pop(partition, None)
 
     def serves(self, partition: int) -> bool:
-        """Whether streams may be opened."""
+        """Return whether streams may be opened."""
         return bool(self.state[partition] in (ACTIVE, REPLICA))
 
     def refusal(self, partition: int) -> UprError:
-        """Return why a partition takes no writes or serves no streams."""
+        """Return the error for writes to, and streams of, a partition that is not active."""
         if partition in self.problems:
             return self.problems[partition]
         state = STATE_NAMES[int(self.state[partition])]

@@ -1,13 +1,13 @@
-"""Producer numbers: a Write that is sent again is answered again, not applied again.
+"""Producer numbers: a retried Write is answered again, not applied again.
 
-A producer has one sequence of rising numbers over all its calls. In each partition the newest number that was applied
-decides: that and all below it were applied or given up, whatever is above is new. So two things must never happen in
-a call: that a write overtakes one before it, and that a partition takes a write behind one that it refused. Then what
-a partition took of a sequence is always its beginning, and what was refused need not be remembered.
+A producer has one sequence of rising numbers over all its calls. In each partition the newest applied number decides:
+it and all below were applied or given up; all above are new. So two things must never happen in
+a call: that a write overtakes one before it, and that a partition takes a write behind one that it refused. Then a
+partition has always applied a prefix of the sequence, and refused numbers need no record.
 
-What is in the tail is known by the tail's entries, what was flushed by the store; a producer itself is small.
+Tail entries record what is in the tail, the store what was flushed; a producer itself is small.
 
-Numbers of places (see ``upr_protocol.places``) are for several who send under one name what may not be the same. The
+Numbers of places (see ``upr_protocol.places``) are for several senders under one name whose content may differ. The
 content that has a place is stored like the number of a partition, of "partition" 1024 + place. It stays when what was
 applied is undone: then only the same content may come there again.
 """
@@ -32,7 +32,7 @@ from upr_protocol.places import FIRST_PLACE_NUMBER, place_is_taken, place_number
 
 @dataclass(slots=True)
 class Known:
-    """What of a Write was applied before.
+    """The parts of a Write that were applied before.
 
     Attributes:
         seen: bool, one a run: whether the partition has taken this number, or a later one.
@@ -46,10 +46,10 @@ class Known:
 
 
 class Producer:
-    """One producer that has an open call, or something in the tail.
+    """A producer with an open call, or with entries in the tail.
 
     Attributes:
-        last_number: no number above it was applied anywhere.
+        last_number: the largest number applied in any partition.
         calls: open Write calls.
         loaded: whether ``last_number`` counts what the store knows.
     """
@@ -69,7 +69,7 @@ class Producer:
         return bool(self._entries)
 
     def applied(self, entry: TailEntry, number_in_tail: int) -> None:
-        """Take note of a Write that was numbered, and became the tail's entry of that number."""
+        """Record a Write that became a tail entry."""
         number = entry.number
         if number > self.last_number:
             self.last_number = number
@@ -83,7 +83,7 @@ class Producer:
             self._newest[entry.runs["partition"]] = number_in_tail
 
     def drop_before(self, first: int) -> None:
-        """Forget the tail's entries below a number: they are in the store."""
+        """Drop the tail entries below a number, which are in the store."""
         self._newest = None
         if self._entries:
             keep = np.array(self._entries) >= first
@@ -148,7 +148,7 @@ class Producer:
     def _newest_entries(self, tail: Tail) -> npt.NDArray[np.int64]:
         """Return for each partition the newest of the producer's entries in the tail, -1 for none; shape (1024,).
 
-        Made for those who send something again, and kept until the next flush.
+        Built when a producer retries, and cached until the next flush.
         """
         if self._newest is None:
             newest = np.full(PARTITIONS, -1, np.int64)
@@ -196,13 +196,13 @@ class ProducerCall:
             raise InvalidArgumentError(f"write number is {number}; must be 1 to 2^63 - 1")
         if previous_number != self.carried:
             raise OutOfOrderError(
-                f"write {number} names {previous_number} as the number before it, this call's last was {self.carried}",
-                hint="send what was refused again, under new numbers, and then what is behind it",
+                f"write {number} names {previous_number} as the number before it; this call's last was {self.carried}",
+                hint="send the refused writes again under new numbers, then the later ones",
             )
 
 
 class NewestNumbers:
-    """What consecutive tail entries make of their producers: what must be stored with their rows.
+    """Newest producer numbers of consecutive tail entries, stored with their rows.
 
     Args:
         entries: oldest first.
@@ -225,7 +225,7 @@ class NewestNumbers:
         self._owners, self._table = self._owners[order], self._table[order]
 
     def of(self, first: int, last: int, ends: Mapping[int, int]) -> dict[bytes, ProducerNumbers]:
-        """Return by name what is to be stored when the partitions from first up to before last are, up to these ends.
+        """Return the rows by producer to store with the partitions first to last - 1, up to these ends.
 
         A number whose seqnos lie above stays out; what is stored later of the partition brings it.
         """

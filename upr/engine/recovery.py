@@ -1,8 +1,8 @@
 """Recovery of a bucket at a start: stored rows and journalled commits become partitions and a tail.
 
-A start without the clean-shutdown proof may have lost what was only in memory, and somebody may have seen it.
-So every active partition gets a new failover record, at its last complete durable marker, and what lies above
-that marker is cut off: kept, it would be a state that never was ("Partition Failover Record" of the
+Without the clean-shutdown proof, a crash may have lost rows that were only in memory and that a follower has seen. So
+every active partition gets a new failover record at its last complete durable marker. Rows above that marker are
+truncated: with them the partition would have a state that never was ("Partition Failover Record" of the
 specification).
 """
 
@@ -34,13 +34,13 @@ class Recovered:
         partitions: as they are now; ``high`` and ``durable`` do not count the entries yet.
         entries: the tail, oldest first; all of it is durable.
         next_commit: the number of the next journal commit.
-        rows, blocks, producers: what must be stored, together with the proof, before anything is served.
-        cut_off: by partition the seqno above which stored blocks go in the same transaction.
+        rows, blocks, producers: stored in one transaction with the proof, before anything is served.
+        cut_off: by partition the seqno above which stored blocks are truncated in the same transaction.
         highs: where each partition ends now, with its entries, shape (1024,).
-        aside: what the journal holds of dead partitions behind the place where it does not continue them, by
-            partition, commit and place in there. It must be kept before the rest is stored.
+        aside: journal blocks of dead partitions behind the gap, by partition, commit and place in the commit. Store
+            them before the rest.
         complete: each partition's last complete marker, of store and entries together.
-        notes: what was found and done, in words.
+        notes: findings and actions for the log, in words.
     """
 
     partitions: Partitions
@@ -66,16 +66,16 @@ def recover(
     now: int = 0,
     log_records: int = FAILOVER_LOG_RECORDS,
 ) -> Recovered:
-    """Decide what a bucket is after a start.
+    """Decide the state of a bucket after a start.
 
     Args:
-        stored: each partition's row, or why it cannot be read.
-        heads: what the stored blocks of a partition say, asked where the partition's row is lost.
+        stored: each partition's row, or the error of reading it.
+        heads: returns the heads of a partition's stored blocks; called where the partition's row is lost.
         commits: the journal, oldest first.
         proven: where each partition ends according to the clean-shutdown proof, shape (1024,); None without one. One
             that names less than there is counts as none.
         new_id: draws a random failover id.
-        now: microseconds since the epoch: when a partition died of which that is found now.
+        now: microseconds since the epoch, stored as the time at which a partition died.
         log_records: how many records a failover log keeps when one is added.
     """
     rows, lost, unreadable = _rows(stored, heads, new_id)
@@ -90,7 +90,7 @@ def recover(
         tail.replay(commit)
     contradicted = proven is not None and bool((tail.high > proven).any())
     if contradicted:
-        # Something was numbered since it was written: of what may be lost of that nothing is known.
+        # Something was numbered since the proof was written, so the loss is unknown.
         proven = None
     if proven is not None:
         _check_proven(partitions, tail.high, proven)
@@ -111,7 +111,7 @@ def recover(
         complete=tail.complete,
         notes=notes,
     )
-    # All that the journal has of them is kept aside, so none of it is to be taken for what goes on where they end.
+    # All their journal blocks are kept aside, so that none counts as a continuation of the store.
     partitions.first_commit[list(unreadable)] = next_commit
     died = (partitions.state == DEAD) & ~dead_before
     partitions.since[died] = now
@@ -127,9 +127,9 @@ def _rows(
     heads: Callable[[int], Sequence[Head]],
     new_id: Callable[[], int],
 ) -> tuple[list[PartitionRow], dict[int, DataDamagedError], dict[int, DataDamagedError]]:
-    """Return all rows, those that are lost replaced: a new id at 0, never an empty log.
+    """Return all rows. A lost row becomes one with a new id at 0, never with an empty log.
 
-    Returns also which rows are lost, and of which of these partitions the blocks do not tell where they end.
+    Also return the partitions with lost rows, and those of them whose blocks do not show where they end.
     """
     rows: list[PartitionRow] = []
     lost: dict[int, DataDamagedError] = {}
@@ -152,7 +152,7 @@ def _rows(
 
 
 def _check_proven(partitions: Partitions, high: U64, proven: U64) -> None:
-    """Take what ends below the proof for damaged: an end that is missing was not torn, it is lost."""
+    """Treat a partition that ends below the proof as damaged: a crash did not tear its end, a disk lost it."""
     for partition in np.flatnonzero(high < proven).tolist():
         end, told = int(high[partition]), int(proven[partition])
         if partitions.state[partition] != DEAD:
@@ -162,12 +162,12 @@ def _check_proven(partitions: Partitions, high: U64, proven: U64) -> None:
 
 
 class _Replay:
-    """Journalled commits into tail entries, leaving out what is stored or does not count.
+    """Replay of journalled commits into tail entries, without rows that are stored or void.
 
-    Of a partition that the journal does not continue, everything from there on is kept aside.
+    Where the journal does not continue a partition, everything from there on is kept aside.
 
     Args:
-        broken: partitions of which nothing goes on where the store ends.
+        broken: partitions that no commit continues.
     """
 
     def __init__(self, partitions: Partitions, broken: Iterable[int]) -> None:
@@ -221,7 +221,7 @@ class _Replay:
         return kept
 
     def _put_aside(self, block: Block, commit: int, place: int) -> None:
-        """Neither a gap nor an overlap may be served as if it were a history; and nothing of it may be lost."""
+        """Keep journal blocks behind a gap or an overlap: they are no history to serve, but must not be lost."""
         partitions, table = block.runs["partition"], self._table
         for partition in np.unique(partitions).tolist():
             own = partitions == partition
@@ -246,7 +246,7 @@ class _Replay:
 def _add_records(
     result: Recovered, complete: U64, high: U64, new_id: Callable[[], int], log_records: int
 ) -> None:
-    """Give every active partition a new record, and cut off what lies above it."""
+    """Give every active partition a new record, and truncate above it."""
     table = result.partitions
     active = np.flatnonzero(table.state == ACTIVE)
     for partition in active.tolist():
@@ -268,23 +268,23 @@ def accept_loss(
     new_id: Callable[[], int],
     log_records: int = FAILOVER_LOG_RECORDS,
 ) -> None:
-    """Make dead partitions active again, each with a new record at the last complete marker of what is whole.
+    """Make dead partitions active again, each with a new record at its last complete marker before the gap.
 
-    What lies above is cut off, in the transaction that stores the outcome.
+    Rows above are truncated in the transaction that stores the outcome.
 
     Args:
-        ends: by partition, where its stored blocks end that follow each other from 0, and their last complete marker.
+        ends: by partition, the end of its gapless stored blocks from 0, and their last complete marker.
     """
     table, complete = result.partitions, result.complete
     limit = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
     for partition, (end, marker) in ends.items():
         assert table.state[partition] == DEAD, f"partition {partition} is not dead"
         if end != table.stored[partition]:
-            # What the journal has goes on where the store does not end.
+            # The journal continues from another seqno than the store's end.
             complete[partition], limit[partition] = marker, 0
         at = int(complete[partition])
         table.revive(partition)
-        # Of what is cut off no tombstone is missing; a consumer in between rolls back to 0.
+        # No tombstone is missing from the truncated rows; a consumer in between rolls back to 0.
         table.purge[partition] = min(int(table.purge[partition]), at)
         epoch = int(table.epoch[partition])
         log = table.logs[partition].with_record(new_id(), at, log_records, epoch=epoch)
@@ -297,10 +297,10 @@ def accept_loss(
 
 
 def _cut_off(result: Recovered, complete: U64, above: npt.NDArray[np.intp]) -> None:
-    """Drop what partitions hold above their last complete marker.
+    """Truncate partitions above their last complete marker.
 
-    The journal still has it, so what stays must be stored at once, and the commits so far must not count for
-    these partitions any more: otherwise the next start would bring the dropped rows back.
+    The journal still has these rows. So the remaining rows must be stored at once, and the commits so far must not
+    count for these partitions; otherwise the next start would restore the truncated rows.
     """
     table = result.partitions
     limit = np.full(PARTITIONS, 0, np.uint64)
@@ -310,10 +310,10 @@ def _cut_off(result: Recovered, complete: U64, above: npt.NDArray[np.intp]) -> N
         chunks = [make_chunk([Encoded(entry.runs, entry.data) for entry in staying])]
         merged = merge_slice(chunks, FlushSlice(0, PARTITIONS, 0, 1), table.stored)
         result.blocks = [*result.blocks, *merged.blocks]
-        # The journal's entries do not count for these partitions any more: their numbers must be stored as well.
+        # The journal no longer counts for these partitions, so their producers' numbers must be stored as well.
         numbers = NewestNumbers(staying, table.logs)
         result.producers += numbers.of(0, PARTITIONS, merged.ends).items()
-    # Where the stored blocks end in a stretch, they go above its beginning.
+    # If the stored blocks end inside a stretch, truncate above its beginning.
     result.cut_off |= {p: int(complete[p]) for p in above.tolist() if table.stored[p] > complete[p]}
     for column in (
         table.stored,

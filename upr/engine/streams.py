@@ -1,7 +1,7 @@
 """Stream values: start requests, their answers, frames, end reasons.
 
 A stream with ``until_exact`` is served only what is complete at or below that seqno. A run that reaches beyond it, or
-that lacks rows which were superseded beyond it, cannot be shown in part: the stream ends instead.
+lacks rows superseded beyond it, cannot be split: the stream ends instead.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def _snapshot_gone(partition: int, exact: int, why: str) -> SnapshotGoneError:
 
 @dataclass(frozen=True, slots=True)
 class FollowOptions:
-    """What all streams of a call have in common."""
+    """Options of a Follow call, shared by its streams."""
 
     consumer: str = ""
     memory: bool = False
@@ -57,7 +57,7 @@ class FollowOptions:
 
     @property
     def showing(self) -> Showing:
-        """What of a block its streams are shown."""
+        """Return the part of a block that its streams are shown."""
         return Showing(self.keys_only, self.key_prefix)
 
 
@@ -113,8 +113,8 @@ class StartRequest:
             raise self.stored
         if self.chooses_beginning and self._has_something:
             raise InvalidArgumentError(
-                f"partition {self.partition}: a Start from now or from a time with a seqno, {self.seqno}, or an id",
-                hint="who has a position goes on from it; who has none names neither seqno nor id",
+                f"partition {self.partition}: Start from now or from a time has seqno {self.seqno} or an id; must have neither",
+                hint="resume from the position that the client has, or leave out seqno and id",
             )
 
 
@@ -134,7 +134,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The client must roll back first."""
+    """Answer to a Start: the client must roll back first."""
 
     partition: int
     answer: StartAnswer
@@ -143,7 +143,7 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """No stream, and nothing to undo."""
+    """Answer to a Start: no stream, and nothing to undo."""
 
     partition: int
     error: UprError
@@ -151,7 +151,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class EndReason:
-    """Why streams end: a stable token, whether to start them again, and words."""
+    """End reason of a stream: a stable token, whether a restart may help, words and a hint."""
 
     reason: str
     retriable: bool
@@ -172,7 +172,7 @@ SUPERSEDED: Final = EndReason(
 LEASE_ENDED: Final = EndReason(
     "LEASE_ENDED",
     True,
-    "nothing was heard of this member for the length of its lease, or it did not release the partition in time",
+    "the lease of this member ended, or it did not release the partition in time",
     "wait for the next Assignment",
 )
 POSITIONS_RESET: Final = EndReason(
@@ -185,7 +185,7 @@ BUCKET_GONE: Final = EndReason(
     "BUCKET_GONE",
     False,
     "the bucket was dropped",
-    "if it is created anew, begin from 0 with its new version",
+    "if it is created again, begin from 0 with its new version",
 )
 SHUTTING_DOWN: Final = EndReason("SHUTTING_DOWN", True, "the server is stopping", "connect again")
 
@@ -194,21 +194,21 @@ TOO_SLOW: Final = "TOO_SLOW"
 
 
 def too_slow(seconds: float) -> EndReason:
-    """Return why the streams of a consumer end whose connection takes nothing."""
+    """Return the end reason for a consumer whose connection accepts no data."""
     return EndReason(
         TOO_SLOW,
         True,
-        f"the consumer's connection took nothing for {seconds:g} s while something waited to be sent",
-        "receive while the application works, or ask for a smaller credit; connect again to go on",
+        f"the consumer's connection accepted no data for {seconds:g} s while data waited",
+        "receive while the application works, or ask for a smaller credit; connect again to resume",
     )
 
 
 def purged(partition: int, at: int, seqno: int) -> EndReason:
-    """Return why a stream that purging has overtaken ends; started again it is told to roll back to 0."""
+    """Return the end reason for a stream below the purge seqno; its restart rolls back to 0."""
     return EndReason(
         "PURGED",
         True,
-        f"partition {partition} stands at {at}, tombstones up to {seqno} are purged",
+        f"partition {partition} is at {at}; tombstones up to {seqno} are purged",
         "begin the partition again at 0",
     )
 

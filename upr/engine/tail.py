@@ -44,7 +44,7 @@ class TailEntry:
         return len(self.data) + self.runs.nbytes + _ENTRY_OVERHEAD_BYTES
 
     def block(self) -> Block:
-        """Parse and check the bytes once more: they may have lain in memory for long."""
+        """Parse the bytes and verify them again, because they may have been in memory for long."""
         return decode_block(self.data)
 
     def journal_entry(self) -> JournalEntry:
@@ -118,14 +118,14 @@ class Tail:
         return number
 
     def mark_durable(self, count: int) -> list[TailEntry]:
-        """Take note that the next ``count`` entries are on disk, and return them."""
+        """Record that the next ``count`` entries are on disk, and return them."""
         entries = self.range(self.durable, self.durable + count)
         self.durable += count
         self.volatile_bytes = self._appended - self._size_through(self.durable)
         return entries
 
     def find(self, partition: int, seqno: int) -> int:
-        """Return an entry number at or below that of the first entry that tells of what is above ``seqno``.
+        """Return an entry number at or below the first entry with rows above ``seqno``.
 
         At most MARK_EVERY entries too early; readers skip runs that end at or below their seqno.
         """
@@ -156,7 +156,7 @@ class Tail:
         return high
 
     def drop_before(self, number: int) -> None:
-        """Forget the entries below a number: they are in the store."""
+        """Drop the entries below a number, which are in the store."""
         gone = number - self.first
         self.bytes = self._appended - self._size_through(number)
         del self._entries[:gone], self._sums[:gone]

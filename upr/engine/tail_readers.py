@@ -25,9 +25,9 @@ class _Group:
 
 @dataclass(slots=True)
 class Taken:
-    """Blocks out of the tail for a group: the runs in them, end to end, and where the group goes on.
+    """Blocks of the tail for a group: their runs, end to end, and the entry that the group reads next.
 
-    ``beyond`` are the runs that were left out because they reach beyond their stream's limit.
+    ``beyond`` are the runs left out because they reach above their stream's limit.
     """
 
     group: _Group
@@ -39,7 +39,7 @@ class Taken:
 
 
 class TailReaders:
-    """Which partitions read the tail, and from which entry on; at most a group an entry.
+    """Groups of partitions that read the tail from the same entry; at most one group an entry.
 
     Attributes:
         moves: how often a group moved on.
@@ -54,11 +54,11 @@ class TailReaders:
 
     @property
     def _limit(self) -> int:
-        """Entries from this number on may not be shown."""
+        """Return the number of the first entry that may not be shown."""
         return self._tail.end if self._memory else self._tail.durable
 
     def join(self, partitions: Sequence[int] | I64, entry: int) -> None:
-        """Have partitions read from an entry on."""
+        """Let partitions read from an entry on."""
         if not len(partitions):
             return
         for group in self._groups:
@@ -70,7 +70,7 @@ class TailReaders:
         self._groups.append(group)
 
     def leave(self, partitions: Iterable[int]) -> None:
-        """Have partitions read no more."""
+        """Remove partitions."""
         gone = list(partitions)
         for group in self._groups:
             group.members[gone] = False
@@ -94,9 +94,9 @@ class TailReaders:
         max_bytes: int,
         limit: U64 | None = None,
     ) -> Taken | None:
-        """Return what the group that is furthest behind reads next; None when no group has anything.
+        """Return the next blocks of the group that is furthest behind; None if no group has any.
 
-        Nothing is changed until ``commit``. The result may hold no blocks: entries were passed over.
+        Nothing changes until ``commit``. The result may hold no blocks if entries were skipped.
 
         Args:
             seqno, horizon, until: each stream's state, shape (1024,).
@@ -155,7 +155,7 @@ class TailReaders:
             # A later run of such a stream begins at or above its end: only the first one reaches beyond.
             beyond = keep & (runs["horizon"] > limit[partitions])
             keep &= ~beyond
-        # A position may lie inside a run: what it has of it is not sent again.
+        # A position may lie inside a run: rows up to it are not sent again.
         inside = keep & (starts < above)
         sliced = bool(inside.any())
         blocks: list[bytes] = []
@@ -178,7 +178,7 @@ class TailReaders:
         return taken
 
     def commit(self, taken: Taken) -> None:
-        """Move the group behind what was taken."""
+        """Move the group behind the blocks it took."""
         taken.group.next_entry = taken.next_entry
         self.moves += 1
 
@@ -209,7 +209,7 @@ def _selected(
     """Return an entry's bytes as they are, or a cut-out of what is to be shown.
 
     Args:
-        above: for each run the seqno above which it is shown, None for all of them whole.
+        above: for each run the seqno above which it is shown; None shows all runs completely.
     """
     if above is None and kept.all() and showing.as_they_are:
         return entry.data

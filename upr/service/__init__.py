@@ -1,1 +1,1 @@
-"""gRPC around the engine: servicers, the threads that touch the disk, start and stop."""
+"""The service: gRPC around the engine, the threads that touch the disk, start and stop."""

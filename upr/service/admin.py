@@ -1,4 +1,4 @@
-"""AdminService: what an operator asks and orders: buckets, consumers, purges, partitions, the process and its storage."""
+"""AdminService: operators' calls about buckets, consumers, purges, partitions, the process and its storage."""
 
 import asyncio
 import time
@@ -44,13 +44,13 @@ def check_quota(quota_bytes: int) -> int:
     """Return a quota, or raise InvalidArgumentError."""
     if quota_bytes > QUOTA_BYTES_MAX:
         raise InvalidArgumentError(
-            f"a quota of {quota_bytes} bytes, the limit is {QUOTA_BYTES_MAX}"
+            f"quota is {quota_bytes} bytes; must be at most {QUOTA_BYTES_MAX}"
         )
     return quota_bytes
 
 
 async def _bucket_info(host: BucketService) -> admin.BucketInfo | None:
-    """Return what is listed of a bucket; None for one that is dropped meanwhile."""
+    """Return a bucket's entry in the list; None if it is dropped meanwhile."""
     bucket = host.bucket
     problem = host.problem
     used = 0
@@ -78,11 +78,11 @@ def _damaged_info(damaged: DamagedBucket) -> admin.BucketInfo:
 
 
 LIST_BYTES = 4 * 2**20
-"""An answer that has more takes no further consumer; one of them takes up to about 300 KiB."""
+"""Size at which an answer takes no further consumer; one takes up to about 300 KiB."""
 
 
 def _is_known(name: str, bucket: Bucket) -> bool:
-    """Whether a consumer is registered, has a call open, or saves its first positions."""
+    """Return whether a consumer is registered, has an open call, or saves its first positions."""
     consumers = bucket.consumer_positions
     if name in consumers or name in bucket.consumers or bucket.owners.group(name) is not None:
         return True
@@ -178,15 +178,15 @@ def _positions(
 
 
 PARTITIONS_AT_ONCE = 32
-"""Looked through in one go of a reader thread, so that streams are read for in between."""
+"""Partitions read in one task of a reader thread, so that streams have their turn in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What is known of the server process.
+    """State of the server process.
 
     Attributes:
-        server_id: drawn anew at each start.
+        server_id: random, drawn at each start.
         follow_calls, write_calls: return how many calls are open.
         delays: how late the event loop was.
         clock: the server's.
@@ -203,7 +203,7 @@ class Process:
 
 @dataclass(slots=True)
 class Contents:
-    """What the blocks of a bucket come to; see GetStorageResponse."""
+    """Sums over the blocks of a bucket; see GetStorageResponse."""
 
     blocks: int = 0
     rows: int = 0
@@ -212,7 +212,7 @@ class Contents:
 
 
 def look_through(host: BucketService, first: int, contents: Contents) -> None:
-    """Add up what PARTITIONS_AT_ONCE partitions hold, from one on; damaged ones are left out."""
+    """Add up the contents of PARTITIONS_AT_ONCE partitions, from one on; damaged ones are left out."""
     for partition in range(first, min(first + PARTITIONS_AT_ONCE, PARTITIONS)):
         try:
             heads = host.disk.store.heads(partition)
@@ -267,10 +267,10 @@ def _damaged_status(damaged: DamagedBucket) -> admin.BucketStatus:
 
 
 class AdminMethods:
-    """All of AdminService.
+    """Methods of AdminService.
 
     Args:
-        process: what GetStatus tells of the process.
+        process: shown by GetStatus.
     """
 
     def __init__(self, catalog: Catalog, process: Process) -> None:
@@ -291,7 +291,7 @@ class AdminMethods:
     async def CreateBucket(
         self, request: admin.CreateBucketRequest, context: Context
     ) -> admin.CreateBucketResponse:
-        """Make an empty bucket."""
+        """Create an empty bucket."""
         check_quota(request.quota_bytes)
         host = await self._catalog.create(request.name, request.compression)
         if request.quota_bytes:
@@ -299,7 +299,7 @@ class AdminMethods:
         info = await _bucket_info(host)
         if info is None:
             raise BucketGoneError(
-                f"bucket {shown(request.name)} was dropped as soon as it was made"
+                f"bucket {shown(request.name)} was dropped right after its creation"
             )
         return admin.CreateBucketResponse(bucket=info)
 
@@ -307,7 +307,7 @@ class AdminMethods:
     async def SetBucketQuota(
         self, request: admin.SetBucketQuotaRequest, context: Context
     ) -> admin.SetBucketQuotaResponse:
-        """Set what a bucket may take."""
+        """Set a bucket's quota."""
         host = self._catalog.find(request.bucket)
         await host.set_quota(check_quota(request.quota_bytes))
         return admin.SetBucketQuotaResponse(bucket=await _bucket_info(host))
@@ -344,7 +344,7 @@ class AdminMethods:
                 owned = set() if group is None else group.owner_names().keys()
                 partitions = sorted({*np.flatnonzero(consumer.known).tolist(), *owned})
                 info.positions.extend(_positions(name, consumer, bucket, partitions))
-                # A thousand positions take a millisecond, and there may be a thousand consumers.
+                # Let others run in between: a consumer takes a millisecond, and there may be a thousand.
                 await asyncio.sleep(0)
             size += info.ByteSize()
         return response
@@ -361,8 +361,8 @@ class AdminMethods:
                 await host.acknowledged.save()
             except (OSError, lmdb.Error) as error:
                 raise StorageFailedError(
-                    f"consumer {shown(request.name)} is forgotten, but its rows could not be removed yet: {words_of(error)}",
-                    hint="the server tries again by itself; until then a restart brings it back",
+                    f"consumer {shown(request.name)} is forgotten, but its rows could not be removed: {words_of(error)}",
+                    hint="the server retries by itself; a restart before that brings the consumer back",
                     retriable=True,
                 ) from error
         return admin.ForgetConsumerResponse(forgotten=forgotten)
@@ -383,17 +383,17 @@ class AdminMethods:
                 seqnos = await beginnings(host, partitions, None)
             case None:
                 raise InvalidArgumentError(
-                    f"no place to reset consumer {shown(name)} to",
+                    f"reset of consumer {shown(name)} names no target; must be the beginning, now or a time",
                     hint="to the beginning, now or a time",
                 )
         if not request.create and not _is_known(name, bucket):
             raise ConsumerNotFoundError(
                 f"there is no consumer {shown(name)}",
-                hint="'upr-admin consumers' lists them; 'reset --create' stores positions for one that is to come",
+                hint="'upr-admin consumers' lists them; 'reset --create' stores positions for a new one",
             )
         save, positions = _reset(name, bucket, partitions, seqnos, host.disk.clock.now())
         task = host.acknowledged.begin(save, lambda: None)
-        # The room for it comes first, and what is stored tells under which generation.
+        # Check for room first; the stored rows carry the new generation.
         save.generation = bucket.owners.reset(name)
         if save.positions is not None:
             for position in positions:
@@ -412,7 +412,7 @@ class AdminMethods:
 
     @answering
     async def Purge(self, request: admin.PurgeRequest, context: Context) -> admin.PurgeResponse:
-        """Purge partitions one after the other; one that is damaged has a problem in the answer."""
+        """Purge partitions one after the other; a damaged one has a problem in the answer."""
         host = self._catalog.find(request.bucket)
         ages = host.compactor.ages
         response = admin.PurgeResponse(
@@ -444,7 +444,7 @@ class AdminMethods:
     async def GetStatus(
         self, request: admin.GetStatusRequest, context: Context
     ) -> admin.GetStatusResponse:
-        """Return what the process is and uses."""
+        """Return the state and resources of the process."""
         anonymous, mapped = memory_bytes()
         buckets = [_bucket_status(host) for host in self._catalog.hosts]
         buckets += map(_damaged_status, self._catalog.damaged)
@@ -466,7 +466,7 @@ class AdminMethods:
     async def GetStorage(
         self, request: admin.GetStorageRequest, context: Context
     ) -> admin.GetStorageResponse:
-        """Return what a bucket takes on disk, and what merging did."""
+        """Return a bucket's use of the disk, and the work of compaction."""
         host = self._catalog.find(request.bucket)
         bucket, counters = host.bucket, host.disk.counters
         contents = Contents()

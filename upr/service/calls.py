@@ -1,4 +1,4 @@
-"""Calls: what the methods of all services share: opening messages, chosen partitions, and errors as statuses."""
+"""Calls: parts that the methods of all services share: opening messages, chosen partitions, errors as statuses."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,11 +15,13 @@ from upr_protocol.limits import PARTITIONS, REQUEST_BYTES_MAX
 
 
 def chosen_partitions(partitions: Sequence[int]) -> list[int]:
-    """Return the partitions asked for, all for none; InvalidArgumentError for one out of range or repeated."""
+    """Return the requested partitions, all for none; InvalidArgumentError for one out of range or repeated."""
     if not partitions:
         return list(range(PARTITIONS))
     if len(partitions) > PARTITIONS:
-        raise InvalidArgumentError(f"{len(partitions)} partitions named, there are {PARTITIONS}")
+        raise InvalidArgumentError(
+            f"partitions named are {len(partitions)}; must be at most {PARTITIONS}"
+        )
     chosen = [check_partition(partition) for partition in partitions]
     if len(set(chosen)) != len(chosen):
         raise InvalidArgumentError("a partition is named twice in one request")
@@ -33,14 +35,14 @@ _Response = TypeVar("_Response")
 async def read_open(intake: Intake, context: Context, request: Any, kind: str) -> Any:
     """Return the Open of a streaming call, its first message.
 
-    It must come soon: until then the call takes the place of another, and does nothing.
+    It must come soon, because an idle call occupies one of a bounded number of places.
 
     Args:
         request: the class of the call's messages.
-        kind: how errors call it.
+        kind: its name in errors.
 
     Raises:
-        InvalidArgumentError: nothing came within OPEN_SECONDS, or something else.
+        InvalidArgumentError: no message came within OPEN_SECONDS, or another one.
     """
     raw = await intake.receive(context, REQUEST_BYTES_MAX, "an Open")
     first = parsed(request, raw or b"", "an Open")
@@ -54,13 +56,13 @@ def parsed(request: Any, raw: bytes, what: str) -> Any:
     try:
         return request.FromString(raw)
     except DecodeError:
-        raise InvalidArgumentError(f"{what} of {len(raw)} bytes is no such message") from None
+        raise InvalidArgumentError(f"{what} of {len(raw)} bytes cannot be parsed") from None
 
 
 def answering(
     method: Callable[[Any, _Request, Context], Awaitable[_Response]],
 ) -> Callable[[Any, _Request, Context], Awaitable[_Response]]:
-    """Have a unary method's domain errors travel as statuses."""
+    """Turn a unary method's domain errors into statuses."""
 
     @wraps(method)
     async def wrapped(self: Any, request: _Request, context: Context) -> _Response:

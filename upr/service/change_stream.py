@@ -46,7 +46,7 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
 LOGS_AT_ONCE = 64
-"""Failover logs that are written into a message in one step of the event loop: each may have a thousand records."""
+"""Failover logs written in one step of the event loop; each may have a thousand records."""
 
 
 def hello_answer(bucket: Bucket, asked: wire.HelloPartition, with_log: bool) -> wire.HelloAnswer:
@@ -69,15 +69,15 @@ def hello_answer(bucket: Bucket, asked: wire.HelloPartition, with_log: bool) -> 
 
 
 def lease_micros(seconds: float) -> int | None:
-    """Return a lease in microseconds, at least 1; None for 0, which stands for the default.
+    """Return a lease in microseconds, at least 1; None for 0, which means the default.
 
     Raises:
         InvalidArgumentError: it is below 0, above CUT_LEASE_SECONDS_MAX or not a number.
     """
     if not 0 <= seconds <= CUT_LEASE_SECONDS_MAX or math.isnan(seconds):
         raise InvalidArgumentError(
-            f"a lease of {seconds} seconds, the limit is {CUT_LEASE_SECONDS_MAX:.0f}",
-            hint="give a lease above 0, and renew it in time; 0 means the default",
+            f"lease is {seconds} s; must be above 0 and at most {CUT_LEASE_SECONDS_MAX:.0f}",
+            hint="renew it in time for a longer one; 0 means the default",
         )
     return max(round(seconds * 1e6), 1) if seconds else None
 
@@ -99,21 +99,21 @@ def cut_message(cut: Cut, *, with_partitions: bool) -> wire.Cut:
 
 
 POSITIONS_AT_ONCE = 128
-"""Checked in one turn of the event loop, about two milliseconds."""
+"""Positions checked in one step of the event loop, which takes about two milliseconds."""
 
 
 async def _check_positions(
     positions: Sequence[wire.Position], bucket_version: int, generation: int, log_records: int
 ) -> None:
-    """Check positions, and make of them what is stored: with their generation, and no longer logs than the server's."""
+    """Check positions and return their stored form: with their generation, and logs no longer than the server's."""
     if positions:
         chosen_partitions([message.partition for message in positions])
     for i, message in enumerate(positions):
         position_from_message(message, bucket_version)
-        # What this server does not know must not be stored either: its size has no limit.
+        # Drop unknown fields, whose size has no limit.
         message.DiscardUnknownFields()  # type: ignore[no-untyped-call, unused-ignore]
         message.generation = generation
-        # The newest records are last. What a log forgot is of no use: the server knows no more either.
+        # Keep the newest records, which are last. Older ones than the server's log are of no use.
         del message.failover_log[:-log_records]
         if i % POSITIONS_AT_ONCE == POSITIONS_AT_ONCE - 1:
             await asyncio.sleep(0)
@@ -122,7 +122,7 @@ async def _check_positions(
 def _begin_save(
     host: BucketService, request: wire.SavePositionsRequest
 ) -> tuple[Hold, "asyncio.Task[None] | None"]:
-    """Decide who may save what, and hand it to the store, in this one step."""
+    """Decide which positions the sender may save, and hand them to the store, in this step."""
     owners = host.bucket.owners
     partitions = np.array([message.partition for message in request.positions], np.int64)
     hold = owners.hold(
@@ -154,8 +154,8 @@ def _check_highs(bucket: Bucket, hold: Hold, positions: Sequence[wire.Position])
     for message, high in zip(positions, highs, strict=True):
         if message.seqno > high:
             raise InvalidArgumentError(
-                f"the position of partition {message.partition} is at seqno {message.seqno}, its high seqno is {high}",
-                hint="save only what was received from this server",
+                f"the position of partition {message.partition} is at seqno {message.seqno}; must be at most its high seqno {high}",
+                hint="save only positions received from this server",
             )
 
 
@@ -167,19 +167,19 @@ def _damaged_positions(name: str, partitions: list[int]) -> PositionDamagedError
     few = ", ".join(map(str, partitions[:5])) + (", ..." if len(partitions) > 5 else "")
     return PositionDamagedError(
         f"the stored positions of consumer {shown(name)} in {len(partitions)} partitions ({few}) are damaged",
-        hint=f"'upr-admin consumers reset {name} --partitions ...' says where it goes on there; its data must fit",
+        hint=f"'upr-admin consumers reset {name} --partitions ...' sets where it resumes there; its data must match",
     )
 
 
 class ChangeStreamMethods:
-    """All of ChangeStreamService.
+    """Methods of ChangeStreamService.
 
     Args:
         intake: where the messages of calls arrive.
-        server_id: drawn anew at each start of the server.
+        server_id: random, drawn at each start of the server.
         heartbeat_seconds: for clients that ask for none.
-        reader_seconds: a consumer whose connection takes nothing for so long, while something waits, is ended.
-        callers: who calls.
+        reader_seconds: longest time that a consumer's connection may accept nothing while data waits.
+        callers: the calls of the server.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class ChangeStreamMethods:
 
     @answering
     async def Hello(self, request: wire.HelloRequest, context: Context) -> wire.HelloResponse:
-        """Answer for any number of partitions; one bad partition fails the request, and changes nothing."""
+        """Answer for any number of partitions; one invalid partition fails the request, and changes nothing."""
         bucket = self._catalog.of(request).bucket
         if request.partitions:
             chosen_partitions([asked.partition for asked in request.partitions])
@@ -220,7 +220,7 @@ class ChangeStreamMethods:
     async def GetFailoverLog(
         self, request: wire.GetFailoverLogRequest, context: Context
     ) -> wire.GetFailoverLogResponse:
-        """Return whole logs, also of partitions that are dead."""
+        """Return complete logs, also of dead partitions."""
         bucket = self._catalog.find(request.bucket).bucket
         logs = []
         for number, partition in enumerate(chosen_partitions(request.partitions), 1):
@@ -253,7 +253,7 @@ class ChangeStreamMethods:
     async def RenewCut(
         self, request: wire.RenewCutRequest, context: Context
     ) -> wire.RenewCutResponse:
-        """Have a cut's lease begin anew."""
+        """Renew a cut's lease."""
         host = self._catalog.of(request)
         lease = lease_micros(request.lease_seconds)
         cut = await host.cuts.renew(check_name(request.name, "cut"), lease)
@@ -263,7 +263,7 @@ class ChangeStreamMethods:
     async def ReleaseCut(
         self, request: wire.ReleaseCutRequest, context: Context
     ) -> wire.ReleaseCutResponse:
-        """Give a cut up."""
+        """Release a cut."""
         host = self._catalog.of(request)
         released = await host.cuts.release(check_name(request.name, "cut"))
         return wire.ReleaseCutResponse(released=released)
@@ -277,7 +277,7 @@ class ChangeStreamMethods:
         cuts = []
         for cut in host.cuts.live():
             cuts.append(cut_message(cut, with_partitions=request.with_partitions))
-            # A thousand partitions take a millisecond.
+            # A cut of a thousand partitions takes a millisecond, so let others run in between.
             await asyncio.sleep(0)
         return wire.ListCutsResponse(bucket_version=host.bucket.identity.version, cuts=cuts)
 
@@ -285,7 +285,8 @@ class ChangeStreamMethods:
     async def LoadPositions(
         self, request: wire.LoadPositionsRequest, context: Context
     ) -> wire.LoadPositionsResponse:
-        """Return what is stored, with every save that had begun when this was asked; "nothing" holds after a crash too."""
+        """Return the stored positions, including every save begun before this call; an absent position stays absent
+        after a crash."""
         host = self._catalog.of(request)
         name = check_name(request.consumer, "consumer")
         partitions = sorted(chosen_partitions(request.partitions))
@@ -301,7 +302,7 @@ class ChangeStreamMethods:
             )
         except (OSError, lmdb.Error) as error:
             raise StorageFailedError(
-                f"the positions cannot be told: {words_of(error)}",
+                f"the positions cannot be read: {words_of(error)}",
                 hint="see the server's log",
                 retriable=True,
             ) from error
@@ -321,7 +322,7 @@ class ChangeStreamMethods:
     async def SavePositions(
         self, request: wire.SavePositionsRequest, context: Context
     ) -> wire.SavePositionsResponse:
-        """Store what the sender may save; the rest is refused."""
+        """Store the positions that the sender may save, and refuse the rest."""
         host = self._catalog.find(request.bucket, request.bucket_version)
         check_name(request.consumer, "consumer")
         if request.member:
@@ -364,7 +365,7 @@ class ChangeStreamMethods:
             self._calls.discard(call)
             call.close()
         if slow is not None:
-            # The status waits behind what the transport has not sent.
+            # The client sees this status only behind the data that the transport has not sent.
             await abort(context, slow)
 
     async def _open(self, context: Context) -> "FollowCall":
@@ -426,6 +427,6 @@ class ChangeStreamMethods:
 def _checked_prefix(prefix: bytes) -> bytes:
     if len(prefix) > KEY_BYTES_MAX:
         raise InvalidArgumentError(
-            f"a key prefix of {len(prefix)} bytes, a key has at most {KEY_BYTES_MAX}"
+            f"key prefix is {len(prefix)} bytes; must be at most {KEY_BYTES_MAX}"
         )
     return prefix

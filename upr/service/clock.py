@@ -1,8 +1,8 @@
-"""The server's clock: what rows are dated with, and what ages and leases are counted by.
+"""The server's clock: it dates rows, and measures ages and leases.
 
 It begins at the day's clock and goes on with the time that passes (the boot-time clock, which counts the time that a
 machine sleeps), so a step of the day's clock makes nothing older or younger. It follows the day's clock by a hundredth
-of the time that passes, so that its times stay honest where the two differ a little.
+of the time that passes, so that its times stay close where the two differ a little.
 
 Across restarts only the day's clock can tell how long the server was away. It is compared with the newest time that was
 stored: a server that was away for more than ``jump_seconds``, and a day's clock that was set forward, look the same. So
@@ -33,11 +33,11 @@ CLOCK: Final = "clock"
 """The file's name."""
 _SECOND: Final = 1_000_000
 _SLEW: Final = 100
-"""The clock gains or loses at most this part of the time that passes."""
+"""Largest correction, as a part of the time that passes."""
 _CLOSE: Final = 10_000
-"""It is not corrected by less; microseconds."""
+"""Smallest difference that is corrected; microseconds."""
 STORES_A_JUMP: Final = 10
-"""The time is stored this often within ``jump_seconds``."""
+"""Number of times that the clock is stored within ``jump_seconds``."""
 _FILE_BYTES_MAX: Final = 4096
 
 
@@ -51,13 +51,13 @@ def _boot() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a server knows of time when it is started. All in microseconds, of this clock, since the epoch.
+    """Time as the server before stored it. All in microseconds, of this clock, since the epoch.
 
     Attributes:
         time: the newest time that was stored.
-        since: when the newest jump was met, 0 for none.
-        jump: how much later it was then than could be known to have passed.
-        left: how long the server is still to run until that counts as time that passed.
+        since: the time of the newest jump, 0 for none.
+        jump: the size of that jump.
+        left: remaining run time until the jump counts as time that passed.
     """
 
     time: int
@@ -71,7 +71,7 @@ class Clock:
 
     Args:
         known: of the server before this one; None where there was none.
-        jump_seconds: a longer absence is taken for a step of the day's clock, until the server has run for so long.
+        jump_seconds: a longer absence counts as a step of the day's clock, until the server has run for as long.
         day, boot: return the day's clock and the boot-time clock in microseconds.
     """
 
@@ -133,7 +133,7 @@ class Clock:
     def _look(self, today: int) -> None:
         off = today - self._at
         self._slew = 0 if abs(off) < _CLOSE else 1 if off > 0 else -1
-        # What looked like an absence was a day's clock that was ahead.
+        # The day's clock was ahead; there was no absence.
         self._denied = off < -self._limit
         if (abs(off) > self._limit) is self._told_off:
             return
@@ -142,17 +142,17 @@ class Clock:
         log.warning(f"the day's clock {words}", extra={"ahead_seconds": off // _SECOND})
 
     def before(self, age: int) -> int:
-        """Return the time that lies an age back: what is dated so, or earlier, has that age.
+        """Return the time an age ago: rows of that time, or earlier, have the age.
 
         Args:
             age: microseconds.
         """
         moment = self.now() - age
-        # Everything from before the jump is that much younger, and nothing else is.
+        # Only times from before the jump are younger by it.
         return moment - self._jump if moment < self._since else moment
 
     def until(self, expires: int, lease: int) -> int:
-        """Return when a lease ends that was to end at a time, and was stored by a server before this one.
+        """Return the end of a lease whose stored end an earlier server wrote.
 
         Args:
             lease: how long it is, microseconds.
@@ -165,27 +165,27 @@ class Clock:
 
     @property
     def off_seconds(self) -> float:
-        """By how much the day's clock is ahead, when that is more than a jump; else 0."""
+        """Return by how many seconds the day's clock is ahead, if that is more than a jump; else 0."""
         return (self._day() - self.now()) / _SECOND if self._told_off else 0.0
 
     @property
     def jumped_seconds(self) -> float:
-        """How long the server was away, or the day's clock set forward, while that does not count yet; else 0."""
+        """Return the seconds of the newest jump while it does not count yet; else 0."""
         self.now()
         return self._jump / _SECOND
 
     @property
     def left_seconds(self) -> float:
-        """How long the server is still to run until that counts."""
+        """Return the remaining run time in seconds until the jump counts."""
         return self._left / _SECOND
 
     def known(self) -> Known:
-        """Return what a later server is to know."""
+        """Return the state to store for the next start."""
         return Known(self.now(), self._since, self._jump, self._left)
 
 
 def read_clock(path: Path) -> Known | None:
-    """Return what was written; None where there is nothing. Of a damaged file nothing is known but that it was there."""
+    """Return the stored state; None without a file. A damaged file counts as an absence of unknown length."""
     try:
         with path.open("rb") as file:
             document = json.loads(file.read(_FILE_BYTES_MAX))
@@ -204,7 +204,7 @@ def read_clock(path: Path) -> Known | None:
 
 
 def write_clock(path: Path, known: Known) -> None:
-    """Store what is known, durably; raises OSError."""
+    """Store the state, durably; raises OSError."""
     document: dict[str, Any] = asdict(known)
     temporary = path.with_name(path.name + ".new")
     with temporary.open("w") as file:
@@ -231,7 +231,7 @@ class ClockKeeper:
         self._path = directory.path / CLOCK
         self._failing = False
         self.clock = Clock(read_clock(self._path), jump_seconds=jump_seconds)
-        # Before anything is dated: the next start must not take that for the time that this one began with.
+        # Store before anything is dated: the next start must not mistake a later time for the start of this one.
         self.store()
 
     async def run(self) -> None:

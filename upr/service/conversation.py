@@ -1,10 +1,10 @@
-"""The conversation of one Follow call without its I/O: what the client's messages mean, and what it is told next.
+"""The conversation of one Follow call without its I/O: the client's messages, and the server's next one.
 
-The shell in ``follow`` hands in each message and asks for the next one to send only when the one before was handed
-to the transport: nothing but answers waits here. The tests' simulated world drives it too.
+The shell in ``follow`` hands in each message, and asks for the next one to send only after the transport took the one
+before. So only answers wait here. The tests' simulated world drives it too.
 
-Starts whose beginning must be looked for in the store wait (``WaitingStarts``), and those that came behind them: they
-are answered in the order of the requests.
+Starts that need a search of the store wait (``WaitingStarts``), and later Starts behind them: answers keep the order of
+the requests.
 """
 
 import logging
@@ -59,10 +59,10 @@ class _Waiting:
 
 
 class WaitingStarts:
-    """The Starts of one call that are not answered yet.
+    """Queue of Starts that wait for a time lookup; answered in request order.
 
     Args:
-        answer: decides on requests, opens their streams and says so, in one step; then stops the partitions given.
+        answer: answers requests and opens their streams in one step, then stops the given partitions.
     """
 
     def __init__(self, answer: Callable[[Sequence[StartRequest], Iterable[int]], None]) -> None:
@@ -74,22 +74,22 @@ class WaitingStarts:
         return len(self._waiting)
 
     def take(self, requests: Sequence[StartRequest]) -> None:
-        """Take a Start; it is answered at once unless it, or one before it, waits for a search."""
+        """Add a Start; it is answered at once unless it, or an earlier one, waits for a search."""
         self._waiting.append(_Waiting(requests))
         self._answer_ready()
 
     def stop(self, partitions: Iterable[int]) -> None:
-        """Have the streams that are not open yet end as soon as they are, before anything is sent of them."""
+        """Stop streams of waiting Starts: each ends right after it opens, before any frame."""
         gone = set(partitions)
         for waiting in self._waiting:
             waiting.stopped |= gone
 
     def clear(self) -> None:
-        """Answer none of them: the call ends."""
+        """Drop all waiting Starts, because the call ends."""
         self._waiting.clear()
 
     def next_search(self) -> list[tuple[int, int]] | None:
-        """Return the (partition, time) pairs to be searched for in the store; None when nothing is to be, or is."""
+        """Return the (partition, time) pairs of the next search; None if none is needed, or one runs."""
         if self._searching or not self._waiting:
             return None
         self._searching = True
@@ -100,7 +100,7 @@ class WaitingStarts:
         ]
 
     def found(self, results: Sequence[Found]) -> None:
-        """Take what the search came to, in the order of what was asked for."""
+        """Add the results of the search, in the order of its pairs."""
         self._searching = False
         if not self._waiting:
             return
@@ -127,24 +127,25 @@ def read_member(opening: wire.Open) -> tuple[str, int]:
     if not opening.member:
         if lease:
             raise InvalidArgumentError(
-                f"a lease of {lease} seconds without a member", hint="name a member, or no lease"
+                f"lease is {lease} s without a member; must be 0", hint="name a member, or no lease"
             )
         return "", 0
     if not opening.consumer:
         raise InvalidArgumentError(
-            f"member {shown(opening.member)} of no consumer", hint="name the group as the consumer"
+            f"member {shown(opening.member)} has no consumer; must name its group",
+            hint="name the group as the consumer",
         )
     lease = LEASE_SECONDS if lease == 0 else lease
     if math.isnan(lease) or not LEASE_SECONDS_MIN <= lease <= LEASE_SECONDS_MAX:
         raise InvalidArgumentError(
-            f"a lease of {lease} seconds, it is {LEASE_SECONDS_MIN:g} to {LEASE_SECONDS_MAX:g}",
+            f"lease is {lease} s; must be {LEASE_SECONDS_MIN:g} to {LEASE_SECONDS_MAX:g}",
             hint="0 means the default",
         )
     return check_name(opening.member, "member"), micros(lease)
 
 
 class Membership:
-    """The part of a call that concerns its member.
+    """Membership of a call in a group.
 
     Args:
         seat: of the call.
@@ -155,25 +156,25 @@ class Membership:
         self._seat = seat
 
     def heard(self, now: float) -> None:
-        """Any message of the client renews the lease; ``now`` in seconds."""
+        """Renew the lease, on any message of the client; ``now`` in seconds."""
         self._seat.heard(micros(now))
 
     def release(self, partitions: list[int], now: float) -> None:
-        """The member hands partitions over: their streams end in the same step.
+        """Release partitions of the member, and end their streams in the same step.
 
         Raises:
-            InvalidArgumentError: they are more than there are.
+            InvalidArgumentError: there are more than PARTITIONS.
         """
         if len(partitions) > PARTITIONS:
             raise InvalidArgumentError(
-                f"a Release of {len(partitions)} partitions, the limit is {PARTITIONS}"
+                f"partitions of a Release are {len(partitions)}; must be at most {PARTITIONS}"
             )
         owned = self._seat.owned_among(partitions)
         self._follower.stop(owned)
         self._seat.release(owned, micros(now))
 
     def next_message(self) -> wire.FollowResponse | None:
-        """Return the newest Assignment, once; None when there is none that was not told."""
+        """Return the newest Assignment, once; None if there is no new one."""
         assignment = self._seat.take_assignment()
         return None if assignment is None else _assignment_message(assignment)
 
@@ -190,16 +191,15 @@ def _assignment_message(assignment: Assignment) -> wire.FollowResponse:
 
 log = logging.getLogger(__name__)
 
-SILENT: Final = EndReason("SILENT", True, "the consumer said nothing for three heartbeat intervals")
+SILENT: Final = EndReason("SILENT", True, "the consumer sent nothing for three heartbeat intervals")
 _POSITION = struct.Struct("<IQ")
 
 
 class Outgoing(NamedTuple):
-    """What is to be sent.
+    """Message to send.
 
     Args:
-        message: a FollowResponse, or an encoded one; of plain rows an iterator of encoded ones, each of which takes
-            its time.
+        message: a FollowResponse, or an encoded one; for plain rows a lazy iterator of encoded ones.
         frame: the frame that it carries, None for another message.
     """
 
@@ -208,11 +208,11 @@ class Outgoing(NamedTuple):
 
 
 class Conversation:
-    """One call that was accepted. It is a follower of the bucket from here on, until ``close``.
+    """Conversation of one accepted call, a follower of the bucket until ``close``.
 
     Args:
         liveness: of the call; times are seconds on its clock.
-        wake: called when there may be something to send.
+        wake: called when a message may be ready.
         now: on the clock of ``liveness``.
 
     Raises:
@@ -221,8 +221,8 @@ class Conversation:
     Attributes:
         follower: its streams.
         ending: why the call ends, None while it does not.
-        over: the end of the call was said: the client's half-close is awaited.
-        waiting: how many answers wait to be found, or to be sent.
+        over: whether Ended was sent, so that only the client's half-close is awaited.
+        waiting: the number of answers not sent yet.
     """
 
     def __init__(
@@ -253,16 +253,16 @@ class Conversation:
         self._member = None if seat is None else Membership(self.follower, seat)
 
     def close(self, now: float = 0.0, *, left: bool = False) -> None:
-        """Forget the follower; ``left``: the client ended the call by its own wish."""
+        """Remove the follower; with ``left`` the client ended the call itself."""
         self._bucket.remove_follower(self.follower, micros(now), left=left and self.ending is None)
 
     @property
     def waiting(self) -> int:
-        """How many answers wait to be found, or to be sent."""
+        """Return the number of answers not sent yet."""
         return len(self._out) + len(self._starts)
 
     def say(self, message: wire.FollowResponse) -> None:
-        """Send a message before everything that is not decided yet."""
+        """Queue a message before all frames and later answers."""
         self._out.append(message)
         self._wake()
 
@@ -273,10 +273,10 @@ class Conversation:
             self._starts.clear()
             self.follower.end_all(why)
 
-    # What the client says
+    # Messages of the client
 
     def take(self, request: object, now: float, now_micros: int) -> None:
-        """Take a message of the client; what cannot be taken ends the call.
+        """Handle a message of the client; an invalid one ends the call.
 
         Args:
             now: on the clock of ``liveness``.
@@ -294,7 +294,7 @@ class Conversation:
         self._wake()
 
     def check_heard(self, now: float) -> bool:
-        """End the call when the client went silent. Return whether it did."""
+        """End the call if the client was silent too long. Return whether it was."""
         gone = self.liveness.peer_is_gone(now)
         if gone:
             self.end(SILENT)
@@ -323,7 +323,7 @@ class Conversation:
         requests = [_request(one) for one in start.partitions]
         told = b""
         if len(self._starts) or any(one.needs_search for one in requests):
-            # In the order in which they were asked.
+            # Answer in the order of the requests.
             requests += plain.requests(np.ones(len(plain.partitions), bool))
         elif len(plain.partitions):
             opened, others = self.follower.start_plain(plain)
@@ -335,11 +335,11 @@ class Conversation:
             self._starts.take(requests)
 
     def next_search(self) -> list[tuple[int, int]] | None:
-        """Return the (partition, time) pairs to be searched for in the store next; None when nothing is to be."""
+        """Return the (partition, time) pairs of the next search; None if none is needed."""
         return self._starts.next_search()
 
     def found(self, results: Sequence[Found]) -> None:
-        """Take what the search came to: the Starts that waited for it are answered."""
+        """Add the results of a search, and answer the Starts that waited for it."""
         self._starts.found(results)
 
     def _answer(
@@ -348,7 +348,7 @@ class Conversation:
         decided = self.follower.start(requests)
         for answer in decided:
             if isinstance(answer, RolledBack) and answer.answer.alarm:
-                # Somebody has what this server never gave: an old copy of the data may have been restored.
+                # A client has rows that this server never sent: an old copy of the data may have been restored.
                 log.error(
                     "a consumer is ahead of this server",
                     extra={"partition": answer.partition, "words": answer.answer.words},
@@ -374,7 +374,9 @@ class Conversation:
     @staticmethod
     def _check_count(kind: str, count: int) -> None:
         if count > PARTITIONS:
-            raise InvalidArgumentError(f"a {kind} of {count} streams, the limit is {PARTITIONS}")
+            raise InvalidArgumentError(
+                f"streams of a {kind} are {count}; must be at most {PARTITIONS}"
+            )
 
     def _acknowledge(self, positions: bytes, now_micros: int) -> None:
         kept = self.follower.acknowledge(*read_positions(positions), now_micros)
@@ -385,7 +387,7 @@ class Conversation:
                 extra={"consumer": self.follower.options.consumer, "limit": CONSUMERS_MAX},
             )
 
-    # What the server says
+    # Messages of the server
 
     def next_message(self, now: float) -> Outgoing | None:
         """Return what to send next: answers, then ends of streams, then a heartbeat if one is due, then the end of the
@@ -403,8 +405,8 @@ class Conversation:
             return Outgoing(wire.FollowResponse(ended=_ended_message(self._ended.popleft())))
         if self._member is not None and (message := self._member.next_message()) is not None:
             return Outgoing(message)
-        # By the clock of the last heartbeat, not of the last frame: a consumer that is sent frames for long may
-        # have no reason to say anything, and its answer to a heartbeat is what shows that it is there.
+        # Counted from the last heartbeat, not the last frame: a consumer that receives frames may have nothing to send,
+        # and only its answer to a heartbeat shows that it is alive.
         if self._beat_now or self.liveness.heartbeat_due(now):
             self._beat_now = False
             self.liveness.sent(now)
@@ -454,7 +456,7 @@ def _ended_message(ended: Ended) -> wire.Ended:
 
 
 def _fill_answer(message: wire.StartAnswer, answer: Answer) -> None:
-    """Write an answer into the message where it lies: building it apart would copy it twice."""
+    """Write an answer into the message in place: building it apart would copy it twice."""
     if isinstance(answer, Started):
         started = message.started
         started.token = answer.token

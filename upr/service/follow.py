@@ -1,8 +1,8 @@
 """The Follow call: messages of the client to the call's Follower, and what it yields to the client.
 
-The server pulls: the send loop asks the Follower for the next frame only when the one before was handed to
-the transport. A call ends with Ended and then waits for the client's half-close, because a client's write that
-meets the end of the call loses messages it had received.
+The server pulls: the send loop asks the Follower for the next frame only after the transport took the one before. A
+call ends with Ended and then waits for the client's half-close, because gRPC drops received messages when a client
+writes to an ended call.
 """
 
 import asyncio
@@ -55,15 +55,15 @@ COALESCE_BYTES = 64 * 2**10
 eight followers of single writes cannot be woken for each of them."""
 HALF_CLOSE_SECONDS = 5.0
 PLAIN_AT_ONCE_BYTES = 32 * 2**10
-"""Frames of plain rows from this size on are made in a thread."""
+"""Size from which frames of plain rows are built in a thread."""
 SLOW_BYTES_A_SECOND = 64 * 2**10
-"""A message larger than a frame has so much more time to be taken."""
+"""Slowest accepted rate for a message larger than a frame."""
 UNSENT_ANSWERS_MAX = 4
 LOST_SECONDS = 0.05
 
 
 class FollowCall:
-    """One open call: a task that takes the client's messages, and the loop that sends."""
+    """Open Follow call: a task that receives messages, and the loop that sends."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class FollowCall:
         host.users.add(self.bucket_gone)
 
     def bucket_gone(self, _: BucketGoneError) -> None:
-        """The bucket was dropped: end all streams and the call."""
+        """End all streams and the call, because the bucket was dropped."""
         self.end(BUCKET_GONE)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class FollowCall:
         """Serve until the client half-closes, goes silent, or the call is ended.
 
         Returns:
-            What Ended would have said, when the client was too slow for that.
+            The end reason, if the client was too slow to receive it as Ended.
         """
         reader = asyncio.create_task(self._read())
         sender = self._sender = asyncio.create_task(self._send())
@@ -152,15 +152,15 @@ class FollowCall:
         return {"peer": self._context.peer(), "consumer": self.follower.options.consumer}
 
     async def _watch(self, sender: asyncio.Task[None]) -> None:
-        """Wait for the sender; end the call when the client goes silent, or does not take what is written to it.
+        """Wait for the sender; end the call when the client is silent, or accepts no data.
 
         Raises:
-            TimeoutError: the client takes nothing any more, not even that the call ended.
+            TimeoutError: the client accepts nothing, not even the end of the call.
         """
         loop = asyncio.get_running_loop()
         while not sender.done():
             deadline = min(self._liveness.next_deadline(), self._writing_until)
-            # A write may begin meanwhile.
+            # Look again: a write may have begun meanwhile.
             left = min(max(deadline - loop.time(), 0.01), self._reader_seconds)
             await asyncio.wait({sender}, timeout=left)
             if not sender.done() and self._must_end(loop.time()):
@@ -170,28 +170,28 @@ class FollowCall:
             sender.result()
 
     def _end_at_once(self) -> None:
-        """End the call without a word more, because too much is arriving."""
+        """End the call without further messages, because too much is arriving."""
         self._shed = True
         if self._sender is not None:
             self._sender.cancel()
 
     def _must_end(self, now: float) -> bool:
-        """Whether the client is gone, or too slow, by now; its streams are ended then."""
+        """Return whether the client is silent or too slow; if so, end its streams."""
         if now >= self._writing_until:
             self.end(too_slow(self._reader_seconds))
             return True
-        # Who is not listened to cannot be heard.
+        # Silence does not count while the server itself does not read.
         return not self._unheard and self._talk.check_heard(now)
 
     async def _write(self, message: Any, size: int = 0) -> None:
-        """Hand a message to the transport; a large value may take a slow link its time."""
+        """Write a message; allow more time for a large value on a slow link."""
         patience = self._reader_seconds + max(size - FRAME_BYTES, 0) / SLOW_BYTES_A_SECOND
         self._writing_until = asyncio.get_running_loop().time() + patience
         await self._context.write(message)
         self._writing_until = math.inf
 
     async def _take(self, request: Any) -> None:
-        """Take a message; one about many streams when it is its turn."""
+        """Handle a message; one about many streams waits for its turn."""
         loop = asyncio.get_running_loop()
         seconds = seconds_of_streams(request)
         if seconds < CHEAP_SECONDS:
@@ -207,11 +207,11 @@ class FollowCall:
             self._talk.take(request, loop.time(), self._host.disk.clock.now())
 
     def _parsed(self, raw: bytes) -> wire.FollowRequest | None:
-        """Return a message; what is none, or too large, ends the call."""
+        """Parse a message; an invalid or too large one ends the call."""
         try:
             if len(raw) > FOLLOW_REQUEST_BYTES_MAX:
                 raise InvalidArgumentError(
-                    f"a message of {len(raw)} bytes in a Follow call, the limit is {FOLLOW_REQUEST_BYTES_MAX}"
+                    f"message of a Follow call is {len(raw)} bytes; must be at most {FOLLOW_REQUEST_BYTES_MAX}"
                 )
             request: wire.FollowRequest = parsed(
                 wire.FollowRequest, raw, "a message of a Follow call"
@@ -225,13 +225,13 @@ class FollowCall:
     async def _read(self) -> None:
         while (raw := await self._arriving.read()) is not grpc.aio.EOF:
             request = self._parsed(raw)
-            # Nothing that is large is kept while the call waits for the next one.
+            # Free a large message before waiting for the next one.
             del raw
             if request is not None:
                 await self._take(request)
                 del request
             while self._talk.waiting >= UNSENT_ANSWERS_MAX:
-                # Who asks without reading the answers is not listened to until it reads.
+                # Back-pressure: read no requests while answers are unsent.
                 self._sent.clear()
                 await self._sent.wait()
         if self.follower.seat is not None:
@@ -265,7 +265,7 @@ class FollowCall:
             await self._idle(loop.time())
 
     async def _send_plain(self, saying: Outgoing) -> None:
-        """Send a frame of plain rows, made one by one: many of them apart from the loop."""
+        """Send a frame of plain rows, built one by one; a large frame is built in a thread."""
         assert saying.frame is not None
         small = saying.frame.size < PLAIN_AT_ONCE_BYTES
         while True:
@@ -287,7 +287,7 @@ class FollowCall:
             await asyncio.sleep(COALESCE_SECONDS)
 
     async def _idle(self, now: float) -> None:
-        """Wait until there may be something to send, or a heartbeat is due."""
+        """Wait until a message may be ready, or a heartbeat is due."""
         left = max(self._liveness.next_deadline() - now, 0.001)
         try:
             async with asyncio.timeout(left):
@@ -311,7 +311,7 @@ class FollowCall:
         task.add_done_callback(self._reads.discard)
 
     async def _search_store(self, wanted: list[tuple[int, int]]) -> None:
-        """Find where the streams of a Start begin that want what comes from a time on."""
+        """Search the store for the beginnings of streams from a time."""
         try:
             self._talk.found(await search_stored(self._host, wanted))
         except BucketGoneError:
@@ -342,8 +342,8 @@ class FollowCall:
 async def search_stored(host: BucketService, wanted: Sequence[tuple[int, int]]) -> list[Found]:
     """Search the stored blocks for (partition, time) pairs; times are microseconds since the epoch.
 
-    It is done in bites, between which others have their turn with the store. A partition whose blocks are damaged
-    gets the error, which the status tells of from then on.
+    The search runs in bites, between which others have their turn. A partition with damaged blocks gets the error, and
+    the status shows the damage.
 
     Raises:
         BucketGoneError: the bucket was dropped.
@@ -373,8 +373,8 @@ async def beginnings(
 ) -> dict[int, int]:
     """Return the seqno of each partition above which a client begins that wants what comes from now on, or from a time.
 
-    They are what a Start with from_now or from_time would be told, all of them decided in one step, the last one before
-    this returns. No partition's seqno is above its newest complete durable marker.
+    These are the answers to a Start with from_now or from_time, all decided in one step, right before this returns. No
+    seqno is above its partition's newest complete durable marker.
 
     Args:
         partitions: 0 to 1023.

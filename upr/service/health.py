@@ -8,21 +8,21 @@ from typing import Final
 from grpc_health.v1 import health, health_pb2
 
 BUCKET: Final = "bucket/"
-"""Begins the name under which a bucket is asked for; its name follows."""
+"""Prefix of a bucket's name in health checks."""
 REQUEST_BYTES: Final = 1024
-"""Of a health check: a name, which a Watch keeps as long as it lasts."""
+"""Largest request of a health check: a name, which a Watch keeps for its whole life."""
 _TOLD_SECONDS: Final = 0.5
 
 
 class Health:
-    """What health checks are answered.
+    """Answers to health checks.
 
     Args:
         services: full names of all services.
-        writing: the part of them that takes writes.
+        writing: those that accept writes.
 
     Attributes:
-        servicer: to be registered with gRPC.
+        servicer: for registration with gRPC.
     """
 
     def __init__(self, services: Iterable[str], writing: Iterable[str]) -> None:
@@ -32,15 +32,15 @@ class Health:
         self._buckets: set[str] = set()
 
     async def serving(self) -> None:
-        """All services are there."""
+        """Report all services as serving."""
         await self._tell(dict.fromkeys(("", *self._services), _answer(True)))
 
     async def tell(self, *, writes: bool, buckets: Mapping[str, bool]) -> None:
-        """Say what storage lets be done.
+        """Report the state of the storage.
 
         Args:
             writes: whether any bucket's storage works.
-            buckets: by name, whether nothing is wrong with its storage; others are not there.
+            buckets: by name, whether the storage has no problem; all other buckets are unknown.
         """
         if self.servicer._gracefully_shutting_down:
             return
@@ -52,25 +52,25 @@ class Health:
         told |= {BUCKET + name: answers.SERVICE_UNKNOWN for name in gone}
         await self._tell(told)
         for name in gone - self._buckets:
-            # Who watches it was told; kept, the names of all that ever were would gather.
+            # Watchers were told; names of dropped buckets must not accumulate.
             self.servicer._server_status.pop(BUCKET + name, None)
 
     async def _tell(self, answers: Mapping[str, int]) -> None:
-        # Here first: who watches a name and does not read keeps those who set it waiting.
+        # Set here without waiting: a watcher that does not read blocks the servicer's own ``set``.
         self.servicer._server_status.update(answers)
         with suppress(TimeoutError):
             async with asyncio.timeout(_TOLD_SECONDS):
                 await asyncio.gather(*map(self._wake, answers))
 
     async def _wake(self, name: str) -> None:
-        """Have those who watch a name look again."""
+        """Wake the watchers of a name."""
         watched = self.servicer._server_watchers.get(name)
         if watched is not None:
             async with watched:
                 watched.notify_all()
 
     async def shut_down(self) -> None:
-        """Nothing serves any more."""
+        """Report all services as not serving."""
         self.servicer._gracefully_shutting_down = True
         await self._tell(dict.fromkeys(self.servicer._server_status, _answer(False)))
 

@@ -49,28 +49,28 @@ from upr_protocol.wire.v1 import key_value_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
 GETS_AT_ONCE = 2
-"""Searches that run at the same time; the others wait for their turn."""
+"""Number of concurrent searches; others wait for their turn."""
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
     """Raise InvalidArgumentError unless there are 1 to GET_KEYS_MAX keys within their limits."""
     if not 1 <= len(keys) <= GET_KEYS_MAX:
         raise InvalidArgumentError(
-            f"a Get of {len(keys)} keys, it takes 1 to {GET_KEYS_MAX}", hint="send several"
+            f"keys of a Get are {len(keys)}; must be 1 to {GET_KEYS_MAX}", hint="send several Gets"
         )
     for key in keys:
         if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
             raise InvalidArgumentError(
-                f"a key of {len(key)} bytes, a key has {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
+                f"key is {len(key)} bytes; must be {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
             )
 
 
 async def find_newest(host: BucketService, lookup: Lookup) -> None:
-    """Search until every key was found, is known not to be there, or cannot be known.
+    """Search until every key is found, does not exist, or is in a partition that cannot be read.
 
-    What is found is as new as this call, or newer. The tail is looked through as it was in one step, and then the
-    store, to which it may have been flushed meanwhile. A key that was not found may have been written once more,
-    stored and merged behind the back of the search: where something was stored, what came since is looked through too.
+    Results are as new as this call, or newer. The tail is looked through as it was in one step, and then the
+    store, to which it may have been flushed meanwhile. A missing key may have been written, flushed and compacted
+    during the search. So partitions with a flush since then are searched again for newer rows.
     """
     bucket = host.bucket
     table = bucket.partitions
@@ -125,16 +125,16 @@ async def _get(host: BucketService, keys: list[bytes]) -> wire.GetResponse:
 BYTE_SECONDS = 1 / 100e6
 FRAME_BYTE_SECONDS = 1 / 150e6
 RUN_SECONDS = 6e-6
-"""What a byte of a write takes, what it takes again for each follower, and what each run takes for each of them, at
-least: so long the next write waits that takes a turn, and the loop is free for those who send small ones."""
+"""Least cost of a write's byte, of a byte for each follower, and of a run for each follower. The next large write waits
+for that time, and the loop is free for small writes."""
 LATE_WAIT_SECONDS = 1.0
-"""A write that takes a turn waits for so long at most until the loop is in time."""
+"""Longest wait of a large write for the loop to be on time."""
 BULK_BYTES = 32 * 2**10
 LATE_SECONDS = 0.05
-"""Writes of LARGE_BYTES take turns; those of BULK_BYTES do while the loop is, or just was, later than this."""
+"""Delay of the loop above which writes of BULK_BYTES take turns; writes of LARGE_BYTES always do."""
 GONE_SECONDS = 0.5
-"""So long after its bucket was dropped a call still answers what it is sent, and then it ends: what was on its way
-is refused by name and not left without an answer."""
+"""Time after a drop of the bucket in which a call still answers, so that writes on their way get an error and not
+silence."""
 _WRITE_TAG = wire.WriteRequest.WRITE_FIELD_NUMBER << 3 | 2
 _NUMBER_TAG = wire.WriteBlock.NUMBER_FIELD_NUMBER << 3
 _ROWS_TAG = wire.WriteBlock.ROWS_FIELD_NUMBER << 3 | 2
@@ -145,7 +145,7 @@ _DURABILITIES = frozenset(types.Durability.values())
 
 @dataclass(slots=True)
 class _Pending:
-    """A write whose answer is due: numbered, or refused."""
+    """Write with a pending answer: numbered, or refused."""
 
     number: int
     memory: bool
@@ -155,10 +155,10 @@ class _Pending:
 
 
 class KeyValueMethods:
-    """All of KeyValueService.
+    """Methods of KeyValueService.
 
     Attributes:
-        bulk: turns of the calls that send much.
+        bulk: turns of the calls with large writes.
         callers: who calls.
         delays: of the event loop.
     """
@@ -187,7 +187,7 @@ class KeyValueMethods:
         check_keys(request.keys)
         if self._open_gets >= GET_CALLS_MAX:
             raise TooManyError(
-                f"{self._open_gets} Gets are open, the limit is {GET_CALLS_MAX}",
+                f"open Gets are {self._open_gets}; must be below {GET_CALLS_MAX}",
                 hint="one Get takes many keys; to read much, follow the bucket",
             )
         self._open_gets += 1
@@ -233,7 +233,7 @@ class KeyValueMethods:
         try:
             await context.write(wire.WriteResponse(opened=opened))
             if self._stopping:
-                # It was not there yet when the others were told.
+                # The call was not registered yet when the others were ended.
                 raise ShuttingDownError("the server is stopping", hint="connect again")
         except BaseException:
             call.close()
@@ -246,14 +246,14 @@ class KeyValueMethods:
         return len(self._calls)
 
     def shut_down(self) -> None:
-        """Have every call answer what it took and end."""
+        """End every call after it has answered the writes it received."""
         self._stopping = True
         for call in self._calls:
             call.shut_down()
 
 
 class _WriteCall:
-    """One open call: a task that reads and numbers, another that waits and answers."""
+    """Open Write call: one task reads and numbers, another waits and answers."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class _WriteCall:
         finally:
             if self._read_no_more():
                 await asyncio.gather(self._reader, return_exceptions=True)
-            # Its exception keeps the frame that it ended in, with a block in it, and the frame this call.
+            # Its exception would keep the last frame, with a block, and through it this call.
             self._reader = None
         if self._gone is not None:
             raise self._gone
@@ -297,27 +297,27 @@ class _WriteCall:
             raise ShuttingDownError("the server is stopping", hint="connect again")
 
     def shut_down(self) -> None:
-        """Read no more; what was taken is still answered."""
+        """Stop reading; received writes are still answered."""
         self._stopping = True
         self._read_no_more()
 
     def shed(self) -> None:
-        """Read no more, because too much is arriving; what was taken is still answered."""
+        """Stop reading, because too much is arriving; received writes are still answered."""
         self._shed = True
         self._read_no_more()
 
     def bucket_gone(self, error: BucketGoneError) -> None:
-        """The bucket was dropped: refuse what still comes, for a moment, and end the call.
+        """Refuse writes for a moment, because the bucket was dropped, then end the call.
 
-        What was not numbered is refused with BUCKET_GONE: it never was applied. What was numbered and is not durable
-        yet is answered UNKNOWN_OUTCOME: should the server die before the drop is on disk, the bucket will be there
-        again, with that write or without it.
+        A write that was not numbered gets BUCKET_GONE: it was never applied. A numbered write that is not durable gets
+        UNKNOWN_OUTCOME: if the server dies before the drop is durable, the bucket will be back, with that write or
+        without it.
         """
         self._gone = error
         asyncio.get_running_loop().call_later(GONE_SECONDS, self._read_no_more)
 
     def _read_no_more(self) -> bool:
-        """Have the reader end; False if it does so no sooner than the call."""
+        """End the reader; False if it ends only with the call."""
         if self._reader is None or self._arriving.stop(self._reader):
             return True
         self._read_all = True
@@ -325,7 +325,7 @@ class _WriteCall:
         return False
 
     def close(self) -> None:
-        """Give the producer back."""
+        """Close the producer."""
         self._arriving.close()
         self._host.users.discard(self.bucket_gone)
         if self._producer is not None:
@@ -339,7 +339,7 @@ class _WriteCall:
                 pending = await self._refused_turn(raw) if takes_turn else None
                 if pending is None:
                     pending, block = self._taken(raw)
-                    # Nothing of a large write is kept twice, or while the call waits for the next one.
+                    # Free a large message before waiting for the next one.
                     del raw
                     if block is not None:
                         if takes_turn:
@@ -352,13 +352,13 @@ class _WriteCall:
                 self._pending.append(pending)
                 self._changed.set()
                 while len(self._pending) >= WRITES_IN_FLIGHT_MAX:
-                    # The client's own window is as large: more than that is only held back, not refused.
+                    # Clients use the same window; more is delayed, not refused.
                     self._answered.clear()
                     await self._answered.wait()
                 if size >= LARGE_BYTES:
                     await self._arriving.calm()
                 if takes_turn and pending.written is None:
-                    # It was refused, and taking it in was work all the same.
+                    # Charge it although it is refused, because receiving it was work.
                     await self._turn(size * BYTE_SECONDS)
         finally:
             self._read_all = True
@@ -377,7 +377,7 @@ class _WriteCall:
         return message
 
     def _takes_turn(self, size: int) -> bool:
-        """Whether a write of so many bytes keeps others waiting who send less."""
+        """Return whether a write of this size must take a turn."""
         methods = self._methods
         late = size >= BULK_BYTES and methods.delays.recent > LATE_SECONDS
         return (size >= LARGE_BYTES or late) and (
@@ -385,9 +385,9 @@ class _WriteCall:
         )
 
     async def _turn(self, seconds: float) -> None:
-        """Wait for a turn, and then for the loop to be in time again, up to LATE_WAIT_SECONDS."""
+        """Wait for a turn, and then for the loop to be on time, up to LATE_WAIT_SECONDS."""
         await self._methods.bulk.turn()
-        # Charged before anything is waited for: else all that wait would go on together.
+        # Charge before any wait: otherwise all waiting writes would continue together.
         self._methods.bulk.charge(seconds)
         delays, until = self._methods.delays, time.monotonic() + LATE_WAIT_SECONDS
         while delays.recent > LATE_SECONDS and time.monotonic() < until:
@@ -395,7 +395,7 @@ class _WriteCall:
             self._methods.bulk.charge(SAMPLE_SECONDS)
 
     async def _refused_turn(self, raw: bytes) -> _Pending | None:
-        """Wait for a write's turn, before it is looked at, which copies it; return a refusal if too much waits."""
+        """Wait for a write's turn before parsing it, which copies it; return a refusal if too much waits."""
         readers = len(self._host.bucket.followers)
         try:
             with self._host.waiting(len(raw)):
@@ -405,10 +405,10 @@ class _WriteCall:
             return _Pending(outline_of(raw).number, False, error=error.with_traceback(None))
 
     def _taken(self, raw: bytes) -> tuple[_Pending, Block | None]:
-        """Return a write and its block, None if it is refused."""
+        """Parse a write and its block; None if it is refused."""
         if len(raw) > WRITE_ROWS_BYTES_MAX and (outline := outline_of(raw)).has_many_rows:
             error = InvalidArgumentError(
-                f"a write of several rows has {len(raw)} bytes; must be at most {WRITE_ROWS_BYTES_MAX}",
+                f"a write of several rows is {len(raw)} bytes; must be at most {WRITE_ROWS_BYTES_MAX}",
                 hint="send several writes, or blocks",
             )
             return _Pending(outline.number, False, error=error), None
@@ -420,7 +420,7 @@ class _WriteCall:
         try:
             if write.durability not in _DURABILITIES:
                 raise InvalidArgumentError(
-                    f"durability {write.durability} is unknown, known are 0 to {max(_DURABILITIES)}"
+                    f"durability is {write.durability}; must be 0 to {max(_DURABILITIES)}"
                 )
             if self._gone is not None:
                 raise self._gone
@@ -428,12 +428,12 @@ class _WriteCall:
                 self._producer.check(write.number, write.previous_number)
             return pending, block_of_write(write)
         except UprError as error:
-            # The call does not take it, so nothing that names it as its predecessor is taken either.
+            # The call does not carry this write, so it refuses later writes that name it as predecessor.
             pending.error = error.with_traceback(None)
             return pending, None
 
     async def _number(self, pending: _Pending, block: Block) -> None:
-        """Number one write, or take note of why not."""
+        """Number one write, or record its error."""
         producer = self._producer
         name = b"" if producer is None else producer.name
         try:
@@ -473,7 +473,7 @@ class _WriteCall:
         except TimeoutError:
             pending.error = UnknownOutcomeError(
                 f"write {pending.number} was not durable within {WRITE_OUTCOME_SECONDS:.0f} s; it may become so",
-                hint="send it again with its number to learn more",
+                hint="send it again with its number to learn the outcome",
             )
         except UprError as error:
             pending.error = UnknownOutcomeError(

@@ -1,8 +1,8 @@
 """The server's log on stderr: text for people, JSON lines for machines.
 
-An event is a constant; everything that somebody else chose stands in a field, quoted where it could be taken for
-another field or line. While the server serves, an event is written at most EVENTS_A_SECOND times a second: clients
-can cause some of them at will.
+An event is a constant text. Values from outside are fields, quoted where they could pass for another field or line.
+While the server serves, an event is written at most EVENTS_A_SECOND times a second, because clients can cause some of
+them at will.
 """
 
 import json
@@ -16,9 +16,9 @@ from collections.abc import Callable
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 VALUE_CHARACTERS = 1000
-"""A longer value is cut."""
+"""Most characters of a value; a longer one is truncated."""
 EVENTS_A_SECOND = 10
-"""Lines of one event in a second; how many were left out is said with a later one."""
+"""Lines of one event in a second; a later line gives the number of suppressed ones."""
 _SUPPRESSED = "suppressed"
 
 
@@ -31,7 +31,7 @@ def _cut(text: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """Return a value as one word; in quotes, with escapes as in JSON, where it would not be one by itself."""
+    """Return a value as one word; quoted and escaped as in JSON if necessary."""
     text = _cut(str(value))
     if text and text.isprintable() and not any(c in ' ="\\' for c in text):
         return text
@@ -79,13 +79,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class EventLimit(logging.Filter):
-    """Lets EVENTS_A_SECOND records of each event through in a second, once it is ``on``.
+    """Limit of EVENTS_A_SECOND records of each event in a second, once it is ``on``.
 
     Args:
         clock: in seconds.
 
     Attributes:
-        on: off while nothing is served: what a start has to say is said whole.
+        on: off before the server serves, so that a start is logged completely.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,7 +98,7 @@ class EventLimit(logging.Filter):
         self._second = clock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is to be written; one that tells of others always is."""
+        """Return whether to write a record; reports of suppressed ones are always written."""
         if not self.on or hasattr(record, _SUPPRESSED):
             return True
         event = record.name, str(record.msg)
@@ -113,7 +113,7 @@ class EventLimit(logging.Filter):
         return False
 
     def tell_suppressed(self) -> None:
-        """Log how many records of each event were left out since the last call. To be called every few seconds."""
+        """Log how many records of each event were suppressed since the last call. Call it every few seconds."""
         with self._lock:
             told, self._suppressed = self._suppressed, {}
         for (name, event), (level, count) in told.items():

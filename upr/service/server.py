@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
 TELL_SECONDS = 5.0
-"""How often the log says what was left out of it."""
+"""Interval at which the log reports suppressed events."""
 _SERVED = (
     (admin_service_pb2, "AdminService"),
     (change_stream_service_pb2, "ChangeStreamService"),
@@ -70,7 +70,9 @@ def check_listen(address: str, *, insecure: bool) -> None:
     """Raise ListenError unless the address is HOST:PORT, and loopback or allowed to be insecure."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ListenError(f"{address!r} is not HOST:PORT", hint="for example 127.0.0.1:7711")
+        raise ListenError(
+            f"listen address is {address!r}; must be HOST:PORT", hint="for example 127.0.0.1:7711"
+        )
     bare = host.strip("[]")
     try:
         loopback = bare == "localhost" or ipaddress.ip_address(bare).is_loopback
@@ -78,7 +80,7 @@ def check_listen(address: str, *, insecure: bool) -> None:
         loopback = False
     if not loopback and not insecure:
         raise ListenError(
-            f"{address} is not a loopback address and there is no TLS yet",
+            f"listen address is {address}; must be loopback, because the server has no TLS",
             hint="give --insecure to listen there without encryption or authentication",
         )
 
@@ -89,7 +91,7 @@ def _encode(message: Any) -> bytes:
 
 
 def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """Have an error that nobody expected end its call in words: gRPC would send the exception, with its paths."""
+    """Turn an unexpected exception into a status in plain words: gRPC would send the exception, with its paths."""
 
     @wraps(method)
     async def guarded(request: Any, context: Any) -> Any:
@@ -107,15 +109,14 @@ def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any
 def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHandler:
     """Register a service by its descriptor.
 
-    The generated registration would refuse frames, which are handed to the transport as bytes that are encoded
-    already.
+    The generated registration would refuse frames, which are bytes that are encoded already.
     """
     found = descriptor.services_by_name[service]
     handlers = {}
     for method in found.methods:
         request = GetMessageClass(method.input_type)
         served = _guarded(getattr(methods, method.name))
-        # Calls with many requests take them as bytes: they count them, and parse them when they can.
+        # Streaming calls receive bytes: they count them, and parse them in their turn.
         handlers[method.name] = (
             grpc.stream_stream_rpc_method_handler(served, None, _encode)
             if method.client_streaming
@@ -178,12 +179,12 @@ class Server:
 
     @staticmethod
     def _import_all() -> None:
-        """Import what others would at its first use, perhaps when no descriptor is left for it."""
+        """Import modules that libraries import on first use, when there may be no descriptor left."""
         importlib.import_module("numpy.ma")  # np.unique
         zstd_available()
 
     def _room(self) -> int:
-        """Return how many connections each address that is listened on may have."""
+        """Return the largest number of connections for each listen address."""
         try:
             count = descriptors.connections_max(len(self._catalog.hosts))
         except BaseException:
@@ -191,7 +192,7 @@ class Server:
             raise
         host = self._config.listen.rpartition(":")[0].strip("[]")
         with contextlib.suppress(OSError):
-            # "localhost" is two of them, and gRPC counts for each.
+            # "localhost" is two addresses, and gRPC counts for each.
             count //= len({found[4][0] for found in socket.getaddrinfo(host, None)}) or 1
         return max(count, 1)
 
@@ -203,7 +204,7 @@ class Server:
         except RuntimeError as error:
             raise ListenError(
                 f"{self._config.listen} cannot be listened on: the port is in use, or the address is not this host's",
-                hint="give --listen another port; port 0 takes a free one",
+                hint="give --listen another port; port 0 picks a free one",
             ) from error
         self.address = f"{host}:{port}"
         served = (self._admin, self._changes, self._writes)
@@ -243,11 +244,12 @@ class Server:
             self._log_limit.tell_suppressed()
 
     async def _storage_changed(self) -> None:
-        """Say whether writes are taken, as long as one bucket's storage has not failed; and how each bucket is."""
+        """Report the health of the writing services, which serve until the storage of every bucket has failed, and of
+        each bucket."""
         await self._health.tell(writes=not self._catalog.failed, buckets=self._catalog.fine)
 
     def guarded(self) -> contextlib.AbstractContextManager[None]:
-        """Have a thread bound what arrives while the body runs."""
+        """Run the intake's watching thread while the body runs."""
         return self._intake.guarded()
 
     async def stop(self) -> bool:
@@ -267,7 +269,7 @@ class Server:
         return clean
 
     async def abandon(self) -> None:
-        """Give everything back after a start that failed."""
+        """Release everything after a failed start."""
         for task in self._tasks:
             task.cancel()
         await self._grpc.stop(None)
@@ -276,14 +278,14 @@ class Server:
 
 
 def _told(task: asyncio.Task[None]) -> None:
-    """Have the end of a task in the log that was to last as long as the server: what it bounds is not bounded any more."""
+    """Log the end of a task that should last as long as the server: its limits no longer hold."""
     error = None if task.cancelled() else task.exception()
     if error is not None:
         log.critical("a task of the server failed: restart it", exc_info=error)
 
 
 def _write_ready(path: Path, address: str) -> None:
-    """Make the file appear with its whole content, so that who waits for it never reads half of it."""
+    """Create the file with its complete content in one step, so that a waiting program never reads a part."""
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(address + "\n")
     os.replace(temporary, path)

@@ -19,7 +19,7 @@ JOURNAL: Final = "the journal cannot be written"
 PROOF: Final = "the clean-shutdown proof cannot be removed"
 FLUSH: Final = "the tail cannot be stored"
 ROOM: Final = "writes are refused for lack of room"
-MERGE: Final = "blocks cannot be merged"
+MERGE: Final = "blocks cannot be compacted"
 PURGE: Final = "tombstones cannot be purged"
 POSITIONS: Final = "positions of consumers cannot be stored"
 CUTS: Final = "cuts cannot be stored"
@@ -29,19 +29,19 @@ _FULL: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, 
 
 
 def words_of(error: BaseException) -> str:
-    """Return what went wrong as it may be told to clients: without paths of this machine."""
+    """Return an error in words for clients: without paths of this machine."""
     if isinstance(error, UprError):
         return error.message
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     if isinstance(error, lmdb.Error):
-        # "what: why"; what can be a path.
+        # The text is "what: why", and "what" can be a path.
         return str(error).rsplit(": ", 1)[-1]
     return f"{type(error).__name__} in the server"
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether something could not be written for lack of room."""
+    """Return whether an error means a lack of room."""
     if isinstance(error, lmdb.MapFullError | lmdb.DiskError | NoRoomError):
         return True
     return words_of(error).startswith(_FULL)
@@ -49,7 +49,7 @@ def is_full(error: BaseException) -> bool:
 
 @dataclass(slots=True)
 class Trouble:
-    """One thing that does not work now.
+    """Trouble: one operation that fails now.
 
     Attributes:
         what: one of the names above.
@@ -64,7 +64,7 @@ class Trouble:
     began: float
 
     def problem(self) -> UprError:
-        """Return what is said about it."""
+        """Return it as an error."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         words = f"{self.what}, since {since}: {words_of(self.error)}"
         if is_full(self.error):
@@ -73,7 +73,7 @@ class Trouble:
 
 
 class Troubles:
-    """What is wrong with one bucket's storage now, and may pass.
+    """Troubles of one bucket's storage, which may pass.
 
     Args:
         bucket: its name.
@@ -89,7 +89,7 @@ class Troubles:
         return what in self._now
 
     def begins(self, what: str, error: BaseException) -> None:
-        """Something was tried in vain; the first time is logged."""
+        """Record a failure; log the first one."""
         known = self._now.get(what)
         if known is not None:
             known.error = error
@@ -102,7 +102,7 @@ class Troubles:
         self._changed()
 
     def ends(self, what: str) -> None:
-        """It works, again perhaps."""
+        """Record a success, which ends the trouble if there was one."""
         known = self._now.pop(what, None)
         if known is None:
             return
@@ -114,10 +114,10 @@ class Troubles:
         self._changed()
 
     def problem_of(self, what: str) -> UprError:
-        """Return what is said about one that there is."""
+        """Return the problem of one trouble."""
         return self._now[what].problem()
 
     def problem(self) -> UprError | None:
-        """Return what is said about the one that lasts longest; None when there is none."""
+        """Return the problem that lasts longest; None without one."""
         oldest = next(iter(self._now.values()), None)
         return None if oldest is None else oldest.problem()

@@ -1,1 +1,1 @@
-"""Bytes on disk: the data directory, the journal, the LMDB store and merging of blocks."""
+"""Bytes on disk: the data directory, the journal, the LMDB store, and compaction of blocks."""

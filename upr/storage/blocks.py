@@ -1,4 +1,4 @@
-"""Stored blocks: their columns, the run record in front (enough to plan compaction), looks at them in the store, compression."""
+"""Stored blocks: columns, heads (the run record in front, enough to plan compaction), cursors, compression."""
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -25,19 +25,19 @@ from upr_protocol.wire.compression import zstd_available
 
 HEAD_BYTES = 2 + RUN.itemsize
 PEEK_BYTES = 128
-"""With so many bytes a block also says how large it is when it is not compressed."""
+"""Bytes in front of a block that also hold its uncompressed size."""
 _RUN = struct.Struct("<IIQQQ")
-"""The first five fields of a record of the run table."""
+"""First five fields of a record of the run table."""
 _BEGINNING = b"\x0a" + bytes([RUN.itemsize])
 """An encoded block begins with field 1, its run table; a stored block has one run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One stored block.
+    """Head of a stored block.
 
     Attributes:
-        start, end: it tells of the seqnos in (start, end].
+        start, end: it covers the seqnos in (start, end].
         horizon: see Block.runs.
         rows: how many it has.
         size: encoded bytes.
@@ -53,17 +53,17 @@ class Head:
 
     @property
     def plain(self) -> int:
-        """About how many bytes it takes in memory."""
+        """Return its approximate bytes in memory."""
         return max(self.size, self.compressed_from)
 
 
 def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> Head:
     """Parse a head out of a value's first PEEK_BYTES; HEAD_BYTES do, but do not tell ``compressed_from``.
 
-    The checksums are not looked at: who uses the columns checks them.
+    It does not verify checksums; users of the columns do.
 
     Raises:
-        DataDamagedError: they are no head of a block of the partition that ends at ``end``.
+        DataDamagedError: the bytes are no head of a block of this partition with this end.
     """
     if len(value) < HEAD_BYTES or value[:2] != _BEGINNING:
         raise DataDamagedError(f"partition {partition}: the block that ends at {end} has no head")
@@ -89,7 +89,7 @@ def own_head(data: bytes, partition: int) -> tuple[Head, Runs]:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive blocks that were merged, or looked through, together.
+    """Consecutive blocks that were compacted, or compared, together.
 
     Attributes:
         heads: oldest first.
@@ -143,7 +143,7 @@ def last_complete(heads: Sequence[Head]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MergeRange:
-    """Neighbouring blocks of a partition to be merged, oldest first; they end in a complete marker."""
+    """Neighbouring blocks of a partition to compact, oldest first; they end in a complete marker."""
 
     partition: int
     heads: tuple[Head, ...]
@@ -162,7 +162,7 @@ class MergeRange:
 
     @property
     def plain(self) -> int:
-        """About how many bytes its blocks take in memory."""
+        """Return the approximate bytes of its blocks in memory."""
         return sum(head.plain for head in self.heads)
 
     @property
@@ -172,12 +172,12 @@ class MergeRange:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Blocks that take the place of others of the same partition and range.
+    """Replacement of blocks by others of the same partition and range.
 
     Attributes:
         partition: whose.
-        old: ends of the blocks that go.
-        new: (end_seqno, bytes) of those that come.
+        old: ends of the removed blocks.
+        new: (end_seqno, bytes) of the new blocks.
         purge: the purge seqno that must be stored with it; 0 for none.
     """
 
@@ -194,14 +194,14 @@ _TABLE_CRC = 10
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """What a stored block says of itself: nothing of it is checked against its checksums.
+    """Stored block without its columns; no checksum is verified.
 
     Attributes:
-        start, end: it tells of the seqnos in (start, end].
+        start, end: it covers the seqnos in (start, end].
         rows: how many it has.
         time: when the newest of them was committed, microseconds since the epoch; 0 without rows.
         size: encoded bytes.
-        table, table_crc: its run table, and the CRC32C that it says it has.
+        table, table_crc: its run table, and the stored CRC32C of it.
     """
 
     start: int
@@ -214,7 +214,7 @@ class StoredBlock:
 
 
 class BlockCursor:
-    """Looks into the blocks of one read transaction: for the thread that began it, and until it ends.
+    """Cursor over the blocks of one read transaction, for the thread that began it.
 
     Args:
         cursor: over the blocks, of a transaction with buffers.
@@ -233,7 +233,7 @@ class BlockCursor:
         return 0
 
     def containing(self, partition: int, seqno: int) -> StoredBlock:
-        """Return the block that tells of a seqno.
+        """Return the block that contains a seqno.
 
         Raises:
             DataDamagedError: there is none, or it is no block of one run of the partition.
@@ -272,20 +272,20 @@ class BlockCursor:
 
 
 COMPRESSIONS = ("", "zstd")
-"""What ``Identity.compression`` may be."""
+"""Values of ``Identity.compression``."""
 
 Compress = Callable[[bytes], bytes]
-"""An encoded block to what is stored of it, as ``compress_block``."""
+"""Function of an encoded block that returns its stored form, as ``compress_block``."""
 
 
 def compressor(compression: str) -> Compress | None:
-    """Return what is made of each block before it is stored, None for nothing.
+    """Return the function applied to each block before it is stored, None for none.
 
     Args:
         compression: a bucket's setting.
 
     Raises:
-        DataDirectoryError: it is unknown here, or what it needs is not installed.
+        DataDirectoryError: it is unknown, or its library is not installed.
     """
     if compression not in COMPRESSIONS:
         raise DataDirectoryError(
@@ -309,10 +309,10 @@ _WEIGHTS = np.random.default_rng(0).integers(2**63, 2**64 - 1, KEY_BYTES_MAX, np
 
 @dataclass(slots=True)
 class Encoded:
-    """An encoded block and its run table, parsed already because everybody looks at it.
+    """Encoded block with its parsed run table, which every user needs.
 
     Attributes:
-        columns: where its columns lie, if somebody has looked already.
+        columns: the places of its columns, if they were parsed.
     """
 
     runs: Runs
@@ -321,11 +321,11 @@ class Encoded:
 
     @property
     def size(self) -> int:
-        """What it takes from a stream's credit."""
+        """Return its cost in credit."""
         return len(self.data)
 
     def opened(self) -> Columns:
-        """Return where its columns lie."""
+        """Return the places of its columns."""
         return open_columns(self.data) if self.columns is None else self.columns
 
 
@@ -348,7 +348,7 @@ def column_of(columns: Columns, field: int) -> bytes:
 
 
 def cells_of(opened: Sequence[Columns], field: int, data_field: int, rows: Sequence[int]) -> Any:
-    """Return the keys or values of several blocks as one Arrow array; ``rows`` is how many each block has."""
+    """Return the keys or values of several blocks as one Arrow array; ``rows`` are the rows of each block."""
     told = np.frombuffer(b"".join([column_of(columns, field) for columns in opened]), "<i4")
     # Where one block's offsets end and the next one's begin there is no cell.
     lengths = np.delete(np.diff(told), np.cumsum(np.array(rows) + 1)[:-1] - 1)
@@ -364,7 +364,7 @@ def keys_of(*blocks: Encoded) -> Any:
 
 
 def key_classes(block: Encoded, count: int) -> I64:
-    """Return for each row of a block in which of ``count`` classes its key is; equal keys are in the same."""
+    """Return the class of each row's key, 0 to ``count`` - 1; equal keys have the same class."""
     columns = block.opened()
     offsets = np.frombuffer(column_of(columns, KEY_OFFSETS), "<i4")
     data = np.frombuffer(column_of(columns, KEYS), np.uint8)

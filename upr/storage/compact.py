@@ -1,20 +1,20 @@
 """Compaction of blocks: vectorised, the newest row of a key wins; a flush builds its blocks with it too.
 
-What goes in are encoded blocks in the order in which they were numbered; what comes out are encoded blocks of
-one run each. A result has the largest horizon of its inputs, so that it ends in a marker only if they
-did; a result larger than a block becomes a stretch, several runs that share one horizon.
+The input is encoded blocks in the order of their numbering; the output is encoded blocks of one run each. A result has
+the largest horizon of its inputs, so it ends in a marker only if they did. A result larger than a block becomes a
+stretch: several runs that share one horizon.
 
-The work is done a chunk (some MiB of input) or a slice (some partitions) at a time: a single call over
-everything would hold the interpreter for so long that the event loop of the same process stands still.
+The work is done a chunk (some MiB of input) or a slice (some partitions) at a time: a single call over everything would
+hold the interpreter lock and stop the event loop of the process.
 
-Small ranges of several partitions are merged at once, each rewritten as a whole (``merge_direct``). In a range of one
-partition that is too large for that the keys alone are compared first, so that it is known which rows are superseded.
-Then only the blocks that lose enough are written anew, a bounded group at a time, each group in one transaction, oldest
-first: a crash between two leaves superseded rows, never a hole. What is written anew has the range's end for its
-horizon, because the newer row of a key may lie anywhere up to there; blocks that lose nothing stay, markers and all.
+Small ranges of several partitions are compacted together, each rewritten completely (``merge_direct``). In a range too
+large for that, the keys are compared first, to find the superseded rows. Then only the blocks that lose enough rows are
+rewritten, a bounded group at a time, each group in one transaction, oldest first: a crash between two leaves superseded
+rows, never a hole. A rewritten block has the range's end as its horizon, because the newer row of a key may be anywhere
+up to there. Other blocks keep their horizons and markers.
 
-A tombstone may go only where nothing older of its key is left: in a merge that begins at 0, which sees every older row
-of the key and drops it as well.
+A tombstone may be purged only when no older row of its key is left: in a compaction from 0, which sees and drops every
+older row of the key.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,12 +53,12 @@ from upr_protocol.wire.codec import encode_block, plain_bytes
 
 @dataclass(frozen=True, slots=True)
 class PurgeLimits:
-    """What may be purged, by partition; seqnos of shape (1024,), times in microseconds since the epoch.
+    """Limits of a purge, by partition; seqnos of shape (1024,), times in microseconds since the epoch.
 
     Attributes:
-        passed, old: tombstones at or below the seqno may go when they are of the time or older.
-        never, very_old: the same for those whom streams and consumers hold up no longer. No tombstone above
-            ``never`` may go at all.
+        passed, old: tombstones at or below the seqno, and of the time or older, may be purged.
+        never, very_old: the same for tombstones that streams and consumers no longer hold. No tombstone above ``never``
+            may be purged.
     """
 
     passed: U64
@@ -67,21 +67,21 @@ class PurgeLimits:
     very_old: int
 
     def held(self, partitions: I64, seqnos: U64, times: I64) -> npt.NDArray[np.bool_]:
-        """Tell which tombstones may go because everybody has passed them; one flag a row."""
+        """Return which tombstones may be purged because every reader has passed them; one flag a row."""
         return (seqnos <= self.passed[partitions]) & (times <= self.old)
 
     def free(self, partitions: I64, seqnos: U64, times: I64) -> npt.NDArray[np.bool_]:
-        """Tell which may go whoever has not passed them."""
+        """Return which tombstones may be purged whether or not readers have passed them; one flag a row."""
         return (seqnos <= self.never[partitions]) & (times <= self.very_old)
 
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """The tombstones that a merge of one partition drops.
+    """Tombstones that a compaction of one partition drops.
 
     Attributes:
-        seqno: the newest of them: the purge seqno to be.
-        held_seqno: the newest of those that go only because everybody has passed them; 0 for none.
+        seqno: the newest of them, the new purge seqno.
+        held_seqno: the newest of those purged only because every reader has passed them; 0 for none.
         count: how many there are.
     """
 
@@ -91,7 +91,7 @@ class Purge:
 
 
 def purge_of(seqnos: U64, free: npt.NDArray[np.bool_]) -> Purge:
-    """Sum up the rows that go: their seqnos, at least one, and which of them go whoever has not passed them."""
+    """Return the purge of rows: their seqnos, at least one, and a flag for each that no reader holds."""
     held = seqnos[~free]
     return Purge(int(seqnos.max()), int(held.max()) if len(held) else 0, len(seqnos))
 
@@ -103,10 +103,10 @@ SLICE_PARTITIONS = 128
 
 @dataclass(slots=True)
 class Chunk:
-    """Rows of some consecutive blocks, sorted by partition, within one in their order.
+    """Rows of consecutive blocks, sorted by partition and stable within one.
 
     Attributes:
-        bounds: where each partition's rows begin, int64, shape (1025,).
+        bounds: the first row of each partition, int64, shape (1025,).
         ends, horizons: per partition, of the runs in this chunk; 0 where there is none.
         keys, values: Arrow binary arrays.
         ops: uint8. seqnos: uint64. times: int64, microseconds.
@@ -122,7 +122,7 @@ class Chunk:
     times: I64
 
     def column_bytes(self) -> I64:
-        """Return about how many bytes each partition's rows take, shape (1024,)."""
+        """Return the approximate bytes of each partition's rows, shape (1024,)."""
         rows = max(len(self.seqnos), 1)
         each = (self.keys.nbytes + self.values.nbytes) / rows + 17
         sizes: I64 = (np.diff(self.bounds) * each).astype(np.int64)
@@ -141,12 +141,12 @@ class FlushSlice:
 
 @dataclass(slots=True)
 class Merged:
-    """What a slice became.
+    """Result of a slice.
 
     Attributes:
         blocks: (partition, end_seqno, bytes).
         ends, horizons: each partition's new end, and the largest horizon up to there.
-        purges: the tombstones that were left out, by partition.
+        purges: the dropped tombstones, by partition.
         rows: how many rows the blocks have.
     """
 
@@ -158,8 +158,8 @@ class Merged:
 
 
 def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
-    """Sort the rows of some consecutive blocks by partition."""
-    # By way of bytes: concatenating tables of many columns is slow.
+    """Sort the rows of consecutive blocks by partition."""
+    # Joined as bytes: numpy is slow to concatenate tables of many columns.
     runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
     rows = _rows_of(blocks, runs)
     total = sum(rows)
@@ -198,7 +198,7 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
 
 
 def _rows_of(blocks: Sequence[Encoded], runs: Runs) -> list[int]:
-    """Return how many rows each block has; ``runs`` are all their runs end to end."""
+    """Return the rows of each block; ``runs`` are the runs of all blocks end to end."""
     firsts = np.cumsum([0, *(len(block.runs) for block in blocks[:-1])])
     rows: list[int] = np.add.reduceat(runs["count"].astype(np.int64), firsts).tolist()
     return rows
@@ -215,10 +215,10 @@ def chunks_of(blocks: Sequence[Encoded]) -> Iterator[Chunk]:
 
 
 def plan_slices(chunks: Sequence[Chunk]) -> list[FlushSlice]:
-    """Cut the work into slices of at most about SLICE_BYTES and SLICE_PARTITIONS.
+    """Divide the work into slices of at most about SLICE_BYTES and SLICE_PARTITIONS.
 
-    A partition that is larger by itself becomes several slices, in the order of its chunks: each of them is
-    merged in itself and is stored before the next.
+    A larger partition becomes several slices, in the order of its chunks. Each is deduplicated by itself, and stored
+    before the next.
     """
     sizes = np.array([chunk.column_bytes() for chunk in chunks])
     totals = sizes.sum(axis=0)
@@ -262,7 +262,7 @@ def merge_slice(
     Args:
         stored: each partition's stored high, shape (1024,): the result begins right above it.
         limits: which tombstones to drop, in the partitions whose result begins at 0.
-        compress: what is made of each block before it is stored.
+        compress: applied to each block before it is stored.
     """
     used = [
         (c, int(c.bounds[part.first]), int(c.bounds[part.last]))
@@ -303,12 +303,12 @@ def merge_slice(
 def rebuild(
     chunk: Chunk, rows: I64, run: tuple[int, int, int, int], compress: Compress | None = None
 ) -> Iterator[Any]:
-    """Yield the blocks, as (partition, end_seqno, bytes), of some rows of a chunk of one partition.
+    """Yield blocks, as (partition, end_seqno, bytes), built of chosen rows of a chunk of one partition.
 
     Args:
         rows: row numbers of the chunk, ascending.
-        run: partition, start, end and horizon of the stretch that they become.
-        compress: what is made of each block before it is stored.
+        run: partition, start, end and horizon of the resulting stretch.
+        compress: applied to each block before it is stored.
     """
     picked = pa.array(rows)
     columns = _Columns(
@@ -328,7 +328,7 @@ def _purged(
     limits: PurgeLimits,
     purges: dict[int, Purge],
 ) -> I64:
-    """Return the rows without the tombstones that may go, and note these by partition."""
+    """Return the rows without the purged tombstones, and record these by partition."""
     partitions, seqnos, times = columns[0][rows], columns[1][rows], columns[3][rows]
     free = limits.free(partitions, seqnos, times)
     going = (columns[2][rows] != 0) & (starts[partitions] == 0)
@@ -354,9 +354,9 @@ def _newest_rows_of(keys: Any, partitions: I64, live: npt.NDArray[np.bool_]) -> 
 
 
 def _by_partition(codes: I64, partitions: I64) -> I64:
-    """Return the codes, told apart where writers put one key into several partitions.
+    """Return the key codes, made distinct where writers put one key into several partitions.
 
-    Nobody who partitions by the key does so, but the server takes the writer's word for the partition.
+    Clients that partition by key never do so, but the server accepts the writer's partition as it is.
     """
     owner = np.zeros(int(codes.max()) + 1 if len(codes) else 0, np.int64)
     owner[codes] = partitions
@@ -367,7 +367,7 @@ def _by_partition(codes: I64, partitions: I64) -> I64:
 
 
 class _Columns:
-    """Merged rows of several partitions, from which blocks are cut."""
+    """Columns of the remaining rows of several partitions, from which blocks are built."""
 
     def __init__(
         self, keys: Any, values: Any, ops: npt.NDArray[np.uint8], seqnos: U64, times: I64
@@ -399,7 +399,7 @@ class _Columns:
             first, start = cut, run_end
 
     def _fit(self, first: int, last: int) -> int:
-        """Return how far a block that begins at a row reaches within BLOCK_COLUMN_BYTES."""
+        """Return the end row of a block that begins at a row and fits BLOCK_COLUMN_BYTES."""
         size = (
             self._key_offsets[first : last + 1]
             + self._value_offsets[first : last + 1]
@@ -444,13 +444,13 @@ def _raw(array: Any) -> tuple[I64, bytes]:
 
 @dataclass(slots=True)
 class Direct:
-    """What ranges became.
+    """Result of compacting small ranges.
 
     Attributes:
         replacements: one a partition.
-        purges: the tombstones that are left out, by partition.
-        rows: how many rows all the new blocks have.
-        damaged: partitions of which a block is missing or fails its checks; nothing of theirs is merged.
+        purges: the dropped tombstones, by partition.
+        rows: rows of all new blocks.
+        damaged: partitions with a block that is missing or fails its checks; they are left as they are.
     """
 
     replacements: list[Replacement] = field(default_factory=list)
@@ -460,7 +460,7 @@ class Direct:
 
 
 ReadBlocks = Callable[[int, Sequence[int]], list[bytes]]
-"""Partition and ends to the blocks; DataDamagedError when one is not there."""
+"""Function of partition and ends that returns the blocks; DataDamagedError if one is missing."""
 
 
 def merge_direct(
@@ -469,10 +469,10 @@ def merge_direct(
     limits: PurgeLimits | None,
     compress: Callable[[bytes], bytes] | None = None,
 ) -> Direct:
-    """Merge ranges of different partitions, ascending by partition, some MiB together.
+    """Compact ranges of different partitions, ascending by partition, a few MiB in total.
 
     Args:
-        limits: which tombstones may go, in ranges that begin at 0; None for none.
+        limits: of purging, applied to ranges that begin at 0; None purges nothing.
     """
     result = Direct()
     blocks = []
@@ -509,34 +509,34 @@ def merge_direct(
 
 GROUP_BYTES = 8 * 2**20
 GROUP_PLAIN_BYTES = 32 * 2**20
-"""Blocks may be compressed, and few bytes become many in memory."""
+"""Most decompressed bytes of a group: compressed blocks may be much larger in memory."""
 ROWS_MAX = 2**20
 KEYS_BYTES_MAX = 32 * 2**20
-"""No more rows or keys than this are compared at once, in memory."""
+"""Most rows, and most bytes of keys, compared in one pass, in memory."""
 PASSES_MAX = 16
-"""A range with more is looked through so many times at most, each time for a part of the keys."""
+"""Most passes over a larger range, each for a part of the keys."""
 WORTH_FRACTION = 0.1
-"""Blocks are written anew when at least this part of the range's bytes goes."""
+"""Blocks are rewritten when at least this part of the range's bytes is dropped."""
 BLOCK_FRACTION = 0.05
-"""And then those that lose at least this part of their rows."""
+"""Of these, the blocks are rewritten that lose at least this part of their rows."""
 SMALL_BYTES = BLOCK_COLUMN_BYTES // 4
 _ASSIGN_ROWS = 2**16
 _NO_TOMBSTONES = (np.zeros(0, np.int64), np.zeros(0, np.uint64), np.zeros(0, np.int64))
 
 
 class RangeTooLargeError(Exception):
-    """The range has more keys than are compared."""
+    """The range has more keys than PASSES_MAX passes can compare."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """Which rows of a range stay.
+    """Result of comparing the keys of a range: the rows that stay.
 
     Attributes:
-        partition: whose.
+        partition: of the range.
         heads: its blocks, oldest first.
         keep: a flag for each row, one array a block.
-        purge: the tombstones among what goes.
+        purge: the tombstones among the dropped rows.
     """
 
     partition: int
@@ -549,7 +549,7 @@ class Examined:
         return max(head.horizon for head in self.heads)
 
     def groups(self) -> list[range]:
-        """Return the groups of neighbouring blocks that are to be written anew, oldest first."""
+        """Return the groups of neighbouring blocks to rewrite, oldest first."""
         groups: list[range] = []
         chosen = self._chosen()
         first = size = plain = 0
@@ -570,7 +570,7 @@ class Examined:
     def _chosen(self) -> list[bool]:
         lost = [len(keep) - int(keep.sum()) for keep in self.keep]
         if self.purge is not None:
-            # A key's older rows must go before its tombstone does, however few they are.
+            # A key's older rows must be dropped before its tombstone, however few they are.
             chosen = [n > 0 for n in lost]
         else:
             shares = [n / max(len(keep), 1) for n, keep in zip(lost, self.keep, strict=True)]
@@ -585,10 +585,10 @@ class Examined:
 
 
 def examine(chosen: MergeRange, read: ReadBlocks, limits: PurgeLimits | None) -> Examined:
-    """Compare the keys of a range.
+    """Find the newest row of each key in a range.
 
     Args:
-        limits: which tombstones may go, if the range begins at 0; None for none.
+        limits: of purging, applied if the range begins at 0; None purges nothing.
 
     Raises:
         RangeTooLargeError: it has more keys than are compared in PASSES_MAX passes.
@@ -613,7 +613,7 @@ def examine(chosen: MergeRange, read: ReadBlocks, limits: PurgeLimits | None) ->
 def _compare(
     chosen: MergeRange, read: ReadBlocks, passes: int
 ) -> tuple[npt.NDArray[np.bool_], tuple[Any, ...]]:
-    """Return a flag for each row, whether it is its key's newest; and the tombstones, as ``tombstones_of``."""
+    """Return a flag for each row that is the newest of its key; and the tombstones, as ``tombstones_of``."""
     keep = np.zeros(chosen.rows, bool)
     found = [_NO_TOMBSTONES]
     for number in range(passes):
@@ -646,7 +646,7 @@ def _compare(
 def _purge(
     partition: int, keep: npt.NDArray[np.bool_], tombstones: tuple[Any, ...], limits: PurgeLimits
 ) -> Purge | None:
-    """Take the tombstones that may go out of what is kept, and sum them up."""
+    """Clear the flags of the tombstones that may be purged, and return them as a Purge."""
     rows, seqnos, times = (column[keep[tombstones[0]]] for column in tombstones)
     where = np.full(len(rows), partition)
     free = limits.free(where, seqnos, times)
@@ -659,7 +659,7 @@ def _purge(
 
 @dataclass(frozen=True, slots=True)
 class Tombstones:
-    """How many stored tombstones a partition has, superseded ones included.
+    """Counts of a partition's stored tombstones, superseded ones included.
 
     Attributes:
         count: all.
@@ -696,7 +696,7 @@ def count_tombstones(
 
 
 def _each(partition: int, heads: Sequence[Head], read: ReadBlocks) -> Iterator[Encoded]:
-    """Yield blocks, checked, holding no more than a group of them."""
+    """Yield checked blocks, with at most one group of them in memory."""
     first = size = 0
     for i, head in enumerate(heads):
         size += head.size
@@ -710,7 +710,7 @@ def _newest(keys: Any) -> npt.NDArray[np.bool_]:
     codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False)
     newest: I64 = np.full(int(codes.max()) + 1 if len(codes) else 0, -1, np.int64)
     for first in range(0, len(codes), _ASSIGN_ROWS):
-        # In pieces: one assignment of a million rows would hold the interpreter for too long.
+        # In pieces: one assignment of a million rows would hold the interpreter lock too long.
         piece = codes[first : first + _ASSIGN_ROWS]
         newest[piece] = np.arange(first, first + len(piece))
     keep = np.zeros(len(codes), bool)
@@ -724,10 +724,10 @@ def rewrite_group(
     read: ReadBlocks,
     compress: Callable[[bytes], bytes] | None = None,
 ) -> Replacement:
-    """Write one group of blocks without the rows that go.
+    """Rewrite one group of blocks without the dropped rows.
 
     Raises:
-        DataDamagedError, CorruptBlockError: a block is missing or fails its checks, or is not what was examined.
+        DataDamagedError, CorruptBlockError: a block is missing, fails its checks, or changed since it was examined.
     """
     heads = [examined.heads[i] for i in group]
     blocks = list(_each(examined.partition, heads, read))

@@ -4,8 +4,8 @@ DIR/lock                 held exclusively by the server that uses the directory;
 DIR/upr-stream.json      {"program": "upr-stream", "format": 3, "directory": "<16 hex digits>", "cluster": ""}
 DIR/buckets/<version>/   one bucket, named by its version (16 hex digits): journal/ and store/
 
-A folder <version>.new is being filled, <version>.dropped is being deleted; what a crash leaves of either goes at the
-next start, and neither is ever served. ``directory`` is a random id that a directory is given when it is made;
+A folder <version>.new is being filled, <version>.dropped is being deleted; the next start deletes what a crash left of
+either, and neither is ever served. ``directory`` is a random id drawn when the directory is created;
 ``cluster`` names the set of servers that it belongs to, and is empty for a server alone.
 """
 
@@ -32,18 +32,16 @@ _NEW = ".new"
 _DROPPED = ".dropped"
 _VERSION = re.compile("[0-9a-f]{16}")
 _OWN = {"lock", _NEW_MARK}
-"""What may lie in a directory whose first server was killed before the mark was there."""
+"""Names allowed in a directory whose first server was killed before it wrote the mark."""
 
 
 def unknown_format(what: str, told: Any) -> DataDirectoryError:
-    """Return the error about something on disk that has another format than this program knows."""
+    """Return the error for a format on disk that this program does not know."""
     if isinstance(told, int) and told < FORMAT:
         hint = "serve it with the version that wrote it, take a backup with upr-backup, and restore that into a new directory"
     else:
         hint = "use the program that wrote it, or a newer one"
-    return DataDirectoryError(
-        f"{what} has format {told}, this program knows format {FORMAT}", hint=hint
-    )
+    return DataDirectoryError(f"format of {what} is {told}; must be {FORMAT}", hint=hint)
 
 
 def bucket_folders(path: Path) -> list[Path]:
@@ -54,19 +52,19 @@ def bucket_folders(path: Path) -> list[Path]:
 
 
 _CANNOT_LOCK = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""What locking a directory comes to where the file system knows no such thing: the file's lock must do then."""
+"""Errors of locking a directory on file systems without such locks; the lock of the file must be enough then."""
 
 
 def lock_directory(path: Path, *, make: bool) -> list[int]:
     """Lock a data directory, by its file ``lock`` and itself, and return the descriptors that hold it.
 
-    The file may be deleted while a server runs: who makes it anew would have a lock that nobody else has.
+    Both, because the file may be deleted while a server runs: another process could create and lock a new one.
 
     Args:
-        make: whether to make the file where there is none.
+        make: whether to create a missing file.
 
     Raises:
-        BlockingIOError: somebody holds one of the two.
+        BlockingIOError: another process holds one of the two.
     """
     held: list[int] = []
     try:
@@ -91,7 +89,7 @@ def read_mark(path: Path) -> tuple[str, str]:
     """Return the id of a data directory, and the cluster that it belongs to.
 
     Raises:
-        DataDirectoryError: it is none of this program, or of another format.
+        DataDirectoryError: it is not of this program, or of another format.
     """
     mark = path / _MARK
     try:
@@ -114,13 +112,13 @@ def read_mark(path: Path) -> tuple[str, str]:
 
 
 class DataDirectory:
-    """An open, locked data directory; made if it does not exist.
+    """An open, locked data directory; created if it does not exist.
 
     Args:
-        must_exist: whether it must be there, with a bucket in it.
+        must_exist: whether it must exist with a bucket in it.
 
     Attributes:
-        id: random, 16 hex digits, given when it was made.
+        id: random, 16 hex digits, drawn at its creation.
         cluster: the set of servers that it belongs to; empty for none.
 
     Raises:
@@ -139,7 +137,7 @@ class DataDirectory:
             self.id, self.cluster = self._read_mark()
             self._lock = self._take_lock()
             (path / "buckets").mkdir(exist_ok=True)
-            # Each time: the process that made it may have been killed before its name was durable.
+            # At every start: the process that created it may have been killed before its name was durable.
             sync_folder(path)
         except OSError as error:
             raise DataDirectoryError(
@@ -158,14 +156,14 @@ class DataDirectory:
                 )
             own = self._write_mark("")
             for parent in self.path.resolve().parents:
-                # Those that this process could not read it has not made.
+                # An unreadable entry is not of this program.
                 with contextlib.suppress(PermissionError):
                     sync_folder(parent)
             return own, ""
         return read_mark(self.path)
 
     def _write_mark(self, cluster: str) -> str:
-        """Write what marks the directory, durably, and return the id that it is given."""
+        """Write the mark of the directory, durably, and return its new id."""
         own = secrets.token_hex(8)
         text = {"program": _PROGRAM, "format": FORMAT, "directory": own, "cluster": cluster}
         temporary = self.path / _NEW_MARK
@@ -178,7 +176,7 @@ class DataDirectory:
         return own
 
     def is_another(self) -> None:
-        """Take a new id, durably: what is known of the old one's data is not true of this directory."""
+        """Draw a new id, durably, because others may know the old id with other data."""
         self.id = self._write_mark(self.cluster)
 
     def _take_lock(self) -> list[int]:
@@ -191,7 +189,7 @@ class DataDirectory:
             ) from error
 
     def lost(self) -> str:
-        """Say how the directory is not the one that was opened any more; empty while it is."""
+        """Return how the directory was lost (deleted, moved or unmounted), in words; empty if it was not."""
         try:
             held, here = os.fstat(self._lock[0]), os.stat(self.path)
             os.stat(self.path / _MARK)
@@ -202,11 +200,11 @@ class DataDirectory:
         return ""
 
     def buckets(self) -> Iterator[Path]:
-        """Yield the folder of each bucket that was created whole and not dropped."""
+        """Yield the folder of each bucket that was created completely and not dropped."""
         yield from bucket_folders(self.path)
 
     def remove_leftovers(self) -> list[str]:
-        """Delete what a crash left of buckets being created or dropped; returns the names of their folders."""
+        """Delete leftovers of buckets that were being created or dropped at a crash; return their folders' names."""
         left = [
             path
             for path in sorted((self.path / "buckets").iterdir())
@@ -217,27 +215,27 @@ class DataDirectory:
         return [path.name for path in left]
 
     def new_bucket(self, version: int) -> Path:
-        """Make a folder for a bucket to be created in; ``bucket_created`` gives it its name."""
+        """Create a folder for a new bucket; ``bucket_created`` gives it its final name."""
         path = self.path / "buckets" / f"{version:016x}{_NEW}"
         path.mkdir()
         return path
 
     def bucket_created(self, folder: Path) -> Path:
-        """Name a folder that was filled whole, durably."""
+        """Give a complete folder its final name, durably."""
         for path in (folder / "store", folder / "journal", folder):
             sync_folder(path)
         try:
             return self._rename(folder, folder.with_suffix(""))
         except OSError:
-            # Its maker is told that there is none, and may make another one of the name.
+            # Without the name there is no bucket: its creator gets an error, and may create another of that name.
             with contextlib.suppress(OSError):
                 os.rename(folder.with_suffix(""), folder)
             raise
 
     def drop_bucket(self, folder: Path) -> Path:
-        """Take a bucket's name from its folder, durably; returns the folder, which is left to be deleted.
+        """Take a bucket's name from its folder, durably; return the folder, which the caller deletes.
 
-        What failed can be repeated.
+        A failed drop can be retried.
         """
         return self._rename(folder, folder.with_suffix(_DROPPED))
 
@@ -245,13 +243,13 @@ class DataDirectory:
         try:
             os.rename(old, new)
         except FileNotFoundError:
-            # An earlier try may have done it, and failed behind it.
+            # An earlier try may have renamed the folder, and failed after that.
             if not new.exists():
                 raise
         sync_folder(new.parent)
         return new
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the locks."""
         for fd in self._lock:
             os.close(fd)

@@ -7,9 +7,9 @@ A segment begins with a header (magic, format, bucket version, segment number, C
 A payload is a sequence of entries: producer length uint16, producer, write number uint64, block length
 uint32, block. All numbers are little-endian.
 
-A record that is not whole at the very end of the newest segment was torn by a crash; it was never
-acknowledged and is cut off. A broken record with anything whole behind it is damage: the journal is refused,
-because what was acknowledged behind it can no longer be numbered truthfully.
+An incomplete record at the end of the newest segment was torn by a crash. It was never acknowledged, and is truncated.
+A broken record with a complete one behind it is damage: the journal is refused, because acknowledged writes behind it
+would get wrong seqnos.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ SEGMENT_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One Write as it is journalled: who wrote it, its number, and the numbered block's bytes."""
+    """Journal entry of one Write: producer, number, and the bytes of the numbered block."""
 
     producer: bytes
     number: int
@@ -45,7 +45,7 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What one record holds. Commit numbers rise by one from record to record."""
+    """Contents of one record. Commit numbers rise by one from record to record."""
 
     number: int
     entries: tuple[JournalEntry, ...]
@@ -56,7 +56,7 @@ class Commit:
 
 
 def encode_record(commit: Commit) -> list[bytes]:
-    """Return the record's bytes in pieces, so that large blocks are not copied once more."""
+    """Return the record's bytes in pieces, which saves a copy of large blocks."""
     pieces: list[bytes] = []
     for entry in commit.entries:
         head = struct.pack("<H", len(entry.producer)) + entry.producer
@@ -69,7 +69,7 @@ def encode_record(commit: Commit) -> list[bytes]:
 
 
 def record_bytes(commit: Commit) -> int:
-    """Return the size of the record that a commit becomes."""
+    """Return the size of a commit's record."""
     heads = sum(len(entry.producer) + 14 for entry in commit.entries)
     return _RECORD.size + heads + commit.size
 
@@ -88,7 +88,7 @@ def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
 
 
 def _record_at(data: bytes, at: int) -> tuple[Commit, int] | None:
-    """Return the whole record at an offset and where it ends, or None."""
+    """Return the complete record at an offset and its end, or None."""
     head = _head_at(data, at)
     if head is None or head.end > len(data):
         return None
@@ -99,7 +99,7 @@ def _record_at(data: bytes, at: int) -> tuple[Commit, int] | None:
 
 
 class _Head(NamedTuple):
-    """The head of a record: its commit number, the CRC of its payload, and where it ends."""
+    """Head of a record: its commit number, the CRC of its payload, and its end."""
 
     number: int
     crc: int
@@ -107,7 +107,7 @@ class _Head(NamedTuple):
 
 
 def _head_at(data: bytes, at: int) -> _Head | None:
-    """Return the head of a record at an offset, or None when there is none that is whole."""
+    """Return the intact head of a record at an offset, or None."""
     if at + _RECORD.size > len(data):
         return None
     magic, length, number, crc, head_crc = _RECORD.unpack_from(data, at)
@@ -124,7 +124,7 @@ class _Segment:
 
 
 def _finds_record(data: bytes, at: int) -> bool:
-    """Whether there is a whole record anywhere from an offset on."""
+    """Return whether a complete record begins anywhere from an offset on."""
     found = data.find(_RECORD_MAGIC, at)
     while found != -1 and _record_at(data, found) is None:
         found = data.find(_RECORD_MAGIC, found + 1)
@@ -132,7 +132,7 @@ def _finds_record(data: bytes, at: int) -> bool:
 
 
 def _next_record(data: bytes, at: int) -> int:
-    """Return where the next whole record begins behind a broken one, or the end of the data."""
+    """Return the offset of the next complete record behind a broken one, or the end of the data."""
     head = _head_at(data, at)
     if head is not None and head.end < len(data):
         return head.end
@@ -149,14 +149,14 @@ def _ends_here(data: bytes, at: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """One thing found in the segments by reading them without changing them.
+    """Item of an inspection of the segments: a commit or a problem.
 
     Attributes:
         path, offset: the segment, and the byte in it.
-        commit: a whole record; None for everything else.
-        problem: what is damaged, in words.
-        torn_bytes: bytes at the very end that a restart cuts off.
-        torn_by_kill: whether they look like what a killed process leaves; else the disk lost or changed them.
+        commit: of a complete record; None for a problem.
+        problem: the damage, in words.
+        torn_bytes: bytes at the end that a restart truncates.
+        torn_by_kill: whether a killed process leaves such bytes; otherwise the disk lost or changed them.
     """
 
     path: Path
@@ -168,10 +168,10 @@ class Inspected:
 
 
 class Journal:
-    """The segment files of one bucket. Used by one thread at a time.
+    """Segment files of one bucket. For one thread at a time.
 
     Args:
-        folder: where the segments lie; made if it does not exist.
+        folder: of the segments; created if it does not exist.
         bucket_version: a segment of another bucket version is refused.
 
     Raises:
@@ -189,12 +189,12 @@ class Journal:
         self.torn_bytes = 0
 
     def replay(self, *, needed: bool = False) -> Iterator[Commit]:
-        """Yield every commit in order, and cut a torn record off the end. Call once, before append.
+        """Yield every commit in order, and truncate a torn record at the end. Call once, before append.
 
-        Afterwards there is a segment, durably.
+        Afterwards a segment exists, durably.
 
         Args:
-            needed: whether a folder without any segment is damage: nothing tells that nothing was in it.
+            needed: whether a folder without segments is damage, because no proof says that it was empty.
         """
         if needed and not self._segments:
             raise DataDamagedError(
@@ -231,7 +231,7 @@ class Journal:
         return next(filled, self._segments[0])
 
     def _remove_empty(self) -> None:
-        """Remove the segments that were begun and not used: the record before them may be the last, and torn."""
+        """Remove unused segments at the end: the record before them may be the last one, and torn."""
         while self._segments and self._segments[-1] is not self._newest():
             segment = self._segments[-1]
             self._check_header(segment, segment.path.read_bytes(), newest=True)
@@ -240,7 +240,7 @@ class Journal:
             del self._segments[-1]
 
     def inspect(self) -> Iterator["Inspected"]:
-        """Yield everything in the segments, also what lies behind damage. Changes nothing."""
+        """Yield everything in the segments, also behind damage. Changes nothing."""
         newest_number = self._newest().number if self._segments else 0
         for segment in self._segments:
             newest = segment.number >= newest_number
@@ -265,14 +265,14 @@ class Journal:
                 yield Inspected(segment.path, at, None, words)
                 at = following
             if torn:
-                # A process that is killed leaves the beginning of a record; anything else the disk did.
+                # A killed process leaves a prefix of a record; anything else comes from the disk.
                 cut = at == 0 or len(torn) < _RECORD.size or _head_at(data, at) is not None
                 cut = cut and not _ends_here(data, at)
                 yield Inspected(segment.path, at, None, torn_bytes=len(torn), torn_by_kill=cut)
 
     def _check_header(self, segment: _Segment, data: bytes, newest: bool) -> int:
         if len(data) < _HEADER.size and newest:
-            # Torn while the segment was being begun: nothing in it was ever acknowledged.
+            # Torn while the segment was created: nothing in it was acknowledged.
             return 0
         fields = _HEADER.unpack_from(data) if len(data) >= _HEADER.size else (b"", 0, 0, 0, 0)
         magic, version, bucket, number, crc = fields
@@ -290,7 +290,8 @@ class Journal:
     def _check_torn(self, segment: _Segment, data: bytes, at: int, newest: bool) -> None:
         """Raise unless the record at an offset is the last one, torn by a crash."""
         head = _head_at(data, at)
-        # A head says where the next record would begin; what the values hold is nobody's business then.
+        # The head gives the start of the next record. Bytes inside values may look like a record, so they are not
+        # searched.
         damaged = head.end < len(data) if head is not None else _finds_record(data, at + 1)
         if damaged or not newest:
             raise DataDamagedError(
@@ -299,10 +300,10 @@ class Journal:
             )
 
     def _truncate(self, segment: _Segment, data: bytes, last: int, end: int) -> None:
-        """Cut off what is torn, and make durable what is left: it counts as durable from here on.
+        """Truncate the torn record, and fsync the rest, which counts as durable from here on.
 
         Args:
-            last, end: where the last whole record begins and ends.
+            last, end: the begin and end of the last complete record.
         """
         failpoints.hit("recovery.before_truncate")
         fd = os.open(segment.path, os.O_RDWR)
@@ -310,12 +311,13 @@ class Journal:
             if end < len(data):
                 self.torn_bytes = len(data) - end
                 os.ftruncate(fd, end)
-            # An fsync that failed in an earlier process leaves pages that can be read, are not on disk, and that no
-            # later fsync writes. That can be the last record only: nothing is appended behind one.
+            # A failed fsync of an earlier process leaves pages that can be read, are not on disk, and that no later
+            # fsync writes. Only the last record can have such pages: nothing is appended after a failed fsync. So write
+            # it again.
             os.lseek(fd, last, os.SEEK_SET)
             _write_whole(fd, data[last:end] if end else self._header(segment.number))
             os.fsync(fd)
-            # It may have been killed between making or removing a segment and making that durable.
+            # The process before may have been killed between creating or removing a segment and the sync of the folder.
             sync_folder(self._folder)
             self._size = os.lseek(fd, 0, os.SEEK_END)
         except BaseException:
@@ -338,7 +340,7 @@ class Journal:
             sync_folder(self._folder)
         except BaseException:
             os.close(fd)
-            # If it stays, it is empty: the next attempt or start removes it.
+            # If this fails, the segment is empty: the next attempt or start removes it.
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise
@@ -352,9 +354,9 @@ class Journal:
         """Append one record and fsync it.
 
         Raises:
-            OSError: nothing of the record remains (a full disk); the call may be repeated.
-            StorageFailedError: fsync failed, or what was written could not be taken back: what the disk
-                holds is unknown, and no later append can be trusted.
+            OSError: nothing of the record remains (a full disk); the caller may retry.
+            StorageFailedError: fsync failed, or a partial record could not be removed: the state of the disk is
+                unknown, and every later append fails too.
         """
         if self._failed:
             raise StorageFailedError(self._failed)
@@ -398,14 +400,14 @@ class Journal:
     def _take_back(self, fd: int) -> None:
         try:
             os.ftruncate(fd, self._size)
-            # Else it could come back behind a segment that was begun since.
+            # Otherwise it could reappear in front of a segment created since.
             os.fsync(fd)
         except OSError as error:
             self._fail(f"a half-written journal record cannot be undone: {error.strerror or error}")
             raise StorageFailedError(self._failed) from error
 
     def lost(self) -> str:
-        """Say how the newest segment is not the one that is written any more; empty while it is."""
+        """Return how the newest segment was lost (deleted or replaced), in words; empty if it was not."""
         if self._fd is None:
             return ""
         mine = os.fstat(self._fd)
@@ -422,16 +424,16 @@ class Journal:
 
     @property
     def last_commit(self) -> int:
-        """The newest commit number in the segments, 0 if there is none."""
+        """Return the newest commit number in the segments, 0 for none."""
         return max((segment.last_commit for segment in self._segments), default=0)
 
     @property
     def size(self) -> int:
-        """Bytes of all segment files."""
+        """Return the bytes of all segment files."""
         return sum(s.path.stat().st_size for s in self._segments if s.path.exists())
 
     def drop_through(self, commit_number: int) -> None:
-        """Remove the segments that hold no commit above the number; the newest is kept for appending."""
+        """Remove the segments without commits above the number; the newest stays for appending."""
         failpoints.hit("journal.before_drop")
         while len(self._segments) > 1 and self._segments[0].last_commit <= commit_number:
             self._drop_oldest()
@@ -442,7 +444,8 @@ class Journal:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Remove one segment, durably: were two removed at once, the first could come back without the second."""
+        """Remove one segment, durably: of two removed at once, a crash could bring back the first without the
+        second."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._segments[0].path)
         sync_folder(self._folder)
@@ -456,7 +459,7 @@ class Journal:
 
 
 def _write_whole(fd: int, data: bytes) -> None:
-    """Write all of it: a call may take less than it was given, and a disk that is full does."""
+    """Write all bytes: one call may write less, as on a nearly full disk."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

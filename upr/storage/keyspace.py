@@ -31,7 +31,7 @@ _PIN = struct.Struct("<HQQ")
 
 @dataclass(frozen=True, slots=True)
 class PartitionRow:
-    """What the store knows of a partition.
+    """Row of a partition.
 
     Attributes:
         state: a PartitionState value of the wire.
@@ -43,10 +43,10 @@ class PartitionRow:
         complete: the last complete marker at or below ``stored_high``: the end of a stored block.
         horizon: the largest horizon of the stored blocks; above ``complete`` when the newest are part of a stretch.
         served_epoch: the epoch in which this server last served the partition; 0 for none.
-        reason: why it is in its state, in words, at most REASON_BYTES_MAX; empty where there is nothing to say.
-        since: when it came into its state, microseconds since the epoch; 0 where that was not noted.
-        known_high: of a dead partition, the highest seqno that it is known to have had; 0 where none above what is
-            stored is known.
+        reason: why it is in its state, in words, at most REASON_BYTES_MAX; may be empty.
+        since: when it entered its state, microseconds since the epoch; 0 if unknown.
+        known_high: of a dead partition, the highest seqno that it is known to have had; 0 if none above the stored end
+            is known.
     """
 
     state: int
@@ -65,9 +65,9 @@ class PartitionRow:
 
 @dataclass(frozen=True, slots=True)
 class ProducerRow:
-    """The newest number of a producer in one partition, and what it was given.
+    """Newest number of a producer in one partition, and the seqnos it was given.
 
-    It counts only while the seqnos lie on the partition's failover log: otherwise they were undone.
+    It counts only while the seqnos are on the partition's failover log: otherwise they were undone.
 
     Attributes:
         number: the Write's number.
@@ -93,12 +93,12 @@ PRODUCER = np.dtype(
 )
 """A ProducerRow and its partition: 34 bytes. From 1024 on, the number of a place: see ``upr.engine.producers``."""
 PRODUCER_SLOT = 16
-"""Neighbouring partitions of a producer share a row of the store."""
+"""Neighbouring partitions of a producer that share a row of the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerNumbers:
-    """What a producer wrote in some partitions.
+    """Numbers that a producer wrote in some partitions.
 
     Attributes:
         table: dtype PRODUCER, ascending by partition.
@@ -110,7 +110,7 @@ class ProducerNumbers:
 
     @classmethod
     def of(cls, rows: Mapping[int, ProducerRow], time: int) -> "ProducerNumbers":
-        """Make it of rows by partition."""
+        """Build from rows by partition."""
         fields = [
             (p, r.number, r.failover_id, r.start_seqno, r.end_seqno)
             for p, r in sorted(rows.items())
@@ -120,7 +120,7 @@ class ProducerNumbers:
 
 @dataclass(frozen=True, slots=True)
 class ProducerSeen:
-    """What is known of a producer as a whole.
+    """Row of a producer, over all partitions.
 
     Attributes:
         last_number: the largest of its numbers in any partition.
@@ -132,27 +132,27 @@ class ProducerSeen:
 
 
 PRODUCER_GRAIN = 60_000_000
-"""Microseconds. Who writes on and on is entered anew into the index over time once in so long."""
+"""Microseconds. A producer that keeps writing moves in the index over time once in this interval."""
 
 
 CONSUMER = 0
-"""The kind of a consumer's row that has no other."""
+"""The only kind of a consumer's row."""
 DAMAGED_POSITION = b"\0"
-"""No message of the wire: whoever asks for the position must be told that it was lost, not that there is none."""
+"""Not a message of the wire. It marks a lost position, so that its consumer gets an error and not "no position"."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerRow:
-    """What a consumer acknowledged, or saved, in one partition.
+    """Row of a consumer in one partition: what it acknowledged or saved.
 
     Attributes:
-        generation: of the consumer's ownership then.
+        generation: of the ownership at that time.
         failover_id: the id under which it acknowledged; 0 for none.
-        seqno: everything up to here is safe with the consumer.
+        seqno: the consumer has everything up to here durably.
         time: when, microseconds since the epoch.
-        position: the position that it saved, as a Position of the wire; empty when it has saved none, and
-            DAMAGED_POSITION when what was stored cannot be read. None, in a row to be written, keeps what is stored.
-        kind: what follows: CONSUMER.
+        position: the saved position, as a Position of the wire; empty if it has saved none, DAMAGED_POSITION if it
+            cannot be read. None, in a row to write, keeps the stored one.
+        kind: CONSUMER.
     """
 
     generation: int
@@ -165,7 +165,7 @@ class ConsumerRow:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The marker that a cut pins in one partition, and the id that was newest when it was made."""
+    """Marker that a cut pins in one partition, and the newest failover id at that time."""
 
     failover_id: int
     seqno: int
@@ -173,7 +173,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class CutRow:
-    """A cut: pins under one name and for a lease. Times are microseconds since the epoch.
+    """Row of a cut: pins under one name and for a lease. Times are microseconds since the epoch.
 
     Attributes:
         created: when it was made.
@@ -191,7 +191,7 @@ class CutRow:
 def seal(value: bytes, key: bytes) -> bytes:
     """Return the value with a CRC32C at its end, which is over its key as well.
 
-    So a value is found out that lies under another one's key.
+    So a value under the key of another is detected.
     """
     return value + _CRC.pack(google_crc32c.value(key + value))
 
@@ -217,17 +217,17 @@ def unpack_block_key(key: bytes) -> tuple[int, int]:
 
 
 def aside_key(partition: int, commit: int, sequence: int) -> bytes:
-    """Where a block of a dead partition is kept aside: its journal commit, and its place in there."""
+    """Return the key of a dead partition's block: partition, journal commit, place in the commit."""
     return _ASIDE_KEY.pack(partition, commit, sequence)
 
 
 def is_aside_key(key: bytes) -> bool:
-    """Whether a key is one of what is kept aside of a partition."""
+    """Return whether a key is an aside key of this partition."""
     return len(key) == _ASIDE_KEY.size and _ASIDE_KEY.unpack(key)[0] < PARTITIONS
 
 
 def pack_partition(partition: int, row: PartitionRow) -> bytes:
-    """Return the row as it is stored under the partition's key."""
+    """Return the stored form of the row, sealed under the partition's key."""
     reason = row.reason.encode()[:REASON_BYTES_MAX]
     head = _PARTITION.pack(
         row.state,
@@ -255,7 +255,7 @@ def unpack_partition(value: bytes, partition: int) -> PartitionRow:
         state, epoch, served, purge, stored, complete, horizon, first, since, known = fields[:-2]
         words, count = fields[-2:]
         at = _PARTITION.size + words
-        # Where the last character was cut in two.
+        # The limit may cut the last character in two.
         reason = body[_PARTITION.size : at].decode(errors="ignore")
         if len(body) != at + _RECORD.size * count:
             raise DataDamagedError(f"partition {partition}: the stored row has {len(body)} bytes")
@@ -278,12 +278,12 @@ def _fields(layout: struct.Struct, value: bytes, key: bytes, what: str) -> tuple
 
 
 def producer_key(producer: bytes, slot: int | None = None) -> bytes:
-    """The name, a zero byte (no name contains one), the slot; without a slot the key of its ProducerSeen."""
+    """Return the name, a zero byte (no name contains one) and the slot; without a slot the key of its ProducerSeen."""
     return producer + (b"\0" if slot is None else b"\0" + _PARTITION_KEY.pack(slot))
 
 
 def pack_producer(key: bytes, table: npt.NDArray[np.void]) -> bytes:
-    """Pack what a producer wrote in the partitions of one slot; see PRODUCER."""
+    """Pack a producer's numbers in the partitions of one slot; see PRODUCER."""
     return seal(table.tobytes(), key)
 
 
@@ -311,7 +311,7 @@ def unpack_producer_seen(key: bytes, value: bytes) -> ProducerSeen:
 
 
 def producer_time_key(time: int, producer: bytes) -> bytes:
-    """The key of the index over time, whose values are empty."""
+    """Return the key in the index over time, whose values are empty."""
     return _TIME.pack(time) + producer
 
 
@@ -320,7 +320,7 @@ def unpack_producer_time_key(key: bytes) -> tuple[int, bytes]:
 
 
 def consumer_key(consumer: bytes, partition: int) -> bytes:
-    """The name, a zero byte (no name contains one), the partition."""
+    """Return the name, a zero byte (no name contains one) and the partition."""
     return consumer + b"\0" + _PARTITION_KEY.pack(partition)
 
 
@@ -329,7 +329,7 @@ def unpack_consumer_key(key: bytes) -> tuple[bytes, int]:
 
 
 def is_consumer_key(key: bytes) -> bool:
-    """Whether a key names a consumer, in UTF-8, and one of the partitions."""
+    """Return whether a key has a consumer's name, in UTF-8, and a partition."""
     if len(key) < 4 or key[-3] or unpack_consumer_key(key)[1] >= PARTITIONS:
         return False
     try:

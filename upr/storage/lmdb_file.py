@@ -36,12 +36,12 @@ _HINT = "restore the data directory from a replica or a backup"
 
 
 class PageDamage(Exception):
-    """A page contradicts itself or what points to it; the text says how."""
+    """A page contradicts itself or its parent; the text says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One B+ tree: its root page (NO_PAGE when empty) and what it says of itself."""
+    """B+ tree: its root page (NO_PAGE if empty) and its counts."""
 
     flags: int
     depth: int
@@ -54,7 +54,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class MetaPage:
-    """One of the two metas. ``page_bytes`` is the size of a page."""
+    """Meta page, one of two. ``page_bytes`` is the size of a page."""
 
     number: int
     page_bytes: int
@@ -66,7 +66,7 @@ class MetaPage:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One entry of a page: a child of a branch, or a key of a leaf with its value.
+    """Entry of a page: a child of a branch, or a key of a leaf with its value.
 
     Attributes:
         key: the key's bytes; of a branch's first child without meaning.
@@ -169,13 +169,14 @@ class PageFile:
 
     @property
     def chosen(self) -> MetaPage:
-        """The meta that LMDB takes: that of the later transaction."""
+        """Return the meta that LMDB uses: that of the later transaction."""
         first, second = self.metas
         return second if second.transaction > first.transaction else first
 
     @property
     def in_turn(self) -> bool:
-        """Whether the metas are of two transactions in a row, as LMDB writes them in turn; else one of them lies."""
+        """Return whether the metas are of consecutive transactions, as LMDB writes them in turn; otherwise one is
+        wrong."""
         first, second = (meta.transaction for meta in self.metas)
         return first == second == 0 or (
             abs(first - second) == 1 and first % 2 == 0 and second % 2 == 1
@@ -285,9 +286,9 @@ def _node_at(data: bytes, offset: int, page_flags: int) -> tuple[Node, int]:
 def check_length(folder: Path) -> None:
     """Raise DataDamagedError unless a store's data file is as long as it says; it may be absent or empty.
 
-    Metas that are not of two transactions in a row are refused too: LMDB would serve the older state as if nothing had
-    happened since. LMDB may lawfully leave out pages at the end that were taken and freed in one transaction: a shorter file is
-    whole when every page that it lacks is free.
+    Metas of transactions that are not consecutive are refused too: LMDB would silently serve the older state. LMDB may
+    leave out pages at the end that one transaction took and freed, so a shorter file is complete if every missing page
+    is free.
     """
     path = folder / DATA_FILE
     if not path.exists() or path.stat().st_size == 0:

@@ -1,11 +1,12 @@
-"""The clean-shutdown proof: nothing was numbered since it was written, what there was then, and where.
+"""The clean-shutdown proof: nothing was numbered since it was written. It names the end of each partition and a file
+beside it.
 
-It holds where each partition ended. What a start finds in store and journal together must reach that: an end of the journal that
-was lost or damaged is told by it from one that was torn because its record was never finished.
+It holds where each partition ended. Store and journal together must reach that at a start. This tells a lost or damaged
+end of the journal from one that a crash tore.
 
-It names a file that was made with it, by inode and birth time. No tool that copies files can set them, and changes of owner and
-mode leave them alone: so a copy, which may be older than what its original has told since, is not proven. Only a
-snapshot of the whole volume keeps both.
+It names a file created with it, by inode and birth time. No tool that copies files can set them, and changes of owner
+and mode keep them. So a copy, whose original may have served newer data since, is not proven. Only a snapshot of the
+whole volume keeps both.
 """
 
 import ctypes
@@ -28,17 +29,17 @@ _FILE = "proof-{:016x}"
 _AT_FDCWD, _NO_FOLLOW, _WITH_BIRTH = -100, 0x100, 0x800
 _STATX_BYTES = 256
 _STATX_MASK, _STATX_BIRTH = struct.Struct("=I"), struct.Struct("=64x16xqI")
-"""Linux's struct statx: what was told at byte 0, the birth time as seconds and nanoseconds at byte 80."""
+"""Linux's struct statx: the mask of filled fields at byte 0, the birth time as seconds and nanoseconds at byte 80."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofFile:
-    """The file that a proof names.
+    """File that a proof names.
 
     Attributes:
         token: random; its name ends in it.
         inode: its number in the file system.
-        birth: when it was made, nanoseconds since the epoch; 0 where the file system does not tell.
+        birth: its birth time, nanoseconds since the epoch; 0 if the file system has none.
     """
 
     token: int
@@ -46,11 +47,11 @@ class ProofFile:
     birth: int
 
     def path(self, folder: Path) -> Path:
-        """Return where it lies."""
+        """Return its path in a folder."""
         return folder / _FILE.format(self.token)
 
     def is_there(self, folder: Path) -> bool:
-        """Whether the folder has this very file, and no copy of it."""
+        """Return whether the folder has this file itself, not a copy."""
         try:
             found = _stat(self.token, folder)
         except FileNotFoundError:
@@ -66,7 +67,7 @@ def _stat(token: int, folder: Path) -> ProofFile:
 
 
 def birth_of(path: Path) -> int:
-    """Return when a file was made, nanoseconds since the epoch; 0 where the system does not tell."""
+    """Return a file's birth time, nanoseconds since the epoch; 0 if the system has none."""
     told = getattr(path.lstat(), "st_birthtime", None)
     if told is not None:
         return int(told * 1e9)
@@ -83,7 +84,7 @@ def birth_of(path: Path) -> int:
 
 
 def make_file(folder: Path) -> ProofFile:
-    """Make a file for a proof, durably."""
+    """Create a file for a proof, durably."""
     token = secrets.randbits(64)
     with (folder / _FILE.format(token)).open("x") as file:
         file.write(
@@ -104,13 +105,13 @@ def remove_others(folder: Path, kept: ProofFile) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was there when nothing more was numbered.
+    """Proof: the state of a bucket when its last mutation was numbered.
 
     Attributes:
         highs: each partition's newest seqno, uint64, shape (1024,).
-        flushed: whether all of it was in the store, and nothing only in the journal.
-        file: what it was written with.
-        moved: whether it was accepted though that file is not there; never stored.
+        flushed: whether the store had everything, so that the journal is not needed.
+        file: the file created with it.
+        moved: whether it was accepted without that file; never stored.
     """
 
     highs: U64
@@ -119,14 +120,14 @@ class Proof:
     moved: bool = False
 
     def pack(self) -> bytes:
-        """Return the proof as it is stored, without a checksum."""
+        """Return the stored form, without a checksum."""
         file = self.file
         head = _HEAD.pack(self.flushed, file.token, file.inode, file.birth)
         return head + self.highs.astype(_HIGHS).tobytes()
 
     @classmethod
     def unpack(cls, body: bytes) -> "Proof":
-        """Return the proof; DataDamagedError when it is none."""
+        """Return the proof, or raise DataDamagedError."""
         if len(body) != _HEAD.size + _HIGHS.itemsize * PARTITIONS:
             raise DataDamagedError(f"the clean-shutdown proof has {len(body)} bytes")
         flushed, *file = _HEAD.unpack_from(body)
@@ -134,10 +135,11 @@ class Proof:
         return cls(highs, bool(flushed), ProofFile(*file))
 
     def at(self, folder: Path, *, may_be_moved: bool) -> "Proof | None":
-        """Return the proof if it is one of the data in a folder, None if that was copied there.
+        """Return the proof if it holds for the data in a folder, None if the data was copied there.
 
         Args:
-            may_be_moved: whether a copy is accepted, on somebody's word that nothing was written to the original since.
+            may_be_moved: whether to accept a copy, because the operator states that nothing was written to the original
+                since.
         """
         if self.file.is_there(folder):
             return self

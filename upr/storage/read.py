@@ -1,6 +1,7 @@
-"""Reads of stored blocks for streams: checked, cut to what is above the reader's seqno, and shown as the stream asked.
+"""Reads of stored blocks for streams: checked, sliced above the reader's seqno, and filtered as the stream asked.
 
-Runs in a reader thread. A partition whose bytes fail their checks gets an error of its own; the others go on.
+Runs in a reader thread. A partition whose bytes fail their checks gets an error of its own; the others are not
+affected.
 
 A stream is shown all rows or those under a key prefix, with or without values, as blocks or as plain runs: a message for
 each row, for people with grpcurl and for languages without an SDK. Both take the bytes of the blocks from the credit. A
@@ -52,10 +53,10 @@ _Row = tuple[int, bytes, bytes | None, bool, int]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One PlainRun to be: rows ``first`` to ``last`` - 1 of a block, which are of its run ``number``.
+    """Planned PlainRun: rows ``first`` to ``last`` - 1 of a block, all of its run ``number``.
 
     Attributes:
-        start, end: it tells of the seqnos in (start, end].
+        start, end: it covers the seqnos in (start, end].
         row_bytes: of its rows, with their tags and lengths.
     """
 
@@ -70,14 +71,14 @@ class _Part:
 def plain_messages(
     blocks: Sequence[bytes], tokens: bytes, purge_seqnos: bytes = b""
 ) -> Iterator[bytes]:
-    """Yield the FollowResponse messages, encoded, that a frame becomes.
+    """Yield the encoded FollowResponse messages of a frame.
 
     Args:
         blocks: encoded blocks, not compressed.
         tokens, purge_seqnos: as ``encode_frame`` takes them.
 
     Raises:
-        CorruptBlockError: a block has changed since it was made.
+        CorruptBlockError: a block changed in memory since it was checked.
     """
     told = np.frombuffer(tokens, "<u4").tolist()
     frame = wire.Frame(purge_seqnos=purge_seqnos)
@@ -123,7 +124,7 @@ def _fill(message: wire.PlainRun, run: np.void, part: _Part, rows: Sequence[_Row
 
 
 def _parts(block: Block, sizes: I64) -> Iterator[_Part]:
-    """Yield what the runs become, in order."""
+    """Yield the planned PlainRuns of the runs, in order."""
     bounds = row_bounds(block.runs).tolist()
     sums = np.concatenate(([0], np.cumsum(sizes)))
     for number, run in enumerate(block.runs):
@@ -158,7 +159,7 @@ def _deletes(block: Block) -> I64:
 
 
 def _times(block: Block) -> U64:
-    """Return when each row was committed."""
+    """Return the commit time of each row."""
     if block.times:
         return np.frombuffer(block.times, "<u8")
     times: U64 = np.repeat(block.runs["time"], block.runs["count"])
@@ -167,18 +168,18 @@ def _times(block: Block) -> U64:
 
 @dataclass(frozen=True, slots=True)
 class Showing:
-    """What streams are shown; by default blocks as they are."""
+    """View of a stream on blocks: prefix, values, format; by default blocks as they are."""
 
     keys_only: bool = False
     key_prefix: bytes = b""
 
     @property
     def as_they_are(self) -> bool:
-        """Whether an encoded block can go out without being looked at."""
+        """Return whether an encoded block can be sent unopened."""
         return not (self.keys_only or self.key_prefix)
 
     def of(self, block: Block) -> Block:
-        """Return what is shown of a block, with a CRC of its own; every run of it is still there."""
+        """Return the shown part of a block, with a CRC of its own; it keeps all runs."""
         if self.key_prefix:
             block = with_prefix(block, self.key_prefix)
         return without_values(block) if self.keys_only else block
@@ -221,7 +222,7 @@ def with_prefix(block: Block, prefix: bytes) -> Block:
 
 
 def _seqno_offsets(block: Block, bounds: I64) -> I64:
-    """Return how far each row's seqno is above its run's start."""
+    """Return each row's seqno, relative to its run's start."""
     if block.seqnos:
         return np.frombuffer(block.seqnos, "<u4").astype(np.int64)
     firsts = np.repeat(bounds[:-1], block.runs["count"])
@@ -250,7 +251,7 @@ def _column(cells: pa.Array) -> tuple[bytes, bytes]:
 
 @dataclass(slots=True)
 class ReadResult:
-    """What was found for one request: blocks that continue exactly above it, or why there are none.
+    """Result of one request: blocks that continue exactly above its seqno, or an error.
 
     Neither blocks nor an error: the byte limit was reached before this request.
     """
@@ -262,7 +263,7 @@ class ReadResult:
 
 @dataclass(slots=True)
 class _Reading:
-    """What one read may still take: bytes to be sent, and bytes that come out of compressed blocks."""
+    """Remaining limits of one read: bytes to send, and decompressed bytes."""
 
     showing: Showing
     accept_zstd: bool
@@ -274,7 +275,7 @@ class _Reading:
         return self.send_bytes <= 0 or self.plain_bytes <= 0
 
     def takes_compressed(self, size: int) -> bool:
-        """Count a block of so many bytes when decompressed; False where it must wait for the next read."""
+        """Count a block's decompressed bytes; False if it must wait for the next read."""
         if self.plain_bytes < min(size, FRAME_PLAIN_BYTES):
             self.plain_bytes = 0
             return False
@@ -291,15 +292,15 @@ def read_blocks(
     key_prefix: bytes = b"",
     accept_zstd: bool = False,
 ) -> list[ReadResult]:
-    """Read, check and cut blocks for several partitions in one short transaction.
+    """Read, check and slice blocks for several partitions in one short transaction.
 
-    A read ends with the block that reaches ``max_bytes`` of encoded blocks as they are to be sent, and before one
-    with which the compressed ones would have more than FRAME_PLAIN_BYTES when decompressed, unless it is alone.
+    A read ends with the block that reaches ``max_bytes`` of encoded blocks as sent. It ends before a compressed block
+    that would take the decompressed ones above FRAME_PLAIN_BYTES, unless that is alone.
 
     Args:
         keys_only: leave the values out.
         key_prefix: leave out the rows whose keys do not begin with it.
-        accept_zstd: return a compressed block as it is stored if all of it is wanted; else none is compressed.
+        accept_zstd: return a compressed block as stored if the stream wants all of it; otherwise decompress it.
     """
     showing = Showing(keys_only, key_prefix)
     reading = _Reading(showing, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
@@ -326,7 +327,7 @@ def _continue_from(
 ) -> Iterable[Encoded]:
     at = request.above
     for data in found:
-        # It was checked whole before it was stored: its CRCs tell whether it still is what it was.
+        # All checks passed before it was stored, so verifying the CRCs is enough.
         compressed = check_encoded(data)
         head, runs = own_head(data, request.partition)
         if head.start > at or head.end <= at:

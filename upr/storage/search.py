@@ -1,12 +1,12 @@
-"""Searches in stored blocks: the newest mutations of some keys, and the place where a time was passed.
+"""Searches in stored blocks: the newest mutations of some keys, and the seqno at which a time was passed.
 
-*Keys.* There is no index over keys: all keys of a block are compared with those that are looked for, in one vectorised
-step, from the newest block to the oldest. The values that are held stay bounded: where all of them together are more than
-the answer may have, those of the last keys are given up, and these keys with all behind them are not looked for any more.
+*Keys.* There is no index over keys: all keys of a block are compared with the wanted ones in one vectorised step, from
+the newest block to the oldest. The values in memory are bounded: when they exceed the limit of the answer, the last
+keys are dropped from the search with their values, and the answer ends before them.
 
-*Times.* Commit times rise with the seqnos, as long as the clock was not set back. So a few looks at heads of blocks,
-halving the seqnos in between, find the block, and its column of times finds the row. Where the clock was set back, times
-cross the one that is looked for several times, and one of the crossings is found.
+*Times.* Commit times rise with seqnos unless the clock was set back. So a binary search over heads of blocks finds the
+block, and its column of times the row. If the clock was set back, the time is crossed several times, and the search
+finds one of the crossings.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,28 +40,28 @@ from upr_protocol.wire.codec import check_encoded, open_columns
 
 BITE_BYTES = 2 * 2**20
 BITE_BLOCKS = 1000
-"""How much is looked through before others have their turn; one block may be larger."""
+"""Most bytes and blocks searched before other requests have their turn; one block may be larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest mutation of a key; ``value`` is None for a delete."""
+    """Newest mutation of a key; ``value`` is None for a delete."""
 
     seqno: int
     value: bytes | None
 
 
 class Lookup:
-    """What is looked for, and what was found. For one thread at a time.
+    """Lookup of keys and its results. For one thread at a time.
 
     Args:
-        keys: each once, in the order in which they are to be answered.
-        max_bytes: how many bytes of values may be answered together; a first value that is larger is kept.
+        keys: each once, in the order of the answer.
+        max_bytes: most bytes of values in the answer; a larger first value is kept.
 
     Attributes:
-        partitions: to which each key belongs, int64.
+        partitions: of each key, int64.
         found: by the key's number.
-        problems: why a partition cannot be read.
+        problems: errors of partitions that cannot be read.
         end: keys from this number on are not answered.
     """
 
@@ -76,13 +76,13 @@ class Lookup:
 
     @property
     def pending(self) -> npt.NDArray[np.bool_]:
-        """The partitions of which keys are still looked for, bool, shape (1024,)."""
+        """Return the partitions with keys that are not found yet, bool, shape (1024,)."""
         pending = np.zeros(PARTITIONS, bool)
         pending[self.partitions[self._open]] = True
         return pending
 
     def fail(self, partitions: Iterable[int], why: UprError) -> None:
-        """Give up the keys of partitions that are still looked for."""
+        """Fail the keys of partitions that are not found yet."""
         for partition in partitions:
             gone = self._open & (self.partitions == partition)
             if gone.any():
@@ -90,11 +90,11 @@ class Lookup:
                 self._open[gone] = False
 
     def settle(self, partitions: npt.NDArray[np.bool_]) -> None:
-        """Look no more for the keys of partitions (bool, shape (1024,)): what was not found is not there."""
+        """End the search in partitions (bool, shape (1024,)): keys not found do not exist."""
         self._open[partitions[self.partitions]] = False
 
     def search(self, blocks: Sequence[Encoded], among: npt.NDArray[np.bool_]) -> None:
-        """Search blocks that continue each other, oldest first, for the keys of some partitions.
+        """Search consecutive blocks, oldest first, for the keys of some partitions.
 
         Args:
             blocks: checked.
@@ -112,7 +112,7 @@ class Lookup:
         numbers = wanted[matches[rows]]
         runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
         run_ends = row_bounds(runs)[1:]
-        # A writer may put a key elsewhere than where it belongs: that one is not what is asked for.
+        # A writer may put a key into a partition that is not its own; such a row does not match.
         owners = runs["partition"][np.searchsorted(run_ends, rows, side="right")]
         mine = owners == self.partitions[numbers]
         newest = np.full(len(self._keys), -1, np.int64)
@@ -132,7 +132,7 @@ class Lookup:
         self.found[number] = found
         self._left -= len(found.value or b"")
         while self._left < 0 and len(self.found) > 1:
-            # Those up to the last one that is held do not fit together, so the answer ends before it.
+            # The values up to the last held key exceed the limit, so the answer ends before that key.
             self.end = max(self.found)
             self._left += len(self.found.pop(self.end).value or b"")
             self._open[self.end :] = False
@@ -158,14 +158,14 @@ def _mutation(block: Encoded, row: int) -> Newest:
 
 
 class InTail(Protocol):
-    """An entry of the tail: an encoded block and its run table."""
+    """Tail entry as a search sees it: an encoded block and its run table."""
 
     runs: Runs
     data: bytes
 
 
 class TailSearch:
-    """A search of what was in the tail at one moment.
+    """Search of the tail's entries of one moment.
 
     Args:
         blocks: the tail's entries, oldest first.
@@ -176,7 +176,7 @@ class TailSearch:
         self._blocks = list(blocks)
 
     def bite(self) -> bool:
-        """Look through some of it, from the newest on; return whether it is done."""
+        """Search some entries, from the newest on; return whether the search is done."""
         pending = self._lookup.pending
         good: list[Encoded] = []
         size = passed = 0
@@ -198,10 +198,10 @@ class TailSearch:
 
 
 class StoreSearch:
-    """A search of the stored blocks, partition by partition.
+    """Search of the stored blocks, partition by partition.
 
     Args:
-        floors: blocks at or below these seqnos were looked through already, uint64, shape (1024,).
+        floors: blocks at or below these seqnos were searched before, uint64, shape (1024,).
     """
 
     def __init__(self, lookup: Lookup, store: Store, floors: U64) -> None:
@@ -212,9 +212,9 @@ class StoreSearch:
         self._at: int | None = None
 
     def bite(self) -> bool:
-        """Look through some of it; return whether it is done.
+        """Search some blocks; return whether the search is done.
 
-        Between two bites blocks may be merged: it goes on with the one that tells of where it stands.
+        Between two bites blocks may be compacted: the search continues with the block that contains its seqno.
         """
         size = 0
         with self._store.look() as cursor:
@@ -232,7 +232,7 @@ class StoreSearch:
         return not self._left
 
     def _step(self, cursor: BlockCursor, partition: int) -> int:
-        """Look through the next block of a partition, and return its size."""
+        """Search the next block of a partition, and return its size."""
         if self._at is None:
             self._at = cursor.newest_end(partition)
         if self._at <= self._floors[partition] or not self._lookup.pending[partition]:
@@ -253,7 +253,7 @@ class StoreSearch:
 
 SEARCH_BYTES = 4 * 2**20
 SEARCH_PARTITIONS = 64
-"""One bite of a search ends with the partition that reaches the one or the other."""
+"""Limits of one bite of a search, which ends with the partition that reaches either."""
 _SEQNOS, _TIMES = 2, 8
 _ABSENT = (0, 0)
 _TIME_MAX = 2**63 - 1
@@ -261,11 +261,11 @@ _TIME_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class StoredBeginning:
-    """What a search of a partition's stored blocks came to.
+    """Result of searching a partition's stored blocks for a time.
 
     Attributes:
         seqno: the rows at or below it were committed before the time.
-        found: whether a row right above it was committed at or after the time; else it is the end of what is stored.
+        found: whether the next row was committed at or after the time; else ``seqno`` is the end of the stored blocks.
     """
 
     seqno: int
@@ -275,10 +275,10 @@ class StoredBeginning:
 def search_time(
     store: Store, wanted: Sequence[tuple[int, int]]
 ) -> list[StoredBeginning | DataDamagedError]:
-    """Search for (partition, time) pairs, the first of them, and return what was found, in order.
+    """Search for the first of some (partition, time) pairs, and return their results in order.
 
-    One bite, in one short transaction: call it again with those that are left. Times are microseconds since the
-    epoch. A partition whose blocks are damaged gets the error.
+    One bite, in one short transaction: call it again with the remaining pairs. Times are microseconds since the epoch.
+    A partition whose blocks are damaged gets the error.
     """
     found: list[StoredBeginning | DataDamagedError] = []
     size = 0
@@ -301,7 +301,7 @@ def search_time(
 def _search_partition(
     cursor: BlockCursor, partition: int, time: int
 ) -> tuple[StoredBeginning | DataDamagedError, int]:
-    """Return what was found, and how many bytes were read for it."""
+    """Return the result, and the bytes read for it."""
     newest = high = cursor.newest_end(partition)
     low = 0
     passed: StoredBlock | None = None
@@ -310,7 +310,7 @@ def _search_partition(
         middle = cursor.containing(partition, (low + high) // 2 + 1)
         block: StoredBlock | None = middle
         while block is not None and not _checked_block(block).rows:
-            # A block that lost all its rows tells no time.
+            # A block without rows has no time.
             block = cursor.containing(partition, block.end + 1) if block.end < high else None
         if block is not None and block.time < time:
             low = block.end
@@ -324,7 +324,7 @@ def _search_partition(
 
 
 def _checked_block(block: StoredBlock) -> StoredBlock:
-    """Return a block whose table is what was stored: a wrong time would lead the search astray in silence."""
+    """Return a block with a verified table: a wrong time would misdirect the search unnoticed."""
     if google_crc32c.value(block.table) != block.table_crc:
         raise DataDamagedError(f"the table of the block that ends at {block.end} has changed")
     return block

@@ -2,7 +2,7 @@
 
 Write transactions are made by one thread, and each is bounded by its caller. Read transactions are short:
 the bytes leave them as copies, so that no reader keeps old pages alive. The map follows the size of the disk and
-takes only addresses, so that "disk full" is met before "map full"; where it is not, ``map_room`` tells.
+takes only addresses, so that "disk full" comes before "map full"; ``map_room`` covers the exceptions.
 """
 
 import dataclasses
@@ -47,10 +47,10 @@ class Counters:
     Attributes:
         ingested_bytes: columns of numbered blocks.
         journalled_bytes: journal records.
-        flushed_bytes: blocks that flushes stored.
+        flushed_bytes: blocks stored by flushes.
         merge_input_bytes, merge_output_bytes: blocks that merges read and stored.
         merge_input_rows, merge_output_rows: their rows.
-        merge_seconds: time that merges worked.
+        merge_seconds: working time of compactions.
         purged_tombstones: tombstones dropped.
     """
 
@@ -70,10 +70,11 @@ log = logging.getLogger(__name__)
 MAP_BYTES_MIN = 64 * 2**30
 MAP_BYTES_USUAL = 3 * 2**40
 MAP_BYTES = 16 * 2**40
-"""Bounds of a map, see ``map_bytes``. A process has 128 TiB of addresses: BUCKETS_MAX maps of the usual size take 96."""
+"""Bounds of a map, see ``map_bytes``. A process has 128 TiB of addresses; BUCKETS_MAX maps of the usual size take
+96."""
 _MAP_GRAIN = 2**20
 FORGET_ROWS = 1000
-"""Rows of producers that one transaction removes: some milliseconds."""
+"""Rows of producers that one transaction removes; it takes a few milliseconds."""
 _SPARE_READERS = 64
 _ASIDE_BYTES = 8 * 2**20
 _PROOF = b"clean_shutdown_proof"
@@ -83,7 +84,7 @@ _QUOTA = b"quota"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which bucket this is.
+    """Identity of a bucket.
 
     Attributes:
         name: unique in the server.
@@ -97,7 +98,7 @@ class Identity:
 
 
 class Forgotten(NamedTuple):
-    """How many producers were forgotten, and whether there are more to be."""
+    """Number of expired producers, and whether more remain."""
 
     names: int
     more: bool
@@ -112,10 +113,10 @@ class ReadRequest:
 
 
 def map_bytes(folder: Path) -> int:
-    """Return how large to make the map of the environment in a folder, in bytes.
+    """Return the size of the map for the environment in a folder, in bytes.
 
     It takes addresses and neither memory nor disk, and is set at each open: twice the file system, so that "disk full"
-    is met first and the file system can grow while the server runs. That is cut at MAP_BYTES_USUAL, or at the size of
+    comes first and the file system can grow while the server runs. That is cut at MAP_BYTES_USUAL, or at the size of
     a larger file system, so that a server's maps fit beside each other; at least MAP_BYTES_MIN, at most MAP_BYTES,
     and never less than the file that is there.
     """
@@ -133,7 +134,7 @@ def _identity_of(path: Path) -> tuple[int, int]:
 
 
 class Store:
-    """One bucket's LMDB environment.
+    """LMDB environment of one bucket.
 
     Args:
         folder: made if it does not exist.
@@ -180,7 +181,8 @@ class Store:
         self._file = _identity_of(folder / "data.mdb")
 
     def lost(self) -> str:
-        """Say how the environment's file is not the one that was opened any more; empty while it is."""
+        """Return how the environment's file was lost (deleted, replaced or unmounted), in words; empty if it was
+        not."""
         try:
             here = _identity_of(self._folder / "data.mdb")
         except (FileNotFoundError, NotADirectoryError):
@@ -190,7 +192,7 @@ class Store:
         )
 
     def close(self) -> None:
-        """Close the environment; what was committed is on disk already."""
+        """Close the environment; committed transactions are on disk."""
         self._env.close()
 
     def create(self, identity: Identity, rows: Mapping[int, PartitionRow]) -> None:
@@ -222,7 +224,7 @@ class Store:
         return Identity(text["name"], int(text["version"], 16), text.get("compression", ""))
 
     def quota(self) -> int:
-        """Return how many bytes the bucket may take, 0 for no such limit."""
+        """Return the quota in bytes, 0 for none."""
         with self._env.begin() as txn:
             value = txn.get(_QUOTA, db=self._meta)
         if value is None:
@@ -230,12 +232,12 @@ class Store:
         return int.from_bytes(keyspace.unseal(bytes(value), _QUOTA, "the quota"), "little")
 
     def put_quota(self, quota: int) -> None:
-        """Store how many bytes the bucket may take, durably."""
+        """Store the quota in bytes, durably."""
         with self._env.begin(write=True) as txn:
             txn.put(_QUOTA, keyspace.seal(quota.to_bytes(8, "little"), _QUOTA), db=self._meta)
 
     def partitions(self) -> dict[int, PartitionRow | DataDamagedError]:
-        """Return every partition's row, or why it cannot be read."""
+        """Return every partition's row, or the error of reading it."""
         rows: dict[int, PartitionRow | DataDamagedError] = {}
         with self._env.begin() as txn:
             for partition in range(PARTITIONS):
@@ -252,7 +254,7 @@ class Store:
         """Return the clean-shutdown proof: nothing was numbered since it was written. None without one.
 
         Args:
-            may_be_moved: whether one is accepted that was copied here with the data.
+            may_be_moved: whether to accept a proof that was copied here with the data.
         """
         with self._env.begin() as txn:
             value = txn.get(_PROOF, db=self._meta)
@@ -280,13 +282,13 @@ class Store:
             txn.delete(_PROOF, db=self._meta)
 
     def write_proof(self, highs: U64) -> None:
-        """State, durably, that nothing was numbered that is not in the store; ``highs`` as in Proof."""
+        """Write a proof, durably; ``highs`` as in Proof."""
         with self._proving(highs, flushed=True):
             pass
 
     @contextmanager
     def _proving(self, highs: U64, *, flushed: bool) -> Iterator[Any]:
-        """Make a transaction that ends with a new proof."""
+        """Begin a transaction that ends with a new proof."""
         file = make_file(self._folder)
         try:
             with self._env.begin(write=True) as txn:
@@ -296,7 +298,7 @@ class Store:
         except BaseException:
             file.path(self._folder).unlink(missing_ok=True)
             raise
-        # Not before: until then the proof that is there may name another one.
+        # After the commit, because until then the old proof names another file.
         remove_others(self._folder, file)
 
     def write_recovery(
@@ -314,8 +316,8 @@ class Store:
         Args:
             highs: where each partition ends now, in store and journal together, shape (1024,).
             cut_off: by partition the seqno above which stored blocks are removed in it.
-            accepted: partitions of which nothing is kept aside any more.
-            released: names of cuts that go.
+            accepted: partitions whose aside blocks are removed.
+            released: names of the cuts to remove.
         """
         with self._proving(highs, flushed=False) as txn:
             for partition, seqno in cut_off.items():
@@ -343,7 +345,7 @@ class Store:
                 more = cursor.delete() and bool(cursor.key())
 
     def put_aside(self, blocks: Mapping[tuple[int, int, int], bytes]) -> None:
-        """Keep blocks of dead partitions, by partition, commit and place in there; doing it again changes nothing.
+        """Keep blocks of dead partitions aside, by partition, commit and place in the commit. Idempotent.
 
         Durable when it returns, in transactions of about _ASIDE_BYTES.
         """
@@ -357,7 +359,7 @@ class Store:
                     size += len(block)
 
     def aside(self, partition: int) -> Iterator[bytes]:
-        """Yield the blocks that are kept aside of a partition, in the order of its journal."""
+        """Yield a partition's aside blocks, in journal order."""
         first = keyspace.aside_key(partition, 0, 0)
         with self._env.begin() as txn, txn.cursor(db=self._aside) as cursor:
             more = cursor.set_range(first)
@@ -371,7 +373,7 @@ class Store:
         rows: Mapping[int, PartitionRow],
         producers: Mapping[bytes, ProducerNumbers],
     ) -> None:
-        """Store blocks (partition, end_seqno, bytes) with the rows that say so, in one transaction."""
+        """Store blocks (partition, end_seqno, bytes) and their partitions' rows in one transaction."""
         with self._env.begin(write=True) as txn:
             items = [(keyspace.block_key(p, end), block) for p, end, block in blocks]
             with txn.cursor(db=self._blocks) as cursor:
@@ -391,8 +393,8 @@ class Store:
     def read(self, requests: Sequence[ReadRequest], max_bytes: int) -> list[list[bytes] | None]:
         """Return stored blocks for each request until ``max_bytes`` are reached.
 
-        The first block of a partition may begin at or below ``above``. Every request that was reached gets
-        at least one block if there is one; those behind the limit get None.
+        The first block of a partition may begin at or below ``above``. Each request before the limit gets at least one
+        block if there is one; later requests get None.
         """
         results: list[list[bytes] | None] = [None for _ in requests]
         left = max_bytes
@@ -412,15 +414,15 @@ class Store:
 
     @contextmanager
     def look(self) -> Iterator[BlockCursor]:
-        """Look into the blocks as they are now, in one read transaction, which must be short."""
+        """Open a cursor over the blocks in one read transaction, which must be short."""
         with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
             yield BlockCursor(cursor)
 
     def heads(self, partition: int) -> list[Head]:
-        """Return what a partition's blocks say at their beginning, oldest first.
+        """Return the heads of a partition's blocks, oldest first.
 
         Raises:
-            DataDamagedError: one of them is no block, or does not go on where the one before it ends.
+            DataDamagedError: one is no block, or does not continue the one before it.
         """
         heads, damage = self.heads_until_damage(partition)
         if damage is not None:
@@ -428,7 +430,7 @@ class Store:
         return heads
 
     def heads_until_damage(self, partition: int) -> tuple[list[Head], DataDamagedError | None]:
-        """Return the same up to the first block that is none or does not go on, and what is wrong with that one."""
+        """Return the heads before the first damaged block, and the error of that block."""
         heads: list[Head] = []
         prefix = keyspace.partition_key(partition)
         with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
@@ -449,7 +451,7 @@ class Store:
         return heads, None
 
     def blocks(self, partition: int, ends: Iterable[int]) -> list[bytes]:
-        """Return the blocks of a partition that end at these seqnos.
+        """Return a partition's blocks with these end seqnos.
 
         Raises:
             DataDamagedError: one is not there.
@@ -466,11 +468,11 @@ class Store:
         return found
 
     def replace(self, replacements: Iterable[Replacement]) -> None:
-        """Put merged blocks in the place of others, with the purge seqnos that it takes, in one transaction.
+        """Replace blocks by compacted ones and raise the purge seqnos, in one transaction.
 
         Raises:
-            DataDamagedError: a block that was merged is not there any more, or the row of a partition whose purge
-                seqno rises is damaged; nothing is changed.
+            DataDamagedError: a compacted block is missing, or the row of a partition whose purge seqno rises is
+                damaged; nothing is changed.
         """
         with self._env.begin(write=True) as txn:
             for one in replacements:
@@ -485,7 +487,7 @@ class Store:
                     self._raise_purge(txn, one.partition, one.purge)
 
     def _raise_purge(self, txn: Any, partition: int, seqno: int) -> None:
-        """Change the row that is there: a flush may have stored a newer one than the engine last told of."""
+        """Change the stored row: a flush may have written a newer one than the compaction has seen."""
         key = keyspace.partition_key(partition)
         row = keyspace.unpack_partition(bytes(txn.get(key, db=self._partitions) or b""), partition)
         if seqno > row.purge_seqno:
@@ -497,7 +499,7 @@ class Store:
         return (self._folder / "data.mdb").stat().st_size
 
     def used_bytes(self) -> int:
-        """Return the bytes of the file's pages that are in use; the others are free for what comes."""
+        """Return the bytes of the file's pages in use; LMDB reuses the others."""
         databases = (
             self._meta,
             self._partitions,
@@ -514,10 +516,10 @@ class Store:
         return int(pages * stats[0]["psize"])
 
     def map_room(self) -> int:
-        """Return about how many bytes the map can still take, counted low.
+        """Return a low estimate of the bytes that still fit into the map.
 
-        Of the free pages inside the file half are counted, and only when the map is more than half full: what is
-        larger than a page needs free pages in a row.
+        Half of the free pages inside the file count, and only when the map is more than half full: values larger than a
+        page need adjacent free pages.
         """
         info = self._env.info()
         end = int(info["last_pgno"] + 1) * self._page
@@ -528,11 +530,11 @@ class Store:
 
     @property
     def map_size(self) -> int:
-        """The map's size in bytes."""
+        """Return the map's size in bytes."""
         return int(self._env.info()["map_size"])
 
     def producer_number(self, name: bytes) -> int:
-        """Return the largest number that is stored of a producer, 0 for none.
+        """Return the largest stored number of a producer, 0 for none.
 
         Raises:
             DataDamagedError: it cannot be read.
@@ -543,7 +545,7 @@ class Store:
         return keyspace.unpack_producer_seen(key, bytes(value)).last_number if value else 0
 
     def producer_rows(self, name: bytes) -> dict[int, ProducerRow]:
-        """Return what is stored of a producer by partition.
+        """Return a producer's rows by partition.
 
         Raises:
             DataDamagedError: a row cannot be read.
@@ -589,7 +591,7 @@ class Store:
             return None
 
     def cuts(self) -> dict[bytes, CutRow]:
-        """Return the cuts by name; damaged ones are left out: what they pinned is not known any more."""
+        """Return the cuts by name, without damaged ones, whose pins are unknown."""
         rows = {}
         with self._env.begin() as txn, txn.cursor(db=self._cuts) as cursor:
             for key, value in cursor:
@@ -612,8 +614,9 @@ class Store:
     def consumers(self) -> Iterator[tuple[bytes, int, ConsumerRow]]:
         """Yield the consumers' rows with name and partition, in that order, in one read transaction.
 
-        A damaged row counts as a position at 0, under no id: it holds purging up until its consumer
-        acknowledges anew or is forgotten, and is no position to begin from. One whose key is damaged is left out: nobody could forget it.
+        A damaged row counts as a position at 0, without an id: it holds purging until its consumer acknowledges again
+        or is forgotten, and no consumer can begin from it. A row with a damaged key is left out: it could never be
+        forgotten.
         """
         with self._env.begin() as txn, txn.cursor(db=self._consumers) as cursor:
             for key, value in cursor:
@@ -634,7 +637,7 @@ class Store:
             return ConsumerRow(0, 0, 0, 0, keyspace.DAMAGED_POSITION)
 
     def saved_positions(self, consumer: bytes, partitions: Iterable[int]) -> dict[int, bytes]:
-        """Return the positions that a consumer has saved, see ``ConsumerRow.position``; those that are there."""
+        """Return a consumer's saved positions by partition, see ``ConsumerRow.position``."""
         found = {}
         with self._env.begin() as txn:
             for partition in partitions:
@@ -659,15 +662,15 @@ class Store:
                 txn.put(key, keyspace.pack_consumer(key, row), db=self._consumers)
 
     def producers(self) -> int:
-        """Return how many producers are remembered."""
+        """Return the number of stored producers."""
         with self._env.begin() as txn:
             return int(txn.stat(self._producer_times)["entries"])
 
     def forget_producers(self, before: int, keep: int, most: int = FORGET_ROWS) -> Forgotten:
         """Remove producers last seen before a time (microseconds), and the oldest above ``keep`` names.
 
-        One transaction, of one name more than fits into about ``most`` rows at most; none when there is nothing to do.
-        A name goes whole or not at all.
+        One transaction of about ``most`` rows and at most one name more; none when there is nothing to do. All rows of
+        a name go together.
         """
         with self._env.begin() as txn:
             if self._oldest(txn, before, keep) is None:
@@ -689,7 +692,7 @@ class Store:
         return Forgotten(names, False)
 
     def _oldest(self, txn: Any, before: int, keep: int) -> bytes | None:
-        """Return the oldest entry of the index over time if it is to be forgotten."""
+        """Return the oldest entry of the index over time if it has expired."""
         with txn.cursor(db=self._producer_times) as cursor:
             if not cursor.first():
                 return None
@@ -709,7 +712,7 @@ def _keys_of(cursor: Any, name: bytes) -> Iterator[bytes]:
 
 
 def _merged(key: bytes, stored: bytes, part: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Return the newer table of a slot with what the stored one has besides."""
+    """Return the newer table of a slot, with the partitions that only the stored one has."""
     try:
         old = keyspace.unpack_producer(key, stored)
     except DataDamagedError as error:
@@ -722,10 +725,10 @@ def _merged(key: bytes, stored: bytes, part: npt.NDArray[np.void]) -> npt.NDArra
 
 @dataclass(frozen=True, slots=True)
 class FutureForgotten:
-    """What was removed.
+    """Rows that ``forget_future`` removed.
 
     Attributes:
-        cuts: the names of all cuts: what they were made for went on from another history.
+        cuts: the names of all cuts, which belong to the history of the original.
         consumers: (name, partition, acknowledged seqno) above what the partition keeps.
     """
 
@@ -734,16 +737,16 @@ class FutureForgotten:
 
 
 def forget_future(store: Store, ends: Mapping[int, int]) -> FutureForgotten:
-    """Remove all cuts, and what was only acknowledged above what is kept; durable when it returns.
+    """Remove all cuts, and acknowledged positions above the data that stays; durable when it returns.
 
     Args:
-        ends: by partition, the last complete marker that is kept; of others nothing is removed.
+        ends: by partition, the last complete marker that stays; other partitions are not changed.
     """
     cuts = store.cuts()
     gone: dict[tuple[bytes, int], ConsumerRow | None] = {}
     told: list[tuple[str, int, int]] = []
     for name, partition, row in store.consumers():
-        # A saved position must stay, however high: its consumer has the data, and is to be rolled back.
+        # A saved position must stay, however high: its consumer has the data, and must roll back.
         if partition in ends and row.seqno > ends[partition] and not row.position:
             gone[name, partition] = None
             told.append((name.decode(errors="replace"), partition, row.seqno))

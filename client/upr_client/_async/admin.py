@@ -36,7 +36,7 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 
 class AsyncAdmin:
-    """What operators ask and order; it is ``AsyncClient.admin``.
+    """Operators' calls; it is ``AsyncClient.admin``.
 
     A bucket is given by its name, or as an ``AsyncBucket``: that one learns its version from the answer, and a cut is
     then asked for in no other bucket of the name. No call is tried again; each ends within the client's
@@ -160,7 +160,7 @@ class AsyncAdmin:
         Args:
             bucket: whose.
             partitions: 0 to 1023; none means all.
-            dry_run: change nothing, only say what would go and who holds the others up.
+            dry_run: change nothing; report what a purge would drop, and the holders of the rest.
             seconds: how long to wait at most; every block of the partitions is read.
 
         Returns:

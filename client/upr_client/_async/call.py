@@ -51,7 +51,7 @@ class Stubs(NamedTuple):
     endpoint: int
     """Its index."""
     connection: int
-    """Which of the channels that were opened to it one after the other."""
+    """Number of the channel, among those opened to this endpoint one after the other."""
 
 
 class Router:
@@ -173,7 +173,7 @@ class _Service:
 
 
 async def _unary(router: Router, number: int, name: str, request: Any, seconds: float) -> Any:
-    """Make a unary call, within so many seconds altogether.
+    """Make a unary call, within a total time in seconds.
 
     One that cannot have reached a server is made at each of the other endpoints, once.
     """
@@ -187,7 +187,7 @@ async def _unary(router: Router, number: int, name: str, request: Any, seconds: 
         try:
             return await method(request, timeout=left, metadata=router.metadata())
         except Cancelled:
-            # Closing a channel of grpc.aio cancels its calls, as if somebody had cancelled the task.
+            # Closing a channel of grpc.aio cancels its calls, which looks like a cancelled task.
             if cancelled_from_outside():
                 raise
             router.check()
@@ -203,7 +203,7 @@ async def _unary(router: Router, number: int, name: str, request: Any, seconds: 
 
 
 class Connection:
-    """What a client shares with its buckets, streams and writers.
+    """Connection of a client, shared with its buckets, streams and writers.
 
     Attributes:
         router: the endpoints.
@@ -269,7 +269,7 @@ class Connection:
             raise call_error(error) from error
 
     def failed(self, error: UprError, stubs: Stubs | None = None) -> None:
-        """Take note that a stream was lost, and go on to the next endpoint if another may do better.
+        """Record the loss of a stream, and move to the next endpoint if another may do better.
 
         Args:
             stubs: what the stream was opened with, so that many streams lost at once move the client once.
@@ -476,7 +476,7 @@ class Follow:
         return given
 
     def told(self) -> stream_pb2.FollowResponse | None:
-        """Return the next message about a member's share, None when there is none; without waiting."""
+        """Return the next message about a member's share, None without one; does not wait."""
         return self._told.popleft() if self._told else None
 
     def wake(self) -> None:
@@ -484,7 +484,7 @@ class Follow:
         self._inbox.put(_WAKE)
 
     def highs(self) -> npt.NDArray[np.uint64]:
-        """The high seqnos that heartbeats told, of all 1024 partitions; 0 for none."""
+        """Return the high seqnos of the heartbeats, of all 1024 partitions; 0 for none."""
         return self._state.highs
 
     async def finish(self, seconds: float) -> None:

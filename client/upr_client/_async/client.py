@@ -59,14 +59,14 @@ class AsyncClient:
             ("request_timeout", request_timeout),
         ):
             if not value > 0:
-                raise InvalidArgumentError(f"{name} is {value}, it must be above 0")
+                raise InvalidArgumentError(f"{name} is {value}; must be above 0")
         # The target of a channel that was given is only a name to show.
         named = isinstance(target, str) and channel is not None
         endpoints = (str(target),) if named else endpoints_of(target)
         credentials = credentials_of(tls)
         if channel is not None and (len(endpoints) > 1 or tls is not None or token is not None):
             raise InvalidArgumentError(
-                "a channel was given, and tls, token or several endpoints besides",
+                "channel is given with tls, token or several endpoints; must be given alone",
                 hint="a channel has one target and its own credentials",
             )
         check_token(token, endpoints, credentials is not None)

@@ -95,7 +95,7 @@ class AsyncCut:
         self.lease_seconds = info.lease_seconds
 
     async def release(self) -> bool:
-        """Give the cut up; False when it was gone already.
+        """Release the cut; False if it no longer existed.
 
         Raises:
             UprError: the call failed; it is not tried again. The lease ends by itself.
@@ -134,6 +134,6 @@ class AsyncHeldCut:
         try:
             await cut.release()
         except UprError:
-            # What went wrong before tells more; the lease ends by itself.
+            # The earlier error matters more; the lease ends by itself.
             if error is None:
                 raise

@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 Channel = grpc.aio.Channel
 Cancelled = asyncio.CancelledError
-"""What a reader sees, besides grpc.RpcError, when its own side cancels the call."""
+"""Exception of a reader, besides grpc.RpcError, when its own side cancels the call."""
 
 
 def cancelled_from_outside() -> bool:
-    """Whether somebody cancelled the running task, and not only a call that it waits for."""
+    """Return whether the running task was cancelled, and not only a call that it waits for."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

@@ -184,7 +184,7 @@ class Bucket:
         writes: list[Write] = []
         for block in blocks:
             writes.append(writer.submit(block, level))
-            # What was submitted goes out while the next block is built.
+            # Submitted blocks are sent while the next one is built.
             give_way()
             if any(write.error is not None for write in writes[-128:]):
                 break

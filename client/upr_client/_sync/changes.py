@@ -44,7 +44,7 @@ from upr_protocol.position import Position
 
 
 class Storing:
-    """Where the positions of one ``Changes`` go.
+    """Storage of the positions of one ``Changes``.
 
     Args:
         mutex: guards ``following``.
@@ -133,7 +133,7 @@ class Storing:
 
 
 Lane = Queue[Change | None]
-"""What is handled one after the other, up to the first None."""
+"""Queue of changes handled one after the other, up to the first None."""
 
 
 class Handling:
@@ -162,7 +162,7 @@ class Handling:
         """Handle everything until the end.
 
         Raises:
-            HandlerError: a change could not be handled, and there is nobody to take it.
+            HandlerError: a change could not be handled, and there is no dead_letter.
             UprError: as iterating raises.
         """
         workers = [Background(partial(self._work, lane), "upr-handler") for lane in self._lanes]
@@ -218,7 +218,7 @@ class Handling:
                 if self._may_begin(change):
                     self._handle(change)
             except BaseException as error:
-                # Also a handler that was cancelled: a lane that is gone would hold its changes up for ever.
+                # Also for a cancelled handler: an ended lane would hold its changes for ever.
                 self._fail(change, error)
             finally:
                 with self._mutex:
@@ -246,7 +246,7 @@ class Handling:
         self._changes.ack(change)
 
     def _give_up(self, change: Change, error: Exception) -> bool:
-        """Give a change that cannot be handled to who takes those; False when nobody does."""
+        """Give a failed change to dead_letter; False without one."""
         if self._options.dead_letter is not None:
             try:
                 maybe_await(self._options.dead_letter(change, error))
@@ -380,7 +380,7 @@ class Changes:
         try:
             self.save()
         except FencedError as error:
-            # The other owner goes on from what was stored before.
+            # The new owner resumes from the positions stored before.
             self._say(str(error))
 
     def _check_usable(self) -> None:
@@ -390,7 +390,7 @@ class Changes:
             raise ClosedError("the changes are not open", hint="use them in a with statement")
         self._bucket.connection.check_usable()
 
-    # What can be asked.
+    # Queries.
 
     def position(self, partition: int) -> Position:
         """The position of what was consumed of a partition; it may be newer than the one stored."""
@@ -406,13 +406,13 @@ class Changes:
             return {p: following.position(p) for p in following.session.partitions}
 
     def lag(self) -> dict[int, int]:
-        """For each partition, by how many seqnos the server is ahead, as far as it told."""
+        """Return for each partition by how many seqnos the server is ahead, as of its last report."""
         with self._mutex:
             self._following.acknowledge_part()
             return self._following.session.lag()
 
     def status(self) -> ChangesStatus:
-        """Return how far following is, how fast it goes, and which partitions cannot go on."""
+        """Return progress, rates, and the partitions with problems."""
         with self._mutex:
             self._following.acknowledge_part()
             return self._following.status(self._follow is not None)
@@ -781,7 +781,7 @@ class Changes:
                 self._lost(error)
             return
         except BaseException:
-            # Cancelled: nobody knows that this call was accepted.
+            # Cancelled: the accepted call has no owner, so end it.
             self._drop_call()
             raise
         self._bucket.version = opened.bucket_version

@@ -96,7 +96,7 @@ class Cut:
         self.lease_seconds = info.lease_seconds
 
     def release(self) -> bool:
-        """Give the cut up; False when it was gone already.
+        """Release the cut; False if it no longer existed.
 
         Raises:
             UprError: the call failed; it is not tried again. The lease ends by itself.
@@ -135,6 +135,6 @@ class HeldCut:
         try:
             cut.release()
         except UprError:
-            # What went wrong before tells more; the lease ends by itself.
+            # The earlier error matters more; the lease ends by itself.
             if error is None:
                 raise

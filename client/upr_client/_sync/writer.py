@@ -69,9 +69,9 @@ class Write:
         self.number = 0
         """0 while it has none: it gets one when it is sent."""
         self.unknown = False
-        """Whether a call ended, or was answered, without saying what became of it: then its number stays."""
+        """True if a call ended, or was answered, without its outcome: then its number stays."""
         self.refused: UprError | None = None
-        """The retriable refusal after which it, or what is left of it, is to be sent again."""
+        """Retriable refusal after which the write, or the rest of it, is sent again."""
         self.failed: UprError | None = None
         """Why partitions refused their part for good."""
         self.runs: list[Run] = []
@@ -91,12 +91,12 @@ class BlockWriter:
 
     Args:
         stubs: returns the services of the endpoint to use now.
-        failed: is told why a call was lost, and what it was opened with.
+        failed: called with the error of a lost call, and the way it was opened.
         bucket: the bucket's name.
-        producer: who writes, for the server to recognise what is sent again.
+        producer: name of the writer, by which the server recognises retries.
         connect_seconds: how long the server may take to accept a call.
         retry_seconds: how long to try without any progress; None for ever.
-        on_version: is told the bucket's version.
+        on_version: called with the bucket's version.
         first_number: of the first write; None for the one after the last that the server knows of the producer. With
             it a number is a write's place: it stays also after a refusal, and when a write fails all behind it do.
     """
@@ -143,7 +143,7 @@ class BlockWriter:
         """The number sent last, and of the write that the server took last, both 0 for none."""
         self._taken = 0
         self._broken = False
-        """Whether a write was refused as a whole: then nothing behind it was applied by this call."""
+        """True if a write was refused completely: then this call applied nothing behind it."""
         self._dead: UprError | None = None
         """Why a sequence of places goes no further."""
 
@@ -165,7 +165,7 @@ class BlockWriter:
         self._room.take()
         with self._mutex:
             if self._closing.is_set():
-                # Whoever waits behind gets the place, to see the same.
+                # Pass the place on, so that the next waiter sees the same error.
                 self._room.give_back()
                 raise ClosedError("the client was closed", hint="open a new one")
             self._add(write)
@@ -230,7 +230,7 @@ class BlockWriter:
             except UprError as failure:
                 error = failure
             except Exception as failure:
-                # A channel closed by its owner, say: whoever waits for a write must learn of it.
+                # For example a channel closed by its owner: waiters for writes must get the error.
                 error = UprError(f"writing failed: {failure!r}")
             with self._mutex:
                 if self._progress_at != answered_at:
@@ -331,7 +331,7 @@ class BlockWriter:
         if self._version not in (0, opened.bucket_version):
             self._break_off(
                 BucketGoneError(
-                    f"bucket {self._bucket} was dropped and created anew since this writer began",
+                    f"bucket {self._bucket} was dropped and created again since this writer began",
                     hint="ask the client for the bucket again, to write into the new one",
                 )
             )
@@ -390,7 +390,7 @@ class BlockWriter:
         self._send_some()
 
     def _fail_behind(self, error: UprError) -> None:
-        """Nothing may be applied behind a place that failed: the same writes, sent again, go on with that one."""
+        """Fail the writes behind a failed place: a retry of the same writes resumes with that one."""
         self._break_off(error)
         self._renumber()
         self._fail_all(error)
@@ -414,9 +414,7 @@ class BlockWriter:
         if self._places:
             self._fail_behind(error)
         elif behind:
-            self._break_off(
-                OutOfOrderError("a write was refused, and those behind it are sent again")
-            )
+            self._break_off(OutOfOrderError("an earlier write was refused; this one is retried"))
         else:
             self._previous = self._taken
             self._send_some()
@@ -439,7 +437,7 @@ class BlockWriter:
         if write.unknown:
             return UnknownOutcomeError(
                 f"write {write.number} was sent and not answered: {error.message}",
-                hint="it may have been applied; read the key, or write again if that does no harm",
+                hint="read the key to see whether it was applied, or write again if that does no harm",
             )
         if write.failed is not None:
             return write.failed
@@ -447,7 +445,7 @@ class BlockWriter:
             if not write.runs:
                 return write.refused
             return PartlyWrittenError(
-                f"partitions went on refusing their part of a write, the rest was applied: {write.refused.message}",
+                f"partitions refused their part of a write at each retry; the rest was applied: {write.refused.message}",
                 hint=write.refused.hint,
             )
         if not error.retriable:
@@ -492,7 +490,7 @@ class Writer:
         self._stopped = False
         self._abandoned = False
         self._refusing = True
-        """Whether the next row is refused: not open, closed, or a failure is to be told."""
+        """True if the next row is refused: not open, closed, or with a failure to raise."""
         self._waiting: list[Event] = []
         self._wake = Event()
         self._sender: Background | None = None
@@ -538,7 +536,7 @@ class Writer:
     def _end(self, seconds: float | None) -> None:
         """Take nothing more, and wait at most so long for what was taken; what is left then counts as failed."""
         if self._process != os.getpid():
-            # What was taken before the fork is the other process's to write.
+            # Rows accepted before the fork are written by the other process.
             return
         with self._mutex:
             self._stopped = self._refusing = True
@@ -550,7 +548,7 @@ class Writer:
             self._sender.join()
         else:
             self._abandon(
-                ClosedError(f"no answer came in the {seconds:g} s after the writer was closed")
+                ClosedError(f"no answer arrived within {seconds:g} s after the writer was closed")
             )
         if self in self._open_writers:
             self._open_writers.remove(self)
@@ -725,7 +723,7 @@ class Writer:
                         due = None if self._open is None else self._open.due
                     self._wake.wait(None if due is None else max(due - now(), 0.0))
         except Exception as failure:
-            # Whoever waits must learn of it.
+            # Waiters must get the error.
             self._stopped = True
             self._abandon(UprError(f"writing failed: {failure!r}"))
 

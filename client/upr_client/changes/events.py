@@ -55,7 +55,7 @@ class Marker(NamedTuple):
 
 
 class Rollback(NamedTuple):
-    """The server's history of a partition is another one: everything above ``seqno`` is to be undone.
+    """Rollback: the server's history of a partition changed, and everything above ``seqno`` must be undone.
 
     Args:
         partition: 0 to 1023.
@@ -109,7 +109,7 @@ def markers_of(pairs: Iterable[tuple[int, int]]) -> list[Marker]:
 
 
 class ChangeBatch:
-    """What one frame brought.
+    """Batch of the changes of one frame.
 
     Args:
         blocks: the numbered blocks, for those who take the columns as they are. Small ones of ascending partitions
@@ -170,7 +170,7 @@ class ChangeBatch:
 
     @property
     def rows(self) -> int:
-        """How many changes there are, without decoding them."""
+        """Return the number of changes, without decoding them."""
         return sum(block.rows for block in self.blocks)
 
     def to_arrow(self) -> Any:
@@ -192,7 +192,7 @@ RECENT_KEY_BYTES: Final = 4 * 2**20
 
 
 class KeysAbove(NamedTuple):
-    """Which keys were received above a seqno.
+    """Keys that were received above a seqno.
 
     Args:
         keys: each once, the one received first first.
@@ -256,7 +256,7 @@ class RecentKeys:
         return KeysAbove(tuple(found), self._forgotten.get(partition, 0) <= seqno)
 
     def rolled_back(self, partition: int, seqno: int) -> None:
-        """A partition went back to a seqno: what lies above it concerns nobody any more."""
+        """Drop the keys above the seqno to which a partition rolled back."""
         kept: deque[Block] = deque()
         for block in self._blocks:
             of_it = (block.runs["partition"] == partition) & (block.runs["end_seqno"] > seqno)
@@ -279,7 +279,7 @@ def _size(block: Block) -> int:
 
 
 def decode_frame(frame: stream_pb2.Frame) -> tuple[list[Block], npt.NDArray[np.uint32]]:
-    """Return a frame's blocks, checked whole and small ones joined, and the token of each run.
+    """Return a frame's blocks, checked and with small ones joined, and the token of each run.
 
     Raises:
         InvalidArgumentError: a block is damaged or out of its limits.
@@ -341,11 +341,12 @@ class HandedOut:
 
     @property
     def has_more(self) -> bool:
-        """Whether events were asked for one by one, and there are more of them."""
+        """Return whether the application takes events one by one, and more remain."""
         return self._events is not None and self._count < len(self._events)
 
     def consumed(self) -> tuple[int, int | None]:
-        """How many runs were consumed, and up to which seqno the next one; the newest event is not."""
+        """Return how many runs were consumed, and the seqno reached in the next one; the newest event does not
+        count."""
         done = self._count - 1
         if self._events is None or self._bounds is None or done <= 0:
             return 0, None

@@ -12,15 +12,15 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 _RENEWALS: Final = 3
 """So many renewals go out in the length of a lease."""
 _RELEASE_SHARE: Final = 0.5
-"""For so much of a lease a partition that is to be handed over waits for what was handed out of it."""
+"""Part of a lease for which a partition to release waits for its changes in hand."""
 
 
 class Share(NamedTuple):
-    """What an Assignment changed.
+    """Effect of an Assignment.
 
     Args:
         gained: partitions to be followed from their stored positions.
-        lost: partitions that are another's now, or nobody's.
+        lost: partitions that this member no longer owns.
         release: partitions to be handed over.
         kept: partitions that were to be handed over, and are not any more.
     """
@@ -37,7 +37,7 @@ class Membership:
     Times are seconds on a clock that does not jump.
 
     Attributes:
-        generation: the newest that was told; 0 before the first.
+        generation: the newest received; 0 before the first.
         owned: the partitions that are this member's.
         releasing: those of them that it was asked to hand over, and when it was.
         is_told: whether this call said what is this member's. What it keeps over a lost call is granted anew, under
@@ -67,7 +67,7 @@ class Membership:
             ProtocolError: there is no lease.
         """
         if not lease_seconds > 0:
-            raise ProtocolError(f"the server gave a lease of {lease_seconds} seconds")
+            raise ProtocolError(f"the server granted a lease of {lease_seconds} s")
         lost: list[int] = []
         self.is_told = False
         if server_id != self._server_id:
@@ -85,11 +85,11 @@ class Membership:
         """Take what the server says about this member's share; None while the lease counts as ended, see ``renewed``.
 
         Raises:
-            ProtocolError: the generation went back, or what is to be released is not owned.
+            ProtocolError: the generation fell, or a partition to release is not owned.
             InvalidArgumentError: a partition is out of range.
         """
         if self.expired(now):
-            # How old it is cannot be known; the answer to a Renew tells.
+            # The age of this Assignment is unknown; the answer to a Renew shows the lease.
             self._waiting = message
             return None
         if message.generation < self.generation:
@@ -99,7 +99,9 @@ class Membership:
         owned = {check_partition(partition) for partition in message.owned}
         release = set(message.to_release)
         if not release <= owned:
-            raise ProtocolError(f"to be released and not owned: {sorted(release - owned)[:5]}")
+            raise ProtocolError(
+                f"the server asks to release partitions that are not owned: {sorted(release - owned)[:5]}"
+            )
         gained, lost = sorted(owned - self.owned), sorted(self.owned - owned)
         kept = sorted((self.releasing.keys() & owned) - release)
         self.generation = message.generation
@@ -138,7 +140,7 @@ class Membership:
     def expire(self, now: float) -> list[int]:
         """Own nothing any more when the lease has ended; return what was owned.
 
-        By the server's count the lease may go on, so it is told.
+        By the server's clock the lease may still run, so release explicitly.
         """
         if not self.expired(now):
             return []
@@ -147,7 +149,7 @@ class Membership:
         return gone
 
     def due(self, now: float) -> list[stream_pb2.FollowRequest]:
-        """Return what is to be sent now."""
+        """Return the messages to send now."""
         messages = []
         if self._give_up:
             messages.append(self.released(self._give_up))
@@ -160,7 +162,7 @@ class Membership:
         return messages
 
     def renewed(self, number: int, now: float) -> Share | None:
-        """The server answered a Renew: the lease began anew when it was sent, or later.
+        """Record the answer to a Renew: the lease was renewed when it was sent, or later.
 
         Returns:
             What an assignment changed that had to wait for this.
@@ -192,7 +194,7 @@ class Membership:
 
 
 class _Stored(NamedTuple):
-    """What is stored of a partition, None for nothing, under which generation, and in which server process."""
+    """Stored position of a partition (None without one), with its generation and server process."""
 
     position: Position | None
     generation: int
@@ -203,7 +205,7 @@ _UNKNOWN: Final = _Stored(None, 0, 0)
 
 
 class Ownership:
-    """What a consumer's owner, or a member of a group, knows of the stored positions.
+    """Ownership of a consumer, or a member's share: its view of the stored positions.
 
     Args:
         consumer: the consumer's name, or the group's.
@@ -211,7 +213,7 @@ class Ownership:
 
     Attributes:
         membership: of a member; None for a sole owner.
-        to_load: partitions whose stored positions are to be looked at before they go on.
+        to_load: partitions whose stored positions must be loaded before they resume.
     """
 
     def __init__(self, consumer: str, member: str) -> None:
@@ -225,12 +227,12 @@ class Ownership:
 
     @property
     def generation(self) -> int:
-        """The newest that was told; what is stored is stored under it."""
+        """Return the newest generation received; positions are stored under it."""
         return self._generation if self.membership is None else self.membership.generation
 
     @property
     def may_save(self) -> bool:
-        """Whether it is known under which generation to store; else what is asked for would be refused."""
+        """Return whether the generation for saves is known; without it the server refuses them."""
         return self.membership is None or self.membership.is_told
 
     def opened(
@@ -285,7 +287,7 @@ class Ownership:
             return False
         if position is None and known.position is not None:
             return known.server_id != self._server_id or known.position.bucket_version != version
-        # What was sent last may be stored although no answer said so.
+        # The last save may be stored although no answer came.
         sent = self._sent.get(partition)
         return (
             generation < known.generation
@@ -300,7 +302,7 @@ class Ownership:
 
     @property
     def was_told_meanwhile(self) -> bool:
-        """Whether the generation changed since positions were sent to be stored: what was refused may be right by now."""
+        """Return whether the generation changed since the save: a refused one may succeed now."""
         return self._saving != self.generation
 
     # Messages.
@@ -341,7 +343,7 @@ def fenced(consumer: str, partitions: Iterable[int]) -> FencedError:
     """Return the error of a sole owner that is none any more."""
     some = sorted(partitions)[:5]
     return FencedError(
-        f"consumer {consumer!r} has another owner by now: the positions of {some} were not stored",
+        f"consumer {consumer!r} has a newer owner: the positions of {some} were not stored",
         hint="give each consumer its own name, or share the work: changes(resume=Group(name))",
     )
 

@@ -66,7 +66,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Partition:
-    """One partition: the acknowledged position, and the runs above it, of which the first ``gone`` do not count.
+    """Ledger of one partition: the acknowledged position, and the runs above it, without the first ``gone``.
 
     ``top`` is the highest seqno that was ever handed out.
     """
@@ -82,7 +82,7 @@ class _Partition:
         return (self.runs[index] for index in range(self.gone, len(self.runs)))
 
     def index(self, seqno: int) -> int | None:
-        """Where the run is that a seqno lies in."""
+        """Return the index of the run that contains a seqno."""
         index = bisect_left(self.runs, seqno, lo=self.gone, key=lambda run: run.end)
         return index if index < len(self.runs) else None
 
@@ -92,9 +92,9 @@ class _Partition:
         return None if index is None else self.runs[index]
 
     def join(self, index: int) -> None:
-        """Make a run of which nothing waits one with such neighbours, so that what piles up behind one row is small.
+        """Join a fully acknowledged run with such neighbours, so that few runs pile up behind one waiting row.
 
-        The markers inside are forgotten: nobody has to go back to every one.
+        Markers inside are dropped, because a rollback does not need each of them.
         """
         self.runs[index].forget()
         if index + 1 < len(self.runs) and not self.runs[index + 1].left:
@@ -133,10 +133,10 @@ class Ledger:
         self._partitions: dict[int, _Partition] = {}
         self._changed: set[int] = set()
 
-    # What is handed out.
+    # Handing out.
 
     def begin(self, partition: int, position: Position) -> None:
-        """Forget what was handed out of a partition, and go on from a position."""
+        """Drop the runs handed out of a partition, and continue from a position."""
         top = max(position.seqno, self._drop(partition))
         markers = MarkerHistory(position.markers)
         self._partitions[partition] = _Partition(position.seqno, position.horizon, markers, top)
@@ -174,7 +174,7 @@ class Ledger:
             if not run.left:
                 self._done(partition, run)
 
-    # What is acknowledged.
+    # Acknowledging.
 
     def acknowledge(self, change: Change) -> bool:
         """Take one change as dealt with; False for one that does not wait any more: it was undone by a rollback,
@@ -241,7 +241,7 @@ class Ledger:
                 self.outstanding -= of.runs.pop().left
         self._changed.add(partition)
 
-    # What is known.
+    # Queries.
 
     def position(self, partition: int, received: Position) -> Position:
         """Return what of a received position is acknowledged."""

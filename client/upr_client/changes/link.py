@@ -23,16 +23,16 @@ from upr_protocol.limits import (
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 MOMENT_SECONDS: Final = 0.2
-"""What is waited for at least before the server counts as silent."""
+"""Least time before the server counts as silent."""
 _PONG: Final = stream_pb2.FollowRequest(pong=stream_pb2.Pong())
 
 
 class Arrived(NamedTuple):
-    """What to do with a message that arrived.
+    """Handling of an arrived message.
 
     Args:
         answer: to be sent at once, None for nothing.
-        half_close: nothing is to be sent after this message.
+        half_close: send nothing after this message.
         keep: it waits for the application; else its content was taken in already.
     """
 
@@ -51,7 +51,7 @@ class CallState:
         now: when the call began.
 
     Attributes:
-        highs: the high seqnos that heartbeats told, of all 1024 partitions; 0 for none.
+        highs: the high seqnos of the heartbeats, of all 1024 partitions; 0 for none.
     """
 
     def __init__(self, request: stream_pb2.Open, now: float) -> None:
@@ -61,7 +61,7 @@ class CallState:
         self._liveness = Liveness(request.heartbeat_seconds or HEARTBEAT_SECONDS, now)
 
     def arrived(self, message: stream_pb2.FollowResponse, now: float) -> Arrived:
-        """Take note of a message when it arrives, before the application has time for it."""
+        """Record a message when it arrives, before the application has time for it."""
         self._liveness.heard(now)
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
@@ -178,7 +178,7 @@ _VIOLATIONS_MAX: Final = 5
 
 
 class Clock(NamedTuple):
-    """Where time and chance come from.
+    """Source of time and randomness.
 
     Args:
         now: seconds on a clock that does not jump.
@@ -192,7 +192,7 @@ class Clock(NamedTuple):
 
 
 class Reconnecting:
-    """What became of the calls so far.
+    """Reconnecting: outcomes of the calls so far, and the time of the next.
 
     Args:
         heartbeat_seconds: the interval to ask for at first.
@@ -250,7 +250,7 @@ class Reconnecting:
 
     def not_opened(self, error: UprError, known: int) -> bool:
         """A call was not accepted. Return whether to open another one at once; ``known`` as for ``version``."""
-        # Whatever has the name now: its version tells that everything of the old one is to be undone.
+        # Accept any bucket of that name: its version shows that all data of the old one must be undone.
         self._any_version = (
             not self._any_version and bool(known) and error.reason == BucketGoneError.default_reason
         )

@@ -174,17 +174,17 @@ class Pinned(Protocol):
 
 
 Resume = PositionStore | ServerPositions | Group | None
-"""Where positions are loaded from and stored."""
+"""Place that positions are loaded from and stored in."""
 Start = Literal["beginning", "now"] | datetime | float
-"""Where a partition without a position begins; a number is seconds since the epoch."""
+"""Beginning of a partition without a position; a number is seconds since the epoch."""
 Until = Pinned | Mapping[int, int] | Literal["now"] | None
-"""Where following ends: at a cut, at a seqno for each partition, at what is there when it starts, or never."""
+"""End of following: a cut, a seqno for each partition, the seqnos at the start, or never."""
 Policy = Callable[[Rollback], Any] | Literal["event", "restart", "fail"] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangesOptions:
-    """How to follow; the meanings are those of ``AsyncBucket.changes``.
+    """Options of following; see ``AsyncBucket.changes``.
 
     Attributes:
         member: the name in the group; empty without one.
@@ -300,7 +300,7 @@ class ChangesOptions:
 
     @property
     def until_now(self) -> bool:
-        """Whether it ends at what is there when it starts."""
+        """Return whether it ends at the seqnos current at its start."""
         return self.until == "now"
 
     def session(self, positions: Mapping[int, Position], bucket: str) -> Consumer:
@@ -400,12 +400,12 @@ class HandlingOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.concurrency <= CONCURRENCY_MAX:
             raise InvalidArgumentError(
-                f"concurrency is {self.concurrency}, it must be from 1 to {CONCURRENCY_MAX}"
+                f"concurrency is {self.concurrency}; must be 1 to {CONCURRENCY_MAX}"
             )
         if self.order not in ("partition", "key"):
-            raise InvalidArgumentError(f'order is {self.order!r}, it must be "partition" or "key"')
+            raise InvalidArgumentError(f'order is {self.order!r}; must be "partition" or "key"')
         if self.retries < 0:
-            raise InvalidArgumentError(f"retries is {self.retries}, it must be 0 or more")
+            raise InvalidArgumentError(f"retries is {self.retries}; must be 0 or more")
 
 
 def failed(change: Change, error: BaseException) -> HandlerError:
@@ -413,7 +413,7 @@ def failed(change: Change, error: BaseException) -> HandlerError:
     raised = HandlerError(
         f"the handler failed for key {change.key[:60]!r} of partition {change.partition} at seqno {change.seqno}: "
         f"{error!r}",
-        hint="mend the handler and go on, the change comes again; or pass dead_letter= to take such changes",
+        hint="fix the handler and run again, and the change is delivered again; or pass dead_letter= to receive such changes",
     )
     raised.__cause__ = error
     return raised

@@ -38,12 +38,12 @@ from upr_protocol.wire.v1.types_pb2 import Problem
 
 
 class Step(enum.Enum):
-    """What the shell is to do."""
+    """Next action for the I/O loop."""
 
     FINISH = "finish"
     """Every partition ended for good: store, and end the call."""
     UNDO = "undo"
-    """Have the application undo; see ``rollback``."""
+    """Let the application undo; see ``rollback``."""
     CONNECT = "connect"
     """Open a call; see ``open_message``."""
     LOAD = "load"
@@ -57,7 +57,7 @@ class Step(enum.Enum):
 
 
 class Outcome(NamedTuple):
-    """What a message came to.
+    """Result of one message.
 
     Args:
         batch: for the application, None for nothing.
@@ -73,10 +73,10 @@ class Outcome(NamedTuple):
 
 
 _ROLLBACKS_MAX: Final = 3
-"""So often in a row a partition may be told to roll back before its next Start waits."""
+"""Rollbacks of a partition in a row after which its next Start waits."""
 
 _LASTING: Final = frozenset({"PARTITION_NOT_ACTIVE", "DATA_DAMAGED", "STORAGE_ERROR"})
-"""With these, if the server calls them not retriable, a partition waits for somebody who mends it; others go on."""
+"""Reasons that, if not retriable, make a partition wait for an operator while others continue."""
 
 
 class Incoming:
@@ -89,8 +89,8 @@ class Incoming:
         session: the state machine of the partitions.
         retries: when each partition may be started again.
         handshakes: the newest rollback answers: partition, rule, words.
-        must_save: how often a position changed that is to be stored before its Start is sent.
-        stuck: partitions that wait for somebody to mend them, and why.
+        must_save: count of position changes that must be stored before their Start is sent.
+        stuck: partitions that wait for an operator, and why.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Incoming:
         return begun
 
     def _wait(self, partition: int, problem: Problem, *, refused: bool = False) -> bool:
-        """Have a partition wait for its next Start; returns whether that is to be said: what lasts is said once."""
+        """Delay a partition's next Start; return whether to report it: a lasting problem is reported once."""
         lasting, now = is_lasting(problem), self._clock.now()
         self.retries.failed(partition, now, self._clock.random(), lasting=lasting)
         is_news = self._progress.failed(partition, problem.reason, problem.message, now)
@@ -186,7 +186,7 @@ class Incoming:
         return is_news or not lasting
 
     def nothing_left(self) -> UprError | None:
-        """Return why nothing that is followed goes on: all that has not come to its end is stuck. Else None."""
+        """Return the error if all partitions that have not ended are stuck; else None."""
         waiting = [p for p in self.session.partitions if self.session.state(p) is not State.DONE]
         if not waiting or any(
             p not in self.stuck or self.session.state(p) is not State.READY for p in waiting
@@ -232,7 +232,7 @@ class Incoming:
 
 
 def is_lasting(problem: Problem) -> bool:
-    """Whether somebody has to mend a partition before it can be started again."""
+    """Return whether an operator must fix a partition before it can be started again."""
     return not problem.retriable and problem.reason in _LASTING
 
 
@@ -244,11 +244,11 @@ def named(partitions: list[int]) -> str:
 
 
 _FENCED_SECONDS: Final = 1.0
-"""For so long a refusal waits for what the call says about it: a server that was started anew knows of no owner."""
+"""Time for which a refused save waits for news of the call: a restarted server knows no owner."""
 
 
 class Saving:
-    """What changed since it was stored, what must be stored before a Start, and what could not be stored.
+    """Saving of positions: changed ones, those due before a Start, and failed saves.
 
     Args:
         incoming: holds the positions of what was received.
@@ -281,17 +281,18 @@ class Saving:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a position is not as it was stored last."""
+        """Return whether a position differs from the stored one."""
         ledger = self._ledger
         return self._incoming.session.has_changed or (ledger is not None and ledger.has_changed)
 
     @property
     def must(self) -> bool:
-        """Whether a position is to be stored before anything is started: a crash in between must not find the old one."""
+        """Return whether a position must be stored before any Start: after a crash in between the old one must not be
+        found."""
         return self._incoming.must_save != self._musts_stored
 
     def is_due(self, now: float, hurry: bool) -> bool:
-        """Whether to store now; ``hurry``: what changed is not to wait for its time."""
+        """Return whether to store now; with ``hurry`` all changes are due."""
         if self._ownership is not None and not self._ownership.may_save:
             return False
         overdue = hurry or now - self._saved_at >= self._seconds
@@ -315,7 +316,7 @@ class Saving:
     def begin(self) -> list[int]:
         """Return the partitions whose positions may have changed; ``stored`` or ``failed`` follows."""
         self._saved_at = self._clock.now()
-        # What changes while these are being stored is to be stored too.
+        # Positions that change during the save are stored next.
         self._musts_taken = self._incoming.must_save
         changed = set(self._incoming.session.take_changed())
         if self._ledger is not None:
@@ -354,7 +355,7 @@ class Saving:
         when there is another owner the call ends with that.
 
         Raises:
-            UprError: the error, when the call goes on all the same.
+            UprError: the error, if the call continues.
         """
         now = self._clock.now()
         if self._fenced_at is None:
@@ -367,7 +368,7 @@ class Saving:
         self._failures, self._not_before, self._fenced_at = 0, 0.0, None
 
     def forget(self, partitions: Iterable[int]) -> None:
-        """What is stored of these partitions is not known any more."""
+        """Forget what is stored of these partitions."""
         for partition in partitions:
             self._stored.pop(partition, None)
 
@@ -383,7 +384,7 @@ class Following:
         bucket: the bucket's name; empty when it is not known.
 
     Attributes:
-        taken: what the application has and did not consume whole.
+        taken: batches that the application has and did not consume completely.
         ownership: of positions that are kept in the server; None for others.
         ledger: what is handed out and not acknowledged; None when asking for more acknowledges.
         progress: counts.
@@ -455,7 +456,8 @@ class Following:
         now = self._clock.now()
         if self.has_lapsed:
             if connected and self._saving.is_due(now, hurry=True):
-                # By the server's count the lease may go on, and what it stores was consumed while it was this one's.
+                # By the server's clock the lease may still run, and these positions were consumed while this member
+                # owned them.
                 return Step.SAVE
             self._lapse(now)
         if self.session.finished:
@@ -486,10 +488,10 @@ class Following:
 
     @property
     def waits_for_acknowledgements(self) -> bool:
-        """Whether something is to be done once more is acknowledged."""
+        """Return whether further acknowledgements lead to an action."""
         return bool(self._held or (self._membership and self._membership.releasing))
 
-    # What the application has consumed.
+    # Consumption by the application.
 
     def may_hand_out(self, partition: int) -> bool:
         """Whether what was received of a partition may still be handed out: not when it was lost meanwhile, or a
@@ -513,8 +515,8 @@ class Following:
         """
         if self.taken is not None and self.taken.has_more:
             raise InvalidArgumentError(
-                "the changes were iterated one by one, in the middle of what came together",
-                hint="go on one by one, or take batches, or run, from the beginning",
+                "the changes are in the middle of a batch, which iteration began",
+                hint="continue to iterate, or use batches() or run() from the beginning",
             )
         taken, self.taken = self.taken, None
         if taken is None:
@@ -557,7 +559,7 @@ class Following:
         return None
 
     def not_saved(self, positions: Mapping[int, Position], *, wait: bool = False) -> None:
-        """They could not be stored; ``wait``: that is to be tried again after a pause only."""
+        """Record a failed save; with ``wait`` the retry comes after a pause."""
         self._saving.failed(positions, wait=wait)
 
     def fenced(self, error: UprError) -> None:
@@ -570,15 +572,15 @@ class Following:
         """Return what the application has to undo next.
 
         Raises:
-            RollbackError: it did not say how it wants to be told, or that it wants to fail.
+            RollbackError: it has no way to handle a rollback, or chose to fail.
         """
         undoing = self.session.undoing
         first = undoing[0]
         if self._options.on_rollback in (None, "fail"):
             raise RollbackError(
-                f"{len(undoing)} partitions must roll back, the first is {first.partition}, from seqno "
+                f"{len(undoing)} partitions must roll back; the first is {first.partition}, from seqno "
                 f"{first.from_seqno} to {first.seqno}: {first.words}",
-                hint='undo the data above and go on: pass on_rollback=a function, "event" or "restart"',
+                hint='undo the data above that seqno and resume: pass on_rollback=a function, "event" or "restart"',
             )
         return rollback_of(first, self._keys.above(first.partition, first.seqno))
 
@@ -632,7 +634,7 @@ class Following:
         return self._calls.lost(error)
 
     def due(self) -> tuple[list[stream_pb2.FollowRequest], float | None]:
-        """Return what is to be sent now, and after how many seconds there is more to do, None for not by itself."""
+        """Return the messages to send now, and the seconds until the next action; None if none is planned."""
         now = self._clock.now()
         messages = []
         waits: list[float] = []
@@ -705,7 +707,7 @@ class Following:
     def _take_of_group(self, message: stream_pb2.FollowResponse) -> None:
         membership, now = self._membership, self._clock.now()
         if membership is None or self.ownership is None:
-            raise ProtocolError("an assignment, and this is no member of a group")
+            raise ProtocolError("the server sent an assignment to a call that names no member")
         if message.WhichOneof("message") == "assignment":
             share = membership.assigned(message.assignment, now)
         else:
@@ -714,7 +716,7 @@ class Following:
             return
         self._lose(share.lost, "")
         self.ownership.to_load.update(share.gained)
-        # What is to be handed over is followed no further, and its position is still this member's to store.
+        # Partitions to release are followed no further, but this member still stores their positions.
         self.session.finish(set(share.release).intersection(self.session.partitions))
         self.session.resume(set(share.kept).intersection(self.session.partitions))
         self._say(
@@ -738,7 +740,7 @@ class Following:
 
     @property
     def has_lapsed(self) -> bool:
-        """Whether a member's lease has ended, by its own count."""
+        """Return whether a member's lease has ended, by its own clock."""
         return self._membership is not None and self._membership.expired(self._clock.now())
 
     def _lapse(self, now: float) -> None:
@@ -778,10 +780,10 @@ class Following:
         self._lose(given, "")
         return message
 
-    # What a message means.
+    # Messages of the server.
 
     def take(self, message: stream_pb2.FollowResponse, highs: U64) -> Outcome:
-        """Take a message; ``highs`` are the high seqnos that the call's heartbeats told.
+        """Handle a message; ``highs`` are the high seqnos of the call's heartbeats.
 
         Raises:
             UprError: a partition cannot be followed any more, or not so.
@@ -816,7 +818,7 @@ class Following:
         try:
             outcome = take() or Outcome()
         except InvalidArgumentError as error:
-            # What the server sent is out of range, or damaged on the way: nothing of it was used.
+            # The message is out of range or was damaged on the way: nothing of it was used.
             return Outcome(lost=ProtocolError(error.message))
         except ProtocolError as error:
             return Outcome(lost=error)
@@ -840,7 +842,7 @@ class Following:
         elif kind == "ended":
             fatal = self._incoming.take_ended(message.ended)
         elif kind == "opened":
-            raise ProtocolError("the server said opened twice")
+            raise ProtocolError("the server sent Opened twice")
         if fatal is None and self._incoming.stuck and self._options.group is None:
             fatal = self._incoming.nothing_left()
         return None if fatal is None else Outcome(fatal=fatal)
@@ -856,7 +858,7 @@ class Following:
         return batch
 
     def hand_out(self) -> None:
-        """What was taken is handed out."""
+        """Record that the taken batch is handed out."""
         taken = self.taken
         if self.ledger is None or taken is None or isinstance(taken.item, Rollback):
             return
@@ -871,7 +873,7 @@ class Following:
         # The half-close was sent when the message arrived; the server ends the call then.
         return Outcome(lost=error, finish_seconds=_FINISH_SECONDS)
 
-    # What can be asked.
+    # Queries.
 
     def status(self, connected: bool) -> ChangesStatus:
         """Return a snapshot."""
@@ -890,7 +892,7 @@ class Following:
 
 
 PLAIN_STARTS: Final = 8
-"""From so many partitions on a Start is a table: a few are easier to read one by one."""
+"""Number of partitions from which a Start is a table; a few are easier to read one by one."""
 
 
 def start_message(

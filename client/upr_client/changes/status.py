@@ -15,7 +15,7 @@ _WINDOW_SECONDS: Final = 10
 
 
 class Problem(NamedTuple):
-    """Why a partition does not go on.
+    """Problem of a partition that makes no progress.
 
     Args:
         reason: a stable token.
@@ -43,12 +43,12 @@ class ChangesStatus:
         changes: changes received since the beginning.
         changes_per_second: over the last ten seconds.
         unacknowledged: changes handed out and not acknowledged; with ``acknowledge="manual"`` only.
-        lag: mutations that the server is ahead, over all partitions, as far as it told.
+        lag: mutations that the server is ahead, over all partitions, as of its last report.
         lag_seconds: the age of the newest change of the partition that is furthest behind; 0.0 when none is.
         last_progress: seconds since the last change or marker came; None when none did.
         reconnects: calls that were lost.
         rollbacks: how many there were, by the server's rule.
-        problems: the partitions that cannot go on at the moment, and why; they are tried again.
+        problems: partitions without progress, and why; they are retried.
         member, generation, owned: of a member of a group: its name, the newest generation, how many partitions
             are its own.
     """
@@ -108,7 +108,7 @@ class Progress:
         return old is None or old[0] != reason
 
     def mended(self, partitions: set[int]) -> None:
-        """Partitions go on, or are followed no more."""
+        """Record that partitions progress again, or are no longer followed."""
         for partition in partitions & self._problems.keys():
             del self._problems[partition]
 

@@ -1,4 +1,4 @@
-"""For the tests of those who use the SDK; nothing here is needed by a program that runs.
+"""Testing kit for users of the SDK; programs in production do not need it.
 
 ``ServerProcess`` is a real server in a child process, ``ScriptedServer`` one in memory that does on demand what is
 hard to force on a real one, and ``check_position_store`` says whether a position store of your own is one. The

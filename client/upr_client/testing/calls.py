@@ -90,7 +90,7 @@ def _of(messages: Iterable[Any], kind: str) -> list[Any]:
 
 
 class Given(NamedTuple):
-    """What a producer's write was given in one partition."""
+    """Result of a producer's write in one partition."""
 
     number: int
     start_seqno: int
@@ -99,7 +99,7 @@ class Given(NamedTuple):
 
 
 class State:
-    """Everything that a scripted server knows. Whoever uses it holds ``changed``, and notifies after a change.
+    """State of a scripted server. A user holds ``changed``, and notifies after a change.
 
     Attributes:
         changed: the lock, and what calls wait for.
@@ -189,7 +189,7 @@ class State:
         return [self.memory[check_partition(number)] for number in asked or range(PARTITIONS)]
 
     def wait_while_stalled(self, gone: Callable[[], bool]) -> None:
-        """Wait until something may be said again, or ``gone`` says that nobody wants to hear it."""
+        """Wait until messages may be sent again, or ``gone`` says that the peer left."""
         self.changed.wait_for(lambda: not self.stalled or gone())
 
     def check_reachable(self) -> None:
@@ -199,19 +199,19 @@ class State:
 
 
 class Role(Protocol):
-    """What a streaming call does: decisions, called under the lock of the state."""
+    """Decisions of a streaming call, called under the lock of the state."""
 
     def take(self, request: Any) -> None:
         """Deal with a request; an error that is raised ends the call with it."""
 
     def step(self) -> Any | None:
-        """Return what is to be said next, None when there is nothing now."""
+        """Return the next message; None if there is none now."""
 
     def wait_seconds(self) -> float:
         """After how long there may be something to say although nothing changed."""
 
     def while_stalled(self) -> None:
-        """Take note that nothing is said only because the server stalls."""
+        """Record that the call is silent only because the server stalls."""
 
 
 class StreamingCall:
@@ -380,7 +380,7 @@ class FollowCall:
         # Last, because from now on others see it.
         self.call = StreamingCall(self, state, "Follow", requests, context)
 
-    # What the client says.
+    # Messages of the client.
 
     def take(self, request: Any) -> None:
         """Deal with a request."""
@@ -504,7 +504,7 @@ class FollowCall:
 
     def _acknowledge(self, positions: bytes) -> None:
         if len(positions) % POSITION.itemsize:
-            raise InvalidArgumentError(f"an Ack of {len(positions)} bytes, a position takes 12")
+            raise InvalidArgumentError(f"Ack is {len(positions)} bytes; must be a multiple of 12")
         kept = self.state.acknowledged.setdefault(self.consumer, {})
         for number, seqno in np.frombuffer(positions, POSITION).tolist():
             failover_id, sent = self._sent.get(check_partition(number), (0, 0))
@@ -545,7 +545,7 @@ class FollowCall:
         self._out.append(stream_pb2.FollowResponse(ended=ended))
         self.state.changed.notify_all()
 
-    # What the server says.
+    # Messages of the server.
 
     def while_stalled(self) -> None:
         """Silence that was forced is not the client's."""
@@ -613,7 +613,7 @@ class FollowCall:
                 tokens.append(stream.token)
             stream.seqno, stream.horizon = run.end, max(stream.horizon, run.horizon)
             self._sent[number] = (stream.failover_id, run.end)
-            # Turns are fair: who was served goes behind the others.
+            # Turns are fair: a served stream moves behind the others.
             self._streams[number] = self._streams.pop(number)
         if not size:
             return None

@@ -57,11 +57,11 @@ class ServerProcess:
         self._paused = False
         self._target = ""
 
-    # What can be asked.
+    # Queries.
 
     @property
     def target(self) -> str:
-        """Where it listens, "host:port", for ``Client`` and ``AsyncClient``; empty before the first start."""
+        """Return its address, "host:port", for ``Client`` and ``AsyncClient``; empty before the first start."""
         return self._target
 
     @property
@@ -84,15 +84,15 @@ class ServerProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the process is there, paused or not."""
+        """Return whether the process exists, paused or not."""
         return self._process is not None and self._process.poll() is None
 
     def log_text(self) -> str:
-        """What all processes so far wrote on stdout and stderr; empty once the server was closed."""
+        """Return the output of all processes so far, stdout and stderr; empty once the server was closed."""
         log = None if self._folder is None else self._private() / "server.log"
         return log.read_text(errors="replace") if log is not None and log.exists() else ""
 
-    # What can be done.
+    # Actions.
 
     def __enter__(self) -> Self:
         try:
@@ -180,7 +180,7 @@ class ServerProcess:
         self.start()
 
     def pause(self) -> None:
-        """Have the process stand still (SIGSTOP), and wait until it does: its calls stay open and silent.
+        """Stop the process (SIGSTOP), and wait until it is stopped: its calls stay open and silent.
 
         Raises:
             ServerProcessError: it does not run.
@@ -194,7 +194,7 @@ class ServerProcess:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let a paused process go on (SIGCONT); nothing when it is not paused."""
+        """Continue a paused process (SIGCONT); do nothing if it is not paused."""
         if self._paused and self.running:
             self._newest().send_signal(signal.SIGCONT)
         self._paused = False

@@ -53,7 +53,7 @@ class Methods:
         self._state = state
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
-        """Return what is to be registered with gRPC."""
+        """Return the handlers to register with gRPC."""
         handlers = []
         for module, name in _SERVICES:
             service = module.DESCRIPTOR.services_by_name[name]
@@ -135,7 +135,7 @@ class Methods:
     def get_failover_log(
         self, request: stream_pb2.GetFailoverLogRequest
     ) -> stream_pb2.GetFailoverLogResponse:
-        """Return whole failover logs."""
+        """Return complete failover logs."""
         memory = self._state.find(request)
         logs = [
             stream_pb2.PartitionFailoverLog(partition=one.number, records=log_to_messages(one.log))
@@ -155,12 +155,14 @@ class Methods:
         """Return the newest values of keys."""
         memory = self._state.find(request)
         if not 1 <= len(request.keys) <= _KEYS_MAX:
-            raise InvalidArgumentError(f"{len(request.keys)} keys, it must be 1 to {_KEYS_MAX}")
+            raise InvalidArgumentError(
+                f"keys of a Get are {len(request.keys)}; must be 1 to {_KEYS_MAX}"
+            )
         answers = []
         for key in request.keys:
             if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
                 raise InvalidArgumentError(
-                    f"a key of {len(key)} bytes, a key has {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
+                    f"key is {len(key)} bytes; must be {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
                 )
             partition = memory[partition_of(key)]
             if partition.refusal is not None:
@@ -202,7 +204,7 @@ class Methods:
         newest = state.generations.get(request.consumer, 0)
         if request.generation != newest:
             fenced = UprError(
-                f"generation {request.generation} of consumer {request.consumer!r} is over, the newest is {newest}",
+                f"generation {request.generation} of consumer {request.consumer!r} is over; the newest is {newest}",
                 reason="FENCED",
             )
             refused = [
@@ -311,7 +313,7 @@ class ScriptedServer:
 
     @property
     def target(self) -> str:
-        """Where it listens, "host:port"; empty before the start."""
+        """Return its address, "host:port"; empty before the start."""
         return self._target
 
     @property
@@ -433,7 +435,7 @@ class ScriptedServer:
     # Failing over.
 
     def roll_back(self, partition: int, seqno: int) -> int:
-        """Let a node take over that has a partition only up to ``seqno``: what is above is gone.
+        """Let a node take over that has a partition only up to ``seqno``; rows above are lost.
 
         There is a new failover record, whose id is returned, and open streams end with HISTORY_CHANGED. What was
         merged or purged is whole again, as on a node that has not merged.
@@ -469,7 +471,7 @@ class ScriptedServer:
             self._restarted()
 
     def renew_bucket(self) -> None:
-        """Drop the bucket and make it anew, empty and with another version: calls end with BUCKET_GONE."""
+        """Drop the bucket and create it again, empty and with another version: calls end with BUCKET_GONE."""
         state = self._state
         with state.changed:
             state.memory = Memory()
@@ -497,7 +499,7 @@ class ScriptedServer:
             InvalidArgumentError: ``runs`` is below 1.
         """
         if runs < 1:
-            raise InvalidArgumentError(f"runs is {runs}, it must be 1 or more")
+            raise InvalidArgumentError(f"runs is {runs}; must be 1 or more")
         with self._partition(partition) as one:
             one.merge(runs)
 

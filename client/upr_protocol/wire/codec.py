@@ -66,7 +66,9 @@ def encode_runs(runs: Runs) -> bytes:
 def decode_runs(data: bytes) -> Runs:
     """Return the table, read-only, or raise CorruptBlockError when its length is not a multiple of 40."""
     if len(data) % RUN.itemsize:
-        raise CorruptBlockError(f"a run table of {len(data)} bytes, a run takes {RUN.itemsize}")
+        raise CorruptBlockError(
+            f"run table is {len(data)} bytes; must be a multiple of {RUN.itemsize}"
+        )
     return np.frombuffer(data, RUN)
 
 
@@ -103,7 +105,7 @@ def block_from_message(message: types_pb2.Block, *, numbered: bool = True) -> Bl
     crc = google_crc32c.value(message.runs)
     if crc != message.table_crc:
         raise CorruptBlockError(
-            f"the block's table has CRC32C {crc:08x}, the block says {message.table_crc:08x}"
+            f"the block's table has CRC32C {crc:08x}; must be {message.table_crc:08x}"
         )
     columns = (
         message.seqnos,
@@ -170,7 +172,7 @@ def check_plain_bytes(messages: Sequence[types_pb2.Block]) -> None:
     size = sum(int(one.sum(dtype=np.int64)) for one in lengths)
     if size > MESSAGE_BYTES_MAX:
         raise CorruptBlockError(
-            f"a frame's compressed blocks have {size} bytes of columns, the limit is {MESSAGE_BYTES_MAX}"
+            f"columns of a frame's compressed blocks are {size} bytes; must be at most {MESSAGE_BYTES_MAX}"
         )
 
 
@@ -255,15 +257,13 @@ def _check_spans(data: bytes, spans: Spans) -> None:
 def _number(data: bytes, spans: Spans, field: int) -> int:
     first, end = spans.get(field, _ABSENT)
     if end - first > 4:
-        raise CorruptBlockError(f"a checksum of {end - first} bytes, it takes 4")
+        raise CorruptBlockError(f"checksum is {end - first} bytes; must be 4")
     return int.from_bytes(data[first:end], "little")
 
 
 def _check_crc(name: str, value: int, told: int) -> None:
     if told != value:
-        raise CorruptBlockError(
-            f"the block's {name} have CRC32C {value:08x}, the block says {told:08x}"
-        )
+        raise CorruptBlockError(f"the block's {name} have CRC32C {value:08x}; must be {told:08x}")
 
 
 def _zstd_crc(columns_crc: int, zstd: bytes) -> int:
@@ -288,7 +288,7 @@ def _decompressed(zstd: bytes) -> Columns:
         at += length
     if at > MESSAGE_BYTES_MAX:
         raise CorruptBlockError(
-            f"a compressed block has {at} bytes of columns, the limit is {MESSAGE_BYTES_MAX}"
+            f"columns of a compressed block are {at} bytes; must be at most {MESSAGE_BYTES_MAX}"
         )
     return decompress(memoryview(zstd)[_LENGTHS_BYTES:], at), spans
 
@@ -577,7 +577,7 @@ def _check_crcs(message: types_pb2.Block) -> None:
 def _join_data(offsets: list[bytes], data: list[bytes]) -> tuple[bytes, bytes]:
     """Join Arrow columns: the offsets of each block begin anew at 0."""
     if any(len(column) % 4 for column in offsets):
-        raise CorruptBlockError("offsets take a number of bytes that is not a multiple of 4")
+        raise CorruptBlockError("bytes of offsets are not a multiple of 4")
     joined = np.frombuffer(b"".join(offsets), "<i4")
     lasts = np.cumsum([len(column) // 4 for column in offsets]) - 1
     firsts = np.concatenate(([0], lasts[:-1] + 1))
@@ -644,7 +644,7 @@ def position_from_message(message: wire.Position, bucket_version: int) -> Positi
     ):
         if count > limit:
             raise InvalidArgumentError(
-                f"the position of partition {message.partition} has {count} {what}, the limit is {limit}"
+                f"{what} in the position of partition {message.partition} are {count}; must be at most {limit}"
             )
     return Position(
         bucket_version,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LEVEL: Final = 1
 """JSON becomes as small as at level 3, at 1.6 times its speed; text becomes 13 % larger than there."""
 _WINDOW_BYTES_MAX: Final = 1 << MESSAGE_BYTES_MAX.bit_length()
-"""A frame that needs more memory than this to be decompressed is refused."""
+"""Most memory for decompressing a frame; one that needs more is refused."""
 
 
 class _Local(threading.local):
@@ -60,7 +60,7 @@ def decompress(frame: bytes | memoryview, size: int) -> bytes:
     """
     if not 1 <= size <= MESSAGE_BYTES_MAX:
         raise CorruptBlockError(
-            f"a compressed block has {size} bytes of columns, it may have 1 to {MESSAGE_BYTES_MAX}"
+            f"columns of a compressed block are {size} bytes; must be 1 to {MESSAGE_BYTES_MAX}"
         )
     try:
         import zstandard
@@ -75,10 +75,10 @@ def decompress(frame: bytes | memoryview, size: int) -> bytes:
         # The library allocates what the frame says; where the frame says nothing, max_output_size.
         told = zstandard.frame_content_size(frame)
         if told not in (-1, size):
-            raise CorruptBlockError(f"a zstd frame of {told} bytes, the block says {size}")
+            raise CorruptBlockError(f"zstd frame of the block names {told} bytes; must be {size}")
         data = _local.decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptBlockError(f"the block's zstd frame is damaged: {error}") from error
     if len(data) != size:
-        raise CorruptBlockError(f"the block's zstd frame has {len(data)} bytes, it says {size}")
+        raise CorruptBlockError(f"zstd frame of the block is {len(data)} bytes; must be {size}")
     return data

@@ -53,7 +53,7 @@ def code_of(error: UprError) -> grpc.StatusCode:
 
 
 def metadata_of(error: UprError) -> tuple[tuple[str, bytes], ...]:
-    """Return the trailing metadata that carries the error whole."""
+    """Return the trailing metadata that carries the complete error."""
     return ((PROBLEM_KEY, problem_of(error).SerializeToString()),)
 
 
@@ -114,7 +114,8 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # they decompressed while the refusal is on its way.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
-    # What may come to a call that waits for nothing: else gRPC guesses it from the link, up to many MiB a call.
+    # Most bytes that may arrive for a call that reads nothing: otherwise gRPC derives it from the link, up to many MiB
+    # a call.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
     # On by default, and then a second server takes a share of the connections without a word.
@@ -124,7 +125,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # A peer that vanished without a word is found, also behind a Write call, which has no heartbeat.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # A connection that says nothing, or on which nobody calls, gives its place to others.
+    # Close silent connections, and those without calls, to free their places.
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_connection_idle_ms", 300_000),
 ]

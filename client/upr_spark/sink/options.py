@@ -113,7 +113,7 @@ def read_sink_options(options: Mapping[str, str], *, streaming: bool) -> SinkOpt
         raise bad_option(
             "writeId",
             values["writeId"],
-            "a stream has names for its writes already: its query and the number of the batch",
+            "is for batch writes; a stream names its writes by query and batch",
             "leave it out",
         )
     return SinkOptions(

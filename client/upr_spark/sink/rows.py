@@ -29,7 +29,7 @@ def check_schema(schema: StructType, mode: str, *, ignore_extra: bool) -> None:
         if names.count(name) != 1:
             raise _bad_schema(
                 name,
-                f"writeMode={mode} needs one column {name}, there are {names.count(name)}",
+                f"writeMode={mode} needs one column {name}; there are {names.count(name)}",
                 f"the columns are {', '.join(names) or 'none'}; rename one with withColumnRenamed",
             )
     for field in schema.fields:
@@ -38,7 +38,7 @@ def check_schema(schema: StructType, mode: str, *, ignore_extra: bool) -> None:
             if not isinstance(field.dataType, kinds):
                 raise _bad_schema(
                     field.name,
-                    f"column {field.name} is {field.dataType.simpleString()}, it must be "
+                    f"column {field.name} is {field.dataType.simpleString()}; must be "
                     + " or ".join(kind.typeName() for kind in kinds),
                     f'cast it, as in .withColumn("{field.name}", col("{field.name}").cast("string"))',
                 )
@@ -66,7 +66,7 @@ def columns_of(batch: pa.RecordBatch, mode: str) -> tuple[pa.Array, pa.Array]:
         values = _obeyed(keys, values, batch.column("op"))
     elif values.null_count:
         raise _bad_row(
-            f"the value of key {_first(keys, values.is_null())} is null, with writeMode=upsert a value is needed",
+            f"the value of key {_first(keys, values.is_null())} is null; must be bytes with writeMode=upsert",
             "leave such rows out with .where('value is not null'); to delete their keys set writeMode to apply and "
             "give them op = 'delete'",
         )
@@ -106,7 +106,7 @@ def _refuse_op(keys: pa.Array, ops: pa.Array, unknown: pa.Array) -> None:
             "you; or read with onRollback=fail and decide when it happens",
         )
     raise _bad_row(
-        f"the op of key {_first(keys, unknown)} is {str(op)[:60]!r}, it must be set or delete",
+        f"the op of key {_first(keys, unknown)} is {str(op)[:60]!r}; must be set or delete",
         "map it, or leave such rows out with .where(\"op in ('set', 'delete')\")",
     )
 

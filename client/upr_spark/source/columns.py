@@ -170,6 +170,6 @@ def _text(name: str, column: pa.Array) -> pa.Array:
     except pa.ArrowInvalid:
         raise UprSparkError(
             "NOT_UTF8",
-            f"the column {name} is to be text, and a {name} is not UTF-8",
+            f"the column {name} must be text, and a {name} is not UTF-8",
             hint=f"{name}Encoding=binary takes any bytes",
         ) from None

@@ -40,9 +40,7 @@ def _offsets(*words: str) -> Any:
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict) or not document:
-            raise ValueError(
-                f"it must be {', '.join(words)}, an offset, or seqnos as " + '{"5": 434}'
-            )
+            raise ValueError(f"must be {', '.join(words)}, an offset, or seqnos as " + '{"5": 434}')
         return document if "v" in document else _seqnos(document)
 
     return parse
@@ -65,13 +63,13 @@ def _seqnos(document: Mapping[str, Any]) -> dict[str, Any]:
 def _name(value: str) -> str:
     stripped = text(value)
     if len(stripped.encode()) > _NAME_CHARACTERS_MAX or not stripped.isprintable():
-        raise ValueError(f"it must be 1 to {_NAME_CHARACTERS_MAX} bytes without control characters")
+        raise ValueError(f"must be 1 to {_NAME_CHARACTERS_MAX} bytes without control characters")
     return stripped
 
 
 def _prefix(value: str) -> bytes:
     if len(value.encode()) > KEY_BYTES_MAX:
-        raise ValueError(f"it must have {KEY_BYTES_MAX} bytes of UTF-8 at most")
+        raise ValueError(f"must have {KEY_BYTES_MAX} bytes of UTF-8 at most")
     return value.encode()
 
 
@@ -291,6 +289,6 @@ def _check_named(name: str, seqnos: Mapping[str, int], partitions: tuple[int, ..
         raise bad_option(
             name,
             None,
-            f"it must name each partition that is read: {wrong}",
+            f"must name each partition that is read: {wrong}",
             "set the option partitions to those that it names",
         )

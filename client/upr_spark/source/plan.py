@@ -366,7 +366,7 @@ def starting_offset(server: ServerPort, settings: Settings, cut: CutPoint | None
                 raise bad_option(
                     "startingOffsets",
                     None,
-                    f"partition {partition} begins at {starting[str(partition)]}, its high seqno is {answer.high}",
+                    f"partition {partition} begins at {starting[str(partition)]}; must be at most its high seqno {answer.high}",
                     "a seqno that the partition has, or latest",
                 )
         entries = {p: _holding_nothing(answers[p].newest_id, starting[str(p)]) for p in partitions}
@@ -669,7 +669,7 @@ def _explicit_end(server: ServerPort, settings: Settings, ending: Mapping[str, o
             raise bad_option(
                 "endingOffsets",
                 None,
-                f"partition {partition} is to end at {seqno}, its high seqno is {answer.high}",
+                f"partition {partition} ends at {seqno}; must be at most its high seqno {answer.high}",
                 f"the newest failover id is {format_failover_id(answer.newest_id)}",
             )
     return CutPoint("", {p: PinPoint(answers[p].newest_id, seqnos[p]) for p in seqnos})

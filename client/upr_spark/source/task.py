@@ -255,7 +255,7 @@ class RangeReader:
         """
         answers = self._server.ask(ids, whole=True)
         if self._server.bucket_version != self._version:
-            raise bucket_mismatch("the bucket was dropped and created anew while it was read")
+            raise bucket_mismatch("the bucket was dropped and created again while it was read")
         return answers
 
     def follow(self, partitions: Sequence[int], *, exact: bool) -> Generator[Any]:

@@ -382,7 +382,7 @@ async def test_a_gap_ends_the_call_and_is_never_delivered() -> None:
     async with serve([first, second]) as server, AsyncClient(server.target) as client:
         async with client.bucket().changes(only=Only([1]), on_status=status.append) as changes:
             assert [e.seqno async for e in changes if isinstance(e, Change)] == [1, 2, 3]
-    assert "at seqno 0, but the frame goes on at 1" in status[0]
+    assert "at seqno 0, but the frame continues at 1" in status[0]
 
 
 @pytest.mark.asyncio

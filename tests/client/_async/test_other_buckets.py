@@ -1,5 +1,5 @@
 # ruff: noqa: SIM117
-"""Following a bucket that was dropped, or created anew, against a scripted server."""
+"""Following a bucket that was dropped, or created again, against a scripted server."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def at(seqno: int, *markers: int, failover_id: int = ID_A, horizon: int | None =
 @pytest.mark.asyncio
 @pytest.mark.parametrize("asked_again", [False, True])
 async def test_another_bucket_of_the_name_is_a_rollback_to_0(asked_again: bool) -> None:
-    gone = [Expect("open"), Abort(BucketGoneError("it was created anew"))]
+    gone = [Expect("open"), Abort(BucketGoneError("it was created again"))]
     script = [
         Expect("open"),
         opened(version=1),
@@ -93,7 +93,7 @@ async def test_without_a_policy_another_bucket_of_the_name_is_an_error() -> None
     store = MemoryPositions({1: at(3)})
     async with serve([script]) as server, AsyncClient(server.target) as client:
         async with client.bucket().changes(resume=store, only=Only([1])) as changes:
-            with pytest.raises(RollbackError, match="created anew"):
+            with pytest.raises(RollbackError, match="created again"):
                 await anext(changes)
     assert store.load([1])[1] == at(3)
 

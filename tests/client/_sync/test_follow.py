@@ -366,7 +366,7 @@ def test_a_gap_ends_the_call_and_is_never_delivered() -> None:
     with serve([first, second]) as server, Client(server.target) as client:
         with client.bucket().changes(only=Only([1]), on_status=status.append) as changes:
             assert [e.seqno for e in changes if isinstance(e, Change)] == [1, 2, 3]
-    assert "at seqno 0, but the frame goes on at 1" in status[0]
+    assert "at seqno 0, but the frame continues at 1" in status[0]
 
 
 def test_a_server_that_breaks_the_protocol_all_the_time_is_an_error() -> None:

@@ -68,9 +68,9 @@ def test_keys_out_of_range_and_clients_out_of_use(monkeypatch: pytest.MonkeyPatc
     with running(server):
         client = Client(server.target)
         bucket = client.bucket()
-        with pytest.raises(InvalidArgumentError, match="a key of 0 bytes"):
+        with pytest.raises(InvalidArgumentError, match="key is 0 bytes"):
             bucket.get(b"")
-        with pytest.raises(InvalidArgumentError, match="a key is bytes, not str"):
+        with pytest.raises(InvalidArgumentError, match="key is str; must be bytes"):
             bucket.get_many([b"k", "k"])  # type: ignore[list-item]
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: -1)

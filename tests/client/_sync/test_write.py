@@ -270,9 +270,9 @@ def test_a_call_that_is_refused_for_good_is_raised() -> None:
 def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
     with serve() as server, Client(server.target) as client:
         bucket = client.bucket()
-        with pytest.raises(InvalidArgumentError, match="a key of 0 bytes"):
+        with pytest.raises(InvalidArgumentError, match="key is 0 bytes"):
             bucket.set(b"", b"value")
-        with pytest.raises(InvalidArgumentError, match="a key is bytes"):
+        with pytest.raises(InvalidArgumentError, match="must be bytes"):
             bucket.write_many([(b"k", b"v"), ("k", b"v")])  # type: ignore[list-item]
         with pytest.raises(InvalidArgumentError, match="durability is 'tape'"):
             bucket.delete(b"k", "tape")

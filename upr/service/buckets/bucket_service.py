@@ -1,6 +1,6 @@
 """The service of one bucket: numbers, commits and reads, with the engine on the event loop and the disk in threads.
 
-The engine decides on the loop, one thread does, and the outcome is reported back on the loop. One thread owns
+The engine decides on the loop, a thread does the I/O, and the loop gets the result. One thread owns
 the journal, one makes the store's write transactions, two read.
 """
 
@@ -69,7 +69,7 @@ def new_failover_id() -> int:
 
 
 def only_deletes(block: Block) -> bool:
-    """Whether a block sets nothing."""
+    """Return whether a block has only deletes."""
     return bool(block.ops) and block.ops.count(OP_DELETE) == len(block.ops)
 
 
@@ -80,8 +80,8 @@ class BucketService:
         folder: its folder in the data directory.
         config: tail and flush settings.
         waiting: for the writes of all buckets together.
-        clock: the server's; one of its own by default.
-        room: on the disk, which all buckets share; its own for None.
+        clock: the server's; by default a new one.
+        room: on the disk, shared by all buckets; None creates one.
 
     Raises:
         DataDirectoryError: the store is of a newer format, or its compression is unknown here.
@@ -102,7 +102,7 @@ class BucketService:
         self._wanted_room = 0
         self.failover_log_records = config.failover_log_records
         self.users: set[Callable[[BucketGoneError], None]] = set()
-        """Called, each once, when the bucket is dropped: the calls that are open."""
+        """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Awaitable[None]] | None = None
         self._telling: set[asyncio.Task[None]] = set()
         self.disk = Disk(folder, clock or Clock(), room or DiskRoom(folder), self._tell, self.fail)
@@ -118,7 +118,7 @@ class BucketService:
         self.bucket = bucket = self._recover(disk.identity)
         positions = bucket.consumer_positions
         positions.load(disk.store.consumers())
-        # The clock, too, because not every generation that was given was stored.
+        # Above the clock as well, because not every used generation was stored.
         bucket.owners.begin_above(max(disk.clock.now(), positions.newest_generation))
         cuts = disk.store.cuts()
         leases = {name: disk.clock.until(cut.expires, cut.lease) for name, cut in cuts.items()}
@@ -148,10 +148,10 @@ class BucketService:
             log_records=self._config.failover_log_records,
         )
         if result.aside:
-            # First: once the rest is stored a flush may drop the journal.
+            # Store this first: after the rest is stored, a flush may drop the journal.
             failpoints.hit("recovery.before_aside")
             self.disk.store.put_aside(result.aside)
-        # A proof that was accepted on somebody's word is bound anew to the place where it is now.
+        # Bind a proof that the operator vouched for to its new place.
         if result.rows or moved:
             failpoints.hit("recovery.before_records")
             self.disk.store.write_recovery(
@@ -193,7 +193,7 @@ class BucketService:
             task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Without its committer or flusher the bucket must not go on as if it had them."""
+        """Fail the bucket: without its committer or flusher it must not take writes."""
         error = None if task.cancelled() else task.exception()
         if error is not None and self.disk.gone is None:
             log.critical("a task of the bucket failed", exc_info=error)
@@ -201,11 +201,11 @@ class BucketService:
 
     @property
     def problem(self) -> UprError | None:
-        """What is wrong with the bucket's storage now; None when nothing is."""
+        """Return the current problem of the bucket's storage; None without one."""
         return self.bucket.failure or self.disk.troubles.problem()
 
     def _tell(self) -> None:
-        """Have the health told of a change of ``problem``."""
+        """Report a change of ``problem`` to the health service."""
         if self._on_failure is not None:
             task = asyncio.create_task(self._tell_now(self._on_failure))
             self._telling.add(task)
@@ -223,10 +223,10 @@ class BucketService:
         """Number a block as soon as there is room for it.
 
         Raises:
-            InvalidArgumentError: a value is larger than this server takes.
+            InvalidArgumentError: a value is above --max-value-bytes.
             NoRoomError: the disk is down to its reserve.
-            QuotaExceededError: the bucket would take more than it may.
-            TooManyError: too many bytes wait for room already.
+            QuotaExceededError: the bucket would exceed its quota.
+            TooManyError: too many bytes wait for room.
             ShuttingDownError: the server is stopping.
             BucketGoneError: the bucket was dropped; nothing is numbered.
             ContentDiffersError, StorageFailedError, DataDamagedError: see Bucket.write, and ProducerKeeper.stored.
@@ -241,7 +241,7 @@ class BucketService:
             if call is not None and number <= call.producer.last_number:
                 stored = await self.producers.stored(name)
                 if bucket.known(call, number, block.runs, stored).seen.all():
-                    # Answering a write again numbers nothing: neither room nor the proof is touched.
+                    # A repeated write numbers nothing, so it needs neither room nor the removal of the proof.
                     return bucket.write(block, name, call, number, self.disk.clock.now(), stored)
             waited = bucket.proven or self._is_short_of(needed)
             if waited and not self.disk.stopping and bucket.failure is None:
@@ -264,15 +264,15 @@ class BucketService:
         return written
 
     def waiting(self, size: int) -> AbstractContextManager[None]:
-        """Let a write of so many bytes wait while the body runs, or raise TooManyError; in all buckets together."""
+        """Count a waiting write while the body runs, or raise TooManyError; over all buckets."""
         return self._waiting_room.waiting(size)
 
     def _is_short_of(self, needed: int) -> bool:
-        """Whether the tail, or the disk for it, has no room for a write now."""
+        """Return whether the tail or the disk has no room for a write now."""
         return self.bucket.tail.bytes >= self._config.tail_bytes or needed > self.disk.room.left()
 
     async def _until_room(self, needed: int) -> None:
-        """Wait until a write can be numbered, or never will."""
+        """Wait until a write has room, or raise if it never will."""
         while not self.disk.stopping and self.bucket.failure is None:
             if self._is_short_of(needed):
                 self._check_wait(needed)
@@ -284,13 +284,13 @@ class BucketService:
                 break
 
     def _check_values(self, block: Block) -> None:
-        """Raise unless each value is within --max-value-bytes; what the protocol allows was checked before."""
+        """Raise unless each value is within --max-value-bytes; the protocol's limit was checked before."""
         limit = self._config.max_value_bytes
         if block.column_bytes > limit < VALUE_BYTES_MAX:
             largest = int(np.diff(np.frombuffer(block.value_offsets, "<i4")).max(initial=0))
             if largest > limit:
                 raise InvalidArgumentError(
-                    f"a value of {largest} bytes, the limit of this server is {limit}",
+                    f"value is {largest} bytes; must be at most {limit} on this server",
                     hint="store it elsewhere, or in parts; --max-value-bytes sets the limit",
                 )
 
@@ -300,14 +300,14 @@ class BucketService:
             raise self.disk.quota.error(pending)
 
     def _look_at_quota(self) -> None:
-        """See whether merging made room, once a second while writes are refused."""
+        """Check whether compaction made room, once a second while writes are refused."""
         now = asyncio.get_running_loop().time()
         if now >= self._quota_at:
             self._quota_at = now + _QUOTA_SECONDS
             self.disk.refresh_quota()
 
     async def set_quota(self, limit: int) -> None:
-        """Set what the bucket may take, durably; 0 for no limit."""
+        """Set the quota in bytes, durably; 0 for none."""
         try:
             await self.disk.in_store_thread(lambda: self.disk.store.put_quota(limit))
         except (OSError, lmdb.Error) as error:
@@ -317,10 +317,10 @@ class BucketService:
         self.disk.quota.limit = limit
 
     def _check_wait(self, needed: int) -> None:
-        """Raise unless storing the tail may give the room that a write needs.
+        """Raise unless a flush may free the room that a write needs.
 
         Raises:
-            NoRoomError, StorageFailedError: it would not, or it is tried in vain.
+            NoRoomError, StorageFailedError: it would not, or flushes fail.
         """
         for what in (trouble.FLUSH, trouble.JOURNAL):
             if what in self.disk.troubles:
@@ -333,17 +333,17 @@ class BucketService:
             raise StorageFailedError(words, retriable=True)
         left = max(self.disk.room.left(), 0)
         error = NoRoomError(
-            f"the disk has room for {left} bytes above the reserve, the write needs {needed}",
+            f"room on the disk is {left} bytes above the reserve; must be {needed} for this write",
             hint="free some space; writing resumes by itself",
         )
         self._wanted_room = max(needed, ROOM_AGAIN_BYTES)
         self.disk.troubles.begins(trouble.ROOM, error)
-        # Another bucket's tail may be what the reserve is for.
+        # The reserve may be that of another bucket's tail: flush them all.
         self.disk.room.wanted()
         raise error
 
     def look_at_room(self) -> None:
-        """Note the end of a lack of room, also when nobody writes any more."""
+        """Record the end of a lack of room, also without writes."""
         if trouble.ROOM in self.disk.troubles and self.disk.room.left() >= self._wanted_room:
             self.disk.troubles.ends(trouble.ROOM)
 
@@ -356,7 +356,7 @@ class BucketService:
         await self.disk.in_store_thread(lambda: self.disk.store.put_consumers(rows()))
 
     async def _clear_proof(self) -> None:
-        """Remove the proof once, for all who wait; who gives up waiting does not stop it half-way."""
+        """Remove the proof once for all waiting writes; runs to completion even if a caller is cancelled."""
         if self._clearing is None:
             self._clearing = asyncio.create_task(self._clear_proof_for_all())
         await asyncio.shield(self._clearing)
@@ -386,7 +386,7 @@ class BucketService:
         """Wait until a tail entry is on disk.
 
         Raises:
-            StorageFailedError: it never will be, as far as this process can tell.
+            StorageFailedError: the journal failed, so this process cannot make it durable.
             BucketGoneError: the bucket was dropped meanwhile.
         """
         while self.bucket.tail.durable <= entry:
@@ -416,7 +416,7 @@ class BucketService:
             self.disk.changed()
 
     async def _append(self, commit: Commit) -> bool:
-        """Journal a commit; a full disk is waited for, because what is numbered is never withdrawn."""
+        """Journal a commit; on a full disk retry, because numbered rows are never withdrawn."""
         while self.bucket.failure is None:
             try:
                 await self.disk.in_journal_thread(lambda: self.disk.journal.append(commit))
@@ -435,7 +435,7 @@ class BucketService:
         return False
 
     def fail(self, error: StorageFailedError) -> None:
-        """Take no more writes until the next start: what the disk holds is not known any more."""
+        """Refuse writes until the next start: the state of the disk is unknown."""
         if self.bucket.failure is not None:
             return
         log.critical(
@@ -447,7 +447,7 @@ class BucketService:
         self._tell()
 
     async def check_files(self) -> None:
-        """Fail if the bucket's files are not those that were opened any more."""
+        """Fail the bucket if its files were deleted, moved or replaced."""
         lost = await self.disk.in_reader(self.disk.store.lost) or await self.disk.in_journal_thread(
             self.disk.journal.lost
         )
@@ -455,7 +455,7 @@ class BucketService:
             self.fail(StorageFailedError(lost, hint=LOST_HINT))
 
     async def flush(self) -> bool:
-        """Store what the tail holds durably, and drop it; False when there was nothing."""
+        """Store the durable part of the tail, and drop it; False if there was none."""
         return await self.flusher.flush()
 
     # Reading
@@ -468,7 +468,7 @@ class BucketService:
         showing: Showing,
         accept_zstd: bool = False,
     ) -> list[ReadResult]:
-        """Read stored blocks in a reader thread; partitions that are found damaged are told by the status."""
+        """Read stored blocks in a reader thread; record damaged partitions for the status."""
         results = await self.disk.in_reader(
             lambda: read_blocks(
                 self.disk.store,
@@ -483,9 +483,9 @@ class BucketService:
         return results
 
     def found_damaged(self, failed: Mapping[int, UprError]) -> None:
-        """Take note of partitions whose stored blocks could not be read, for the status and the log."""
+        """Record partitions whose stored blocks could not be read, for the status and the log."""
         known = self.bucket.partitions.problems
-        # Its streams are started again and again: once is enough for the log.
+        # Log once: clients restart its streams again and again.
         self.compactor.damaged({p: error for p, error in failed.items() if p not in known})
 
     async def journal_bytes(self) -> int:
@@ -495,9 +495,9 @@ class BucketService:
     # Stopping
 
     def leave(self, error: BucketGoneError) -> None:
-        """The bucket was dropped: nothing of it is numbered, stored or read from this step on.
+        """Detach the dropped bucket: nothing of it is numbered, stored or read from this step on.
 
-        Whoever uses it or waits for it is given the error. ``discard`` is to follow.
+        Its users and waiters get the error. Call ``discard`` next.
         """
         self.disk.gone = error
         self.disk.stopping = True
@@ -509,21 +509,21 @@ class BucketService:
         self.disk.changed()
 
     async def discard(self) -> None:
-        """Close without storing anything, after ``leave``: the data goes away."""
+        """Close without storing anything, after ``leave``: the data will be deleted."""
         clearing = [self._clearing] if self._clearing is not None else []
         await asyncio.gather(*self._tasks, *clearing, return_exceptions=True)
         await self.compactor.finish()
-        # A merge may take seconds to come to its end, and other buckets use the loop.
+        # In a thread: a compaction may need seconds to end, and other buckets use the loop.
         await asyncio.to_thread(self.close_files)
 
     def close_files(self) -> None:
-        """Wait for the threads and close journal and store; what is in memory is lost."""
+        """Wait for the threads and close journal and store; rows only in memory are lost."""
         self.compactor.close()
         self.disk.close()
         self.disk.room.remove(self.bucket.tail)
 
     async def close(self) -> bool:
-        """Commit and flush everything, prove that it was done, and close; False when that was not possible."""
+        """Commit and flush everything, write the proof, and close; False if that failed."""
         self.disk.stopping = True
         if self._clearing is not None:
             await asyncio.gather(self._clearing, return_exceptions=True)
@@ -559,7 +559,7 @@ class BucketService:
         while await self.flush():
             pass
         if tail.first != tail.end:
-            # Something was numbered and could not be stored: nothing may claim that this shutdown was clean.
+            # Numbered rows could not be stored: write no proof of a clean shutdown.
             return False
         await self.acknowledged.save()
         failpoints.hit("shutdown.before_proof")

@@ -49,18 +49,18 @@ log = logging.getLogger(__name__)
 DEFAULT_BUCKET = "default"
 NEW_BUCKET_BYTES = 2**20
 WATCH_SECONDS = 1.0
-"""How often it is looked whether the data directory and its files are still there."""
+"""Interval between checks that the data directory and its files still exist."""
 DAMAGED_HINT = "put a copy of its folder in its place and restart the server, or drop the bucket"
 GONE_HINT = "what was known of the old one is void; begin from 0"
 _T = TypeVar("_T")
 
 
 class DuplicateBucketError(DataDirectoryError):
-    """Two folders of the data directory are the same bucket by name."""
+    """Two folders of the data directory have a bucket of the same name."""
 
 
 def create_bucket(directory: DataDirectory, name: str, compression: str = "") -> Path:
-    """Make a bucket: every partition active, born with one failover record at 0. Returns its folder."""
+    """Create a bucket with all partitions active, each with one failover record at 0. Return its folder."""
     identity = Identity(check_name(name, "bucket"), 1 + secrets.randbelow(2**64 - 1), compression)
     folder = directory.new_bucket(identity.version)
     try:
@@ -85,14 +85,14 @@ def create_bucket(directory: DataDirectory, name: str, compression: str = "") ->
 
 @dataclass(frozen=True, slots=True)
 class DamagedBucket:
-    """A bucket that could not be opened; nothing of it is served.
+    """Bucket that could not be opened; nothing of it is served.
 
     Attributes:
-        folder: where it lies.
-        name: its name, or its version as 16 hex digits where the name cannot be read.
+        folder: of the bucket.
+        name: its name, or its version as 16 hex digits if the name cannot be read.
         version: as its folder says.
         named: whether the name could be read.
-        problem: what is said to everybody who asks for it.
+        problem: the error of every request for it.
     """
 
     folder: Path
@@ -111,7 +111,7 @@ def _damaged(folder: Path, error: Exception) -> DamagedBucket:
         problem = error
     else:
         problem = DataDamagedError(f"{folder} cannot be opened: {words_of(error)}")
-    # Clients are told of it: where the data directory lies is not theirs to know.
+    # Without the path: clients see this error, and must not learn paths of the server.
     problem.message = problem.message.replace(f"{folder.parent}{os.sep}", "")
     version = int(folder.name, 16) if identity is None else identity.version
     return DamagedBucket(folder, name, version, identity is not None, problem)
@@ -120,9 +120,9 @@ def _damaged(folder: Path, error: Exception) -> DamagedBucket:
 class Catalog:
     """The buckets of a data directory, all of them opened at start.
 
-    The bucket ``default`` exists from the start: it is made when it is not there, also after it was dropped. A
-    bucket that cannot be opened takes the others not down: it is listed, and requests get its problem. When no bucket
-    can be opened, the start fails.
+    The bucket ``default`` exists from the start: it is created if it is missing, also after a drop. A bucket that fails
+    to open does not stop the others; it is listed as damaged and its requests fail. If no bucket can be opened, the
+    start fails.
 
     Raises:
         DataDirectoryError, DataDamagedError: no bucket can be opened, or two have the same name.
@@ -181,7 +181,7 @@ class Catalog:
             for name in self._directory.remove_leftovers():
                 log.info("a folder that a crash left was deleted", extra={"folder": name})
         except OSError as error:
-            # They are never served; what remains is tried again at the next start.
+            # Leftovers are never served; the next start retries to delete them.
             log.error("a dropped bucket could not be deleted", extra={"error": str(error)})
 
     def _add(self, host: BucketService) -> None:
@@ -196,7 +196,7 @@ class Catalog:
         self._hosts[name] = host
 
     def _may_create(self, name: str) -> bool:
-        """Whether a name is free, as far as can be known: a bucket whose name cannot be read may have it."""
+        """Return whether a name is surely free: a damaged bucket without a readable name may have it."""
         return name not in self._damaged and all(one.named for one in self._damaged.values())
 
     # Asking
@@ -213,13 +213,13 @@ class Catalog:
 
     @property
     def failed(self) -> bool:
-        """Whether the storage of every bucket has failed, so that no write can be taken at all."""
+        """Return whether the storage of every bucket has failed, so that all writes fail."""
         failures = [host.bucket.failure is not None for host in self.hosts]
         return bool(failures) and all(failures)
 
     @property
     def fine(self) -> dict[str, bool]:
-        """By bucket, whether nothing is wrong with its storage."""
+        """Return by bucket whether its storage has no problem."""
         return {host.bucket.identity.name: host.problem is None for host in self.hosts} | {
             damaged.name: False for damaged in self.damaged
         }
@@ -243,11 +243,12 @@ class Catalog:
             check_name(name, "bucket")
         damaged = self._damaged.get(name)
         if damaged is not None:
-            # Raised again and again it would gather the frames, with their requests, of everybody who asked.
+            # Without its traceback: raised again and again, it would keep the frames of all callers, with their
+            # requests.
             return damaged.problem.with_traceback(None)
         nameless = next((one for one in self._damaged.values() if not one.named), None)
         if nameless is not None:
-            # "There is none" would have its consumers give up what they have.
+            # Not BucketNotFoundError: on that, its consumers would drop their data.
             return DataDamagedError(
                 f"there is no bucket {shown(name)}, but one whose name cannot be read: {nameless.problem.message}",
                 hint=nameless.problem.hint,
@@ -270,7 +271,7 @@ class Catalog:
     # Creating
 
     async def create(self, name: str, compression: str = "") -> BucketService:
-        """Make an empty bucket and serve it; goes on when the caller gives up waiting.
+        """Create an empty bucket and serve it; runs to completion even if the caller is cancelled.
 
         Args:
             name: 1 to 200 bytes of UTF-8 without control characters.
@@ -279,19 +280,20 @@ class Catalog:
         Raises:
             InvalidArgumentError: a value is out of its range.
             AlreadyExistsError: the name is taken.
-            TooManyError: there are BUCKETS_MAX buckets, or as many as the limit of open files allows.
+            TooManyError: BUCKETS_MAX, or the number that the limit of open files allows, is reached.
             NoRoomError, StorageFailedError, DataDirectoryError: it cannot be stored or opened.
             ShuttingDownError: the server is stopping.
         """
         check_name(name, "bucket")
         if compression not in COMPRESSIONS:
             raise InvalidArgumentError(
-                f"compression {shown(compression)} is unknown", hint="it is empty for none, or zstd"
+                f"compression {shown(compression)} is unknown",
+                hint="must be empty for none, or zstd",
             )
         while True:
             self._check_new(name)
             if renaming := self._renaming.get(name):
-                # Not before the old one has lost its name for good: after a crash both would be there.
+                # Wait until the old folder has lost its name durably: after a crash both would exist.
                 await asyncio.wait({renaming})
             elif self._closing and self._count + len(self._closing) >= buckets_max():
                 await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
@@ -310,15 +312,15 @@ class Catalog:
             raise ShuttingDownError("the server is stopping", hint="connect again")
         if name in self._hosts or name in self._creating or name in self._damaged:
             raise AlreadyExistsError(
-                f"there is a bucket {shown(name)}", hint="drop it, or take another name"
+                f"bucket {shown(name)} exists", hint="drop it, or take another name"
             )
         if not self._may_create(name):
             raise self._missing(name)
         if self._count >= (most := buckets_max()):
             short = most < BUCKETS_MAX
             raise TooManyError(
-                f"there are {self._count} buckets, the limit is {most}",
-                hint="the process may open few files, raise 'ulimit -n'"
+                f"buckets of the server are {self._count}; must be below {most}",
+                hint="raise the limit of open files with 'ulimit -n'"
                 if short
                 else "drop one, or start another server",
                 retriable=False,
@@ -359,16 +361,16 @@ class Catalog:
     # Dropping
 
     async def drop(self, name: str, version: int | None = None) -> int:
-        """Remove a bucket with its data, and return its version; goes on when the caller gives up waiting.
+        """Remove a bucket with its data, and return its version; runs to completion even if the caller is cancelled.
 
-        From the first step on it is gone for everybody, and its calls end with BUCKET_GONE. The answer comes when it
-        is gone on the disk too; its data is deleted after that. If the server dies before, the bucket is there again,
-        whole, with its version.
+        From the first step on no request finds it, and its calls end with BUCKET_GONE. The answer comes when the drop
+        is durable; the data is deleted after that. If the server dies before the answer, the bucket may be back,
+        complete, with its version.
 
         Raises:
             BucketNotFoundError: there is none of that name.
             BucketGoneError: it has another version; nothing is dropped.
-            StorageFailedError: its folder could not be renamed: it is not served, and there again after a restart.
+            StorageFailedError: its folder could not be renamed: it is not served until a restart brings it back.
             ShuttingDownError: the server is stopping.
         """
         if self._stopping:
@@ -407,7 +409,7 @@ class Catalog:
                 f"bucket {shown(name)} was dropped, but its folder {folder.name} could not be renamed: {words_of(error)}",
                 hint="drop it again; until then a restart brings it back",
             )
-            # The name stays taken: two folders of one name would be there at the next start.
+            # Keep the name taken: the next start would find two folders of one name.
             self._damaged[name] = DamagedBucket(folder, name, version, True, problem)
             raise problem from error
         finally:
@@ -438,7 +440,7 @@ class Catalog:
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Fail what is not there any more, also when nobody writes: open files go on working when they are deleted."""
+        """Fail buckets whose files are gone, even without writes: deleted files that are open keep working."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             await self._look_at_files()
@@ -471,12 +473,12 @@ class Catalog:
         host.start(self._on_failure)
 
     async def close(self) -> bool:
-        """Let what was begun be done, and close all buckets at once; False when one could not store everything."""
+        """Finish begun changes, and close all buckets in parallel; False if one could not store everything."""
         self._stopping = True
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-            # What happened since the last look must not be called clean.
+            # Check the files once more: a loss since the last check must not count as a clean stop.
             await self._look_at_files()
         while unfinished := {*self._creating.values(), *self._renaming.values(), *self._closing}:
             await asyncio.wait(unfinished)
@@ -488,8 +490,8 @@ class Catalog:
 
 
 async def finish_even_if_cancelled(task: "asyncio.Task[_T]") -> _T:
-    """Wait for a task that is not to stop half-way when the one who waits does."""
-    # Nobody may be left to see its error.
+    """Wait for a task that completes even if the waiting caller is cancelled."""
+    # Retrieve the exception, or asyncio logs it as never retrieved.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(task)
 
@@ -497,6 +499,6 @@ async def finish_even_if_cancelled(task: "asyncio.Task[_T]") -> _T:
 def _check_version(name: str, known: int, asked: int | None) -> None:
     if asked is not None and asked != known:
         raise BucketGoneError(
-            f"bucket {shown(name)} has version {known:016x}, not {asked:016x}: it was created anew",
+            f"bucket {shown(name)} has version {known:016x}, not {asked:016x}: it was created again",
             hint=GONE_HINT,
         )

@@ -82,7 +82,7 @@ WORTH_FRACTION = 0.01
 
 @dataclass(slots=True)
 class Purged:
-    """What became, or would become, of one partition's tombstones."""
+    """Result of a purge, or of a dry run, for one partition."""
 
     tombstones: Tombstones
     purged: int = 0
@@ -143,7 +143,7 @@ class Compactor:
 
     async def run(self) -> None:
         """Merge until ``stop``."""
-        # What an earlier process left is not urgent: who has waited for the server comes first.
+        # Work left by an earlier process is not urgent: clients that waited for the server come first.
         asyncio.get_running_loop().call_later(FIRST_LOOK_SECONDS, self.note, range(PARTITIONS))
         while not self.stopped:
             if not self._waiting:
@@ -166,12 +166,12 @@ class Compactor:
                 await self.rest(_RETRY_SECONDS)
 
     def stop(self) -> None:
-        """Have ``run`` return after the piece that is being made."""
+        """Make ``run`` return after the current piece."""
         self._stopped.set()
         self._wanted.set()
 
     async def whole(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Do something that is not stopped half-way when its caller goes away."""
+        """Run to completion even if the caller is cancelled."""
         task = asyncio.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
@@ -186,7 +186,7 @@ class Compactor:
         self._thread.shutdown(wait=True)
 
     async def rest(self, seconds: float) -> bool:
-        """Wait so long, or until ``stop``; False then."""
+        """Wait for a time, or until ``stop``; False then."""
         try:
             async with asyncio.timeout(seconds):
                 await self._stopped.wait()
@@ -284,7 +284,7 @@ class Compactor:
         refused = direct.purges.keys() - raised.keys()
         await self._finish_batch(ranges, direct, raised, refused)
         if refused:
-            # Somebody came who has not passed these tombstones: they stay for now.
+            # A new reader has not passed these tombstones: they stay for now.
             left = [one for one in ranges if one.partition in refused]
             direct = await self._direct(left, None)
             await self._finish_batch(left, direct, {}, set())
@@ -386,7 +386,7 @@ class Compactor:
         self._disk.counters.merge_output_rows += kept
 
     def old(self) -> int:
-        """Return the time up to which tombstones are old enough, microseconds since the epoch."""
+        """Return the newest time of a tombstone that is old enough, microseconds since the epoch."""
         return self._disk.clock.before(self.ages.young)
 
     def _when(self) -> tuple[PurgeAges, int]:
@@ -416,8 +416,8 @@ class Compactor:
         room = self._room()
         if room < 2 * size:
             raise NoRoomError(
-                f"there is room for {max(room, 0)} bytes above the reserve, merging {size} bytes needs {2 * size}",
-                hint="free some space; merging resumes by itself",
+                f"room on the disk is {max(room, 0)} bytes above the reserve; must be {2 * size} to compact {size} bytes",
+                hint="free some space; compaction resumes by itself",
             )
 
     def _count_input(self, heads: Iterable[Head]) -> None:
@@ -429,10 +429,10 @@ class Compactor:
     # Purging
 
     async def purge(self, partition: int, *, dry_run: bool = False, worth: float = 0.0) -> Purged:
-        """Drop a partition's old tombstones, as far as everybody has passed them.
+        """Drop a partition's old tombstones that every reader has passed.
 
-        Who gives up waiting does not stop it half-way: what is on its way to the store is not called back, and until
-        it is there nobody may read the partition at 0.
+        It runs to completion even if the caller is cancelled: the store may be writing already, and until that is done
+        no stream may read the partition at 0.
 
         Args:
             dry_run: change nothing.
@@ -495,7 +495,8 @@ class Compactor:
         return found
 
     async def sweep(self) -> None:
-        """Purge partitions that have tombstones, until the compactor stops, each a few times in the age of a tombstone."""
+        """Purge partitions that compaction does not visit, each a few times within a tombstone's age, until the
+        compactor stops."""
         interval = SWEEP_FRACTION * self.ages.young / 1e6
         interval = min(max(interval, SWEEP_SECONDS_MIN), SWEEP_SECONDS_MAX)
         seen = [-1] * PARTITIONS

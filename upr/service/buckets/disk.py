@@ -1,4 +1,4 @@
-"""The disk of one open bucket: its journal and store, the threads that own them, and what is wrong with them.
+"""The disk of one open bucket: its journal and store, the threads that own them, and their trouble.
 
 One thread owns the journal, one makes the store's write transactions, two read. The bucket's background workers are
 handed a Disk.
@@ -32,16 +32,16 @@ class Disk:
         folder: the bucket's in the data directory.
         clock: the server's.
         room: on the disk, which all buckets share.
-        tell: called when something begins or ends to be wrong with the storage.
+        tell: called when trouble with the storage begins or ends.
         fail: called when the storage has failed for good.
 
     Attributes:
         identity: the bucket's, as the store has it.
-        gone: set once the bucket was dropped.
+        gone: set when the bucket is dropped.
         stopping: whether the bucket is being closed.
 
     Raises:
-        DataDirectoryError: the store is of a newer format, or its compression is unknown here.
+        DataDirectoryError: the store's format or compression is unknown.
         DataDamagedError: identity or journal are damaged.
     """
 
@@ -80,7 +80,7 @@ class Disk:
     # Threads
 
     async def in_store_thread(self, call: Callable[[], _T]) -> _T:
-        """Run something in the thread that makes the store's transactions."""
+        """Run a function in the thread that makes the store's transactions."""
         try:
             return await self._in(self._store_thread, call)
         except lmdb.PanicError as error:
@@ -89,11 +89,11 @@ class Disk:
             raise
 
     async def in_reader(self, call: Callable[[], _T]) -> _T:
-        """Have a reader thread do what takes one short transaction, or a few."""
+        """Run a function of a few short transactions in a reader thread."""
         return await self._in(self._readers, call)
 
     async def in_journal_thread(self, call: Callable[[], _T]) -> _T:
-        """Run something in the thread that owns the journal."""
+        """Run a function in the thread that owns the journal."""
         return await self._in(self._journal_thread, call)
 
     async def _in(self, pool: ThreadPoolExecutor, call: Callable[[], _T]) -> _T:
@@ -101,15 +101,15 @@ class Disk:
             raise self.gone
         result = await asyncio.get_running_loop().run_in_executor(pool, call)
         if self.gone is not None:
-            # What was read may be half of it; and its folder may have another name already.
+            # The bucket was dropped meanwhile: the read may be incomplete, and the folder renamed.
             raise self.gone
         return result
 
     def refresh_quota(self) -> None:
-        """Have a reader thread see what the bucket takes; nobody waits for it."""
+        """Measure the bucket's size in a reader thread, without waiting for it."""
         asyncio.get_running_loop().run_in_executor(self._readers, self.quota.refresh)
 
-    # Waiting for what changes
+    # Waiting for changes
 
     async def next_change(self) -> None:
         """Wait for the next commit, flush or failure."""
@@ -118,19 +118,19 @@ class Disk:
         await future
 
     def changed(self) -> None:
-        """Wake those who wait for a change."""
+        """Wake all that wait for a change."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
     def journal_dropped(self) -> None:
-        """Journal was given back to the disk: whoever waits for room is to look."""
+        """Wake all that wait for room: journal segments were removed."""
         self.room.changed()
         self.changed()
 
     def claim_room(self, size: int) -> AbstractContextManager[None]:
-        """Keep room on the disk for what is written meanwhile."""
+        """Reserve room on the disk while the body writes."""
         return self.room.claimed(size)
 
     def close(self) -> None:

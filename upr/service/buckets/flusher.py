@@ -1,4 +1,4 @@
-"""The flusher: when the tail goes to the store, and in which steps."""
+"""The flusher: it moves the tail to the store, slice by slice, when the tail is large or old."""
 
 import asyncio
 import logging
@@ -17,20 +17,20 @@ from upr.storage.keyspace import ProducerNumbers
 log = logging.getLogger(__name__)
 
 FLUSH_FRACTION = 0.75
-"""A flush begins at this part of the tail's limit, so that it is done before writers have to wait."""
+"""Part of the tail's limit at which a flush begins, so that it ends before writers must wait."""
 _RETRY_SECONDS = 0.25
 
 
 class Flusher:
-    """Stores what the tail holds durably, slice by slice.
+    """Flusher of one bucket: stores the durable part of the tail, slice by slice.
 
     Args:
         stored: called with the partitions of a slice that was stored.
 
     Attributes:
-        wanted: set by whoever wants a flush now.
-        busy: whether one is being made, up to the journal's giving back what was stored.
-        map_full: whether the last one failed because the store's map has no room.
+        wanted: set to request a flush now.
+        busy: whether a flush runs, including the removal of journal segments.
+        map_full: whether the last flush failed because the store's map was full.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class Flusher:
 
     @property
     def tail_limit(self) -> int:
-        """What the tail may hold: what the server was told, and less on a small disk."""
+        """Return the most bytes of the tail: the configured limit, or less on a small disk."""
         return min(self._tail_bytes, self._bucket.tail.bytes + max(self._disk.room.left(), 0))
 
     @property
     def begin_bytes(self) -> float:
-        """The tail's size from which a flush is wanted."""
+        """Return the tail's size at which a flush begins."""
         return self.tail_limit * FLUSH_FRACTION
 
     async def run(self) -> None:
-        """Flush when it is wanted or the tail is old, until the bucket is closed."""
+        """Flush on request or when the tail is old, until the bucket is closed."""
         while not self._disk.stopping and not self._gave_up:
             try:
                 async with asyncio.timeout(self._seconds_to_flush()):
@@ -75,7 +75,7 @@ class Flusher:
                 await self._flush_or_retry()
                 tail = self._bucket.tail
                 if tail.bytes >= self.begin_bytes and tail.first != tail.durable:
-                    # With nothing durable yet, the committer asks for the next one: to go on here would be to spin.
+                    # If nothing is durable yet, wait for the committer's next request instead of spinning.
                     self.wanted.set()
 
     def _seconds_to_flush(self) -> float:
@@ -94,7 +94,8 @@ class Flusher:
         """Return the age of the tail's oldest entry in seconds."""
         tail = self._bucket.tail
         age = (self._disk.clock.now() - tail[tail.first].time) / 1e6
-        # From the future: the clock was set back before a start, and hours may pass until it is there again.
+        # The entry is from the future: the clock was set back before a start. Flush, because it may take hours to catch
+        # up.
         return age if age >= 0 else self._flush_seconds
 
     async def _flush_or_retry(self) -> None:
@@ -113,7 +114,7 @@ class Flusher:
             self.wanted.set()
 
     async def flush(self) -> bool:
-        """Store what the tail holds durably, slice by slice, and drop it; False when there was nothing."""
+        """Store the durable part of the tail, slice by slice, and drop it; False if there was none."""
         plan = self._bucket.begin_flush()
         if plan is None:
             return False

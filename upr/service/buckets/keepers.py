@@ -1,13 +1,12 @@
-"""Keepers: what is stored and forgotten in the background for the cuts, consumers, members and producers of one bucket.
+"""Keepers: background workers for the cuts, consumers, members and producers of one bucket.
 
-*Cuts* are made durable before they are answered, and given up when their lease ends. Every change is decided on the event
-loop and handed to the store's thread in the same step, so the store sees the changes in the order of the decisions.
+*Cuts* are durable before they are answered, and released when their lease ends. Every change is decided on the event
+loop and handed to the store's thread in the same step, so the store writes them in the order of the decisions.
 
-*Consumers*: acknowledged positions are stored about once a second, saved ones at once. A consumer that nobody uses is
-forgotten after a time, so that it holds neither purging up nor a place. Leases of *members* end in time, whatever their
-calls do.
+*Consumers*: acknowledged positions are stored about once a second, saved ones at once. An unused consumer expires, so
+that it holds neither purging nor a place. Leases of *members* end on time, whatever their calls do.
 
-*Producers*: what the store knows of one that connects or sends a write again; idle ones are forgotten.
+*Producers* are loaded from the store when they connect or retry a write; idle ones expire.
 """
 
 import asyncio
@@ -41,24 +40,24 @@ from upr_protocol.errors import (
 from upr_protocol.limits import LEASE_SECONDS_MIN, PRODUCER_SECONDS, PRODUCERS_MAX
 
 LEASE_LOOK_SECONDS: Final = 1.0
-"""At least so often leases are looked at: a lease is never shorter, so that none begins and ends in between."""
+"""Longest interval between checks of leases. No lease is shorter, so none begins and ends in between."""
 assert LEASE_LOOK_SECONDS <= LEASE_SECONDS_MIN
 
 
 def micros(seconds: float) -> int:
-    """Return a time of the event loop's clock as the engine has it, or a duration."""
+    """Return a time of the event loop's clock, or a duration, in the engine's microseconds."""
     return round(seconds * 1e6)
 
 
 class LeaseKeeper:
-    """Has the leases of a bucket's members end in time, also of those whose call was lost."""
+    """Keeper of members' leases: ends them on time, also those of members whose call was lost."""
 
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Look at the leases when one may have ended, until ``stop``."""
+        """Check the leases when one may have ended, until ``stop``."""
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             self._owners.tick(micros(loop.time()))
@@ -71,19 +70,19 @@ class LeaseKeeper:
                 continue
 
     def stop(self) -> None:
-        """Have ``run`` return."""
+        """Make ``run`` return."""
         self._stopping.set()
 
 
 log = logging.getLogger(__name__)
 
 CUT_LOOK_SECONDS = 1.0
-"""How often leases are looked at."""
+"""Interval between checks of leases."""
 _T = TypeVar("_T")
 
 
 class CutKeeper:
-    """Makes, renews, releases and expires the cuts of a bucket.
+    """Keeper of cuts: creates, renews, releases and expires those of a bucket.
 
     Args:
         now: returns microseconds since the epoch.
@@ -108,17 +107,17 @@ class CutKeeper:
     async def create(
         self, name: str, partitions: Sequence[int], lease: int, holder: str = ""
     ) -> Cut:
-        """Make a cut of this instant, and return it when it and everything up to it are durable.
+        """Create a cut of this instant, and return it when it and everything up to it are durable.
 
         Args:
             partitions: ascending, each once.
             lease: microseconds.
-            holder: the peer that asks for it.
+            holder: the requesting peer.
 
         Raises:
             ShuttingDownError: the server is stopping.
             StorageFailedError: journal or store failed; there is no cut.
-            CutNotFoundError: somebody released it before it was answered.
+            CutNotFoundError: another call released it before it was answered.
             AlreadyExistsError, TooManyError, PartitionNotActiveError: see ``Cuts.create``.
         """
         if self._stopping.is_set():
@@ -143,21 +142,21 @@ class CutKeeper:
             raise CutNotFoundError(f"cut {shown(cut.name)} was released while it was made")
 
     async def renew(self, name: str, lease: int | None) -> Cut:
-        """Have a lease begin anew, and return the cut when that is durable; None for the lease that it has.
+        """Renew a lease, and return the cut when that is durable; None keeps the length of the lease.
 
         Raises:
             CutNotFoundError: there is none of that name, or its lease has ended.
-            StorageFailedError: the store failed; the lease is longer, but perhaps not after a restart.
+            StorageFailedError: the store failed; the lease is renewed, but perhaps not after a restart.
         """
         cut = self._cuts.renew(name, lease, self._now())
         await self._whole(self._store({name: cut.row()}))
         return cut
 
     async def release(self, name: str) -> bool:
-        """Give a cut up, durably; False when there was none.
+        """Release a cut, durably; False if there was none.
 
         Raises:
-            StorageFailedError: the store failed; the cut is still there.
+            StorageFailedError: the store failed; the cut still exists.
         """
         self._expire()
         cut = self._cuts.remove(name)
@@ -181,7 +180,7 @@ class CutKeeper:
     # In the background
 
     async def run(self) -> None:
-        """Give up what has expired, about once a second, until ``stop``."""
+        """Release expired cuts, about once a second, until ``stop``."""
         while not self._stopping.is_set():
             self._expire()
             try:
@@ -196,15 +195,15 @@ class CutKeeper:
             log.info("the lease of a cut has ended", extra={"cut": cut.name})
             self._cuts.forget(cut)
         if ended:
-            # A row that stays because this fails is expired at the next start too.
+            # If this fails, the row stays, and expires at the next start as well.
             self._begin(self._store({cut.name: None for cut in ended}))
 
     def stop(self) -> None:
-        """Have ``run`` return; no more cuts are made."""
+        """Make ``run`` return, and refuse new cuts."""
         self._stopping.set()
 
     async def finish(self) -> None:
-        """Wait for what has begun."""
+        """Wait for changes that have begun."""
         await asyncio.gather(*self._work, return_exceptions=True)
 
     # The store
@@ -229,7 +228,7 @@ class CutKeeper:
         self._disk.troubles.ends(trouble.CUTS)
 
     def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Do something that is not stopped half-way when its caller goes away."""
+        """Run to completion even if the caller is cancelled."""
         task = asyncio.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._done)
@@ -238,7 +237,7 @@ class CutKeeper:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._work.discard(task)
         if not task.cancelled():
-            # Noted where it was met; nobody may be left to see it.
+            # Retrieve the exception, or asyncio logs it as never retrieved.
             task.exception()
 
     async def _whole(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -247,18 +246,18 @@ class CutKeeper:
 
 SAVE_SECONDS = 1.0
 SAVE_ROWS = 4096
-"""About as many rows in one transaction."""
+"""Approximate rows in one transaction."""
 
 Rows = dict[tuple[bytes, int], ConsumerRow | None]
 
 
 class ConsumerSaver:
-    """Stores the changes of one bucket's consumers, one transaction after the other.
+    """Saver of one bucket's consumers: stores their changes, one transaction after the other.
 
     Args:
         consumers: whose.
         write: writes the rows that a function returns, in one transaction; calls it in the store thread.
-        troubles: where it is noted that they cannot be stored.
+        troubles: receives the errors of storing them.
     """
 
     def __init__(
@@ -277,9 +276,9 @@ class ConsumerSaver:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def run(self) -> None:
-        """Save about once a second until ``stop``; what fails is tried again."""
+        """Save about once a second until ``stop``, and retry failures."""
         while not self._stopping.is_set():
-            # What could not be stored is kept, and it was noted.
+            # Failed changes are kept for the retry, and the trouble is recorded.
             with contextlib.suppress(OSError, lmdb.Error):
                 await self.save()
             try:
@@ -289,14 +288,14 @@ class ConsumerSaver:
                 continue
 
     def stop(self) -> None:
-        """Have ``run`` return; what is not stored yet is left to one more ``save``."""
+        """Make ``run`` return; unsaved changes need one more ``save``."""
         self._stopping.set()
 
     async def save(self) -> None:
         """Store everything that was acknowledged up to now.
 
         Raises:
-            OSError, lmdb.Error: the store cannot be written; what was not stored is kept for the next time.
+            OSError, lmdb.Error: the store cannot be written; unsaved changes are kept for the next time.
         """
         async with self._one_at_a_time:
             while await self._save_some():
@@ -319,19 +318,19 @@ class ConsumerSaver:
     # Positions that consumers save
 
     def in_order(self, name: str) -> asyncio.Lock:
-        """Return what has a consumer's saves decided in the order in which they came, though each takes several steps."""
+        """Return the lock that keeps a consumer's saves in the order of arrival, though each takes several steps."""
         turns = self._turns.get(name)
         if turns is None:
             turns = self._turns[name] = asyncio.Lock()
         return turns
 
     def begin(self, save: Save, ended: Callable[[], None]) -> "asyncio.Task[None]":
-        """Take a save and store it, also if nobody waits for the task.
+        """Add a save and store it, also if the caller does not wait for the task.
 
         Args:
-            ended: called when it is stored, or was given up.
+            ended: called when it is stored or has failed.
 
-        The task raises StorageFailedError: nothing of it was stored. And FencedError: its consumer was forgotten.
+        The task raises StorageFailedError if nothing was stored, and FencedError if its consumer was forgotten.
 
         Raises:
             TooManyError: see ``Saves.add``; ``ended`` is not called.
@@ -345,7 +344,7 @@ class ConsumerSaver:
     async def _store(self, save: Save, ended: Callable[[], None]) -> None:
         try:
             async with self._one_at_a_time:
-                # Whoever has the lock stores for those who wait for it.
+                # The holder of the lock stores the saves of all tasks that wait for it.
                 while not save.ended:
                     await self._store_waiting()
         except (OSError, lmdb.Error) as error:
@@ -365,14 +364,14 @@ class ConsumerSaver:
             ) from save.failure
 
     def _give_up(self, save: Save, why: BaseException) -> None:
-        """Nothing of a save is stored, also not later: what it waited for may have failed before it was handed over."""
+        """Give a save up for good: it may have failed while it waited, before the store got it."""
         save.failure = why
         if not save.ended:
             self._consumers.saves.failed([save], why)
 
     async def _store_waiting(self) -> None:
         while self._consumers.is_removing:
-            # Rows of a consumer that was forgotten must not be removed behind those that it writes anew.
+            # Remove rows of a forgotten consumer first, or the removal would hit rows that it writes again.
             await self._save_some()
         saves = self._consumers.saves
         taken = saves.take(SAVE_ROWS)
@@ -403,10 +402,10 @@ class ConsumerSaver:
             log.error("positions of a consumer were not stored", extra={"error": str(error)})
 
     async def settled(self, name: str) -> None:
-        """Wait for the saves of a consumer that have begun, and for what was forgotten of it to be gone from the store.
+        """Wait for a consumer's pending saves, and for the removal of its forgotten rows from the store.
 
         Raises:
-            OSError, lmdb.Error: the latter cannot be done; after a crash it would be there again.
+            OSError, lmdb.Error: the removal fails; after a crash the rows would be back.
         """
         begun = [task for task, owner in self._begun.items() if owner == name]
         if begun:
@@ -422,17 +421,17 @@ class ConsumerSaver:
 
 
 FORGET_SECONDS = 60.0
-"""So often the store is asked who is to be forgotten; that there is nobody it sees at the first entry of its index."""
+"""Interval between searches for expired producers. Without any, a search reads one entry of an index."""
 _PAUSE_SECONDS = 0.02
-"""Between two transactions that forget, so that flushes and first writes have their turn."""
+"""Pause between two transactions that remove producers, so that flushes and first writes have their turn."""
 _WAIT_SECONDS = 5.0
 
 
 class ProducerKeeper:
-    """Opens the producers of a bucket, and forgets them.
+    """Keeper of producers: opens those of a bucket, and expires them.
 
     Args:
-        flush: called to have the tail stored soon.
+        flush: called to request a flush.
     """
 
     def __init__(self, disk: Disk, bucket: Bucket, flush: Callable[[], None]) -> None:
@@ -442,11 +441,11 @@ class ProducerKeeper:
         self._stopping = asyncio.Event()
 
     async def open(self, name: bytes) -> ProducerCall:
-        """Return a call of a producer, with what the store knows of it.
+        """Return a call of a producer, loaded from the store if necessary.
 
         Raises:
-            TooManyError: producers take all the memory that there is for them.
-            DataDamagedError: what the store knows of it is damaged.
+            TooManyError: the memory for producers is full.
+            DataDamagedError: its rows in the store are damaged.
             BucketGoneError: the bucket was dropped.
         """
         disk, bucket = self._disk, self._bucket
@@ -456,21 +455,21 @@ class ProducerKeeper:
             if not bucket.knows_producer(name):
                 last = await disk.in_reader(lambda: disk.store.producer_number(name))
             if first != bucket.tail.first and not bucket.knows_producer(name):
-                # What was read may be old by now.
+                # Read again if the tail was shortened meanwhile: its rows may be in the store now.
                 continue
             if disk.gone is not None:
                 raise disk.gone
             try:
                 return bucket.open_producer(name, last)
             except TooManyError:
-                # Producers whose writes are stored need no memory.
+                # A flush helps: producers whose writes are stored need no memory.
                 if bucket.tail.first == bucket.tail.end or time.monotonic() > deadline:
                     raise
                 self._flush()
                 await disk.next_change()
 
     async def stored(self, name: bytes) -> dict[int, ProducerRow]:
-        """Return what the store knows of a producer by partition; whatever it lacks is in the tail."""
+        """Return a producer's rows in the store by partition; all newer ones are in the tail."""
         disk, tail = self._disk, self._bucket.tail
         while True:
             first = tail.first
@@ -479,18 +478,18 @@ class ProducerKeeper:
                 return rows
 
     async def run(self) -> None:
-        """Forget who has not written for long, until ``stop``."""
+        """Expire idle producers, until ``stop``."""
         while not self._stopping.is_set():
             try:
                 await self.forget()
                 self._disk.troubles.ends(trouble.PRODUCERS)
             except (OSError, lmdb.Error) as error:
-                # There is no hurry: what stays is forgotten the next time.
+                # Expiry can wait: the next round retries.
                 self._disk.troubles.begins(trouble.PRODUCERS, error)
             await self._pause(FORGET_SECONDS)
 
     def stop(self) -> None:
-        """Have ``run`` return."""
+        """Make ``run`` return."""
         self._stopping.set()
 
     async def _pause(self, seconds: float) -> None:
@@ -499,9 +498,9 @@ class ProducerKeeper:
                 await self._stopping.wait()
 
     async def forget(self) -> int:
-        """Forget the producers that have not written for long, and the oldest above PRODUCERS_MAX; return how many.
+        """Expire idle producers, and the oldest above PRODUCERS_MAX; return how many.
 
-        In bounded transactions, with pauses: whoever waits for the store's thread waits for one of them at most.
+        In bounded transactions with pauses, so that others wait for at most one of them.
         """
         store = self._disk.store
         before = self._disk.clock.before(PRODUCER_SECONDS * 1_000_000)
@@ -519,14 +518,14 @@ class ProducerKeeper:
 
 
 EXPIRY_LOOKS: Final = 10
-"""So often in that time is looked, but at least once an hour."""
+"""Checks within the time of expiry; at least one an hour."""
 EXPIRY_LOOK_SECONDS_MAX: Final = 3600.0
 
 
 async def expire_consumers(
     disk: Disk, bucket: Bucket, seconds: float, rest: Callable[[float], Awaitable[bool]]
 ) -> None:
-    """Forget them, until ``rest`` returns False; their rows go with the next save."""
+    """Expire unused consumers, until ``rest`` returns False; the next save removes their rows."""
     while await rest(min(seconds / EXPIRY_LOOKS, EXPIRY_LOOK_SECONDS_MAX)):
         groups = {name for name in bucket.owners if _has_calls(bucket, name)}
         before, used = disk.clock.before(int(seconds * 1e6)), bucket.consumers.keys() | groups

@@ -1,7 +1,8 @@
-"""Room on the disk, in the map of a store, and in memory: checked before a mutation is numbered, so that none is full later.
+"""Room on the disk, in the map of a store, and in memory: checked before a mutation is numbered, because a numbered
+mutation must be stored.
 
-The disk's reserve is what storing the tails takes at worst, so it grows with them. On a small disk the tails stay small:
-a write that finds no room waits until the tail is stored, which gives the journal's part of it back.
+The disk's reserve is the worst case of storing the tails, so it grows with them. On a small disk the tails stay small:
+a write without room waits for a flush, which frees the journal's copy of the tail.
 """
 
 import os
@@ -22,14 +23,14 @@ RESERVE_FRACTION = 0.25
 """Kept free in the map, the smaller of the two: a transaction writes anew each page that it touches, and what it
 frees can be used only by a later one."""
 GROWTH = 2
-"""A stored block takes at most about so many times what its rows take in the tail: pages are not filled whole."""
+"""Largest ratio of a stored block to its rows in the tail: pages are partly filled."""
 BUCKET_BYTES = 2 * 2**20
 """What a flush takes besides, however little it stores: pages that it writes anew are free only two transactions later.
 And what the end of a bucket takes: a segment of the journal is begun, the proof is written."""
 ROOM_AGAIN_BYTES = 2**20
-"""From so much room on it is no trouble any more that there was none."""
+"""Room at which the trouble "no room" ends."""
 LOOK_SECONDS = 0.02
-"""How old what is known of the disk may be. Asking it for each write took a fifth of a small one's time."""
+"""Longest age of the measured free space. Asking for each write took a fifth of a small write's time."""
 
 
 class DiskRoom:
@@ -39,7 +40,7 @@ class DiskRoom:
         path: of the data directory.
 
     Attributes:
-        error: why the disk could not be asked; None when it could.
+        error: the error of measuring the disk; None if it worked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,27 +52,27 @@ class DiskRoom:
         self.error: OSError | None = None
 
     def add(self, tail: Tail, wanted: Callable[[], None]) -> None:
-        """Reserve what storing a bucket's tail takes; ``wanted`` is called when that would help somebody."""
+        """Reserve room for storing a bucket's tail; ``wanted`` is called when a flush would free room for a writer."""
         self._tails[tail] = wanted
         self.changed()
 
     def remove(self, tail: Tail) -> None:
-        """The bucket is closed or was dropped."""
+        """Remove the reserve of a closed or dropped bucket."""
         self._tails.pop(tail, None)
         self.changed()
 
     def wanted(self) -> None:
-        """Have all tails stored that hold something."""
+        """Request a flush of all tails that are not empty."""
         for tail, wanted in self._tails.items():
             if tail.bytes:
                 wanted()
 
     def changed(self) -> None:
-        """A tail was stored, or files were deleted: what was known is too little."""
+        """Measure again: a tail was stored, or files were deleted."""
         self._look_at = 0.0
 
     def left(self) -> int:
-        """Return how many bytes the tails may grow by; negative when the reserve is touched."""
+        """Return by how many bytes the tails may grow; negative if the reserve is in use."""
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
@@ -79,16 +80,16 @@ class DiskRoom:
         return self._left
 
     def take(self, size: int) -> None:
-        """So many bytes were added to a tail."""
+        """Record bytes added to a tail."""
         self._left -= size
 
     def above_reserve(self) -> int:
-        """Return how many bytes may be written by what is not the journal, and not a flush."""
+        """Return the bytes above the reserve, for writers other than journal and flush."""
         return self.left() * (1 + GROWTH)
 
     @contextmanager
     def claimed(self, size: int) -> Iterator[None]:
-        """Keep room for something that is written meanwhile."""
+        """Reserve room while the body writes."""
         self._claimed += size
         self.changed()
         try:
@@ -120,28 +121,28 @@ def _reserve(store: Store) -> int:
 
 
 def check_map(store: Store, pending: int, *, is_full: bool) -> None:
-    """Raise NoRoomError unless the map of a store takes what waits to be flushed.
+    """Raise NoRoomError unless the map of a store has room for the pending rows.
 
     Args:
-        pending: bytes of the tail, with what is about to be numbered.
+        pending: bytes of the tail and of the write about to be numbered.
         is_full: whether the last flush found the map full.
     """
     room = (store.map_room() - _reserve(store)) // GROWTH
     if is_full or pending > room:
         raise NoRoomError(
-            f"the bucket's store has room for {max(room, 0)} bytes of its map of {store.map_size} bytes, "
-            f"{pending} wait to be stored",
-            hint="a restart of the server fits the map to the size of the disk; or write to another bucket",
+            f"room in the store's map of {store.map_size} bytes is {max(room, 0)} bytes; "
+            f"must be {pending} to store the tail",
+            hint="restart the server, which fits the map to the size of the disk; or write to another bucket",
         )
 
 
 def merge_room(store: Store) -> int:
-    """Return how many bytes a merge may add to the map; half of the reserve is left to the flush."""
+    """Return how many bytes a compaction may add to the map; half of the reserve is for flushes."""
     return store.map_room() - _reserve(store) // 2
 
 
 class Quota:
-    """What a bucket may take: its store's pages in use and its tail together.
+    """Quota of a bucket, on its store's pages in use and its tail together.
 
     Attributes:
         limit: in bytes, 0 for none.
@@ -153,27 +154,27 @@ class Quota:
         self._used = store.used_bytes()
 
     def refresh(self) -> None:
-        """Look again at what the store takes; in one of its threads."""
+        """Measure the store again; call in one of its threads."""
         with suppress(lmdb.Error):
             self._used = self._store.used_bytes()
 
     def exceeded(self, pending: int) -> bool:
-        """Whether the bucket would take more than it may with so many bytes in its tail."""
+        """Return whether the bucket would exceed its quota with this many bytes in its tail."""
         return 0 < self.limit < self._used + pending
 
     def error(self, pending: int) -> QuotaExceededError:
-        """Return what a write that exceeds it is told."""
+        """Return the error of a write that exceeds the quota."""
         return QuotaExceededError(
-            f"the bucket would take {self._used + pending} bytes, its quota is {self.limit}",
-            hint="delete rows, which is allowed, and wait for merging; or 'upr-admin bucket quota' gives it more",
+            f"size of the bucket would be {self._used + pending} bytes; must be at most its quota {self.limit}",
+            hint="delete rows, and wait for compaction; or raise the quota with 'upr-admin bucket quota'",
         )
 
 
 class WaitingRoom:
-    """The bytes of the writes that wait to be numbered, in all buckets of a server.
+    """Bytes of the writes that wait to be numbered, in all buckets of a server.
 
     Attributes:
-        large, small: bytes that wait, apart, so that large writes leave small ones their room.
+        large, small: waiting bytes, counted apart so that large writes leave room for small ones.
     """
 
     def __init__(self) -> None:
@@ -184,7 +185,7 @@ class WaitingRoom:
         """Let a write wait while the body runs.
 
         Raises:
-            TooManyError: too much waits already.
+            TooManyError: too many bytes wait.
         """
         if size <= SMALL_WRITE_BYTES:
             _check_waiting(self.small, size, SMALL_WAITING_BYTES_MAX)
@@ -204,6 +205,6 @@ class WaitingRoom:
 def _check_waiting(held: int, size: int, limit: int) -> None:
     if held + size > limit:
         raise TooManyError(
-            f"writes of {held} bytes wait to be numbered, with {size} more they exceed {limit}",
-            hint="send it again, after a moment",
+            f"waiting writes would be {held + size} bytes; must be at most {limit}",
+            hint="retry after a moment",
         )

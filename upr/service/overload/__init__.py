@@ -1,1 +1,1 @@
-"""Overload: what keeps peers from taking more than their share of memory, descriptors and the event loop."""
+"""Overload: bounds on the memory, descriptors and event loop time that peers take."""

@@ -1,16 +1,16 @@
-"""Callers: how many calls each peer has open, and how much of the event loop its expensive calls take.
+"""Callers: bounds on each peer's open calls, and on the event loop time of its expensive calls.
 
 A peer is a host: the address that a call comes from, without the port; of an IPv6 address the first 64 bits. All
 clients behind one proxy, or one NAT, are one peer, so the limits are generous: no peer has more than PEER_CALLS of the
 calls of a kind, and the rest is for others.
 
-What an expensive call takes is charged to its peer's account. A peer that has used up what it holds waits, its calls in
-the order of arrival, and is refused when that would take long. Messages of a call that is open are never refused: the
-next one is not read before its turn. Then the call waits for one of the Turns of all peers.
+The time of an expensive call is charged to its peer's account. When the account is empty, the peer's calls wait in the
+order of arrival, and are refused if that would take long. Messages of an open call are never refused: the next one is
+not read before its turn. Then the call waits for one of the Turns of all peers.
 
-*Turns* are expensive requests one after the other, within a share of the event loop's time. The loop has one thread and
-serves its callers in the order in which they come: fifty clients that start all partitions again and again would leave a
-write one step in fifty.
+*Turns* run expensive requests one after the other, within a share of the event loop's time. The loop has one thread and
+serves callers in the order of arrival: fifty clients that start all partitions in a loop would leave a write one step
+in fifty.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 
 SHARE = 0.5
-"""Of the loop's time, for all expensive requests together."""
+"""Part of the loop's time for all expensive requests together."""
 
 
 class Turns:
-    """A queue in which each caller waits until those before it have had their share of time.
+    """Queue in which each caller waits until the callers before it have had their share of time.
 
     A caller waits for its turn, works, and the work's CPU time is charged: the next turn comes when SHARE of the time
-    since then covers it. A request that finds nobody before it, and nothing owed, begins at once.
+    since then covers it. A request with an empty queue and no debt begins at once.
     """
 
     def __init__(self) -> None:
@@ -57,36 +57,36 @@ class Turns:
                 left = self._free_at - loop.time()
                 if left <= 0:
                     return
-                # More may be charged meanwhile.
+                # Look again: another charge may have come meanwhile.
                 await asyncio.sleep(left)
 
     def charge(self, seconds: float) -> None:
-        """Take note of time of the loop that a request has used."""
+        """Charge loop time that a request has used."""
         now = asyncio.get_running_loop().time()
         self._free_at = max(self._free_at, now) + seconds * (1 / SHARE - 1)
 
 
 PEER_SHARE: Final = 0.4
 PEER_BURST_SECONDS: Final = 5.0
-"""Of a CPU: what a peer's expensive calls may take in the long run, and at first."""
+"""Part of a CPU for a peer's expensive calls in the long run, and the seconds before that applies."""
 WAIT_SECONDS: Final = 10.0
-"""A call that would wait longer for its turn is refused."""
+"""Longest wait for a turn; a call that would wait longer is refused."""
 REFUSED_SECONDS: Final = 1.0
-"""Before that it is kept for so long: who comes back at once costs as much with each refusal."""
+"""Delay of a refusal, because a client that retries at once costs as much with each refusal."""
 WAIT_BYTES: Final = 2**20
-"""A larger request is not kept while it would wait: it is refused."""
+"""Largest request that is kept while it waits; a larger one is refused."""
 ACCOUNTS_MAX: Final = 4096
 LARGE_BYTES_A_SECOND: Final = 50e6
 LARGE_BURST_BYTES: Final = 256 * 2**20
-"""What a peer's large writes may bring before its next Write call is kept waiting: a write that is taken in is work,
-also when it is refused."""
+"""Bytes of a peer's large writes, by rate and burst, above which its next Write call waits: receiving a write is work
+even if it is refused."""
 OPEN_BYTES: Final = 2 * 2**20
-"""What such a call counts for until more has come in it."""
+"""Bytes charged for such a call until it has sent more."""
 CALL_SECONDS: Final = 0.0005
-"""What any call takes, and one that streams twice that."""
+"""Seconds charged for any call; a streaming call costs twice that."""
 BYTES_A_SECOND: Final = 200e6
 CHEAP_SECONDS: Final = 0.002
-"""What takes less is not charged, and needs no turn."""
+"""Smallest cost in seconds that is charged and needs a turn."""
 _KINDS: Final = {
     "Follow": ("Follow", FOLLOW_CALLS_MAX, "one call carries any number of partitions"),
     "Write": ("Write", WRITE_CALLS_MAX, "one call carries any number of writes"),
@@ -112,7 +112,7 @@ def peer_of(address: str) -> str:
 
 
 def seconds_of(request: object) -> float:
-    """Return about how much CPU a unary request takes."""
+    """Return the approximate CPU seconds of a unary request."""
     match request:
         case changes.HelloRequest():
             items, each = len(request.partitions), 8e-6
@@ -144,7 +144,7 @@ def seconds_of(request: object) -> float:
 
 
 def seconds_of_streams(request: changes.FollowRequest) -> float:
-    """Return about how much CPU a message of a Follow call takes; 0 for one that is not about many streams."""
+    """Return the approximate CPU seconds of a message of a Follow call; 0 unless it concerns many streams."""
     start = request.start
     return (
         30e-6 * len(start.partitions)
@@ -154,7 +154,7 @@ def seconds_of_streams(request: changes.FollowRequest) -> float:
 
 
 class _Account:
-    """Seconds of CPU, or bytes, that come in at a rate, up to a burst."""
+    """Account of CPU seconds, or bytes, filled at a rate up to a burst."""
 
     __slots__ = ("_burst", "_paid", "_rate")
 
@@ -164,11 +164,11 @@ class _Account:
         self._paid = now - burst / rate
 
     def wait(self, now: float) -> float:
-        """Return for how long nothing more may be taken out."""
+        """Return the seconds until the account is positive again."""
         return self._paid - now
 
     def take(self, amount: float, now: float) -> None:
-        """Take out, also more than there is."""
+        """Take out an amount; the balance may become negative."""
         self._paid = max(self._paid, now - self._burst / self._rate) + amount / self._rate
 
     def is_full(self, now: float) -> bool:
@@ -176,7 +176,7 @@ class _Account:
 
 
 class Callers:
-    """The calls of one server.
+    """Calls of one server.
 
     Args:
         clock: in seconds, for the accounts.
@@ -199,7 +199,7 @@ class Callers:
             kind: ``Follow`` or ``Write``; all others are counted together.
 
         Raises:
-            TooManyError: as many of the kind are open as may be, in all or of this peer.
+            TooManyError: the limit of open calls of the kind is reached, in total or for this peer.
         """
         kind, limit, hint = _KINDS.get(kind, _OTHER)
         keys = ((kind, ""), (kind, peer))
@@ -207,7 +207,7 @@ class Callers:
             if self._open.get(key, 0) >= most:
                 whose = f" of {peer}" if key[1] else ""
                 raise TooManyError(
-                    f"{self._open[key]} {kind} calls{whose} are open, the limit is {most}",
+                    f"open {kind} calls{whose} are {self._open[key]}; must be below {most}",
                     hint=hint,
                 )
         for key in keys:
@@ -221,21 +221,21 @@ class Callers:
                     del self._open[key]
 
     def open_calls(self, kind: str, peer: str = "") -> int:
-        """Return how many calls of a kind are open, of one peer or in all."""
+        """Return the number of open calls of a kind, of one peer or in total."""
         return self._open.get((_KINDS.get(kind, _OTHER)[0], peer), 0)
 
     async def pay(self, peer: str, seconds: float, size: int = 0) -> None:
-        """Charge a request that has just come, and wait for its turn.
+        """Charge an arriving request, and wait for its turn.
 
         Args:
-            seconds: about what it takes.
+            seconds: its approximate cost.
             size: of the request, in bytes.
 
         Raises:
             TooManyError: that would take WAIT_SECONDS or longer; nothing is charged.
         """
         if seconds < CHEAP_SECONDS:
-            # Many clients behind one address that read a key each are no attack.
+            # Cheap requests are free: many clients behind one address that read a key each are no attack.
             return
         left = self._account(peer).wait(self._clock())
         if left >= WAIT_SECONDS or (left > 0 and size > WAIT_BYTES):
@@ -251,11 +251,11 @@ class Callers:
         """Charge a peer, and wait for its turn, however long that takes.
 
         Args:
-            seconds: what the request is likely to take; what it took is told with ``charged``.
+            seconds: the expected cost; ``charged`` corrects it to the real one.
         """
         account, now = self._account(peer), self._clock()
         left = account.wait(now)
-        # Charged at its arrival, so that the next one waits behind this one.
+        # Charged on arrival, so that the next request waits behind this one.
         account.take(seconds, now)
         try:
             if left > 0:
@@ -263,7 +263,7 @@ class Callers:
             if seconds >= CHEAP_SECONDS:
                 await self.turns.turn()
         except asyncio.CancelledError:
-            # Else those who give up sooner than their turn comes would keep each other, and themselves, from it.
+            # Refund the charge: clients that give up before their turn would otherwise block each other.
             account.take(-seconds, self._clock())
             raise
 
@@ -279,7 +279,7 @@ class Callers:
             self._account(peer).take(took - seconds, self._clock())
 
     def large_write(self, peer: str, size: int) -> None:
-        """Take note that a peer's large write of so many bytes came in."""
+        """Charge the bytes of a peer's large write."""
         self._account(peer, large=True).take(size, self._clock())
 
     async def open_write(self, peer: str) -> None:

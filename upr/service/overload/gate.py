@@ -17,12 +17,12 @@ from upr_protocol.limits import REQUEST_BYTES_MAX
 _IN_ORDER = frozenset({"SavePositions"})
 """Methods whose calls reach their handler in the order in which their connection began them.
 
-A small request that was begun after a large one can arrive before it, and an older position would replace a newer one.
+A small request can arrive before a large one that was begun first, and an older position would replace a newer one.
 """
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Receives, counts and charges every call, those of health and reflection included.
+    """Gate for every call, those of health and reflection included.
 
     A call with one request receives it through the intake, and is charged for it. One with many is registered with the
     intake, unless its method takes its messages as bytes and registers itself.
@@ -52,7 +52,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         return handler
 
     def _receiving(self, name: str, handler: Any) -> Any:
-        """Return the handler of a method with one request: it is received here, so gRPC is told of a stream."""
+        """Return the handler of a method with one request. It receives the request itself, so gRPC sees a stream."""
         intake, callers = self._intake, self._callers
         limit = self._limits.get(name, REQUEST_BYTES_MAX)
         serve = handler.unary_stream if handler.response_streaming else handler.unary_unary
@@ -72,16 +72,16 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 await abort(context, error)
 
         async def arrived(context: Context, opened: ExitStack) -> Any:
-            """Return the request, which is received, counted and charged for."""
-            raw = await intake.receive(context, limit, f"a {name}")
+            """Receive, count and charge the request, and return it."""
+            raw = await intake.receive(context, limit, name)
             if raw is None:
                 raise InvalidArgumentError(f"a {name} without a request")
             try:
                 request = handler.request_deserializer(raw)
             except DecodeError:
-                raise InvalidArgumentError(f"{len(raw)} bytes are no {name}") from None
+                raise InvalidArgumentError(f"{name} of {len(raw)} bytes cannot be parsed") from None
             size = len(raw)
-            # It may be large, and the turn may be long in coming.
+            # Free the message, which may be large, before a long wait for the turn.
             del raw
             peer = peer_of(context.peer())
             opened.enter_context(callers.open(name, peer))

@@ -1,11 +1,11 @@
-"""The intake: what peers are sending, until a handler has it; bounded for each call, and by the memory of the process in all.
+"""The intake: messages on their way to a handler, bounded for each call and by the memory of the process.
 
-gRPC takes a message into memory for each call that waits for one, up to MESSAGE_BYTES_MAX, and says nothing before it
-is whole; how many calls wait cannot be bounded further, since an idle call waits too. So the bytes are counted where
-they arrive: each connection's socket tells how many it received, and what of it came out as messages is counted here.
-When the process holds too much, the connections with the most in between lose their calls, with TOO_MANY. Large
-messages may come faster than the event loop handles them, so a thread looks as well: should the process hold still
-more, it shuts those connections down, and their clients connect again.
+gRPC takes a message into memory for each call that waits for one, up to MESSAGE_BYTES_MAX, and reports it only when it
+is complete. The number of waiting calls cannot be bounded further, since idle calls wait too. So bytes are counted
+where they arrive: each connection's socket tells how many it received, and this module counts those delivered as
+messages. When the process holds too much memory, the connections with the largest difference lose their calls, with
+TOO_MANY. Large messages may arrive faster than the event loop handles them, so a thread watches as well: above a higher
+limit it shuts those connections down, and their clients reconnect.
 """
 
 import asyncio
@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
 GUARD_SECONDS = 0.01
-"""How often the thread looks while RECEIVE_WATCH_BYTES or more are held; otherwise as often as the loop does."""
+"""Interval of the thread while RECEIVE_WATCH_BYTES or more are held; otherwise that of the loop."""
 BASE_SECONDS = 60.0
-"""What a socket received is compared with what it had received at most so long ago: frames and headers add up."""
+"""Longest time over which received bytes are compared: over more, frames and headers add up."""
 ARRIVING_BYTES_MIN = 2**20
-"""A connection with less on its way loses no call."""
+"""Smallest number of arriving bytes for which a connection loses calls."""
 LARGE_BYTES = 2**20
 CALM_SECONDS = 0.5
-"""While much is held, a call that sent LARGE_BYTES at once is not read from for up to CALM_SECONDS."""
+"""Longest pause before the next read of a call that sent LARGE_BYTES at once, while much memory is held."""
 FREE_SECONDS = 0.25
 QUIET_TICKS = 20
 GIVE_BACK_BYTES = 24 * 2**20
-"""Grown by so much since freed memory was last given back, and quiet for QUIET_TICKS: it is given back again."""
+"""Growth since freed memory was last returned to the system, after which QUIET_TICKS of quiet return it again."""
 _TCP_INFO_BYTES_RECEIVED = struct.Struct("@Q")
 _TCP_INFO_OFFSET = 128
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -62,9 +62,9 @@ _left: set[asyncio.Future[Any]] = set()
 
 
 def leave(reading: asyncio.Future[Any]) -> None:
-    """Leave a task that waits for a message to itself: it ends with its call.
+    """Detach a task that waits for a message: it ends with its call.
 
-    To cancel it would lose the message that has come for it meanwhile: gRPC frees one that is taken, and no other.
+    Cancelling it would leak a message that arrived meanwhile: gRPC frees only messages that are taken.
     """
     _left.add(reading)
     reading.add_done_callback(_ended)
@@ -73,17 +73,17 @@ def leave(reading: asyncio.Future[Any]) -> None:
 def _ended(reading: asyncio.Future[Any]) -> None:
     _left.discard(reading)
     if not reading.cancelled():
-        # How it ended is nobody's concern any more.
+        # Retrieve the exception, or asyncio logs it as never retrieved.
         reading.exception()
 
 
 class _Peer:
-    """One connection.
+    """A connection.
 
     Attributes:
         name: gRPC's name of it.
         delivered: bytes of the messages that came out.
-        base: so many more it had received when nothing counted as arriving.
+        base: received minus delivered bytes when nothing counted as arriving.
         calls: those for which messages may arrive.
     """
 
@@ -95,7 +95,7 @@ class _Peer:
 
 
 class Arriving:
-    """A call for which messages may be arriving; ``shed`` is called to end it at once."""
+    """Call for which messages may be arriving; ``shed`` is called to end it at once."""
 
     def __init__(
         self, intake: "Intake", peer: _Peer, context: Context, shed: Callable[[], object]
@@ -119,7 +119,7 @@ class Arriving:
         return raw
 
     def stop(self, reader: asyncio.Task[None]) -> bool:
-        """End the task that reads; False if it waits for a message, and so ends no sooner than its call."""
+        """End the task that reads; False if it waits for a message and therefore ends with the call."""
         if self._reading and not reader.done():
             if not self._stopped:
                 self._stopped = True
@@ -129,14 +129,14 @@ class Arriving:
         return True
 
     def received(self, size: int) -> None:
-        """Take note that a message of so many bytes came out."""
+        """Record the delivery of a message of this size."""
         self._peer.delivered += size
         if size >= LARGE_BYTES:
-            # At once: before the next tick more of them may be handled, one after the other.
+            # Checked at once: more large messages may be handled before the next tick.
             self._intake.look()
 
     async def calm(self) -> None:
-        """Wait while much is held, for CALM_SECONDS at most."""
+        """Wait while the process holds much memory, for CALM_SECONDS at most."""
         left = CALM_SECONDS
         while left > 0 and anonymous_bytes() >= RECEIVE_WATCH_BYTES:
             await asyncio.sleep(TICK_SECONDS)
@@ -148,15 +148,15 @@ class Arriving:
 
 
 def shed_error() -> TooManyError:
-    """Return what a call is told that was ended because too much was arriving."""
+    """Return the error of a call that was ended because too much was arriving."""
     return TooManyError(
         "the server holds too many bytes of unfinished requests",
-        hint="send again, after a moment; fewer large values at once",
+        hint="retry after a moment, with fewer large values at once",
     )
 
 
 class Intake:
-    """All that is arriving at a server."""
+    """Intake of a server."""
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
@@ -206,14 +206,14 @@ class Intake:
             return None
         arriving.received(len(raw))
         if len(raw) > limit:
-            raise InvalidArgumentError(f"{what} of {len(raw)} bytes, the limit is {limit}")
+            raise InvalidArgumentError(f"{what} is {len(raw)} bytes; must be at most {limit}")
         message: bytes = raw
         return message
 
     # Watching
 
     async def watch(self) -> None:
-        """Look at the process's memory, for ever."""
+        """Watch the process's memory until cancelled."""
         base_at = time.monotonic() + BASE_SECONDS
         while True:
             await asyncio.sleep(TICK_SECONDS)
@@ -223,7 +223,7 @@ class Intake:
                 self._begin_anew(await asyncio.to_thread(received_by_peer))
 
     def _begin_anew(self, sizes: Mapping[str, int]) -> None:
-        """Count from here on what each connection receives, and forget those that are gone."""
+        """Restart the counts of all connections, and drop closed ones."""
         for name, peer in list(self._peers.items()):
             if name in sizes:
                 peer.base = sizes[name] - peer.delivered
@@ -241,10 +241,10 @@ class Intake:
         self._given_back = min(self._given_back, held)
 
     def look(self) -> int:
-        """End calls if the process holds too much; returns how much it holds."""
+        """End calls if the process holds too much memory; return how much it holds."""
         held = anonymous_bytes()
         if held >= RECEIVE_LIMIT_BYTES and time.monotonic() > self._freed_at + FREE_SECONDS:
-            # What was freed may not have gone back yet.
+            # Freed memory may not have been returned yet.
             give_back_freed()
             self._freed_at = time.monotonic()
             held = anonymous_bytes()
@@ -256,7 +256,7 @@ class Intake:
         return held
 
     def _shed(self, held: int) -> None:
-        """End the calls of the connections on which most is arriving, until enough of it would be freed."""
+        """End calls of the connections with the most arriving bytes, until that would free enough."""
         ended = 0
         for size, peer in self._over(received_by_peer(), held):
             peer.base += size
@@ -271,7 +271,7 @@ class Intake:
             )
 
     def _over(self, sizes: Mapping[str, int], held: int) -> list[tuple[int, "_Peer"]]:
-        """Return the connections on which most is arriving, and how many bytes, until enough would be freed."""
+        """Return the connections with the most arriving bytes, until closing them would free enough."""
         arriving = sorted(
             (
                 (sizes[name] - peer.delivered - peer.base, peer)
@@ -280,7 +280,7 @@ class Intake:
             ),
             key=lambda one: one[0],
         )
-        # One message is always let in, however slowly the tail is stored: else a lone writer would not get on.
+        # One message always passes, however slow the flush is: otherwise a single writer would starve.
         left = min(
             held - RECEIVE_WATCH_BYTES, sum(size for size, _ in arriving) - MESSAGE_BYTES_MAX
         )
@@ -294,7 +294,7 @@ class Intake:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Have a thread bound what arrives while the body runs."""
+        """Run the watching thread while the body runs."""
         stop = threading.Event()
         thread = threading.Thread(target=self._guard, args=(stop,), name="intake", daemon=True)
         thread.start()
@@ -335,7 +335,7 @@ class Intake:
 def received_by_peer() -> dict[str, int]:
     """Return how many bytes each TCP connection of the process has received, by gRPC's name of its peer.
 
-    Empty where the system does not tell.
+    Empty if the system does not tell.
     """
     return {name: received for name, _, received in _connections()}
 
@@ -350,7 +350,7 @@ def _connections() -> Iterator[tuple[str, socket.socket, int]]:
         with suppress(OSError, struct.error):
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
-            # The copy stays what it is should the connection be closed meanwhile.
+            # A copy, which stays valid if the connection is closed meanwhile.
             with socket.socket(fileno=os.dup(int(number))) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6):
                     name = _peer_name(one.getpeername())

@@ -1,10 +1,10 @@
 """The process: its file descriptors, memory, garbage collector, and how late its event loop is.
 
-*Descriptors*: what connections may take of them, so that journal and stores always find some.
+*Descriptors*: a bound on those of connections, so that journal and stores always find some.
 
-*Garbage*: a full collection looks at every object, and with a thousand followers that takes a tenth of a second. So what
-has survived one is set aside (``gc.freeze``): the next looks at what came since. Reference counts free most of what goes;
-cycles among what was set aside are looked for once an hour.
+*Garbage*: a full collection looks at every object, and with a thousand followers that takes a tenth of a second. So
+survivors of one are frozen (``gc.freeze``): the next one looks only at newer objects. Reference counts free most
+garbage; frozen objects are searched for cycles once an hour.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from upr_protocol.errors import ListenError
 from upr_protocol.limits import BUCKETS_MAX, CONNECTIONS_MAX
 
 BUCKET_DESCRIPTORS: Final = 8
-"""What a bucket may have open: the store's files, the journal's segment and the next one, a folder to be synced."""
+"""Descriptors of a bucket: the store's files, the journal's segment and the next one, a folder to sync."""
 SPARE_DESCRIPTORS: Final = 16
-"""For what is open for a moment: a connection that is refused, a file of /proc, the ready file."""
+"""Descriptors for short use: a refused connection, a file of /proc, the ready file."""
 CONNECTIONS_MIN: Final = 8
 _OPEN = Path("/proc/self/fd")
 
@@ -38,7 +38,7 @@ def raise_descriptor_limit() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError):
-        return  # Some systems refuse what they call unlimited; then the limit stays as it is.
+        return  # Some systems report an unlimited hard limit and refuse to set it; then the soft limit stays.
 
 
 def descriptor_limit() -> int:
@@ -53,13 +53,13 @@ def buckets_max() -> int:
 
 
 def connections_max(buckets: int) -> int:
-    """Return how many connections there may be at once: what is left when the store has what it may need.
+    """Return the largest number of connections: the descriptors that journal and stores do not need.
 
     Args:
-        buckets: how many are open now.
+        buckets: the number open now.
 
     Raises:
-        ListenError: that is less than CONNECTIONS_MIN.
+        ListenError: it is below CONNECTIONS_MIN.
     """
     try:
         now = len(os.listdir(_OPEN))
@@ -81,17 +81,16 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _ARENAS = 2
 _MMAP_BYTES = 4 * 2**20
-"""What is larger has pages of its own, which go back when it is freed. Left alone glibc raises this to 32 MiB with the
-first large block that is freed, and holes of that size stay in the heap."""
+"""Smallest allocation with pages of its own, which return to the system when freed. By default glibc raises this to 32
+MiB with the first large block freed, and holes of that size stay in the heap."""
 _TRIM_BYTES = 16 * 2**20
 
 
 def share_free_memory() -> None:
-    """Have all threads, and pyarrow, take memory from the same few places. Once, before anything is served.
+    """Let all threads, and pyarrow, share a few memory arenas. Call once, before anything is served.
 
-    By default each thread of a process with glibc has an arena of its own, and pyarrow a pool of its own, and what
-    one has freed the others do not use. With blocks that go from thread to thread that costs about 60 MiB, for no
-    speed.
+    By default each thread has an arena of its own with glibc, and pyarrow a pool of its own; none reuses memory that
+    another freed. For blocks that move between threads that costs about 60 MiB, and gains no speed.
     """
     pa.set_memory_pool(pa.system_memory_pool())
     with suppress(AttributeError, OSError, TypeError):
@@ -139,14 +138,15 @@ def _set_aside(phase: str, info: dict[str, Any]) -> None:
 
 
 def tame_collector() -> None:
-    """Set aside what is there, and from now on what survives a full collection. Once, before anything is served."""
+    """Freeze existing objects, and later the survivors of each full collection. Call once, before anything is
+    served."""
     if _set_aside not in gc.callbacks:
         gc.callbacks.append(_set_aside)
     gc.collect()
 
 
 async def collect_garbage() -> None:
-    """Look through everything now and then, until cancelled."""
+    """Collect all objects, frozen ones too, now and then until cancelled."""
     while True:
         await asyncio.sleep(WHOLE_SECONDS)
         gc.unfreeze()
@@ -160,7 +160,7 @@ FADE: Final = 0.9
 
 
 class LoopDelays:
-    """Samples by how much the loop is late.
+    """Delays of the event loop, sampled.
 
     Attributes:
         counts: samples in each part of the histogram.

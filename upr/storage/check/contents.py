@@ -1,13 +1,13 @@
 """Contents of a bucket as a check sees them: blocks, all other rows of the store, the journal; and findings.
 
-*Blocks* and markers: what can be proved about rows that are missing. A row may be missing when a newer version of its key
-lies at or below the horizon of its run, or when it is a tombstone at or below the purge seqno. The key of a row that is
-not there is not known, so one thing remains: at a complete marker M (no run up to there has a horizon above M) nothing at
-or below the horizon is newer than M itself, so **the row at M is there**, unless M is at or below the purge seqno.
-A key that is there twice proves nothing: keeping a superseded row is lawful, dropping it is only allowed.
+*Blocks* and markers: proofs about missing rows. A row may be missing when a newer version of its key is at or below the
+horizon of its run, or when it is a tombstone at or below the purge seqno. The key of a missing row is unknown, so one
+proof remains: at a complete marker M (no run up to there has a horizon above M) no row at or below the horizon is newer
+than M itself, so **the row at M must exist**, unless M is at or below the purge seqno. A duplicate key proves nothing:
+a superseded row may stay.
 
-An active partition numbers and stores whole stretches: a horizon above the end of its data says that rows are missing
-whose newer versions are nowhere. On a replica that is lawful, the rest of a stretch has still to come.
+An active partition numbers and stores complete stretches. A horizon above the end of its data means that rows are
+missing, and their newer versions too. On a replica that is valid: the rest of a stretch may still arrive.
 """
 
 import json
@@ -34,19 +34,19 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 DAMAGE = "damage"
 NOTE = "note"
-"""Lawful, but worth knowing: what the next start will do."""
+"""Severity of a valid state that is worth knowing, such as an action of the next start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One contradiction.
+    """Finding: one contradiction.
 
     Attributes:
         what: in words.
         severity: DAMAGE or NOTE.
-        partition: None when it is not about one.
-        above, end: the seqno range ``(above, end]`` that it is about, None when it is not about one.
-        file: the file, as a path below the bucket's folder; empty when it is not about one.
+        partition: None for the bucket as a whole.
+        above, end: the seqno range ``(above, end]`` concerned, or None.
+        file: the path below the bucket's folder, or empty.
         offset: the byte in that file.
     """
 
@@ -67,12 +67,12 @@ Report = Callable[[Finding], None]
 
 @dataclass(slots=True)
 class Readable:
-    """The seqno ranges ``(above, end]`` of each partition that read fine, ascending and joined."""
+    """Readable seqno ranges ``(above, end]`` of each partition, ascending and joined."""
 
     ranges: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def add(self, partition: int, above: int, end: int) -> None:
-        """Add a range that lies behind those that are there."""
+        """Add a range behind the last one."""
         known = self.ranges.setdefault(partition, [])
         if known and known[-1][1] == above:
             known[-1][1] = end
@@ -82,10 +82,10 @@ class Readable:
 
 @dataclass(slots=True)
 class Ends:
-    """Where a partition's data ends, the largest horizon up to there, and the last complete marker.
+    """End of a partition's data, the largest horizon up to there, and the last complete marker.
 
     Attributes:
-        unread: whether a block could not be read, so that horizon and marker are not known for sure.
+        unread: whether a block could not be read, so that horizon and marker are uncertain.
     """
 
     high: int = 0
@@ -202,7 +202,7 @@ def last_rows(block: Block) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
 
 
 def problem_of(data: bytes) -> tuple[Block | None, str]:
-    """Return a block, or why it cannot be read."""
+    """Return a block, or the error of reading it."""
     try:
         return decode_block(data), ""
     except InvalidArgumentError as error:
@@ -213,7 +213,7 @@ ACTIVE, DEAD = 1, 4
 _STATES = range(1, 5)
 _IDENTITY, _PROOF = b"identity", b"clean_shutdown_proof"
 Items = Callable[[bytes], Iterator[tuple[bytes, bytes]]]
-"""Yields the keys and values of a table by its name."""
+"""Function of a table's name that yields its keys and values."""
 
 
 def check_identity(
@@ -222,12 +222,12 @@ def check_identity(
     """Check the table ``meta``.
 
     Args:
-        version: what the bucket's folder says, 16 hex digits.
+        version: the name of the bucket's folder, 16 hex digits.
 
-    Returns the identity and the clean-shutdown proof, None where they are not there or cannot be read.
+    Returns the identity and the clean-shutdown proof, None for each that is missing or cannot be read.
 
     Raises:
-        DataDirectoryError: the store's format is not known here.
+        DataDirectoryError: the store's format is unknown.
     """
     identity, proof = None, None
     for key, value in items(b"meta"):
@@ -259,7 +259,7 @@ def _identity(body: bytes) -> Identity:
 
 
 def check_partition_rows(items: Items, report: Report) -> dict[int, PartitionRow]:
-    """Check the table ``partitions``; returns the rows that can be read."""
+    """Check the table ``partitions``; return the rows that can be read."""
     rows: dict[int, PartitionRow] = {}
     seen: set[int] = set()
     for key, value in items(b"partitions"):
@@ -283,10 +283,10 @@ def check_partition_rows(items: Items, report: Report) -> dict[int, PartitionRow
 
 
 def check_aside(items: Items, rows: Mapping[int, PartitionRow], report: Report) -> None:
-    """Check the table ``aside``, and tell of dead partitions.
+    """Check the table ``aside``, and report dead partitions.
 
     Args:
-        rows: of the partitions that are looked at.
+        rows: of the checked partitions.
     """
     held: dict[int, list[tuple[int, int]]] = {}
     counts: dict[int, int] = {}
@@ -325,7 +325,7 @@ def check_ends(
     proof: Proof | None,
     report: Report,
 ) -> None:
-    """Check what rows and the proof say against where the data of store and journal end."""
+    """Compare rows and proof with the ends of the data in store and journal."""
     for partition, row in rows.items():
         high = highs.get(partition, 0)
         told = int(proof.highs[partition]) if proof is not None and row.state != DEAD else 0
@@ -363,7 +363,7 @@ def check_consumers(
 def check_producers(
     items: Items, rows: Mapping[int, PartitionRow], highs: Mapping[int, int], report: Report
 ) -> None:
-    """Check the tables ``producers`` and ``producer_times``, and that they tell of the same producers."""
+    """Check the tables ``producers`` and ``producer_times``, and that they have the same producers."""
     times: dict[bytes, int] = {}
     for key, _ in items(b"producer_times"):
         if not 9 <= len(key) <= NAME_BYTES_MAX + 8:
@@ -436,7 +436,7 @@ def check_cuts(items: Items, now: int, report: Report) -> dict[int, list[tuple[s
     """Check the table ``cuts``.
 
     Args:
-        now: microseconds since the epoch; a cut whose lease has ended pins nothing any more.
+        now: microseconds since the epoch; an expired cut pins nothing.
 
     Returns by partition the pins of the others: (cut, failover id, seqno).
     """
@@ -461,7 +461,7 @@ def check_pin_ids(
     highs: Mapping[int, int],
     report: Report,
 ) -> None:
-    """Check that pins lie in the history that is there."""
+    """Check that pins are in the partition's history."""
     for partition, several in pins.items():
         row: Any = rows.get(partition)
         for name, failover_id, seqno in several:
@@ -477,15 +477,15 @@ def check_pin_ids(
 
 
 class JournalCheck:
-    """Goes through a journal once, without changing it.
+    """Check of a journal, in one pass, without changing it.
 
     Args:
         folder: the bucket's folder.
         version: the bucket's version.
         rows: the partition rows that can be read.
-        ends: where each partition's stored part ends; carried on.
-        wanted: the partitions that are checked.
-        tick: called now and then, to say that it goes on.
+        ends: the end of each partition's stored part; ``run`` advances it.
+        wanted: the partitions to check.
+        tick: called now and then, as a sign of progress.
     """
 
     def __init__(
@@ -511,7 +511,7 @@ class JournalCheck:
         self._first = np.zeros(PARTITIONS, np.uint64)
         self._lost = np.ones(PARTITIONS, bool)
         for partition, row in rows.items():
-            # The row decides where the journal goes on, as it does at a start.
+            # The row decides where the journal continues, as at a start.
             self._high[partition] = row.stored_high
             self._horizon[partition] = ends[partition].horizon if partition in ends else 0
             self._purge[partition] = row.purge_seqno
@@ -521,10 +521,10 @@ class JournalCheck:
         self.holds_more = False
 
     def run(self, *, needed: bool) -> None:
-        """Check everything; afterwards ``ends`` counts the journal in.
+        """Check everything; afterwards ``ends`` includes the journal.
 
         Args:
-            needed: whether there must be a segment: there is no proof, and a start leaves one.
+            needed: whether a segment must exist, because there is no proof and every start leaves one.
         """
         before = self._high.copy()
         journal = self._folder / "journal"
@@ -597,7 +597,7 @@ class JournalCheck:
             low, end = sorted((start, high))
             words = f"commit {commit} goes on at seqno {start}, what is there ends at {high}"
             self._say(found, words, partition=partition, above=low, end=end)
-            # One gap is one finding: behind it everything lies behind the gap.
+            # One gap is one finding: all later commits are behind it.
             self._lost[partition] = True
         live &= ~gap
         if not live.any():

@@ -1,6 +1,7 @@
 """The check of a closed data directory: buckets one after the other, each in a process of its own.
 
-The process (``worker``) may die or hang on damaged pages: that is a finding, and the next one goes on behind the place.
+The process (``worker``) may die or hang on damaged pages. That is a finding, and the next process continues behind the
+place.
 """
 
 import contextlib
@@ -26,19 +27,19 @@ HANG_SECONDS = 120.0
 _DEATHS_MAX = 8
 _READ_BYTES = 65536
 Progress = Callable[[int, str], None]
-"""Takes how many partitions are done, and words."""
+"""Function of the number of partitions done, and words."""
 
 
 @dataclass(slots=True)
 class BucketReport:
-    """What was found in one bucket.
+    """Report on one bucket.
 
     Attributes:
         version: the name of its folder.
-        name: its name; empty when that cannot be read.
+        name: its name; empty if that cannot be read.
         findings: all of them.
-        readable: by partition the seqno ranges ``[above, end]`` that read fine.
-        unusable: why this program cannot judge it; empty when it can.
+        readable: by partition the readable seqno ranges ``[above, end]``.
+        unusable: why this program cannot check it; empty if it can.
     """
 
     version: str
@@ -52,7 +53,7 @@ class BucketReport:
         return any(finding.severity == DAMAGE for finding in self.findings)
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Note what a line of the worker says."""
+        """Record a line of the worker."""
         if "finding" in line:
             self.add(Finding(**line["finding"]))
         elif "readable" in line:
@@ -70,10 +71,10 @@ class BucketReport:
 
 @contextlib.contextmanager
 def closed_directory(path: Path) -> Iterator[list[Path]]:
-    """Hold the lock of a data directory, and give the folders of its buckets. Changes nothing.
+    """Hold the lock of a data directory, and yield the folders of its buckets. Changes nothing.
 
     Raises:
-        DataDirectoryError: it is none, of a newer format, or used by a server.
+        DataDirectoryError: it is no data directory, of another format, or used by a server.
     """
     read_mark(path)
     try:
@@ -125,7 +126,7 @@ def _ahead(progress: Progress, done: int) -> Progress:
 
 
 class _BucketCheck:
-    """Runs workers on one bucket until one comes to its end."""
+    """Run of workers on one bucket until one completes."""
 
     def __init__(
         self, folder: Path, partitions: list[int], hang_seconds: float, progress: Progress
@@ -154,7 +155,7 @@ class _BucketCheck:
         return self._report
 
     def _run_worker(self, task: Task) -> str:
-        """Run one worker; returns how it died if it did not come to its end."""
+        """Run one worker; return how it died if it did not complete."""
         text = json.dumps(dataclasses.asdict(task))
         command = [sys.executable, "-m", "upr.storage.check.worker", text]
         with subprocess.Popen(
@@ -175,7 +176,7 @@ class _BucketCheck:
         return f"the reading process ended with status {status}"
 
     def _read(self, process: "subprocess.Popen[bytes]") -> bool:
-        """Take the worker's lines until it ends; False when it says nothing for too long."""
+        """Record the worker's lines until it ends; False if it is silent for too long."""
         assert process.stdout is not None
         rest = b""
         with selectors.DefaultSelector() as selector:

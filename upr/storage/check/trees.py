@@ -1,8 +1,8 @@
-"""Page trees of an LMDB data file: whether its pages form the trees that they say they form.
+"""Page trees of an LMDB data file: a check that its pages form consistent trees.
 
-LMDB's pages have no checksums. But every page from 2 to the last is either part of exactly one tree or free, old
-states lie in free pages only, and a tree counts its pages and entries: so a pointer, a bound or a number that was
-damaged contradicts something else. What is not found by this is not used by anybody.
+LMDB's pages have no checksums. But every page from 2 to the last is either part of exactly one tree or free, only free
+pages hold old states, and a tree counts its pages and entries. So a damaged pointer, bound or number contradicts
+another one. Damage that this does not find is in bytes that LMDB never uses.
 """
 
 import itertools
@@ -44,7 +44,7 @@ _Sink = Callable[[str, int | None], None]
 
 @dataclass(slots=True)
 class _Counted:
-    """What a walk through one tree met."""
+    """Counts of a walk through one tree."""
 
     branch_pages: int = 0
     leaf_pages: int = 0
@@ -58,7 +58,7 @@ def check_pages(file: PageFile, report: _Sink, tick: Callable[[], None] = lambda
     Args:
         file: open.
         report: called with words and the page's number, if one is meant, for every contradiction.
-        tick: called for every page, to say that it goes on.
+        tick: called for every page, as a sign of progress.
     """
     _Walk(file, report, tick).run()
 
@@ -93,11 +93,11 @@ class _Walk:
         self._check_free(freed)
 
     def _check_metas(self) -> list[int]:
-        """Check that the metas are those of two transactions in a row; returns the free pages."""
+        """Check that the metas are of consecutive transactions; return the free pages."""
         older, newer = sorted(self._file.metas, key=lambda meta: meta.transaction)
         for meta in (older, newer):
             newest = self._newest_freed(meta)
-            # A page is freed by every transaction but the very first, and nothing of a later one can be listed.
+            # Every transaction but the first frees a page, and the list cannot have pages of a later one.
             if newest is not None and (
                 newest > meta.transaction
                 or (meta is newer and newest < meta.transaction and meta.transaction > 1)
@@ -117,7 +117,7 @@ class _Walk:
         try:
             return max((number for number, _ in self._file.free_pages(meta)), default=None)
         except PageDamage:
-            # The list of the older meta is nobody's any more; that of the chosen one is reported by its walk.
+            # The list of the older meta is unused; the walk of the chosen one reports its list.
             return None
 
     def _check_free(self, freed: list[int]) -> None:
@@ -178,7 +178,7 @@ class _Walk:
         counted: _Counted,
         tables: list[Node],
     ) -> None:
-        """Check a page and what lies below; its keys are from ``bounds[0]`` on and below ``bounds[1]``."""
+        """Check a page and its subtree; its keys must be at least ``bounds[0]`` and below ``bounds[1]``."""
         self._bad_page = number
         self._tick()
         data = self._file.page(number)

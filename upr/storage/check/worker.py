@@ -1,14 +1,14 @@
 """The process that checks one bucket: ``python -m upr.storage.check.worker JSON``.
 
-LMDB maps the file and trusts its pages, so damaged ones can kill or hang whoever reads them. That is this process,
-which tells its parent in JSON lines on stdout what it is at and what it found:
+LMDB maps the file and trusts its pages, so damaged pages can kill or hang the process that reads them: this one. It
+reports its progress and findings to its parent as JSON lines on stdout:
 
     {"at": [partition or null, words]}   before every step
     {"name": text}                       the bucket's name
     {"finding": {...}}                   see Finding
-    {"readable": {partition: ranges}}    replaces what was told of these partitions before
-    {"unusable": text}                   the format is not known here
-    {"end": true}                        everything was looked at
+    {"readable": {partition: ranges}}    replaces earlier ranges of these partitions
+    {"unusable": text}                   the format is unknown
+    {"end": true}                        everything was checked
 """
 
 import dataclasses
@@ -51,12 +51,12 @@ _BLOCK_KEY_BYTES = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker is asked to do.
+    """Task of a worker.
 
     Attributes:
         folder: the bucket's folder.
         partitions: which ones, ascending.
-        again: a worker died before: only what lies behind the place of its death is told.
+        again: whether a worker died before; findings up to the place of its death are not sent again.
     """
 
     folder: str
@@ -65,7 +65,7 @@ class Task:
 
 
 Send = Callable[..., None]
-"""Takes one line as keyword arguments, as the module's text lists them."""
+"""Function that sends one line, given as keyword arguments; the module's text lists them."""
 
 
 def _print(**line: Any) -> None:
@@ -174,7 +174,7 @@ class _Worker:
         try:
             return self._env.open_db(name, txn=self._txn, create=False)
         except lmdb.NotFoundError:
-            # Written by a version that did not know the table yet; a lost one is missed where it is needed.
+            # An older version did not have the table; a lost one is noticed where it is needed.
             return None
 
     def _items(self, name: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -238,18 +238,18 @@ class _Worker:
 
 
 def _ignore(_: Finding) -> None:
-    """Told by the worker that died."""
+    """Do nothing: the worker that died has sent it."""
 
 
 def check_bucket(task: Task, send: Send) -> None:
-    """Check one bucket in this process, and send what is at and what is found."""
+    """Check one bucket in this process, and send progress and findings."""
     worker = _Worker(task, send)
     try:
         worker.run()
     except DataDirectoryError as error:
         send(unusable=str(error))
     except Exception as error:
-        # Whatever damaged bytes made of the code that reads them, it is damage that was found.
+        # Any exception of the code that reads damaged bytes is a finding of damage.
         send(finding=Finding(f"reading ends here: {type(error).__name__}: {error}").to_json())
         send(end=False)
     finally:
@@ -257,7 +257,7 @@ def check_bucket(task: Task, send: Send) -> None:
 
 
 def main() -> None:
-    # A core dump of a map of some TiB helps nobody.
+    # No core dump: the map takes some TiB.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     check_bucket(Task(**json.loads(sys.argv[1])), _print)
 
