@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from upr.cli.git_history import FileChange, GitError, GitHistory, Skipped, run_git
-from upr_client import AsyncClient, ChangeBatch, Rollback
+from upr_client import AsyncClient, ChangeBatch, Rollback, Tuning
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.partitioning import partition_of
@@ -208,7 +208,9 @@ class Demo:
         async with AsyncClient(self._server.target, retry_seconds=WAIT_SECONDS) as client:
             bucket = client.bucket("default")
             changes = bucket.changes(
-                on_rollback=self.tree.undo, retry_seconds=WAIT_SECONDS, on_status=self._on_status
+                tuning=Tuning(retry_seconds=WAIT_SECONDS),
+                on_rollback=self.tree.undo,
+                on_status=self._on_status,
             )
 
             async def follow() -> None:
@@ -221,7 +223,10 @@ class Demo:
             try:
                 await self._load(client, follower)
                 say("loader    everything is acknowledged; waiting for the follower")
-                high = {info.partition: info.high_seqno for info in await bucket.partitions()}
+                high = {
+                    info.partition: info.high_seqno
+                    for info in await client.admin.partitions(bucket)
+                }
                 await self._follower_reaches(high, follower)
                 # With nothing left to come it may have had everything before it noticed the kill.
                 await until(lambda: bool(changes.handshakes) or follower.done())
@@ -275,7 +280,7 @@ class Demo:
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             try:
-                return (await client.bucket("default").failover_logs([partition]))[partition]
+                return (await client.admin.failover_logs("default", [partition]))[partition]
             except UnavailableError:
                 if time.monotonic() > deadline:
                     raise

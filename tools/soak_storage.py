@@ -32,9 +32,11 @@ from upr_client import (
     AsyncClient,
     ChangeBatch,
     MemoryPositions,
+    Only,
     Rollback,
-    SnapshotGoneError,
+    Tuning,
 )
+from upr_client.errors import SnapshotGoneError
 from upr_protocol.partitioning import partition_of
 
 KEYS = 3_000
@@ -191,7 +193,7 @@ class Soak:
             for job in jobs:
                 group.create_task(job())
         reader = self._reader("last reader")
-        async with self._bucket.changes(until_now=True) as changes:
+        async with self._bucket.changes(until="now") as changes:
             async for batch in changes.batches():
                 await reader.take(batch)
         reader.check_at(self.model.seqnos())
@@ -224,13 +226,16 @@ class Soak:
     async def _keep_up(self) -> None:
         reader = self._reader("fast reader")
         with suppress(TimeoutError):
-            async with self._until_over(), self._bucket.changes(stability="memory") as changes:
+            async with (
+                self._until_over(),
+                self._bucket.changes(only=Only(stability="memory")) as changes,
+            ):
                 async for batch in changes.batches():
                     await reader.take(batch)
 
     async def _dawdle(self) -> None:
         reader = self._reader("slow reader")
-        following = self._bucket.changes(credit_bytes=20_000, on_rollback="event")
+        following = self._bucket.changes(tuning=Tuning(credit_bytes=20_000), on_rollback="event")
         with suppress(TimeoutError):
             async with self._until_over(), following as changes:
                 async for batch in changes.batches():
@@ -249,7 +254,9 @@ class Soak:
     async def _visit(self, reader: Reader, positions: MemoryPositions) -> None:
         left = self._rng.randint(1, 40)
         following = self._bucket.changes(
-            positions=positions, on_rollback="event", credit_bytes=100_000, save_seconds=0
+            resume=positions,
+            tuning=Tuning(credit_bytes=100_000, save_seconds=0),
+            on_rollback="event",
         )
         async with self._until_over(), following as changes:
             async for batch in changes.batches():
@@ -263,9 +270,7 @@ class Soak:
         for number in itertools.count():
             reader = self._reader(f"newcomer {number}")
             there = self.model.seqnos()
-            async with self._bucket.changes(
-                until_now=True, on_rollback="event", keys_only=False
-            ) as changes:
+            async with self._bucket.changes(until="now", on_rollback="event") as changes:
                 async for batch in changes.batches():
                     await reader.take(batch)
             reader.check_at(there)
@@ -280,11 +285,11 @@ class Soak:
         away = 1.0
         while not self.over:
             async with self._bucket.changes(
+                resume=positions,
+                until="now",
+                tuning=Tuning(save_seconds=0),
                 consumer="truant",
-                positions=positions,
                 on_rollback="event",
-                until_now=True,
-                save_seconds=0,
             ) as changes:
                 async for batch in changes.batches():
                     await reader.take(batch)
@@ -294,7 +299,7 @@ class Soak:
 
     async def _cuts(self) -> None:
         for number in itertools.count():
-            cut = await self._bucket.create_cut(f"cut {number}", lease=60)
+            cut = await self._client.admin.create_cut(self._bucket, f"cut {number}", lease=60)
             # Made at one instant on the server; what the writer was not told of yet may be in it.
             await asyncio.sleep(self._rng.random() * 3)
             for attempt in range(2):
@@ -325,7 +330,7 @@ class Soak:
     async def _watch(self) -> None:
         began = said = time.monotonic()
         while not self.over:
-            status = await self._client.status()
+            status = await self._client.admin.status()
             self.memory.append((time.monotonic() - began, status.anonymous_bytes))
             if time.monotonic() - said >= REPORT_SECONDS:
                 said = time.monotonic()
@@ -334,8 +339,8 @@ class Soak:
 
     async def report(self) -> None:
         """Print how far everything is."""
-        storage = await self._bucket.storage()
-        purged = max(info.purge_seqno for info in await self._bucket.partitions())
+        storage = await self._client.admin.storage(self._bucket)
+        purged = max(info.purge_seqno for info in await self._client.admin.partitions(self._bucket))
         say(
             f"{self.counts['rows written']} rows written, {self.counts['markers compared']} markers compared, "
             f"{storage.merge_input_rows} rows merged, {storage.purged_tombstones} tombstones purged "

@@ -27,7 +27,7 @@ RULES = [
     (r"\b__a(iter|next|enter|exit)__\b", r"__\1__"),
     (r"\bStopAsyncIteration\b", "StopIteration"),
     (
-        r"\bAsync(Client|Bucket|Changes|Batches|Writer|BufferedWriter|Cut|HeldCut|View|Asking)\b",
+        r"\bAsync(Client|Admin|Bucket|Changes|Batches|BlockWriter|Writer|Cut|HeldCut|View)\b",
         r"\1",
     ),
     (r"\b_async\b", "_sync"),

@@ -12,7 +12,7 @@ import sys
 from datetime import datetime
 from typing import Literal
 
-from upr_client import Change, Client, FilePositions, Marker, Rollback, UprError
+from upr_client import Change, Client, FilePositions, Marker, Only, Rollback, UprError
 
 
 def say(words: object) -> None:
@@ -42,12 +42,12 @@ def follow(options: argparse.Namespace) -> None:
     with Client(options.target) as client:
         bucket = client.bucket(options.bucket)
         # An error when there is no server. Once this was answered, a server that is away is waited for.
-        bucket.partitions([0])
+        client.admin.partitions(bucket, [0])
         changes = bucket.changes(
-            positions=positions,
+            resume=positions,
+            until="now" if options.until_now else None,
+            only=Only(key_prefix=options.prefix.encode()),
             start=options.start,
-            key_prefix=options.prefix.encode(),
-            until_now=options.until_now,
             on_rollback="event",
             on_status=say,
         )

@@ -13,7 +13,7 @@ import asyncio
 import signal
 import sys
 
-from upr_client import AsyncClient, Change, Rollback, UprError
+from upr_client import AsyncClient, Change, Group, Rollback, UprError
 
 
 def say(words: object) -> None:
@@ -29,11 +29,9 @@ async def follow(options: argparse.Namespace) -> None:
     async with AsyncClient(options.target) as client:
         bucket = client.bucket(options.bucket)
         # An error when there is no server. Once this was answered, a server that is away is waited for.
-        await bucket.partitions([0])
+        await client.admin.partitions(bucket, [0])
         changes = bucket.changes(
-            group=options.group,
-            member=options.member,
-            lease_seconds=options.lease_seconds,
+            resume=Group(options.group, member=options.member, lease_seconds=options.lease_seconds),
             on_rollback="event",
             # Says also what the member owns, whenever that changes.
             on_status=say,

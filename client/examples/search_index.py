@@ -88,11 +88,11 @@ async def follow(options: argparse.Namespace) -> None:
     async with AsyncClient(options.target) as client:
         bucket = client.bucket(options.bucket)
         # An error when there is no server. Once this was answered, a server that is away is waited for.
-        await bucket.partitions([0])
+        await client.admin.partitions(bucket, [0])
         changes = bucket.changes(
+            until="now" if options.until_now else None,
             acknowledge="manual",
             on_rollback="restart",
-            until_now=options.until_now,
             on_status=say,
         )
         async with changes:

@@ -23,7 +23,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-from upr_client import AsyncClient, ChangeBatch, Position, Rollback, SqlitePositions, UprError
+from upr_client import (
+    AsyncClient,
+    ChangeBatch,
+    Position,
+    Rollback,
+    SqlitePositions,
+    Tuning,
+    UprError,
+)
 
 SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -162,10 +170,10 @@ async def follow(mirror: Mirror, options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     async with AsyncClient(options.target) as client:
         changes = client.bucket(options.bucket).changes(
-            positions=mirror,
+            resume=mirror,
+            until="now" if options.until_now else None,
+            tuning=Tuning(save_seconds=options.commit_seconds),
             on_rollback=mirror.undo,
-            until_now=options.until_now,
-            save_seconds=options.commit_seconds,
             on_status=say,
         )
         async with changes:

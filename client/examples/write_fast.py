@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from upr_client import Client, UprError, WriteFailedError, WriteResults
+from upr_client import Client, UprError, WriteResults
+from upr_client.errors import WriteFailedError
 
 
 def say(words: object) -> None:
@@ -45,7 +46,7 @@ def write(options: argparse.Namespace, stopping: threading.Event) -> None:
     with Client(options.target, retry_seconds=options.retry_seconds) as client:
         bucket = client.bucket(options.bucket)
         # An error at once when there is no server.
-        bucket.partitions([0])
+        client.admin.partitions(bucket, [0])
         counter = Counter()
         with bucket.writer(durability=options.durability, on_results=counter.add) as writer:
             for number in range(options.rows):

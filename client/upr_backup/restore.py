@@ -25,8 +25,9 @@ from upr_backup.rows import (
     only_keys,
     read_newest,
 )
-from upr_client import Bucket
+from upr_client import Bucket, Client
 from upr_client.arrow import blocks
+from upr_client.lowlevel import write_blocks
 from upr_protocol.errors import UprError
 
 _FOLDER = "journal/"
@@ -173,6 +174,7 @@ class Restore:
 
     Args:
         point: what to restore.
+        client: of the server.
         bucket: where to.
         key_prefix: only keys that begin with it.
         into_non_empty: whether the bucket may hold data. Keys deleted at the restore point are then deleted, other
@@ -184,6 +186,7 @@ class Restore:
     """
 
     point: Point
+    client: Client
     bucket: Bucket
     key_prefix: bytes = b""
     into_non_empty: bool = False
@@ -201,7 +204,9 @@ class Restore:
             RepositoryDamagedError: a file cannot be read, or the bucket does not hold what was written.
             UprError: the server failed or refused; the next run of the same goes on.
         """
-        self._highs = {info.partition: info.high_seqno for info in self.bucket.partitions()}
+        self._highs = {
+            info.partition: info.high_seqno for info in self.client.admin.partitions(self.bucket)
+        }
         what = self._what()
         journal = self._found_journal(what)
         done: dict[int, Written] = {}
@@ -303,7 +308,7 @@ class Restore:
         ends = {p: self._highs.get(p, 0) for p in group}
         if rows.num_rows:
             written_blocks = blocks(rows.column("key"), rows.column("value"))
-            for partition, _, end, _ in self.bucket.write_blocks(written_blocks).runs:
+            for partition, _, end, _ in write_blocks(self.bucket, written_blocks).runs:
                 ends[partition] = end
         written = Written(alive.num_rows, table.num_rows - alive.num_rows, data_bytes(alive))
         return written, ends

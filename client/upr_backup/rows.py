@@ -20,9 +20,10 @@ from upr_backup.repository import Storage
 from upr_backup.repository.chain import Segment, needed, number_at, segments_of, sizes_of
 from upr_backup.repository.documents import FileRef, Manifest
 from upr_backup.repository.repository import Repository
-from upr_client import Bucket, RollbackError
+from upr_client import Bucket, Only, Tuning
 from upr_client.arrow import record_batch
 from upr_client.changes.options import Pinned
+from upr_client.errors import RollbackError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partitions_of
 
@@ -403,7 +404,9 @@ def _read(
     gathered: list[Any] = []
     gathered_bytes = 0
     following = bucket.changes(
-        partitions, until_now=until is None, until=until, retry_seconds=_RETRY_SECONDS
+        until="now" if until is None else until,
+        only=Only(partitions),
+        tuning=Tuning(retry_seconds=_RETRY_SECONDS),
     )
     with following as changes:
         for batch in changes.batches():

@@ -14,18 +14,10 @@ from upr_backup.repository.documents import Entry, Json, RolledBack, canonical, 
 from upr_backup.repository.repository import Repository
 from upr_backup.rows import RowsWriter
 from upr_backup.task import CutPoint, GroupResult, GroupSpec, PinnedAt, stage_read
-from upr_client import (
-    Bucket,
-    Client,
-    CutInfo,
-    CutNotFoundError,
-    MemoryPositions,
-    Pin,
-    Position,
-    Rollback,
-    SnapshotGoneError,
-)
+from upr_client import Bucket, Client, MemoryPositions, Only, Position, Rollback, Tuning
+from upr_client.admin import CutInfo, Pin
 from upr_client.arrow import record_batch
+from upr_client.errors import CutNotFoundError, SnapshotGoneError
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id, parse_failover_id
 from upr_protocol.limits import BACKUP_CUTS_NAME
@@ -41,12 +33,13 @@ class ServerSource:
     Only who holds the repository's lock makes one.
 
     Args:
-        bucket: the bucket.
+        client: of the server.
         repository: the one that the backup is for.
     """
 
-    def __init__(self, bucket: Bucket, repository: Repository) -> None:
-        self._bucket = bucket
+    def __init__(self, client: Client, repository: Repository) -> None:
+        self._admin = client.admin
+        self._bucket = client.bucket(repository.bucket)
         self._repository = repository
         self._renew_at = 0.0
         # With its place, because a copy of a repository goes on by itself.
@@ -61,11 +54,11 @@ class ServerSource:
             UprError: the server refused, or cannot be reached.
         """
         # A run that was killed, or whose request was answered too late, left one that nobody knows.
-        for left in self._bucket.cuts():
+        for left in self._admin.cuts(self._bucket):
             if left.name.startswith(self._names):
                 self.release(left.name)
         name = f"{self._names}{secrets.token_hex(8)}"
-        cut = self._bucket.create_cut(name, lease=_LEASE_SECONDS)
+        cut = self._admin.create_cut(self._bucket, name, lease=_LEASE_SECONDS)
         version = f"{self._bucket.version:016x}"
         if version != self._repository.bucket_version:
             self.release(cut.name)
@@ -80,11 +73,11 @@ class ServerSource:
 
     def find_cut(self, name: str) -> CutPoint | None:
         """Return a cut that still holds, renewed."""
-        found = [cut for cut in self._bucket.cuts(with_pins=True) if cut.name == name]
+        found = [cut for cut in self._admin.cuts(self._bucket, with_pins=True) if cut.name == name]
         if not found:
             return None
         try:
-            self._bucket.renew_cut(name, _LEASE_SECONDS)
+            self._admin.renew_cut(self._bucket, name, _LEASE_SECONDS)
         except CutNotFoundError:
             return None
         self._renewed()
@@ -99,7 +92,7 @@ class ServerSource:
         if time.monotonic() < self._renew_at:
             return
         try:
-            self._bucket.renew_cut(name, _LEASE_SECONDS)
+            self._admin.renew_cut(self._bucket, name, _LEASE_SECONDS)
             self._renewed()
         except CutNotFoundError as error:
             raise HistoryChangedError(f"the cut is gone: {error.message}") from error
@@ -113,7 +106,7 @@ class ServerSource:
     def release(self, name: str) -> None:
         """Give a cut up; where that fails its lease ends it."""
         with suppress(UprError):
-            self._bucket.release_cut(name)
+            self._admin.release_cut(self._bucket, name)
 
     def committed(self, cut_time: int) -> None:
         """Have the server know up to where the repository has everything, so that purging waits for the next backup.
@@ -124,7 +117,9 @@ class ServerSource:
         at = _EPOCH + timedelta(microseconds=cut_time)
         # Without it a backup that comes late reads some partitions anew, and is as right.
         with suppress(UprError):
-            self._bucket.reset_consumer(f"upr-backup-{self._repository.id}", at, create=True)
+            self._admin.reset_consumer(
+                self._bucket, f"upr-backup-{self._repository.id}", at, create=True
+            )
 
 
 def read_group(
@@ -169,7 +164,7 @@ def read_group(
             rows,
             int(writer.data_bytes[partition]),
             0 if rows else None,
-            reached[partition].to_json(),
+            reached[partition].to_document(),
         )
     return GroupResult(file, entries, rollbacks)
 
@@ -181,7 +176,7 @@ def _read(
     progress: Callable[[int], Any],
 ) -> tuple[list[RolledBack], Mapping[int, Position]]:
     positions = {
-        partition: Position.from_json(entry.position)
+        partition: Position.from_document(entry.position)
         for partition, entry in spec.starts.items()
         if entry is not None and entry.position is not None
     }
@@ -190,11 +185,11 @@ def _read(
     stays = {p: entry.end if entry else 0 for p, entry in spec.starts.items()}
     pins = {partition: _pin(pin) for partition, pin in spec.cut.pins.items()}
     changes = bucket.changes(
-        list(spec.starts),
-        positions=MemoryPositions(positions),
+        resume=MemoryPositions(positions),
         until=CutInfo(spec.cut.name, spec.cut.time, 0, 0.0, pins),
+        only=Only(list(spec.starts)),
+        tuning=Tuning(retry_seconds=spec.patience),
         on_rollback="event",
-        retry_seconds=spec.patience,
     )
     with changes:
         for batch in changes.batches():

@@ -29,7 +29,8 @@ from upr_backup.rows import (
     shown,
     takeable,
 )
-from upr_client import Bucket, Cut, UprError
+from upr_client import Client, Cut, UprError
+from upr_client.lowlevel import hello
 from upr_protocol.failover import parse_failover_id
 from upr_protocol.limits import PARTITIONS
 
@@ -104,13 +105,14 @@ class AgainstServer:
 
     Args:
         point: the newest backup, whole.
-        bucket: the bucket.
+        client: of the server.
         progress: called with partitions done and in all.
     """
 
-    def __init__(self, point: Point, bucket: Bucket, progress: Callable[[int, int], Any]) -> None:
+    def __init__(self, point: Point, client: Client, progress: Callable[[int, int], Any]) -> None:
         self._point = point
-        self._bucket = bucket
+        self._admin = client.admin
+        self._bucket = client.bucket(point.repository.bucket)
         self._progress = progress
         self._renewed = 0.0
         self._ends = np.zeros(PARTITIONS, np.int64)
@@ -125,7 +127,9 @@ class AgainstServer:
             RepositoryDamagedError: a file cannot be read.
         """
         found = Comparison(self._point.manifest.number)
-        cut = self._bucket.create_cut(f"upr-backup-{secrets.token_hex(8)}", lease=_LEASE_SECONDS)
+        cut = self._admin.create_cut(
+            self._bucket, f"upr-backup-{secrets.token_hex(8)}", lease=_LEASE_SECONDS
+        )
         self._renewed = time.monotonic()
         try:
             found.not_comparable = self._not_comparable(cut)
@@ -157,7 +161,7 @@ class AgainstServer:
             if entry.position is not None and entry.position["failover_id"]
         }
         found = {p: why.message for p, why in cut.left_out.items()}
-        for answer in self._bucket.hello(ids) if ids else ():
+        for answer in hello(self._bucket, ids) if ids else ():
             p, end = answer.partition, int(self._ends[answer.partition])
             if answer.HasField("problem"):
                 found[p] = str(answer.problem.message)
@@ -221,7 +225,7 @@ class AgainstServer:
     def _purged(self, group: Sequence[int]) -> I64:
         """Return up to where deletions may be gone from the server, by partition; int64, shape (1024,)."""
         purged = np.zeros(PARTITIONS, np.int64)
-        for info in self._bucket.partitions(group):
+        for info in self._admin.partitions(self._bucket, group):
             purged[info.partition] = info.purge_seqno
         return purged
 

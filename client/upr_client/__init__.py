@@ -1,155 +1,59 @@
 """The client of upr-stream: write keys, follow changes, resume exactly.
 
-``Client`` is for threads, ``AsyncClient`` for asyncio; both do the same.
+``Client`` is for threads, ``AsyncClient`` for asyncio; both do the same. Errors are in ``upr_client.errors``, what
+operators see in ``upr_client.admin``, blocks and the handshake in ``upr_client.lowlevel``.
 """
 
-from upr_client._async.bucket import AsyncBucket, AsyncCut
-from upr_client._async.changes import AsyncBatches, AsyncChanges
+from upr_client._async.admin import AsyncAdmin
+from upr_client._async.bucket import AsyncBucket
+from upr_client._async.changes import AsyncChanges
 from upr_client._async.client import AsyncClient
+from upr_client._async.cuts import AsyncCut
 from upr_client._async.view import AsyncView
-from upr_client._async.writer import AsyncBufferedWriter
-from upr_client._sync.bucket import Bucket, Cut
-from upr_client._sync.changes import Batches, Changes
+from upr_client._async.writer import AsyncWriter
+from upr_client._sync.admin import Admin
+from upr_client._sync.bucket import Bucket
+from upr_client._sync.changes import Changes
 from upr_client._sync.client import Client
+from upr_client._sync.cuts import Cut
 from upr_client._sync.view import View
-from upr_client._sync.writer import BufferedWriter
-from upr_client.admin_values import (
-    BucketInfo,
-    BucketStatus,
-    ConsumerInfo,
-    ConsumerPosition,
-    CutInfo,
-    MemberInfo,
-    PartitionInfo,
-    PartitionPurge,
-    PurgeHolder,
-    ServerStatus,
-    StorageInfo,
-)
+from upr_client._sync.writer import Writer
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
-from upr_client.changes.status import ChangesStatus, Problem
-from upr_client.positions import (
-    FilePositions,
-    MemoryPositions,
-    PositionBusyError,
-    PositionStore,
-    PositionStoreError,
-    SqlitePositions,
-)
+from upr_client.changes.options import Group, Only, ServerPositions, Tuning
+from upr_client.positions import FilePositions, MemoryPositions, PositionStore, SqlitePositions
 from upr_client.writing import WriteResult, WriteResults
-from upr_protocol.errors import (
-    AlreadyExistsError,
-    BucketGoneError,
-    BucketNotFoundError,
-    ClosedError,
-    ConsumerNotFoundError,
-    ContentDiffersError,
-    CorruptBlockError,
-    CreditExceededError,
-    CutNotFoundError,
-    DataDamagedError,
-    DataDirectoryError,
-    FencedError,
-    HandlerError,
-    InvalidArgumentError,
-    ListenError,
-    MissingPackageError,
-    NoRoomError,
-    NotOwnerError,
-    OutOfOrderError,
-    PartitionNotActiveError,
-    PartlyWrittenError,
-    PositionBucketError,
-    PositionDamagedError,
-    ProtocolError,
-    RollbackError,
-    SeqnoExhaustedError,
-    ShuttingDownError,
-    SnapshotGoneError,
-    StorageFailedError,
-    TooManyError,
-    UnavailableError,
-    UnknownOutcomeError,
-    UprError,
-    WriteFailedError,
-)
-from upr_protocol.handshake import Pin
+from upr_protocol.errors import UprError
 from upr_protocol.position import Position
 
 __all__ = [
-    "AlreadyExistsError",
-    "AsyncBatches",
+    "Admin",
+    "AsyncAdmin",
     "AsyncBucket",
-    "AsyncBufferedWriter",
     "AsyncChanges",
     "AsyncClient",
     "AsyncCut",
     "AsyncView",
-    "Batches",
+    "AsyncWriter",
     "Bucket",
-    "BucketGoneError",
-    "BucketInfo",
-    "BucketNotFoundError",
-    "BucketStatus",
-    "BufferedWriter",
     "Change",
     "ChangeBatch",
     "Changes",
-    "ChangesStatus",
     "Client",
-    "ClosedError",
-    "ConsumerInfo",
-    "ConsumerNotFoundError",
-    "ConsumerPosition",
-    "ContentDiffersError",
-    "CorruptBlockError",
-    "CreditExceededError",
     "Cut",
-    "CutInfo",
-    "CutNotFoundError",
-    "DataDamagedError",
-    "DataDirectoryError",
-    "FencedError",
     "FilePositions",
-    "HandlerError",
-    "InvalidArgumentError",
-    "ListenError",
+    "Group",
     "Marker",
-    "MemberInfo",
     "MemoryPositions",
-    "MissingPackageError",
-    "NoRoomError",
-    "NotOwnerError",
-    "OutOfOrderError",
-    "PartitionInfo",
-    "PartitionNotActiveError",
-    "PartitionPurge",
-    "PartlyWrittenError",
-    "Pin",
+    "Only",
     "Position",
-    "PositionBucketError",
-    "PositionBusyError",
-    "PositionDamagedError",
     "PositionStore",
-    "PositionStoreError",
-    "Problem",
-    "ProtocolError",
-    "PurgeHolder",
     "Rollback",
-    "RollbackError",
-    "SeqnoExhaustedError",
-    "ServerStatus",
-    "ShuttingDownError",
-    "SnapshotGoneError",
+    "ServerPositions",
     "SqlitePositions",
-    "StorageFailedError",
-    "StorageInfo",
-    "TooManyError",
-    "UnavailableError",
-    "UnknownOutcomeError",
+    "Tuning",
     "UprError",
     "View",
-    "WriteFailedError",
     "WriteResult",
     "WriteResults",
+    "Writer",
 ]

@@ -11,6 +11,8 @@ Indexes = npt.NDArray[np.int64]
 
 FIRST_SECONDS: Final = 0.1
 LONGEST_SECONDS: Final = 30.0
+RECONNECT_SECONDS: Final = 1.0
+"""The longest pause before connecting again: a server that is back is found soon, by many clients not all at once."""
 LASTING_FIRST_SECONDS: Final = 2.0
 LASTING_LONGEST_SECONDS: Final = 300.0
 """What does not pass by itself is asked for again more and more seldom: somebody has to mend it."""
@@ -19,15 +21,16 @@ _CALM_SECONDS: Final = 30.0
 """What held for this long starts counting anew when it fails."""
 
 
-def delay(attempt: int, random: float) -> float:
+def delay(attempt: int, random: float, *, away: bool = False) -> float:
     """Return how many seconds to wait: full jitter below a bound that doubles from 0.1 s to 30 s.
 
     Args:
         attempt: how many attempts failed in a row before this wait, less one; 0 or more.
         random: 0.0 to 1.0, evenly distributed, so that many clients do not come back at once.
+        away: whether the server could not be reached, so that trying costs it nothing: the bound is 1 s then.
     """
     bound: float = FIRST_SECONDS * 2 ** min(attempt, _ATTEMPTS_MAX)
-    return random * min(LONGEST_SECONDS, bound)
+    return random * min(LONGEST_SECONDS, bound, RECONNECT_SECONDS if away else bound)
 
 
 def lasting_delay(attempt: int, random: float) -> float:

@@ -216,7 +216,7 @@ class FilePositions:
 
     def _position(self, partition: int, text: str) -> Position:
         try:
-            return Position.from_json(json.loads(text))
+            return Position.from_json(text)
         except PositionDamagedError as error:
             raise self._damaged(f"partition {partition}: {error.message}") from error
 
@@ -237,7 +237,7 @@ def position_text(partition: int, position: Position) -> str:
         InvalidArgumentError: the partition is out of range, or the text would be larger.
     """
     check_partition(partition)
-    text = _compact(position.to_json())
+    text = position.to_json()
     if len(text) > POSITION_BYTES_MAX:
         raise InvalidArgumentError(
             f"the position of partition {partition} has {len(text)} bytes as JSON, the limit is {POSITION_BYTES_MAX}",
@@ -459,9 +459,7 @@ class SqlitePositions:
         if crc != self._crc32(partition, text):
             raise self._damaged(partition, "its CRC32 does not fit its content")
         try:
-            return Position.from_json(json.loads(text))
-        except (ValueError, RecursionError) as error:
-            raise self._damaged(partition, f"it is not JSON ({error})") from error
+            return Position.from_json(text)
         except PositionDamagedError as error:
             raise self._damaged(partition, error.message) from error
 

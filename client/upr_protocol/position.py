@@ -136,7 +136,24 @@ class Position:
             log=log if log is not None else _log_up_to(self.log, newest_id),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> str:
+        """The position as one line of JSON, ASCII only; all of it, so that it may be kept anywhere."""
+        return _canonical(self.to_document()).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The position that ``to_json`` gave.
+
+        Raises:
+            PositionDamagedError: it is no such text; the message names the field.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _damaged("position", f"is not JSON ({error})") from error
+        return cls.from_document(document)
+
+    def to_document(self) -> dict[str, Any]:
         """The position as a JSON object: ids as 16 hex digits, because 64 bits do not survive in the numbers of
         every JSON reader; seqnos, 48 bits, as numbers.
         """
@@ -157,8 +174,8 @@ class Position:
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The position that ``to_json`` gave. Fields that are not known are ignored.
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
+        """The position that ``to_document`` gave. Fields that are not known are ignored.
 
         Raises:
             PositionDamagedError: a field is missing, has another type, is out of range or contradicts another;
@@ -201,7 +218,7 @@ class Position:
 
 def encode_position(position: Position) -> bytes:
     """Return the position as one JSON document in UTF-8 that carries a CRC32 of its content."""
-    content = position.to_json()
+    content = position.to_document()
     return _canonical({"crc32": _crc32(content), "position": content})
 
 
@@ -225,7 +242,7 @@ def decode_position(data: bytes) -> Position:
         raise _damaged("position", f"is nested too deeply ({error})") from error
     if _field(document, "crc32", str) != crc:
         raise _damaged("crc32", "does not fit the position")
-    return Position.from_json(content)
+    return Position.from_document(content)
 
 
 def _canonical(document: object) -> bytes:

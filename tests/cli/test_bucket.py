@@ -87,7 +87,9 @@ def test_drop_asks_first(
     assert "12 mutations" in result.stderr
     assert result.exit_code == (0 if answer == "y" else 130)
     with Client(server.target) as client:
-        assert [info.name for info in client.buckets()] == (["default"] if answer == "n" else [])
+        assert [info.name for info in client.admin.buckets()] == (
+            ["default"] if answer == "n" else []
+        )
     help_text = CliRunner().invoke(main, ["bucket", "drop", "--help"]).output
     assert "made anew" in " ".join(help_text.split())
 
@@ -95,7 +97,7 @@ def test_drop_asks_first(
 def test_a_damaged_bucket_is_listed_with_its_problem(server_process: StartServer) -> None:
     server = server_process()
     with Client(server.target) as client:
-        version = client.create_bucket("orders").version
+        version = client.admin.create_bucket("orders").version
         client.bucket("orders").set(b"a", b"1")
         client.bucket("orders").set(b"a", b"2")
     server.kill()

@@ -17,7 +17,7 @@ from tests.storage.closed import NEVER, Closed, block_of
 from tests.storage.stored_blocks import consumers_of
 from upr.cli import admin
 from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin
-from upr_client import Client
+from upr_client import Client, Only
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.partitioning import partition_of
 
@@ -113,7 +113,7 @@ def test_a_truncated_file_ends_the_server_with_one_line(server_process: StartSer
 
 def logs(server: RunningServer) -> dict[int, Any]:
     with Client(server.target) as client:
-        return dict(client.bucket("default").failover_logs())
+        return dict(client.admin.failover_logs("default"))
 
 
 def test_clients_of_a_copy_that_was_restored_roll_back_to_its_record(
@@ -140,7 +140,7 @@ def test_clients_of_a_copy_that_was_restored_roll_back_to_its_record(
     after = logs(server)
     told = {r["partition"]: (int(r["failover_id"], 16), r["seqno"]) for r in document["records"]}
     with Client(server.target) as client:
-        highs = {p.partition: p.high_seqno for p in client.bucket("default").partitions()}
+        highs = {p.partition: p.high_seqno for p in client.admin.partitions("default")}
     for partition, log in after.items():
         assert log.to_pairs() == [*before[partition].to_pairs(), told[partition]]
         assert log.newest.seqno == highs[partition]
@@ -257,7 +257,7 @@ def test_a_damaged_block_that_a_follower_met_is_told_by_the_server(
     partition = partition_of(b"key 77")
     target = ("--target", server.target)
     with Client(server.target) as client:
-        changes = client.bucket().changes([partition], until_now=True, on_status=met)
+        changes = client.bucket().changes(until="now", only=Only([partition]), on_status=met)
         # Without that it would be started again and again.
         with changes, pytest.raises(MetDamageError):
             list(changes.batches())

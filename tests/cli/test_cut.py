@@ -75,7 +75,7 @@ def test_errors_are_one_line(server_process: StartServer) -> None:
     assert run(server, "create", "x").exit_code == 0
     for arguments, status, words in (
         (("create", "x"), REFUSED, "there is a cut 'x' already"),
-        (("create", "y", "--lease", "31d"), USAGE, "the limit is 2592000"),
+        (("create", "y", "--lease", "31d"), USAGE, "at most 2592000"),
         (("create", "y", "--lease", "soon"), USAGE, "not a duration"),
         (("renew", "z"), NOT_FOUND, "there is no cut 'z'"),
         (("release", "z"), NOT_FOUND, "there is no cut 'z'"),

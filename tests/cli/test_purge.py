@@ -9,7 +9,7 @@ from tests.conftest import StartServer
 from upr.cli.admin import main
 from upr.cli.admin_commands import purge
 from upr_client import Client
-from upr_client.admin_values import PartitionPurge
+from upr_client.admin import PartitionPurge
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.partitioning import partition_of
 

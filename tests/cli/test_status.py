@@ -44,7 +44,7 @@ def server(server_process: StartServer, tmp_path: Path) -> RunningServer:
         bucket = client.bucket()
         bucket.write_many([(b"key %d" % i, b"v" * 100) for i in range(ROWS)])
         positions = FilePositions(tmp_path / "positions")
-        with bucket.changes(consumer="backup", positions=positions, until_now=True) as changes:
+        with bucket.changes(resume=positions, until="now", consumer="backup") as changes:
             assert sum(batch.rows for batch in changes.batches()) == ROWS
     return running
 

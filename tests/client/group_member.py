@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from upr_client import AsyncClient, Change
+from upr_client import AsyncClient, Change, Group, Tuning
 
 GROUP = "workers"
 LEASE_SECONDS = 1.0
@@ -36,11 +36,8 @@ async def follow(target: str, name: str, write: Callable[[str], object]) -> None
     async with (
         AsyncClient(target, connect_timeout=1.0) as client,
         client.bucket().changes(
-            group=GROUP,
-            member=name,
-            lease_seconds=LEASE_SECONDS,
-            heartbeat_seconds=0.2,
-            save_seconds=0.1,
+            resume=Group(GROUP, member=name, lease_seconds=LEASE_SECONDS),
+            tuning=Tuning(heartbeat_seconds=0.2, save_seconds=0.1),
             on_rollback="event",
             on_status=lambda words: print(
                 f"{time.time():.3f} {words}", file=sys.stderr, flush=True

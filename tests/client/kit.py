@@ -12,6 +12,7 @@ from upr_client import (
     Change,
     Client,
     Marker,
+    Only,
     Rollback,
 )
 from upr_client.testing import ScriptedServer, keys_in
@@ -84,7 +85,7 @@ def follow(request: pytest.FixtureRequest, server: ScriptedServer) -> Iterator[F
     kind = _SyncFollower if request.param == "threads" else _AsyncFollower
     with ExitStack() as stack:
         yield lambda **options: kind(
-            stack, server.target, {"partitions": [P], "on_rollback": "event", **options}
+            stack, server.target, {"only": Only([P]), "on_rollback": "event", **options}
         )
 
 

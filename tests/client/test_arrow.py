@@ -11,9 +11,10 @@ import pytest
 
 from tests.client.scripted import run_block
 from tests.harness import RunningServer
-from upr_client import ChangeBatch, Client, MissingPackageError
+from upr_client import ChangeBatch, Client
 from upr_client.arrow import record_batch, schema
 from upr_client.changes.events import block_changes
+from upr_client.errors import MissingPackageError
 from upr_protocol.block import Block, build_block, check_block, make_runs, sealed
 
 
@@ -110,7 +111,7 @@ def test_changes_of_a_server(server_process: Callable[..., RunningServer], tmp_p
         bucket = client.bucket()
         bucket.write_many(rows.items())
         bucket.write_many((b"key-%d" % row, None) for row in range(0, 3000, 10))
-        with bucket.changes(until_now=True) as changes:
+        with bucket.changes(until="now") as changes:
             table = pa.Table.from_batches([batch.to_arrow() for batch in changes.batches()])
     table.validate(full=True)
     state: dict[bytes, bytes | None] = {}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upr_client import InvalidArgumentError
 from upr_client.arrow import blocks, check_rows, row_sizes
+from upr_client.errors import InvalidArgumentError
 from upr_protocol.block import Block, block_keys, block_values, build_block, check_block
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
 from upr_protocol.partitioning import partition_of, partitions_of, partitions_of_column

@@ -17,6 +17,12 @@ def test_the_bound_doubles_up_to_half_a_minute(attempt: int, longest: float) -> 
     assert delay(attempt, 0.0) == 0.0
 
 
+@pytest.mark.parametrize(("attempt", "longest"), [(0, 0.1), (3, 0.8), (4, 1.0), (10**6, 1.0)])
+def test_a_server_that_is_away_is_asked_for_every_second(attempt: int, longest: float) -> None:
+    assert delay(attempt, 1.0, away=True) == pytest.approx(longest)
+    assert delay(attempt, 0.5, away=True) == pytest.approx(longest / 2)
+
+
 @given(st.integers(0, 10**9), st.floats(0, 1))
 def test_the_wait_is_within_its_bounds(attempt: int, random: float) -> None:
     assert 0.0 <= delay(attempt, random) <= LONGEST_SECONDS

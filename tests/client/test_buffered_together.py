@@ -112,7 +112,9 @@ async def test_no_task_is_left() -> None:
 
 _FORKED = """
 import os, sys, threading
-from upr_client import Client, ClosedError
+from upr_client import Client
+from upr_client.errors import ClosedError
+from upr_client.lowlevel import hello, write_blocks
 
 def refused(call):
     try:
@@ -122,23 +124,26 @@ def refused(call):
     return False
 
 client = Client(sys.argv[1])
+admin = client.admin
 bucket = client.bucket()
 bucket.set(b"k", b"before")
 writer = bucket.writer(linger_seconds=600.0).__enter__()
 writer.set(b"k", b"parent")
-changes = bucket.changes(until_now=True)
+changes = bucket.changes(until="now")
 child = os.fork()
 if child == 0:
     calls = [
         lambda: bucket.set(b"k", b"v"), lambda: bucket.delete(b"k"), lambda: bucket.write_many([(b"k", b"v")]),
-        lambda: bucket.get(b"k"), lambda: bucket.get_many([b"k"]), lambda: bucket.hello({0: None}),
-        lambda: bucket.failover_logs(), lambda: bucket.partitions(), lambda: bucket.storage(),
-        lambda: bucket.consumers(), lambda: bucket.forget_consumer("c"), lambda: bucket.cut("c"),
-        lambda: bucket.create_cut("c"), lambda: bucket.renew_cut("c"), lambda: bucket.release_cut("c"),
-        lambda: bucket.cuts(), lambda: bucket.purge(), lambda: bucket.writer(), lambda: bucket.changes(),
+        lambda: bucket.get(b"k"), lambda: bucket.get_many([b"k"]), lambda: hello(bucket, {0: None}),
+        lambda: write_blocks(bucket, []), lambda: bucket.writer(), lambda: bucket.cut("c"), lambda: bucket.changes(),
+        lambda: admin.failover_logs(bucket), lambda: admin.partitions(bucket), lambda: admin.storage(bucket),
+        lambda: admin.consumers(bucket), lambda: admin.forget_consumer(bucket, "c"),
+        lambda: admin.reset_consumer(bucket, "c", "now"), lambda: admin.create_cut(bucket, "c"),
+        lambda: admin.renew_cut(bucket, "c"), lambda: admin.release_cut(bucket, "c"),
+        lambda: admin.cuts(bucket), lambda: admin.purge(bucket),
         lambda: changes.__enter__(), lambda: writer.set(b"k", b"child"), lambda: writer.delete(b"k"),
-        lambda: writer.flush(), lambda: client.bucket(), lambda: client.status(), lambda: client.buckets(),
-        lambda: client.create_bucket("b"), lambda: client.drop_bucket("b"), lambda: client.__enter__(),
+        lambda: writer.flush(), lambda: client.bucket(), lambda: admin.status(), lambda: admin.buckets(),
+        lambda: admin.create_bucket("b"), lambda: admin.drop_bucket("b"), lambda: client.__enter__(),
     ]
     failed = [number for number, call in enumerate(calls) if not refused(call)]
     writer.__exit__(None, None, None)
@@ -147,7 +152,7 @@ if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 writer.__exit__(None, None, None)
-with client.bucket().changes(until_now=True) as changes:
+with client.bucket().changes(until="now") as changes:
     print("parent", [event.value for event in changes if hasattr(event, "value")], flush=True)
 client.close()
 """

@@ -8,7 +8,8 @@ import pytest
 from tests.client._async.adapter import running as running_async
 from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
-from upr_client import AsyncClient, Client, ClosedError, UnavailableError
+from upr_client import AsyncClient, Client
+from upr_client.errors import ClosedError, UnavailableError
 
 
 @pytest.mark.asyncio

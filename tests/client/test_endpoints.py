@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from upr_client import Client, InvalidArgumentError
+from upr_client import Client
 from upr_client.endpoints import (
     authorization,
     check_token,
@@ -16,6 +16,7 @@ from upr_client.endpoints import (
     moves_on,
     was_never_sent,
 )
+from upr_client.errors import InvalidArgumentError
 from upr_protocol.errors import NoRoomError, ShuttingDownError, UnavailableError
 
 

@@ -191,7 +191,7 @@ def test_members_of_the_group_share_and_take_over(
             assert len(places(b)) < 3 * len(rows)
             assert b.end(signal.SIGTERM) == 0
     with Client(server.target) as client:
-        (info,) = client.bucket().consumers()
+        (info,) = client.admin.consumers("default")
         assert (info.name, info.lag, info.members) == ("indexer", 0, ())
 
 
@@ -209,7 +209,7 @@ def test_write_fast_writes_all(server_process: StartServer, tmp_path: Path) -> N
         assert line.startswith("50000 rows in ")
     with Client(server.target) as client:
         bucket = client.bucket()
-        assert sum(info.high_seqno for info in bucket.partitions()) == 50_000
+        assert sum(info.high_seqno for info in client.admin.partitions(bucket)) == 50_000
         assert bucket.get(b"row:19999") == b"x" * 100
         assert bucket.get(b"row:20000") is None
 
@@ -221,11 +221,11 @@ def test_write_fast_writes_what_it_took_when_interrupted(
     command = command_of("write_fast.py", server.target)
     with running(tmp_path, command, "--rows", "1000000000") as example, Client(server.target) as c:
         example.wait_until(
-            lambda: any(info.high_seqno for info in c.bucket().partitions(range(64)))
+            lambda: any(info.high_seqno for info in c.admin.partitions("default", range(64)))
         )
         assert example.end(signal.SIGINT) == 0
         written = int(example.lines[0].split()[0])
-        assert sum(info.high_seqno for info in c.bucket().partitions()) == written
+        assert sum(info.high_seqno for info in c.admin.partitions("default")) == written
 
 
 def test_write_fast_says_what_failed(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What is to be done next, and what a message comes to, decided without I/O: cases that a real server rarely makes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,17 +18,20 @@ from tests.client.scripted import (
     run_block,
     started,
 )
-from upr_client import MemoryPositions, NoRoomError, Position, Rollback
+from upr_client import Group, MemoryPositions, Only, Position, Rollback, ServerPositions, Tuning
 from upr_client.changes.events import Change
 from upr_client.changes.link import Clock
 from upr_client.changes.options import ChangesOptions
 from upr_client.changes.session import Following, Step
+from upr_client.errors import NoRoomError
 from upr_protocol.block import START
 from upr_protocol.errors import (
     FencedError,
     InvalidArgumentError,
     PartitionNotActiveError,
     RollbackError,
+    TooManyError,
+    UnavailableError,
     UprError,
 )
 from upr_protocol.failover import FailoverLog
@@ -41,11 +46,11 @@ LOG = FailoverLog.from_pairs([(ID_A, 0)])
 class World:
     """Something that follows, and its clock."""
 
-    def __init__(self, options: ChangesOptions, partitions: list[int] | None = None) -> None:
+    def __init__(self, options: ChangesOptions) -> None:
         self.now = 100.0
         self.said: list[str] = []
         clock = Clock(lambda: self.now, lambda: self.now, lambda: 1.0)
-        self.following = Following(options, partitions, say=self.said.append, clock=clock)
+        self.following = Following(options, say=self.said.append, clock=clock)
         self.following.load({})
 
     def open(self, server_id: int = 1, version: int = VERSION, generation: int = 0) -> None:
@@ -107,9 +112,9 @@ class World:
         return events
 
 
-def member(**options: object) -> World:
+def member(**options: Any) -> World:
     """A member that owns partitions 1 and 2 and follows both."""
-    made = World(ChangesOptions(group="g", member="m", on_rollback="event", **options))  # type: ignore[arg-type]
+    made = World(ChangesOptions(resume=Group("g", member="m"), on_rollback="event", **options))
     made.open()
     made.assign(5, 1, 2)
     assert made.following.next_step(True) is Step.LOAD
@@ -120,11 +125,12 @@ def member(**options: object) -> World:
     return made
 
 
-def owner(**options: object) -> World:
+def owner(**options: Any) -> World:
     """A sole owner whose positions are in the server, of partitions 1 and 2."""
     made = World(
-        ChangesOptions(consumer="c", positions="server", on_rollback="event", **options),  # type: ignore[arg-type]
-        [1, 2],
+        ChangesOptions(
+            resume=ServerPositions("c"), only=Only([1, 2]), on_rollback="event", **options
+        )
     )
     made.open(generation=5)
     made.found()
@@ -184,7 +190,7 @@ def test_a_lease_that_ended_ends_although_nothing_can_be_stored() -> None:
 
 
 def test_rollbacks_that_were_not_all_told_when_the_lease_ended_are_not_undone() -> None:
-    made = World(ChangesOptions(group="g", member="m", on_rollback="event"))
+    made = World(ChangesOptions(resume=Group("g", member="m"), on_rollback="event"))
     made.open()
     made.assign(5, 1, 2)
     stored = Position(VERSION, ID_A, ID_A, 8, 8, (8,), LOG)
@@ -227,7 +233,7 @@ def test_a_lease_is_renewed_in_the_middle_of_a_batch() -> None:
 
 
 def test_a_member_stores_nothing_before_a_new_call_said_under_which_generation() -> None:
-    made = member(save_seconds=0)
+    made = member(tuning=Tuning(save_seconds=0))
     made.take(frame((11, run_block(1, 0, 2))))
     made.following.acknowledge()
     made.following.session.disconnected()
@@ -246,8 +252,10 @@ def test_a_member_stores_nothing_before_a_new_call_said_under_which_generation()
 
 
 def test_the_end_of_the_call_does_not_wait_for_acknowledgements() -> None:
-    options = ChangesOptions(acknowledge="manual", unacknowledged_max=1)
-    made = World(options, [1])
+    options = ChangesOptions(
+        only=Only([1]), tuning=Tuning(unacknowledged_max=1), acknowledge="manual"
+    )
+    made = World(options)
     made.open()
     made.starts()
     made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 1))))
@@ -260,7 +268,7 @@ def test_the_end_of_the_call_does_not_wait_for_acknowledgements() -> None:
 
 
 def test_a_call_after_one_of_whose_end_nobody_heard_starts_everything() -> None:
-    made = World(ChangesOptions(), [1, 2])
+    made = World(ChangesOptions(only=Only([1, 2])))
     made.open()
     made.starts()
     made.take(answers(started(1, 11)))
@@ -270,7 +278,9 @@ def test_a_call_after_one_of_whose_end_nobody_heard_starts_everything() -> None:
 
 
 def test_heartbeats_do_not_pile_up_behind_what_waits_for_acknowledgements() -> None:
-    made = World(ChangesOptions(acknowledge="manual", unacknowledged_max=1), [1])
+    made = World(
+        ChangesOptions(only=Only([1]), tuning=Tuning(unacknowledged_max=1), acknowledge="manual")
+    )
     made.open()
     made.starts()
     made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 1))))
@@ -286,7 +296,7 @@ def test_heartbeats_do_not_pile_up_behind_what_waits_for_acknowledgements() -> N
 
 
 def test_a_batch_that_is_not_at_its_end_is_not_taken_for_consumed() -> None:
-    made = World(ChangesOptions(), [1])
+    made = World(ChangesOptions(only=Only([1])))
     made.open()
     made.starts()
     made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 4))))
@@ -302,7 +312,14 @@ def test_a_batch_that_is_not_at_its_end_is_not_taken_for_consumed() -> None:
 
 
 def test_where_it_begins_is_stored_before_anything_is_handed_out() -> None:
-    made = World(ChangesOptions(start="now", positions=MemoryPositions(), save_seconds=3600), [1])
+    made = World(
+        ChangesOptions(
+            resume=MemoryPositions(),
+            start="now",
+            only=Only([1]),
+            tuning=Tuning(save_seconds=3600),
+        )
+    )
     made.open()
     made.starts()
     begun = started(1, 11)
@@ -314,7 +331,7 @@ def test_where_it_begins_is_stored_before_anything_is_handed_out() -> None:
 
 
 def test_what_the_server_could_not_store_is_tried_again_after_a_pause() -> None:
-    made = owner(save_seconds=0)
+    made = owner(tuning=Tuning(save_seconds=0))
     made.take(frame((11, run_block(1, 0, 2))))
     made.following.acknowledge()
     for seconds in (0.1, 0.2, 0.4):
@@ -379,7 +396,7 @@ def test_a_bucket_that_was_made_anew_is_told_although_its_positions_are_gone() -
 
 
 def test_a_rollback_that_nobody_wants_to_hear_of_is_an_error_again_and_again() -> None:
-    made = World(ChangesOptions(on_rollback="fail", positions=MemoryPositions()), [1])
+    made = World(ChangesOptions(only=Only([1]), resume=MemoryPositions(), on_rollback="fail"))
     made.following.load({1: Position(VERSION, ID_A, ID_A, 8, 8, (8,), LOG)})
     made.open()
     made.starts()
@@ -391,11 +408,30 @@ def test_a_rollback_that_nobody_wants_to_hear_of_is_an_error_again_and_again() -
     assert made.following.position(1).failover_id == ID_A
 
 
+def test_a_server_that_is_away_is_asked_for_soon_and_one_that_refuses_calls_seldom() -> None:
+    made = World(ChangesOptions(only=Only([1])))
+    pauses = [made.following.lost(UnavailableError("refused")) for _ in range(20)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 1.0
+    assert made.following.lost(TooManyError("too many calls")) == 30.0
+    made.open()
+    made.starts()
+    waits = []
+    for _ in range(8):
+        made.take(answers(refused(1, NoRoomError("full"))))
+        _, seconds = made.following.due()
+        assert seconds is not None
+        waits.append(seconds)
+        made.now += seconds
+        assert made.starts() == [(1, 0)]
+    assert waits[-1] == pytest.approx(12.8)
+
+
 # What can be asked.
 
 
 def test_a_partition_that_goes_on_is_no_problem_any_more() -> None:
-    made = World(ChangesOptions(), [1])
+    made = World(ChangesOptions(only=Only([1])))
     made.open()
     made.starts()
     made.take(answers(refused(1, NoRoomError("full", retriable=True))))
@@ -412,7 +448,7 @@ DEAD = PartitionNotActiveError("partition 1 is dead")
 
 
 def test_a_dead_partition_is_a_problem_and_the_others_go_on() -> None:
-    made = World(ChangesOptions(), [1, 2])
+    made = World(ChangesOptions(only=Only([1, 2])))
     made.open()
     made.starts()
     made.take(answers(refused(1, DEAD), started(2, 12, log=[(ID_A, 0)])))
@@ -424,7 +460,7 @@ def test_a_dead_partition_is_a_problem_and_the_others_go_on() -> None:
 
 @pytest.mark.parametrize("how", ["refused", "ended"])
 def test_it_is_asked_for_again_at_a_growing_interval_and_said_once(how: str) -> None:
-    made = World(ChangesOptions(), [1, 2])
+    made = World(ChangesOptions(only=Only([1, 2])))
     made.open()
     made.starts()
     made.take(answers(started(2, 12, log=[(ID_A, 0)]), started(1, 11, log=[(ID_A, 0)])))
@@ -448,7 +484,7 @@ def test_it_is_asked_for_again_at_a_growing_interval_and_said_once(how: str) -> 
 
 
 def test_what_is_mended_goes_on() -> None:
-    made = World(ChangesOptions(until_now=True), [1, 2])
+    made = World(ChangesOptions(only=Only([1, 2]), until="now"))
     made.open()
     made.starts()
     made.take(answers(refused(1, DEAD), started(2, 12, log=[(ID_A, 0)], until=2)))
@@ -461,7 +497,7 @@ def test_what_is_mended_goes_on() -> None:
 
 
 def test_an_end_is_an_error_when_only_what_cannot_be_read_is_left() -> None:
-    made = World(ChangesOptions(until_now=True), [1, 2, 3])
+    made = World(ChangesOptions(only=Only([1, 2, 3]), until="now"))
     made.open()
     made.starts()
     made.take(answers(refused(1, DEAD), started(2, 12, log=[(ID_A, 0)], until=2)))
@@ -476,7 +512,7 @@ def test_an_end_is_an_error_when_only_what_cannot_be_read_is_left() -> None:
 
 
 def test_a_stream_that_ends_twice_at_the_same_damage_has_come_to_its_end() -> None:
-    made = World(ChangesOptions(until_now=True), [1])
+    made = World(ChangesOptions(only=Only([1]), until="now"))
     made.open()
     made.starts()
     made.take(answers(started(1, 11, log=[(ID_A, 0)], until=9)), ended("STORAGE_ERROR", (1, 11)))

@@ -19,7 +19,7 @@ import pytest
 
 from tests.client.group_member import GROUP, LEASE_SECONDS
 from tests.harness import RunningServer
-from upr_client import AsyncBucket, AsyncChanges, AsyncClient, Bucket, Change, Client
+from upr_client import AsyncBucket, AsyncChanges, AsyncClient, Change, Client, Group, Tuning
 
 StartServer = Callable[..., RunningServer]
 SECONDS = float(os.environ.get("UPR_GROUP_SECONDS", "8"))
@@ -81,13 +81,15 @@ class Member:
 class Watched:
     """The positions stored in the server, which must never go back."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+    def __init__(self, client: Client) -> None:
+        self._admin = client.admin
         self.seqnos: dict[int, int] = {}
 
     def look(self) -> int:
         """Compare with what was there before; return how much is stored."""
-        found = [c for c in self._bucket.consumers(with_positions=True) if c.name == GROUP]
+        found = [
+            c for c in self._admin.consumers("default", with_positions=True) if c.name == GROUP
+        ]
         for partition, position in (found[0].positions if found else {}).items():
             before = self.seqnos.get(partition, 0)
             assert position.seqno >= before, f"partition {partition}: {before} to {position.seqno}"
@@ -114,7 +116,7 @@ def test_members_and_a_server_that_are_killed_paused_and_resumed(
         members.append(Member(server.target, name, tmp_path))
     with Client(server.target) as client:
         bucket = client.bucket()
-        watched = Watched(bucket)
+        watched = Watched(client)
         written = itertools.count(1)
         resumes = 0
         until = time.monotonic() + SECONDS
@@ -141,12 +143,12 @@ def test_members_and_a_server_that_are_killed_paused_and_resumed(
             if member.paused:
                 member.resume()
                 resumes += 1
-        high = {info.partition: info.high_seqno for info in bucket.partitions()}
+        high = {info.partition: info.high_seqno for info in client.admin.partitions(bucket)}
         deadline = time.monotonic() + SETTLE_SECONDS
         while watched.look() < sum(high.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert watched.seqnos == {p: seqno for p, seqno in high.items() if seqno}
-        (group,) = bucket.consumers()
+        (group,) = client.admin.consumers(bucket)
         assert sum(member.partitions for member in group.members) == 1024
     for member in members:
         member.process.terminate()
@@ -159,11 +161,9 @@ CHANGES = 400
 
 def slow_member(bucket: AsyncBucket, said: list[str]) -> AsyncChanges:
     return bucket.changes(
-        group=GROUP,
-        member="slow",
-        lease_seconds=LEASE_SECONDS,
+        resume=Group(GROUP, member="slow", lease_seconds=LEASE_SECONDS),
         # So that the server hears of a member that is busy.
-        heartbeat_seconds=0.2,
+        tuning=Tuning(heartbeat_seconds=0.2),
         on_status=said.append,
     )
 

@@ -30,17 +30,17 @@ from upr_client import (
     Change,
     ChangeBatch,
     Client,
-    ClosedError,
-    HandlerError,
     MemoryPositions,
-    NoRoomError,
+    Only,
     Position,
     Rollback,
+    Tuning,
     WriteResult,
 )
 from upr_client._async.view import AsyncView
 from upr_client._sync.call import Follow
 from upr_client._sync.view import View
+from upr_client.errors import ClosedError, HandlerError, NoRoomError
 from upr_protocol.failover import FailoverLog
 
 FOLLOW = [
@@ -59,7 +59,7 @@ async def test_who_is_cancelled_while_connecting_connects_anew() -> None:
     said: list[str] = []
     async with serve_async([[Expect("open"), Hold()], FOLLOW]) as server:
         async with AsyncClient(server.target) as client:
-            async with client.bucket().changes([1], on_status=said.append) as changes:
+            async with client.bucket().changes(only=Only([1]), on_status=said.append) as changes:
                 task = asyncio.create_task(anext(changes))
                 done, _ = await asyncio.wait({task}, timeout=0.3)
                 assert not done
@@ -77,7 +77,7 @@ async def test_a_handler_that_was_cancelled_holds_nothing_up() -> None:
         raise asyncio.CancelledError
 
     async with serve_async([FOLLOW]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], acknowledge="manual") as changes:
+        async with client.bucket().changes(only=Only([1]), acknowledge="manual") as changes:
             with pytest.raises(HandlerError, match="seqno 1") as raised:
                 await asyncio.wait_for(changes.run(handle), 10)
             assert isinstance(raised.value.__cause__, asyncio.CancelledError)
@@ -96,7 +96,7 @@ async def test_what_waits_for_a_handler_is_not_handled_once_running_was_cancelle
     positions = MemoryPositions()
     async with serve_async([FOLLOW]) as server, AsyncClient(server.target) as client:
         async with client.bucket().changes(
-            [1], acknowledge="manual", positions=positions
+            resume=positions, only=Only([1]), acknowledge="manual"
         ) as changes:
             running = asyncio.create_task(changes.run(handle))
             await entered.wait()
@@ -118,7 +118,7 @@ def test_closing_from_another_thread_ends_running_at_once() -> None:
         assert closed.wait(10)
 
     with serve([FOLLOW]) as server, Client(server.target) as client:
-        with client.bucket().changes([1], acknowledge="manual") as changes:
+        with client.bucket().changes(only=Only([1]), acknowledge="manual") as changes:
 
             def close() -> None:
                 assert entered.wait(10)
@@ -136,7 +136,9 @@ def test_closing_from_another_thread_ends_running_at_once() -> None:
 def test_closing_in_a_forked_process_does_nothing() -> None:
     positions = MemoryPositions()
     with serve([FOLLOW]) as server, Client(server.target) as client:
-        with client.bucket().changes([1], positions=positions, save_seconds=3600) as changes:
+        with client.bucket().changes(
+            resume=positions, only=Only([1]), tuning=Tuning(save_seconds=3600)
+        ) as changes:
             assert [next(changes).seqno for _ in range(3)] == [1, 2, 3]
             child = os.fork()
             if not child:
@@ -180,7 +182,7 @@ def test_who_is_told_may_wait_for_other_threads() -> None:
         assert not asker.is_alive()
 
     with serve([REFUSED]) as server, Client(server.target) as client:
-        with client.bucket().changes([1, 2], on_status=told) as changes:
+        with client.bucket().changes(only=Only([1, 2]), on_status=told) as changes:
             assert next(changes).partition == 2
     assert [set(status.problems) for status in asked] == [{1}]
 
@@ -190,7 +192,7 @@ def test_a_callback_that_fails_leaves_nothing_half_done() -> None:
         raise ValueError(words)
 
     with serve([REFUSED]) as server, Client(server.target) as client:
-        with client.bucket().changes([1, 2], on_status=told) as changes:
+        with client.bucket().changes(only=Only([1, 2]), on_status=told) as changes:
             seen: list[tuple[int, int]] = []
             failed = 0
             while len(seen) < 5:
@@ -270,7 +272,9 @@ async def test_a_rollback_whose_undoing_failed_is_told_again_and_the_others_are_
         Hold(),
     ]
     async with serve_async([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1, 2], positions=store, on_rollback=undo) as changes:
+        async with client.bucket().changes(
+            resume=store, only=Only([1, 2]), on_rollback=undo
+        ) as changes:
             with pytest.raises(ValueError, match="no"):
                 await anext(changes)
             await changes.save()
@@ -297,7 +301,7 @@ def test_a_call_that_is_opened_while_the_changes_are_closed_is_ended(
 
     monkeypatch.setattr("upr_client._sync.changes.Follow", Late)
     with serve([FOLLOW]) as server, Client(server.target) as client:
-        with client.bucket().changes([1]) as changes:
+        with client.bucket().changes(only=Only([1])) as changes:
             with pytest.raises(ClosedError):
                 next(changes)
         assert [call._call._ended.is_set() for call in calls] == [True]
@@ -305,7 +309,7 @@ def test_a_call_that_is_opened_while_the_changes_are_closed_is_ended(
 
 def test_acknowledging_while_connecting_disturbs_nothing() -> None:
     with serve([FOLLOW]) as server, Client(server.target) as client:
-        with client.bucket().changes([1]) as changes:
+        with client.bucket().changes(only=Only([1])) as changes:
             follow = Follow.__init__
 
             def woken(self: Follow, method: Any, request: Any) -> None:

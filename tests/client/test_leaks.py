@@ -21,7 +21,7 @@ from tests.client.scripted import (
     started,
     write_opened,
 )
-from upr_client import AsyncClient, Client
+from upr_client import AsyncClient, Client, Only
 
 FOLLOW = [
     Expect("open"),
@@ -42,7 +42,7 @@ async def test_no_task_is_left() -> None:
         async with AsyncClient(server.target, request_timeout=0.1) as client:
             await client.bucket().set(b"k", b"v")
             for _ in range(2):
-                async with client.bucket().changes([1]) as changes:
+                async with client.bucket().changes(only=Only([1])) as changes:
                     async for _ in changes:
                         break
         mine = {task for task in asyncio.all_tasks() - before if task.get_name().startswith("upr")}
@@ -55,7 +55,7 @@ async def test_a_task_that_is_cancelled_closes_its_stream() -> None:
         got = asyncio.Event()
 
         async def consume() -> None:
-            async with client.bucket().changes([1]) as changes:
+            async with client.bucket().changes(only=Only([1])) as changes:
                 async for _ in changes.batches():
                     got.set()
 
@@ -73,7 +73,7 @@ def test_no_thread_is_left() -> None:
         with Client(server.target, request_timeout=0.1) as client:
             client.bucket().set(b"k", b"v")
             for _ in range(2):
-                with client.bucket().changes([1]) as changes:
+                with client.bucket().changes(only=Only([1])) as changes:
                     for _ in changes:
                         break
         for thread in set(threading.enumerate()) - before:
@@ -87,7 +87,7 @@ def test_ctrl_c_interrupts_a_consumer_that_waits() -> None:
     main = threading.main_thread().ident
     assert main is not None
     with serve([FOLLOW]) as server, Client(server.target) as client:
-        with client.bucket().changes([1]) as changes:
+        with client.bucket().changes(only=Only([1])) as changes:
             batches = changes.batches()
             next(batches)
             interrupt = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))

@@ -11,7 +11,6 @@ from upr_protocol.errors import InvalidArgumentError
 @pytest.mark.parametrize("lease", [0, 0.0, -1, math.nan])
 def test_no_lease_is_taken_for_another(lease: float) -> None:
     with Client("127.0.0.1:1") as client:
-        bucket = client.bucket()
-        for ask in (bucket.create_cut, bucket.renew_cut):
-            with pytest.raises(InvalidArgumentError, match="a lease of"):
-                ask("name", lease=lease)
+        for ask in (client.admin.create_cut, client.admin.renew_cut):
+            with pytest.raises(InvalidArgumentError, match="lease is"):
+                ask("default", "name", lease=lease)

@@ -16,16 +16,14 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import Target, damaged, fuzz
-from upr_client import (
-    FilePositions,
+from upr_client import FilePositions, MemoryPositions, Position
+from upr_client import positions as positions_module
+from upr_client.errors import (
     InvalidArgumentError,
-    MemoryPositions,
-    Position,
     PositionBusyError,
     PositionDamagedError,
     PositionStoreError,
 )
-from upr_client import positions as positions_module
 from upr_client.testing.positions import positions_to_keep
 from upr_protocol.failover import FailoverLog
 
@@ -367,7 +365,8 @@ def test_processes_that_share_a_file_leave_it_whole(tmp_path: Path) -> None:
     path = tmp_path / "p"
     code = """
 import sys
-from upr_client import FilePositions, Position, PositionBusyError
+from upr_client import FilePositions, Position
+from upr_client.errors import PositionBusyError
 path, own = sys.argv[1], int(sys.argv[2])
 saved = 0
 store = FilePositions(path)

@@ -13,14 +13,12 @@ import pytest
 
 from tests.client.test_positions import at, file_size_limit
 from tests.fuzz import damaged
-from upr_client import (
+from upr_client import SqlitePositions, UprError, positions
+from upr_client.errors import (
     InvalidArgumentError,
     PositionBusyError,
     PositionDamagedError,
     PositionStoreError,
-    SqlitePositions,
-    UprError,
-    positions,
 )
 from upr_client.testing.positions import positions_to_keep
 

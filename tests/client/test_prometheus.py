@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from upr_client import Changes, Client
+from upr_client import Changes, Client, Only
 from upr_client.prometheus import ChangesCollector
 from upr_client.testing import ScriptedServer, keys_in
 
@@ -14,7 +14,7 @@ def test_what_is_scraped() -> None:
     with ScriptedServer() as server, Client(server.target) as client:
         for number, key in enumerate(keys_in(7, 3)):
             server.write(key, b"%d" % number)
-        with client.bucket().changes([7], on_rollback="event") as changes:
+        with client.bucket().changes(only=Only([7]), on_rollback="event") as changes:
             followed["indexer"] = changes
             assert 'upr_changes_connected{consumer="indexer"} 0.0' in scrape(registry)
             events = iter(changes)

@@ -4,13 +4,15 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import grpc
 import pytest
 from google.protobuf import json_format
 
+import upr_client
 from tests.harness import RunningServer
-from upr_client import Client
+from upr_client import Client, admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2_grpc as stream_grpc
 
@@ -56,6 +58,11 @@ def test_the_examples_run(
     assert (tmp_path / "users.positions").exists()
 
 
+@pytest.mark.parametrize("module", [upr_client, admin])
+def test_every_class_that_a_user_meets_is_named(module: ModuleType) -> None:
+    assert set(module.__all__) - set(re.findall(r"\w+", GUIDE)) == set()
+
+
 def test_every_heading_that_is_named_is_there() -> None:
     headings = {
         heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", GUIDE, re.M)
@@ -73,7 +80,7 @@ def test_the_examples_of_the_project_run(
     server = server_process()
     follows, cuts = examples_of(README)
     # The first goes on for ever as it is printed.
-    follows = follows.replace("changes(positions", "changes(until_now=True, positions")
+    follows = follows.replace("changes(resume", "changes(until='now', resume")
     names: dict[str, object] = {"__name__": "example"}
     for example in (follows, cuts):
         assert TARGET in example
@@ -83,7 +90,7 @@ def test_the_examples_of_the_project_run(
     assert cut == "1 rows as of the cut"
     assert (tmp_path / "position").exists()
     with Client(server.target) as client:
-        assert client.bucket().cuts() == []
+        assert client.admin.cuts("default") == []
 
 
 def test_the_requests_for_grpcurl_bring_rows(server_process: Callable[..., RunningServer]) -> None:

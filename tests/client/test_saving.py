@@ -22,7 +22,7 @@ from tests.client.scripted import (
     run_block,
     started,
 )
-from upr_client import AsyncClient, MemoryPositions, Position
+from upr_client import AsyncClient, MemoryPositions, Only, Position, Tuning
 from upr_client._async.io import run_blocking
 from upr_client.changes.link import Clock
 from upr_client.changes.options import ChangesOptions
@@ -65,7 +65,9 @@ async def test_a_save_waits_for_the_one_that_is_going_on() -> None:
     ]
     store = SlowStore()
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], positions=store, save_seconds=3600) as changes:
+        async with client.bucket().changes(
+            resume=store, only=Only([1]), tuning=Tuning(save_seconds=3600)
+        ) as changes:
             assert (await anext(changes)).seqno == 1
             assert (await anext(changes)).seqno == 2
             first = asyncio.create_task(changes.save())
@@ -102,10 +104,13 @@ async def test_a_save_that_is_cancelled_is_over_when_the_waiting_is() -> None:
 def following() -> Following:
     """Two partitions, each at 8 under ID_A, of which a Start was sent."""
     options = ChangesOptions(
-        positions=MemoryPositions(), on_rollback=lambda _: None, save_seconds=3600
+        resume=MemoryPositions(),
+        only=Only([1, 2]),
+        tuning=Tuning(save_seconds=3600),
+        on_rollback=lambda _: None,
     )
     clock = Clock(lambda: 1.0, lambda: 1.0, lambda: 0.5)
-    made = Following(options, [1, 2], say=lambda _: None, clock=clock)
+    made = Following(options, say=lambda _: None, clock=clock)
     log = FailoverLog.from_pairs([(ID_A, 0)])
     made.load({p: Position(VERSION, ID_A, ID_A, 8, 8, (8,), log) for p in (1, 2)})
     made.opened(wire.Opened(bucket_version=VERSION))

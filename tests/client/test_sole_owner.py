@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.harness import RunningServer
-from upr_client import AsyncClient, Change
+from upr_client import AsyncClient, Change, ServerPositions, Tuning
 
 StartServer = Callable[..., RunningServer]
 ROUNDS = 6
@@ -28,7 +28,9 @@ async def test_an_owner_goes_on_whatever_becomes_of_the_server(
         async with (
             AsyncClient(server.target, connect_timeout=1.0) as client,
             client.bucket().changes(
-                consumer="indexer", positions="server", save_seconds=0, on_rollback="event"
+                resume=ServerPositions("indexer"),
+                tuning=Tuning(save_seconds=0),
+                on_rollback="event",
             ) as changes,
         ):
             async for event in changes:
@@ -46,7 +48,7 @@ async def test_an_owner_goes_on_whatever_becomes_of_the_server(
             if reset:
                 # Everything comes again.
                 seen.clear()
-                await bucket.reset_consumer("indexer", "beginning")
+                await client.admin.reset_consumer(bucket, "indexer", "beginning")
             else:
                 await asyncio.to_thread(server.kill)
                 await asyncio.to_thread(server.start)
@@ -56,11 +58,13 @@ async def test_an_owner_goes_on_whatever_becomes_of_the_server(
                 await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
                 if following.done():
                     following.result()
-        high = {p.partition: p.high_seqno for p in await bucket.partitions() if p.high_seqno}
+        high = {
+            p.partition: p.high_seqno for p in await client.admin.partitions(bucket) if p.high_seqno
+        }
         stored: dict[int, int] = {}
         # Within the time limit above: what was handed out last is stored once it asks for more.
         while stored != high:
-            (consumer,) = await bucket.consumers(with_positions=True)
+            (consumer,) = await client.admin.consumers(bucket, with_positions=True)
             stored = {p: at.seqno for p, at in consumer.positions.items() if at.seqno}
         following.cancel()
         await asyncio.wait({following})

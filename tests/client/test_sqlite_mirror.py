@@ -210,7 +210,7 @@ class Writer:
 
 def bucket_state(target: str) -> State:
     state: State = {}
-    with Client(target) as client, client.bucket().changes(until_now=True) as changes:
+    with Client(target) as client, client.bucket().changes(until="now") as changes:
         for batch in changes.batches():
             apply(state, [ModelRow(c.seqno, c.key, c.value) for c in batch.changes])
     return state

@@ -29,16 +29,9 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
-from upr_client import (
-    Change,
-    Client,
-    MemoryPositions,
-    NoRoomError,
-    Position,
-    UnavailableError,
-    WriteResult,
-)
+from upr_client import Change, Client, MemoryPositions, Only, Position, Tuning, WriteResult
 from upr_client._sync.writer import Write
+from upr_client.errors import NoRoomError, UnavailableError
 from upr_protocol.block import build_block
 from upr_protocol.errors import ShuttingDownError, UprError
 from upr_protocol.failover import FailoverLog
@@ -123,7 +116,7 @@ def consumer(
 ) -> Callable[[], None]:
     def work() -> None:
         with Client("scripted", channel=channel) as client:
-            with client.bucket().changes(partitions, **options) as changes:
+            with client.bucket().changes(**options, only=Only(partitions)) as changes:
                 got.extend(changes)
 
     return work
@@ -155,7 +148,7 @@ def test_a_rollback_then_a_start_then_a_late_frame_of_the_old_token(channel: Any
     log = FailoverLog.born(ID_A)
     store = MemoryPositions({1: Position(VERSION, ID_A, ID_A, 4, 4, (2, 4), log)})
     got: list[Any] = []
-    with beside(consumer(channel, got, [1], positions=store, on_rollback=got.append)):
+    with beside(consumer(channel, got, [1], resume=store, on_rollback=got.append)):
         call = follow(channel)
         call.take("open")
         call.say(opened())
@@ -186,7 +179,7 @@ def test_an_older_id_of_the_own_log_saves_what_can_be_saved(channel: Any) -> Non
     log = FailoverLog.from_pairs([(ID_A, 0), (ID_B, 6)])
     store = MemoryPositions({1: Position(VERSION, ID_B, ID_B, 9, 9, (3, 6, 9), log)})
     got: list[Any] = []
-    with beside(consumer(channel, got, [1], positions=store, on_rollback=got.append)):
+    with beside(consumer(channel, got, [1], resume=store, on_rollback=got.append)):
         call = follow(channel)
         call.take("open")
         call.say(opened())
@@ -203,7 +196,7 @@ def test_an_older_id_of_the_own_log_saves_what_can_be_saved(channel: Any) -> Non
 
 def test_nothing_but_the_half_close_follows_the_end_of_a_call(channel: Any) -> None:
     got: list[Any] = []
-    with beside(consumer(channel, got, [1], credit_bytes=4)):
+    with beside(consumer(channel, got, [1], tuning=Tuning(credit_bytes=4))):
         call = follow(channel)
         call.take("open")
         call.say(opened())
@@ -233,7 +226,7 @@ def test_heartbeats_are_answered_while_the_application_is_busy(channel: Any) -> 
 
     def work() -> None:
         with Client("scripted", channel=channel) as client:
-            with client.bucket().changes([1]) as changes:
+            with client.bucket().changes(only=Only([1])) as changes:
                 for _ in changes.batches():
                     busy.set()
                     go_on.wait()
@@ -261,7 +254,7 @@ def test_an_interrupted_application_cancels_the_call_and_leaves_no_thread(channe
 
     def work() -> None:
         with Client("scripted", channel=channel) as client:
-            with client.bucket().changes([1]) as changes:
+            with client.bucket().changes(only=Only([1])) as changes:
                 for _ in changes:
                     raise KeyboardInterrupt
 

@@ -15,17 +15,9 @@ from tests.client.kit import (
     wait_for,
     write_keys,
 )
-from upr_client import (
-    BucketNotFoundError,
-    Change,
-    Client,
-    DataDamagedError,
-    Marker,
-    Rollback,
-    RollbackError,
-    UnavailableError,
-    UprError,
-)
+from upr_client import Change, Client, Marker, Only, Rollback, Tuning, UprError
+from upr_client.errors import BucketNotFoundError, DataDamagedError, RollbackError, UnavailableError
+from upr_client.lowlevel import hello
 from upr_client.testing import ScriptedServer
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import PARTITIONS
@@ -53,7 +45,7 @@ def test_what_is_written_is_followed(server: ScriptedServer, follow: Follow) -> 
 def test_until_now_over_all_partitions(server: ScriptedServer, follow: Follow) -> None:
     rows = [(b"key %d" % i, b"%d" % i) for i in range(3000)]
     server.write_many(rows)
-    events = follow(partitions=None, until_now=True).rest()
+    events = follow(only=Only(), until="now").rest()
     assert {e.key: e.value for e in events if isinstance(e, Change)} == dict(rows)
     assert all(partition_of(e.key) == e.partition for e in events if isinstance(e, Change))
     assert server.state() == dict(rows)
@@ -62,7 +54,7 @@ def test_until_now_over_all_partitions(server: ScriptedServer, follow: Follow) -
 def test_large_values_go_through_a_small_window(server: ScriptedServer, follow: Follow) -> None:
     large = [(key, key * 20_000) for key in KEYS[:6]]
     server.write_many(large)
-    events = follow(until_now=True, credit_bytes=1000).rest()
+    events = follow(until="now", tuning=Tuning(credit_bytes=1000)).rest()
     assert [(e.key, e.value) for e in events if isinstance(e, Change)] == large
     assert markers_of(events) == [6]
     frames = server.calls_of("Follow")[0].responses_of("frame")
@@ -115,26 +107,26 @@ def test_unary_calls(server: ScriptedServer) -> None:
     new = server.roll_back(P, 2)
     with Client(server.target, request_timeout=0.3) as client:
         bucket = client.bucket()
-        answer, fresh = bucket.hello({P: old, P + 1: None}, with_log=True)
+        answer, fresh = hello(bucket, {P: old, P + 1: None}, with_log=True)
         assert (answer.rollback_seqno, answer.failover_id, answer.rule) == (2, new, "next_record")
         assert len(answer.failover_log) == 2
         assert not fresh.HasField("rollback_seqno")
-        assert bucket.failover_logs([P]) == {P: server.failover_log(P)}
-        assert len(bucket.partitions()) == PARTITIONS
+        assert client.admin.failover_logs(bucket, [P]) == {P: server.failover_log(P)}
+        assert len(client.admin.partitions(bucket)) == PARTITIONS
         server.refuse(P, DataDamagedError("bad block"))
-        [info] = bucket.partitions([P])
+        [info] = client.admin.partitions(bucket, [P])
         assert (info.state, info.high_seqno) == ("dead", 2)
         with pytest.raises(BucketNotFoundError):
-            client.bucket("other").partitions([P])
+            client.admin.partitions("other", [P])
         with pytest.raises(UprError, match="UNIMPLEMENTED"):
-            client.status()
+            client.admin.status()
         server.stall()
         with pytest.raises(UnavailableError):
-            bucket.partitions([P])
+            client.admin.partitions(bucket, [P])
         server.resume()
         with server.unreachable(), pytest.raises(UnavailableError):
-            bucket.partitions([P])
-        assert bucket.partitions([P])
+            client.admin.partitions(bucket, [P])
+        assert client.admin.partitions(bucket, [P])
     assert [c.method for c in server.calls[:2]] == ["Hello", "GetFailoverLog"]
     assert server.calls_of("Hello")[0].requests[0].with_log
 
@@ -166,7 +158,10 @@ def test_a_marker_when_it_is_asked_for(server: ScriptedServer, follow: Follow) -
 
 
 def test_until_now_waits_for_a_marker(server: ScriptedServer) -> None:
-    with Client(server.target) as client, client.bucket().changes([P], until_now=True) as changes:
+    with (
+        Client(server.target) as client,
+        client.bucket().changes(until="now", only=Only([P])) as changes,
+    ):
         with server.no_markers():
             write_keys(server, 2)
             assert changes_of([next(changes), next(changes)]) == [(1, KEYS[0]), (2, KEYS[1])]
@@ -183,7 +178,7 @@ def test_a_forced_rollback(
     server: ScriptedServer, follow: Follow, at_record: bool, kept: int
 ) -> None:
     write_keys(server, 5)
-    follower = follow(markers_at_record=at_record)
+    follower = follow(tuning=Tuning(markers_at_record=at_record))
     events = follower.take(10)
     old = server.failover_log(P).newest.failover_id
     new = server.roll_back(P, 3)

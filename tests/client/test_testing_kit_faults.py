@@ -21,16 +21,8 @@ from tests.client.kit import (
     wait_for,
     write_keys,
 )
-from upr_client import (
-    Client,
-    DataDamagedError,
-    Marker,
-    MemoryPositions,
-    PartitionNotActiveError,
-    Rollback,
-    SnapshotGoneError,
-    UprError,
-)
+from upr_client import Client, Marker, MemoryPositions, Only, Rollback, Tuning, UprError
+from upr_client.errors import DataDamagedError, PartitionNotActiveError, SnapshotGoneError
 from upr_client.testing import ScriptedServer, keys_in
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import PARTITIONS
@@ -44,7 +36,7 @@ from upr_protocol.wire.v1.change_stream_service_pb2_grpc import ChangeStreamServ
 def test_a_stall_is_noticed(server: ScriptedServer, follow: Follow) -> None:
     said: list[str] = []
     write_keys(server, 1)
-    follower = follow(heartbeat_seconds=0.1, on_status=said.append)
+    follower = follow(tuning=Tuning(heartbeat_seconds=0.1), on_status=said.append)
     follower.take(2)
     server.stall()
     write_keys(server, 1, first=1)
@@ -141,9 +133,9 @@ def test_ends_of_streams_and_calls(server: ScriptedServer, follow: Follow) -> No
 def test_one_owner_of_a_consumer_name(server: ScriptedServer) -> None:
     with Client(server.target) as client:
         write_keys(server, 1)
-        with client.bucket().changes([P], consumer="indexer") as first:
+        with client.bucket().changes(only=Only([P]), consumer="indexer") as first:
             next(first)
-            with client.bucket().changes([P], consumer="indexer") as second:
+            with client.bucket().changes(only=Only([P]), consumer="indexer") as second:
                 next(second)
                 assert next(first) == Marker(P, 1)
                 with pytest.raises(UprError) as caught:
@@ -158,7 +150,7 @@ def test_deduplication_and_horizons(server: ScriptedServer, follow: Follow) -> N
     for i in range(6):
         server.write(KEYS[i % 3], b"%d" % i)
     server.deduplicate(P)
-    events = follow(until_now=True).rest()
+    events = follow(until="now").rest()
     assert changes_of(events) == [(4, KEYS[0]), (5, KEYS[1]), (6, KEYS[2])]
     assert markers_of(events) == [6]
     runs = [
@@ -194,7 +186,7 @@ def test_a_rollback_below_a_horizon_is_to_be_undone(server: ScriptedServer, foll
 def test_purging(server: ScriptedServer, follow: Follow) -> None:
     positions = MemoryPositions()
     write_keys(server, 2)
-    follower = follow(positions=positions)
+    follower = follow(resume=positions)
     follower.take(4)
     server.hold(P, 2)
     server.delete(KEYS[0])
@@ -217,10 +209,10 @@ def test_purging(server: ScriptedServer, follow: Follow) -> None:
 
 def test_a_cut_that_is_merged_away(server: ScriptedServer, follow: Follow) -> None:
     write_keys(server, 4)
-    assert changes_of(follow(partitions=None, until={P: 2}).rest()) == [(1, KEYS[0]), (2, KEYS[1])]
+    assert changes_of(follow(only=Only(), until={P: 2}).rest()) == [(1, KEYS[0]), (2, KEYS[1])]
     server.deduplicate(P)
     with pytest.raises(SnapshotGoneError):
-        follow(partitions=None, until={P: 2}).rest()
+        follow(only=Only(), until={P: 2}).rest()
 
 
 # What was acknowledged, and what only the wire has.
@@ -228,7 +220,7 @@ def test_a_cut_that_is_merged_away(server: ScriptedServer, follow: Follow) -> No
 
 def test_acknowledged_positions(server: ScriptedServer, follow: Follow) -> None:
     write_keys(server, 3)
-    follower = follow(consumer="indexer", positions=MemoryPositions(), save_seconds=0)
+    follower = follow(consumer="indexer", resume=MemoryPositions(), tuning=Tuning(save_seconds=0))
     follower.take(6)
     write_keys(server, 1, first=3)
     follower.take(1)
@@ -345,7 +337,7 @@ def test_nothing_is_left_behind() -> None:
     with ScriptedServer() as server:
         write_keys(server, 1)
         client = Client(server.target)
-        changes = client.bucket().changes([P])
+        changes = client.bucket().changes(only=Only([P]))
         changes.__enter__()
         next(changes)
     with pytest.raises(UprError, match="stopped"):

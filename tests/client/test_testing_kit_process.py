@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from upr_client import Change, Client, Marker, MemoryPositions, Rollback, UnavailableError
+from upr_client import Change, Client, Marker, MemoryPositions, Only, Rollback
+from upr_client.errors import UnavailableError
+from upr_client.lowlevel import hello
 from upr_client.testing import ScriptedServer, ServerProcess, ServerProcessError, keys_in, process
 
 GUIDE = Path(__file__).resolve().parents[2] / "client" / "README.md"
@@ -45,7 +47,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def read(target: str) -> dict[bytes, bytes | None]:
-    with Client(target) as client, client.bucket().changes(until_now=True) as changes:
+    with Client(target) as client, client.bucket().changes(until="now") as changes:
         return {event.key: event.value for event in changes if isinstance(event, Change)}
 
 
@@ -60,14 +62,14 @@ def test_restarts_keep_address_and_data() -> None:
         with Client(target) as client:
             bucket = client.bucket()
             bucket.set(b"a", b"1")
-            logs = bucket.failover_logs()
+            logs = client.admin.failover_logs(bucket)
             server.restart()
             assert server.target == target
             assert server.pid != first
             bucket.set(b"b", b"2")
-            assert bucket.failover_logs() == logs
+            assert client.admin.failover_logs(bucket) == logs
             server.restart(clean=False)
-            assert all(len(log) == 2 for log in bucket.failover_logs().values())
+            assert all(len(log) == 2 for log in client.admin.failover_logs(bucket).values())
             assert read(target) == {b"a": b"1", b"b": b"2"}
         assert server.log_text().count('"serving"') == 3
         assert server.start() is server
@@ -83,11 +85,11 @@ def test_a_directory_of_your_own_stays(tmp_path: Path) -> None:
     with ServerProcess(data) as server, Client(server.target) as client:
         assert server.directory == data
         client.bucket().set(b"a", b"1")
-        logs = client.bucket().failover_logs()
+        logs = client.admin.failover_logs("default")
     with ServerProcess(data) as server, Client(server.target) as client:
         assert read(server.target) == {b"a": b"1"}
         # It was stopped cleanly.
-        assert client.bucket().failover_logs() == logs
+        assert client.admin.failover_logs("default") == logs
 
 
 def test_pause_and_resume(shared: ServerProcess) -> None:
@@ -95,9 +97,9 @@ def test_pause_and_resume(shared: ServerProcess) -> None:
         bucket = client.bucket()
         shared.pause()
         with pytest.raises(UnavailableError):
-            bucket.partitions([0])
+            client.admin.partitions(bucket, [0])
         shared.resume()
-        assert bucket.partitions([0])
+        assert client.admin.partitions(bucket, [0])
         shared.resume()
     shared.pause()
     shared.restart()
@@ -215,10 +217,7 @@ class World:
     def follow(self, partitions: list[int], count: int | None = None) -> None:
         """Follow to the end, or leave in the middle: then what was handed out last comes again."""
         with self.bucket.changes(
-            partitions,
-            positions=self.positions,
-            until_now=True,
-            on_rollback="event",
+            resume=self.positions, until="now", only=Only(partitions), on_rollback="event"
         ) as changes:
             last: Any = None
             for last in islice(changes, count):
@@ -234,13 +233,16 @@ class World:
         self.log.append(("followed", at, dict(self.held)))
 
     def restart(self, clean: bool) -> None:
-        before = {p: log.newest.failover_id for p, log in self.bucket.failover_logs().items()}
+        before = {
+            p: log.newest.failover_id
+            for p, log in self.client.admin.failover_logs(self.bucket).items()
+        }
         self.server.restart(clean=clean)
-        answers = self.bucket.hello(dict(before))
+        answers = hello(self.bucket, dict(before))
         told = [
             (a.HasField("rollback_seqno"), a.rollback_seqno, a.rule, a.high_seqno) for a in answers
         ]
-        logs = self.bucket.failover_logs()
+        logs = self.client.admin.failover_logs(self.bucket)
         self.log.append(("restarted", told, [[r.seqno for r in log] for log in logs.values()]))
 
 

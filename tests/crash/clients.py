@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from tests.crash.recording import PARTITIONS
 from tests.model import Row, State, apply
-from upr_client import AsyncBucket, ChangeBatch, MemoryPositions, Position, backoff
+from upr_client import (
+    AsyncBucket,
+    ChangeBatch,
+    MemoryPositions,
+    Only,
+    Position,
+    Tuning,
+    backoff,
+)
 from upr_client.changes.events import block_changes
 
 if TYPE_CHECKING:
@@ -149,16 +157,15 @@ class Follower:
             apply(state, rows)
         return state
 
-    def options(self, **more: Any) -> dict[str, Any]:
+    def options(self, stability: str = "disk", **tuning: Any) -> dict[str, Any]:
         """How it follows."""
         return {
             "consumer": self.name,
-            "positions": self.positions,
-            "heartbeat_seconds": HEARTBEAT_SECONDS,
-            "save_seconds": 0.1,
+            "resume": self.positions,
+            "only": Only(stability=stability),
+            "tuning": Tuning(heartbeat_seconds=HEARTBEAT_SECONDS, save_seconds=0.1, **tuning),
             "on_rollback": "event",
             "on_status": self.say,
-            **more,
         }
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from upr_client import AsyncClient, ChangeBatch
+from upr_client import AsyncClient, ChangeBatch, Tuning
 from upr_protocol.limits import PARTITIONS
 
 
@@ -61,8 +61,7 @@ async def follow(follower: Follower, target: str, credit: int, heartbeat: float)
     async with (
         AsyncClient(target, connect_timeout=1.0, retry_seconds=None) as client,
         client.bucket().changes(
-            credit_bytes=credit,
-            heartbeat_seconds=heartbeat,
+            tuning=Tuning(credit_bytes=credit, heartbeat_seconds=heartbeat),
             on_status=lambda words: say(status=words),
         ) as changes,
     ):

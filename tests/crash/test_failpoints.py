@@ -201,7 +201,7 @@ async def test_killed_while_a_copy_is_restored(server_process: StartServer) -> N
     with Client(server.target) as client:
         bucket = client.bucket()
         bucket.write_many(list(rows.items()))
-        bucket.create_cut("cut")
+        client.admin.create_cut(bucket, "cut")
     server.kill()
     for failpoint in IN_RESTORE:
         assert restore(server, failpoint) == -signal.SIGKILL, failpoint
@@ -209,7 +209,7 @@ async def test_killed_while_a_copy_is_restored(server_process: StartServer) -> N
     server.start()
     assert await state_of(server.target) == rows
     with Client(server.target) as client:
-        assert client.bucket().cuts() == []
+        assert client.admin.cuts("default") == []
     async with RawClient(server.target) as raw:
         # One of the run that was killed behind its last step, and one of the run after it; none of the kill before.
         logs = await raw.logs()

@@ -80,7 +80,7 @@ async def fill(bucket: AsyncBucket, writer: int, size: int, most: int) -> list[b
 
 async def check_all_there(bucket: AsyncBucket, keys: list[bytes], size: int) -> None:
     missing = set(keys)
-    async with bucket.changes(until_now=True) as changes:
+    async with bucket.changes(until="now") as changes:
         async for change in changes:
             if isinstance(change, Change) and change.key in missing:
                 assert change.value == value(change.key, size)

@@ -7,13 +7,14 @@ from types import ModuleType
 import pytest
 
 import upr_client
-from upr_client import testing
+from upr_client import admin, errors, lowlevel, testing
+from upr_protocol import errors as definitions
 
 FLAVOURS = ("_async", "_sync")
 RETURNED = [
     f"upr_client.{flavour}.{module}"
     for flavour in FLAVOURS
-    for module in ("bucket", "changes", "view")
+    for module in ("admin", "bucket", "changes", "cuts", "view")
 ]
 """Modules with classes that nobody makes by name: they are returned, or brought along by their parts."""
 
@@ -35,9 +36,14 @@ def without_words(module: ModuleType, names: list[str]) -> Iterator[str]:
                     yield f"{base.__name__}.{member}"
 
 
-def test_every_public_name_is_documented() -> None:
-    assert sorted(set(without_words(upr_client, upr_client.__all__))) == []
-    assert sorted(set(without_words(testing, testing.__all__))) == []
+@pytest.mark.parametrize("module", [upr_client, admin, errors, lowlevel, testing])
+def test_every_public_name_is_documented(module: ModuleType) -> None:
+    assert sorted(set(without_words(module, module.__all__))) == []
+
+
+def test_every_error_is_in_the_one_place_for_errors() -> None:
+    defined = {name for name in vars(definitions) if name.endswith("Error")}
+    assert defined - set(errors.__all__) == set()
 
 
 @pytest.mark.parametrize("name", RETURNED)

@@ -12,7 +12,7 @@ WAIT_SECONDS = 20.0
 async def rows_of(client: AsyncClient, bucket: str) -> dict[bytes, bytes | None]:
     """Everything that a bucket holds now."""
     rows: dict[bytes, bytes | None] = {}
-    async with client.bucket(bucket).changes(until_now=True) as changes:
+    async with client.bucket(bucket).changes(until="now") as changes:
         async for event in changes:
             assert not isinstance(event, Rollback)
             if isinstance(event, Change):

@@ -13,12 +13,8 @@ from tests.service.bucket_state import WAIT_SECONDS, folders_are, rows_of
 from upr.config import ServerConfig
 from upr.service.buckets.catalog import Catalog, DamagedBucket, create_bucket
 from upr.storage.directory import DataDirectory
-from upr_client import (
-    AlreadyExistsError,
-    AsyncClient,
-    DataDamagedError,
-    StorageFailedError,
-)
+from upr_client import AsyncClient
+from upr_client.errors import AlreadyExistsError, DataDamagedError, StorageFailedError
 from upr_protocol.block import build_block
 
 
@@ -37,18 +33,18 @@ async def test_a_damaged_bucket_takes_the_others_not_down(
     server = server_process()
     whole = "default" if broken == "orders" else "orders"
     async with AsyncClient(server.target) as client:
-        await client.create_bucket("orders")
+        await client.admin.create_bucket("orders")
         for name in ("default", "orders"):
             for i in range(3):
                 await client.bucket(name).set(b"a", b"%d" % i)
-        versions = {info.name: info.version for info in await client.buckets()}
+        versions = {info.name: info.version for info in await client.admin.buckets()}
     server.kill()
     break_journal(server, versions[broken])
     server.start()
     async with AsyncClient(server.target) as client:
-        infos = {info.name: info for info in await client.buckets()}
+        infos = {info.name: info for info in await client.admin.buckets()}
         assert {name: info.version for name, info in infos.items()} == versions
-        told = {bucket.name: bucket for bucket in (await client.status()).buckets}
+        told = {bucket.name: bucket for bucket in (await client.admin.status()).buckets}
         assert {name: bucket.version for name, bucket in told.items()} == versions
         assert told[broken].problem is not None
         assert told[whole].problem is None
@@ -59,17 +55,17 @@ async def test_a_damaged_bucket_takes_the_others_not_down(
         assert await rows_of(client, whole) == {b"a": b"2"}
         for attempt in (
             client.bucket(broken).set(b"a", b"1"),
-            client.bucket(broken).partitions([1]),
-            client.bucket(broken).storage(),
+            client.admin.partitions(broken, [1]),
+            client.admin.storage(broken),
             rows_of(client, broken),
         ):
             with pytest.raises(DataDamagedError, match="damaged"):
                 await attempt
         with pytest.raises(AlreadyExistsError):
-            await client.create_bucket(broken)
+            await client.admin.create_bucket(broken)
         assert "a bucket is damaged and is not served" in server.log_text()
-        assert await client.drop_bucket(broken) == versions[broken]
-        made = await client.create_bucket(broken)
+        assert await client.admin.drop_bucket(broken) == versions[broken]
+        made = await client.admin.create_bucket(broken)
         await folders_are(server, [made.version, versions[whole]])
 
 
@@ -79,24 +75,24 @@ async def test_a_store_whose_name_cannot_be_read_hides_no_bucket(
 ) -> None:
     server = server_process()
     async with AsyncClient(server.target) as client:
-        await client.create_bucket("orders")
-        versions = {info.name: info.version for info in await client.buckets()}
+        await client.admin.create_bucket("orders")
+        versions = {info.name: info.version for info in await client.admin.buckets()}
     assert server.terminate() == 0
     file = server.data / "buckets" / f"{versions['default']:016x}" / "store" / "data.mdb"
     file.write_bytes(b"\xff" * 8192 + file.read_bytes()[8192:])
     server.start()
     async with AsyncClient(server.target) as client:
-        infos = {info.name: info for info in await client.buckets()}
+        infos = {info.name: info for info in await client.admin.buckets()}
         nameless = f"{versions['default']:016x}"
         assert infos.keys() == {"orders", nameless}
         # "There is none", or a new one of the name, would have its consumers give up what they have.
         with pytest.raises(DataDamagedError, match="name cannot be read"):
-            await client.bucket("default").partitions([1])
+            await client.admin.partitions("default", [1])
         with pytest.raises(DataDamagedError, match="name cannot be read"):
-            await client.create_bucket("default")
+            await client.admin.create_bucket("default")
         await client.bucket("orders").set(b"a", b"1")
-        assert await client.drop_bucket(nameless) == versions["default"]
-        await client.create_bucket("default")
+        assert await client.admin.drop_bucket(nameless) == versions["default"]
+        await client.admin.create_bucket("default")
 
 
 @pytest.mark.asyncio
@@ -110,21 +106,21 @@ async def test_one_bucket_whose_storage_failed_leaves_the_server_healthy(
         async def health() -> int:
             return int((await stub.Check(health_pb2.HealthCheckRequest(service=""))).status)
 
-        await client.create_bucket("orders")
+        await client.admin.create_bucket("orders")
         await client.bucket("orders").set(b"a", b"1")
         with pytest.raises(Exception, match="fsync"):
             await client.bucket().set(b"a", b"1")
         await client.bucket("orders").set(b"a", b"2")
         assert await health() == health_pb2.HealthCheckResponse.SERVING
-        problems = {info.name: info.problem for info in await client.buckets()}
+        problems = {info.name: info.problem for info in await client.admin.buckets()}
         assert problems["default"] is not None
         assert problems["orders"] is None
         # Now none is left that takes writes; and then there is one again.
-        await client.drop_bucket("orders")
+        await client.admin.drop_bucket("orders")
         async with asyncio.timeout(WAIT_SECONDS):
             while await health() == health_pb2.HealthCheckResponse.SERVING:
                 pass
-        await client.create_bucket("other")
+        await client.admin.create_bucket("other")
         assert await health() == health_pb2.HealthCheckResponse.SERVING
     assert server.terminate() == 1
 

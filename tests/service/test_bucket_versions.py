@@ -12,19 +12,23 @@ from tests.service.bucket_state import WAIT_SECONDS, rows_of
 from tests.service.keys import some_keys
 from upr_client import (
     AsyncClient,
-    BucketGoneError,
-    BucketNotFoundError,
     Change,
     FilePositions,
     Marker,
     MemoryPositions,
-    PositionBucketError,
+    Only,
     Rollback,
-    RollbackError,
     SqlitePositions,
 )
 from upr_client import positions as positions_module
 from upr_client.changes.options import Policy
+from upr_client.errors import (
+    BucketGoneError,
+    BucketNotFoundError,
+    PositionBucketError,
+    RollbackError,
+)
+from upr_client.lowlevel import hello
 from upr_client.positions import PositionStore
 
 (KEY,) = some_keys(7, 1)
@@ -58,26 +62,26 @@ async def test_positions_of_a_dropped_bucket_roll_back_to_0(
     new = {b"new %d" % i: b"2" for i in range(30)}
     table = Table()
     async with AsyncClient(server.target) as client:
-        await client.create_bucket("orders")
+        await client.admin.create_bucket("orders")
         await client.bucket("orders").write_many(list(old.items()))
         path = tmp_path / "positions"
         async with client.bucket("orders").changes(
-            positions=FilePositions(path), until_now=True
+            resume=FilePositions(path), until="now"
         ) as changes:
             async for event in changes:
                 table.take(event)
         assert table.all() == old
         touched = set(table.rows)
         before = FilePositions(path).load(range(1024))
-        await client.drop_bucket("orders")
+        await client.admin.drop_bucket("orders")
         with pytest.raises(BucketNotFoundError, match="'orders'"):
-            async with client.bucket("orders").changes(positions=FilePositions(path)) as changes:
+            async with client.bucket("orders").changes(resume=FilePositions(path)) as changes:
                 await anext(changes)
-        made = await client.create_bucket("orders")
+        made = await client.admin.create_bucket("orders")
         await client.bucket("orders").write_many(list(new.items()))
 
         with pytest.raises(RollbackError, match="created anew"):
-            async with client.bucket("orders").changes(positions=FilePositions(path)) as changes:
+            async with client.bucket("orders").changes(resume=FilePositions(path)) as changes:
                 await anext(changes)
         unchanged = FilePositions(path).load(range(1024))
         assert all(unchanged[p] == before[p] for p in touched)
@@ -92,14 +96,14 @@ async def test_positions_of_a_dropped_bucket_roll_back_to_0(
 
         with pytest.raises(Killed):
             async with client.bucket("orders").changes(
-                positions=FilePositions(path), on_rollback=die
+                resume=FilePositions(path), on_rollback=die
             ) as changes:
                 await anext(changes)
         (first,) = table.rollbacks
         assert FilePositions(path).load([first.partition])[first.partition].seqno > 0
 
         async with client.bucket("orders").changes(
-            positions=FilePositions(path), on_rollback="event", until_now=True
+            resume=FilePositions(path), until="now", on_rollback="event"
         ) as changes:
             async for event in changes:
                 table.take(event)
@@ -111,7 +115,7 @@ async def test_positions_of_a_dropped_bucket_roll_back_to_0(
 
         # Nothing more to undo the next time.
         async with client.bucket("orders").changes(
-            positions=FilePositions(path), until_now=True
+            resume=FilePositions(path), until="now"
         ) as changes:
             assert [event async for event in changes] == []
 
@@ -122,29 +126,29 @@ async def test_a_connected_consumer_goes_over_to_the_new_bucket(
 ) -> None:
     server = server_process()
     async with AsyncClient(server.target) as client:
-        await client.create_bucket("orders")
+        await client.admin.create_bucket("orders")
         await client.bucket("orders").set(KEY, b"old")
         table, store = Table(), MemoryPositions()
         words: list[str] = []
         async with client.bucket("orders").changes(
-            [7, 8], positions=store, on_rollback="event", on_status=words.append
+            resume=store, only=Only([7, 8]), on_rollback="event", on_status=words.append
         ) as changes:
             for _ in range(2):
                 table.take(await asyncio.wait_for(anext(changes), WAIT_SECONDS))
             assert table.all() == {KEY: b"old"}
             waiting = asyncio.ensure_future(anext(changes))
-            await client.drop_bucket("orders")
+            await client.admin.drop_bucket("orders")
             with pytest.raises(BucketNotFoundError):
                 await asyncio.wait_for(waiting, WAIT_SECONDS)
-            made = await client.create_bucket("orders")
+            made = await client.admin.create_bucket("orders")
             await client.bucket("orders").set(KEY, b"new")
             for _ in range(3):
                 table.take(await asyncio.wait_for(anext(changes), WAIT_SECONDS))
             assert [one.partition for one in table.rollbacks] == [7]
             assert table.all() == {KEY: b"new"}
             waiting = asyncio.ensure_future(anext(changes))
-            await client.drop_bucket("orders")
-            last = await client.create_bucket("orders")
+            await client.admin.drop_bucket("orders")
+            last = await client.admin.create_bucket("orders")
             try:
                 event = await asyncio.wait_for(waiting, WAIT_SECONDS)
             except BucketNotFoundError:
@@ -164,18 +168,18 @@ async def test_a_connected_consumer_goes_over_to_the_new_bucket(
 async def test_a_writer_does_not_go_over_to_the_new_bucket(server_process: StartServer) -> None:
     server = server_process()
     async with AsyncClient(server.target) as client:
-        await client.create_bucket("orders")
+        await client.admin.create_bucket("orders")
         bucket = client.bucket("orders")
         await bucket.set(b"a", b"1")
-        await client.drop_bucket("orders")
-        await client.create_bucket("orders")
+        await client.admin.drop_bucket("orders")
+        await client.admin.create_bucket("orders")
         with pytest.raises(BucketGoneError):
             await bucket.set(b"a", b"2")
         with pytest.raises(BucketGoneError):
             await bucket.set(b"a", b"3")
         with pytest.raises(BucketGoneError, match="created anew"):
-            await bucket.hello({1: None})
-        assert (await client.buckets())[1].mutations == 0
+            await hello(bucket, {1: None})
+        assert (await client.admin.buckets())[1].mutations == 0
         await client.bucket("orders").set(b"a", b"4")
         assert await rows_of(client, "orders") == {b"a": b"4"}
 
@@ -187,7 +191,7 @@ async def test_positions_of_a_bucket_of_another_name_are_an_error_that_changes_n
     server = server_process()
     async with AsyncClient(server.target) as client:
         for name in ("orders", "people"):
-            await client.create_bucket(name)
+            await client.admin.create_bucket(name)
             await client.bucket(name).write_many([(KEY, name.encode())])
         stores: list[Callable[[], PositionStore]] = [
             lambda: FilePositions(tmp_path / "positions"),
@@ -195,9 +199,7 @@ async def test_positions_of_a_bucket_of_another_name_are_an_error_that_changes_n
         ]
         policies: tuple[Policy, ...] = ("event", "restart")
         for store in stores:
-            async with client.bucket("orders").changes(
-                positions=store(), until_now=True
-            ) as changes:
+            async with client.bucket("orders").changes(resume=store(), until="now") as changes:
                 assert [event.value async for event in changes if isinstance(event, Change)] == [
                     b"orders"
                 ]
@@ -206,7 +208,7 @@ async def test_positions_of_a_bucket_of_another_name_are_an_error_that_changes_n
             for policy in policies:
                 with pytest.raises(PositionBucketError, match="'orders', not of 'people'") as told:
                     async with client.bucket("people").changes(
-                        positions=store(), on_rollback=policy
+                        resume=store(), on_rollback=policy
                     ) as changes:
                         await anext(changes)
                 assert told.value.hint
@@ -221,7 +223,7 @@ async def test_positions_that_were_stored_without_a_name_are_completed(
     async with AsyncClient(server.target) as client:
         bucket = client.bucket("default")
         await bucket.write_many([(KEY, b"value")])
-        async with bucket.changes(positions=FilePositions(path), until_now=True) as changes:
+        async with bucket.changes(resume=FilePositions(path), until="now") as changes:
             async for _ in changes:
                 pass
         document = json.loads(path.read_text())
@@ -231,7 +233,7 @@ async def test_positions_that_were_stored_without_a_name_are_completed(
             texts[int(partition)] = positions_module._compact(position)
         path.write_bytes(positions_module._document(texts))
         assert FilePositions(path).load([7])[7].bucket == ""
-        async with bucket.changes(positions=FilePositions(path), until_now=True) as changes:
+        async with bucket.changes(resume=FilePositions(path), until="now") as changes:
             assert [event async for event in changes if isinstance(event, Change)] == []
         found = FilePositions(path).load(range(1024))
         assert {position.bucket for position in found.values()} == {"default"}

@@ -16,12 +16,11 @@ from tests.service.keys import some_keys
 from upr import failpoints
 from upr.config import ServerConfig
 from upr.service.server import Server
-from upr_client import (
+from upr_client import AsyncClient, Change, Only
+from upr_client.errors import (
     AlreadyExistsError,
-    AsyncClient,
     BucketGoneError,
     BucketNotFoundError,
-    Change,
     InvalidArgumentError,
     TooManyError,
 )
@@ -52,23 +51,23 @@ async def test_buckets_are_created_listed_and_kept_over_a_restart(
 ) -> None:
     server = server_process()
     async with AsyncClient(server.target) as client:
-        orders = await client.create_bucket("orders", "zstd")
+        orders = await client.admin.create_bucket("orders", compression="zstd")
         assert (orders.name, orders.compression, orders.mutations) == ("orders", "zstd", 0)
         assert orders.version
         assert orders.used_bytes > 0
         with pytest.raises(AlreadyExistsError, match="'orders'"):
-            await client.create_bucket("orders")
+            await client.admin.create_bucket("orders")
         for name in ("", "a\nb", "x" * 201):
             with pytest.raises(InvalidArgumentError):
-                await client.create_bucket(name)
+                await client.admin.create_bucket(name)
         with pytest.raises(InvalidArgumentError, match="'lz4'"):
-            await client.create_bucket("other", "lz4")
+            await client.admin.create_bucket("other", compression="lz4")
         await client.bucket("orders").write_many([(b"a", b"1"), (b"b", b"2"), (b"a", b"3")])
         await client.bucket().set(b"a", b"of default")
     assert server.terminate() == 0
     server.start()
     async with AsyncClient(server.target) as client:
-        default, again = await client.buckets()
+        default, again = await client.admin.buckets()
         assert (default.name, default.mutations) == ("default", 1)
         assert (again.name, again.version, again.compression) == ("orders", orders.version, "zstd")
         assert again.mutations == 3
@@ -82,12 +81,12 @@ async def test_of_creations_at_once_one_wins(server_process: StartServer) -> Non
     server = server_process()
     async with AsyncClient(server.target) as client:
         outcomes = await asyncio.gather(
-            *(client.create_bucket("one") for _ in range(6)), return_exceptions=True
+            *(client.admin.create_bucket("one") for _ in range(6)), return_exceptions=True
         )
         made = [one for one in outcomes if not isinstance(one, BaseException)]
         refused = [one for one in outcomes if isinstance(one, AlreadyExistsError)]
         assert (len(made), len(refused)) == (1, 5)
-        (listed,) = [one for one in await client.buckets() if one.name == "one"]
+        (listed,) = [one for one in await client.admin.buckets() if one.name == "one"]
         assert listed.version == made[0].version
 
 
@@ -100,22 +99,22 @@ async def test_there_is_room_for_as_many_buckets_as_the_limit_says(
         seconds = []
         for i in range(BUCKETS_MAX - 1):
             began = time.monotonic()
-            await client.create_bucket(f"bucket {i:02}")
+            await client.admin.create_bucket(f"bucket {i:02}")
             seconds.append(time.monotonic() - began)
         assert sorted(seconds)[len(seconds) // 2] < 1.0
         with pytest.raises(TooManyError, match=f"limit is {BUCKETS_MAX}") as caught:
-            await client.create_bucket("one more")
+            await client.admin.create_bucket("one more")
         assert not caught.value.retriable
-        assert len(await client.buckets()) == BUCKETS_MAX
+        assert len(await client.admin.buckets()) == BUCKETS_MAX
         await asyncio.gather(
             *(client.bucket(f"bucket {i:02}").set(b"k", b"%d" % i) for i in range(BUCKETS_MAX - 1))
         )
-        await client.drop_bucket("bucket 05")
-        await client.create_bucket("one more")
+        await client.admin.drop_bucket("bucket 05")
+        await client.admin.create_bucket("one more")
     assert server.terminate() == 0
     server.start()
     async with AsyncClient(server.target) as client:
-        infos = {info.name: info for info in await client.buckets()}
+        infos = {info.name: info for info in await client.admin.buckets()}
         assert len(infos) == BUCKETS_MAX
         assert infos["bucket 30"].mutations == 1
         assert infos["one more"].mutations == 0
@@ -129,7 +128,7 @@ async def test_there_is_room_for_as_many_buckets_as_the_limit_says(
 async def test_a_drop_leaves_the_other_bucket_undisturbed(server_process: StartServer) -> None:
     server = server_process()
     async with AsyncClient(server.target) as client:
-        gone = await client.create_bucket("gone")
+        gone = await client.admin.create_bucket("gone")
         kept: list[int] = []
         errors: dict[str, BaseException] = {}
         moved = asyncio.Event()
@@ -140,7 +139,7 @@ async def test_a_drop_leaves_the_other_bucket_undisturbed(server_process: StartS
                 await bucket.set(KEY, b"%d" % i)
 
         async def follow(name: str) -> None:
-            async with client.bucket(name).changes([7]) as changes:
+            async with client.bucket(name).changes(only=Only([7])) as changes:
                 async for event in changes:
                     if isinstance(event, Change) and name == "default":
                         kept.append(event.seqno)
@@ -166,7 +165,7 @@ async def test_a_drop_leaves_the_other_bucket_undisturbed(server_process: StartS
                     await moved.wait()
 
         await more()
-        assert await client.drop_bucket("gone") == gone.version
+        assert await client.admin.drop_bucket("gone") == gone.version
         await more()
         await until(lambda: len(errors) >= 2)
         assert isinstance(errors["follow gone"], BucketNotFoundError)
@@ -176,9 +175,9 @@ async def test_a_drop_leaves_the_other_bucket_undisturbed(server_process: StartS
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        default = next(one for one in await client.buckets() if one.name == "default")
+        default = next(one for one in await client.admin.buckets() if one.name == "default")
         with pytest.raises(BucketNotFoundError, match="no bucket 'gone'"):
-            await client.bucket("gone").partitions([1])
+            await client.admin.partitions("gone", [1])
         await folders_are(server, [default.version])
     assert server.terminate() == 0
     assert "Traceback" not in server.log_text()
@@ -204,7 +203,7 @@ async def test_streams_and_writes_of_a_dropped_bucket_end_with_its_reason(
         high = 0
         while high < 2:
             high = (await raw.partitions(7))[0].high_seqno
-        await client.drop_bucket("default")
+        await client.admin.drop_bucket("default")
         # Numbered, and never to be durable as far as anybody can tell.
         unknown = (await writer.result()).refused
         assert (unknown.reason, unknown.retriable) == ("UNKNOWN_OUTCOME", False)
@@ -222,11 +221,11 @@ async def test_streams_and_writes_of_a_dropped_bucket_end_with_its_reason(
         await follow.close()
         hold.unlink()
         await folders_are(server, [])
-        assert await client.buckets() == []
+        assert await client.admin.buckets() == []
     assert server.terminate() == 0
     server.start()
     async with AsyncClient(server.target) as client:
-        (anew,) = await client.buckets()
+        (anew,) = await client.admin.buckets()
         assert (anew.name, anew.mutations) == ("default", 0)
         assert anew.version != writer.opened.bucket_version
 
@@ -263,7 +262,7 @@ async def test_who_waits_for_room_learns_that_the_bucket_was_dropped(tmp_path: P
             await until(lambda: bool(host.disk._waiting) and tail.durable == tail.end)
             numbered = tail.end
             assert numbered < 8
-            await client.drop_bucket("default")
+            await client.admin.drop_bucket("default")
             results = [await writer.result() for _ in range(8)]
             reasons = [one.refused.reason for one in results]
             assert reasons == [""] * numbered + ["BUCKET_GONE"] * (8 - numbered)
@@ -279,14 +278,14 @@ async def test_who_waits_for_room_learns_that_the_bucket_was_dropped(tmp_path: P
 async def test_a_drop_of_another_version_drops_nothing(server_process: StartServer) -> None:
     server = server_process()
     async with AsyncClient(server.target) as client:
-        (default,) = await client.buckets()
+        (default,) = await client.admin.buckets()
         with pytest.raises(BucketGoneError, match="created anew"):
-            await client.drop_bucket("default", default.version ^ 1)
-        assert await client.buckets() == [default]
+            await client.admin.drop_bucket("default", default.version ^ 1)
+        assert await client.admin.buckets() == [default]
         with pytest.raises(BucketNotFoundError):
-            await client.drop_bucket("nowhere")
-        assert await client.drop_bucket("default", default.version) == default.version
-        made = await client.create_bucket("default")
+            await client.admin.drop_bucket("nowhere")
+        assert await client.admin.drop_bucket("default", default.version) == default.version
+        made = await client.admin.create_bucket("default")
         assert made.version != default.version
 
 
@@ -298,13 +297,13 @@ async def test_a_bucket_can_be_dropped_and_created_at_once_again_and_again(
     async with AsyncClient(server.target) as client:
         for _ in range(20):
             outcomes = await asyncio.gather(
-                client.drop_bucket("default"),
-                client.create_bucket("default"),
+                client.admin.drop_bucket("default"),
+                client.admin.create_bucket("default"),
                 return_exceptions=True,
             )
             if isinstance(outcomes[1], AlreadyExistsError):
-                await client.create_bucket("default")
-        (info,) = await client.buckets()
+                await client.admin.create_bucket("default")
+        (info,) = await client.admin.buckets()
         await folders_are(server, [info.version])
         await client.bucket().set(b"a", b"1")
     server.kill()
@@ -323,21 +322,21 @@ async def test_killed_while_a_bucket_is_created(server_process: StartServer, whe
     # The first one is the default bucket's for ``before_create``, which the start makes.
     async with AsyncClient(server.target) as client:
         if where == "after_create":
-            await client.create_bucket("first")
+            await client.admin.create_bucket("first")
         with pytest.raises(Exception, match=r"(?i)unavailable|closed|reset|refused"):
-            await client.create_bucket("second")
+            await client.admin.create_bucket("second")
     assert server.wait() == -9
     left = folders(server)
     assert any(name.endswith(".new") for name in left) == (where == "before_create")
     server.environment = {}
     server.start()
     async with AsyncClient(server.target) as client:
-        infos = {info.name: info for info in await client.buckets()}
+        infos = {info.name: info for info in await client.admin.buckets()}
         expected = {"default"} if where == "before_create" else {"default", "first", "second"}
         assert infos.keys() == expected
         assert folders(server) == {f"{info.version:016x}" for info in infos.values()}
         if where == "before_create":
-            await client.create_bucket("second")
+            await client.admin.create_bucket("second")
         await client.bucket("second").set(b"a", b"1")
 
 
@@ -347,18 +346,18 @@ async def test_killed_while_a_bucket_is_dropped(server_process: StartServer, whe
     server = server_process(environment={"UPR_FAILPOINTS": f"bucket.{where}=kill"})
     rows = {b"key %d" % i: b"%d" % i for i in range(500)}
     async with AsyncClient(server.target) as client:
-        orders = await client.create_bucket("orders")
+        orders = await client.admin.create_bucket("orders")
         await client.bucket("orders").write_many(list(rows.items()))
         await client.bucket().set(b"a", b"1")
         with pytest.raises(Exception, match=r"(?i)unavailable|closed|reset|refused"):
-            await client.drop_bucket("orders")
+            await client.admin.drop_bucket("orders")
     assert server.wait() == -9
     dropped = f"{orders.version:016x}.dropped"
     assert (dropped in folders(server)) == (where == "after_drop")
     server.environment = {}
     server.start()
     async with AsyncClient(server.target) as client:
-        infos = {info.name: info for info in await client.buckets()}
+        infos = {info.name: info for info in await client.admin.buckets()}
         assert folders(server) == {f"{info.version:016x}" for info in infos.values()}
         assert await rows_of(client, "default") == {b"a": b"1"}
         if where == "before_drop":
@@ -367,4 +366,4 @@ async def test_killed_while_a_bucket_is_dropped(server_process: StartServer, whe
             assert await rows_of(client, "orders") == rows
         else:
             assert infos.keys() == {"default"}
-            assert (await client.create_bucket("orders")).mutations == 0
+            assert (await client.admin.create_bucket("orders")).mutations == 0

@@ -165,11 +165,11 @@ async def test_calls_that_wait_with_their_open_count(server_process: StartServer
             assert await late.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         words = f"{MINE} Follow calls of 127.0.0.1 are open, the limit is {MINE}"
         assert await late.details() == words
-        assert (await client.status()).follow_calls == MINE
+        assert (await client.admin.status()).follow_calls == MINE
         for call in calls:
             call.cancel()
         async with asyncio.timeout(60):
-            while (await client.status()).follow_calls:
+            while (await client.admin.status()).follow_calls:
                 pass
         async with RawClient(server.target) as later:
             await (await later.follow()).close()
@@ -206,9 +206,9 @@ async def test_a_consumer_that_takes_nothing_is_ended_whatever_heartbeat_it_aske
         follow = await client.follow(heartbeat_seconds=3600, credit_bytes=64 * MIB)
         await follow.send(start=starts(range(PARTITIONS)))
         async with asyncio.timeout(60):
-            while not (await asking.status()).follow_calls:
+            while not (await asking.admin.status()).follow_calls:
                 pass
-            while (await asking.status()).follow_calls:
+            while (await asking.admin.status()).follow_calls:
                 pass
         assert "reason=TOO_SLOW" in server.log_text()
         # Who reads on at last is told why.
@@ -253,13 +253,15 @@ async def test_a_consumer_without_credit_that_answers_heartbeats_stays(
 
 CONSUMER = """
 import asyncio, logging, os, signal, sys
-from upr_client import AsyncClient, Change
+from upr_client import AsyncClient, Change, Tuning
+
+tuning = Tuning(credit_bytes=2**26, heartbeat_seconds=60.0)
 
 async def main():
     seen = []
     async with AsyncClient(sys.argv[1]) as client:
         bucket = client.bucket()
-        async with bucket.changes(until_now=True, credit_bytes=2**26, heartbeat_seconds=60.0) as changes:
+        async with bucket.changes(until="now", tuning=tuning) as changes:
             async for change in changes:
                 if isinstance(change, Change):
                     if not seen:

@@ -22,7 +22,8 @@ from upr.service.buckets.keepers import expire_consumers
 from upr.service.clock import CLOCK, Clock, Known, read_clock, write_clock
 from upr.storage.directory import DataDirectory
 from upr.storage.store import Identity
-from upr_client import AsyncClient, CutNotFoundError
+from upr_client import AsyncClient
+from upr_client.errors import CutNotFoundError
 from upr_protocol.block import build_block
 
 SECOND = 1_000_000
@@ -343,42 +344,44 @@ async def test_a_real_server_whose_hour_is_some_seconds(
 
     async def state(client: AsyncClient) -> tuple[list[str], int]:
         bucket = client.bucket("default")
-        told = await bucket.purge([P])
-        return [cut.name for cut in await bucket.cuts()], sum(one.purged for one in told)
+        told = await client.admin.purge(bucket, [P])
+        return [cut.name for cut in await client.admin.cuts(bucket)], sum(
+            one.purged for one in told
+        )
 
     async with AsyncClient(server.target) as client:
         bucket = client.bucket("default")
         await bucket.write_many([(gone, b"v"), (gone, None), (kept, b"v")])
-        await bucket.create_cut("pinned", lease=3600)
-        await bucket.changes(consumer="reader", until_now=True).__aenter__()
+        await client.admin.create_cut(bucket, "pinned", lease=3600)
+        await bucket.changes(until="now", consumer="reader").__aenter__()
         async with asyncio.timeout(WAIT_SECONDS):
-            while (await bucket.storage()).tail_bytes:
+            while (await client.admin.storage(bucket)).tail_bytes:
                 pass
         ahead.write_text(str(10 * 86_400))
         async with asyncio.timeout(WAIT_SECONDS):
-            while (await client.status()).clock_off_seconds < 9 * 86_400:
+            while (await client.admin.status()).clock_off_seconds < 9 * 86_400:
                 pass
         assert await state(client) == (["pinned"], 0)
-        await bucket.renew_cut("pinned")
+        await client.admin.renew_cut(bucket, "pinned")
     server.kill()
     server.start()
     async with AsyncClient(server.target) as client:
-        status = await client.status()
+        status = await client.admin.status()
         assert status.clock_off_seconds == 0
         assert status.clock_jumped_seconds == pytest.approx(10 * 86_400, abs=60)
         if status.clock_left_seconds > 3:
             assert await state(client) == (["pinned"], 0)
         async with asyncio.timeout(WAIT_SECONDS):
-            while (await client.status()).clock_left_seconds:
+            while (await client.admin.status()).clock_left_seconds:
                 pass
             # Now it counts: who was away for ten days has nothing left.
             while (await state(client))[0]:
                 pass
-        assert (await client.status()).clock_jumped_seconds == 0
+        assert (await client.admin.status()).clock_jumped_seconds == 0
         with pytest.raises(CutNotFoundError):
-            await client.bucket("default").renew_cut("pinned")
+            await client.admin.renew_cut("default", "pinned")
         async with asyncio.timeout(WAIT_SECONDS):
-            while int((await client.bucket("default").partitions([P]))[0].purge_seqno) != 2:
+            while int((await client.admin.partitions("default", [P]))[0].purge_seqno) != 2:
                 pass
 
 

@@ -14,7 +14,7 @@ from tests.raw import RawClient, RawFollow, all_rows, start_at
 from tests.service.test_follow import fill
 from upr.storage import keyspace
 from upr.storage.store import Store
-from upr_client import Client
+from upr_client import Client, Tuning
 from upr_client.changes import events
 from upr_protocol.block import Block, build_block
 from upr_protocol.wire.codec import (
@@ -161,7 +161,7 @@ async def test_credit_counts_the_bytes_that_are_sent(server_process: StartServer
 
 def everything(client: Client, credit_bytes: int) -> list[tuple[bytes, bytes | None]]:
     rows: list[tuple[bytes, bytes | None]] = []
-    with client.bucket().changes(until_now=True, credit_bytes=credit_bytes) as changes:
+    with client.bucket().changes(until="now", tuning=Tuning(credit_bytes=credit_bytes)) as changes:
         for batch in changes.batches():
             rows += [(change.key, change.value) for change in batch.changes]
     return sorted(rows)

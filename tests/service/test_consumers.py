@@ -251,18 +251,16 @@ async def test_a_consumer_of_the_sdk_that_reads_to_now_is_registered_at_the_end(
         bucket = client.bucket()
         await bucket.write_many([(b"key %d" % i, b"value") for i in range(3000)])
         positions = FilePositions(tmp_path / "positions")
-        async with bucket.changes(
-            consumer="backup", positions=positions, until_now=True
-        ) as changes:
+        async with bucket.changes(resume=positions, until="now", consumer="backup") as changes:
             async for _ in changes.batches():
                 pass
-        (found,) = await bucket.consumers()
+        (found,) = await client.admin.consumers(bucket)
         assert (found.name, found.partitions, found.lag) == ("backup", 1024, 0)
         assert found.positions == {}
-        (found,) = await bucket.consumers(with_positions=True)
+        (found,) = await client.admin.consumers(bucket, with_positions=True)
         assert sum(at.seqno for at in found.positions.values()) == 3000
-        assert await bucket.forget_consumer("backup")
-        assert not await bucket.forget_consumer("backup")
+        assert await client.admin.forget_consumer(bucket, "backup")
+        assert not await client.admin.forget_consumer(bucket, "backup")
 
 
 @pytest.mark.asyncio
@@ -331,7 +329,7 @@ async def test_more_consumers_than_go_into_one_message_are_listed_in_several(
             assert first.more
             assert 0 < len(first.consumers) < 20
         async with Client(server.address) as client:
-            found = await client.bucket("default").consumers(with_positions=True)
+            found = await client.admin.consumers("default", with_positions=True)
             assert [info.name for info in found] == names
             assert all(len(info.positions) == 4 for info in found)
     finally:

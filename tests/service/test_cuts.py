@@ -16,22 +16,26 @@ from tests.harness import RunningServer
 from tests.model import ModelBucket, State
 from tests.raw import RawClient
 from upr_client import (
-    AlreadyExistsError,
     AsyncClient,
     AsyncCut,
     Change,
     Client,
-    CutNotFoundError,
-    InvalidArgumentError,
     Marker,
-    Pin,
+    Only,
     Rollback,
-    SnapshotGoneError,
-    StorageFailedError,
-    UnavailableError,
+    Tuning,
     UprError,
 )
 from upr_client._async.bucket import AsyncBucket
+from upr_client.admin import Pin
+from upr_client.errors import (
+    AlreadyExistsError,
+    CutNotFoundError,
+    InvalidArgumentError,
+    SnapshotGoneError,
+    StorageFailedError,
+    UnavailableError,
+)
 from upr_protocol.limits import CUT_LEASE_SECONDS_MAX
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -74,10 +78,10 @@ def take(state: State, event: Change | Marker | Rollback) -> None:
         state[event.key] = event.value
 
 
-async def state_at(bucket: AsyncBucket, cut: AsyncCut, **options: object) -> State:
+async def state_at(bucket: AsyncBucket, cut: AsyncCut, stability: str = "disk") -> State:
     """Follow exactly to the cut, and fold."""
     state: State = {}
-    async with bucket.changes(until=cut, **options) as changes:  # type: ignore[arg-type]
+    async with bucket.changes(until=cut, only=Only(stability=stability)) as changes:
         async for event in changes:
             take(state, event)
         for partition, pin in cut.pins.items():
@@ -86,9 +90,9 @@ async def state_at(bucket: AsyncBucket, cut: AsyncCut, **options: object) -> Sta
 
 
 @contextlib.asynccontextmanager
-async def opened(server: RunningServer) -> AsyncIterator[AsyncBucket]:
+async def opened(server: RunningServer) -> AsyncIterator[tuple[AsyncClient, AsyncBucket]]:
     async with AsyncClient(server.target) as client:
-        yield client.bucket()
+        yield client, client.bucket()
 
 
 @pytest.mark.asyncio
@@ -98,7 +102,7 @@ async def test_readers_get_the_state_at_the_cut_while_writes_go_on(
 ) -> None:
     server = server_process(*SMALL_TAIL)
     rng, model = random.Random(1), ModelBucket()
-    async with opened(server) as bucket:
+    async with opened(server) as (client, bucket):
         done = asyncio.Event()
 
         async def write() -> None:
@@ -112,7 +116,7 @@ async def test_readers_get_the_state_at_the_cut_while_writes_go_on(
         for number in range(3):
             for _ in range(20):
                 await written.get()
-            cuts.append(await bucket.create_cut(f"cut {number}"))
+            cuts.append(await client.admin.create_cut(bucket, f"cut {number}"))
         readers = [state_at(bucket, cut, stability=stability) for cut in cuts for _ in range(2)]
         states = await asyncio.gather(*readers)
         done.set()
@@ -130,7 +134,7 @@ async def test_an_overwritten_bucket_is_served_as_of_the_cut_until_it_is_release
 ) -> None:
     server = server_process(*SMALL_TAIL)
     rng, model = random.Random(2), ModelBucket()
-    async with opened(server) as bucket:
+    async with opened(server) as (client, bucket):
         for _ in range(10):
             await bucket.write_many(batch(rng, model))
 
@@ -142,7 +146,7 @@ async def test_an_overwritten_bucket_is_served_as_of_the_cut_until_it_is_release
             for _ in range(6):
                 await overwrite()
                 assert await state_at(bucket, cut) == truth
-        assert await bucket.cuts() == []
+        assert await client.admin.cuts(bucket) == []
         deadline = time.monotonic() + WAIT_SECONDS
         gone: SnapshotGoneError | None = None
         while gone is None and time.monotonic() < deadline:
@@ -160,10 +164,10 @@ async def test_an_overwritten_bucket_is_served_as_of_the_cut_until_it_is_release
 async def test_sigkill_after_the_answer(server_process: StartServer) -> None:
     server = server_process(*SMALL_TAIL)
     rng, model = random.Random(3), ModelBucket()
-    async with opened(server) as bucket:
+    async with opened(server) as (client, bucket):
         for _ in range(30):
             await bucket.write_many(batch(rng, model), durability="memory")
-        cut = await bucket.create_cut("kept", lease=600)
+        cut = await client.admin.create_cut(bucket, "kept", lease=600)
         truth = as_of(model, cut.pins)
         writing = asyncio.create_task(
             bucket.write_many(batch(rng, model, 20_000), durability="memory")
@@ -172,10 +176,10 @@ async def test_sigkill_after_the_answer(server_process: StartServer) -> None:
         server.kill()
         server.start()
         await writing
-        (listed,) = await bucket.cuts(with_pins=True)
+        (listed,) = await client.admin.cuts(bucket, with_pins=True)
         assert (listed.name, listed.pins, listed.lease_seconds) == ("kept", cut.pins, 600)
         assert listed.expires_time == cut.expires_time
-        for partition, log in (await bucket.failover_logs()).items():
+        for partition, log in (await client.admin.failover_logs(bucket)).items():
             assert log.newest.seqno >= cut.pins[partition].seqno
         for _ in range(3):
             await bucket.write_many([(b"key %d" % n, b"new" * 20) for n in range(KEYS)])
@@ -188,28 +192,28 @@ async def test_sigkill_before_the_answer_leaves_a_whole_cut_or_none(
     server_process: StartServer, where: str, kept: bool
 ) -> None:
     server = server_process(environment={"UPR_FAILPOINTS": f"cuts.{where}_commit=kill"})
-    async with opened(server) as bucket:
+    async with opened(server) as (client, bucket):
         await bucket.write_many([(b"key %d" % n, b"v") for n in range(KEYS)])
         with pytest.raises(UprError):
-            await bucket.create_cut("x")
+            await client.admin.create_cut(bucket, "x")
         server.wait()
         server.start(environment={"UPR_FAILPOINTS": ""})
-        found = await bucket.cuts(with_pins=True)
+        found = await client.admin.cuts(bucket, with_pins=True)
         assert [len(cut.pins) for cut in found] == ([1024] if kept else [])
         if kept:
             with pytest.raises(AlreadyExistsError):
-                await bucket.create_cut("x")
+                await client.admin.create_cut(bucket, "x")
 
 
 @pytest.mark.asyncio
 async def test_a_failed_journal_takes_the_pin_back(server_process: StartServer) -> None:
     server = server_process(environment={"UPR_FAILPOINTS": "journal.before_sync=error:EIO"})
-    async with opened(server) as bucket:
+    async with opened(server) as (client, bucket):
         await bucket.set(b"a", b"1", durability="memory")
         for _ in range(2):
             with pytest.raises(StorageFailedError):
-                await bucket.create_cut("x")
-            assert await bucket.cuts() == []
+                await client.admin.create_cut(bucket, "x")
+            assert await client.admin.cuts(bucket) == []
 
 
 @pytest.mark.asyncio
@@ -219,25 +223,25 @@ async def test_there_is_no_answer_before_what_is_pinned_is_durable(
     hold = tmp_path / "hold"
     hold.touch()
     server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
-    async with opened(server) as bucket:
+    async with opened(server) as (client, bucket):
         await bucket.set(b"a", b"1", durability="memory")
         async with AsyncClient(server.target, request_timeout=1) as hasty:
             with pytest.raises(UnavailableError):
-                await hasty.bucket().create_cut("x")
+                await hasty.admin.create_cut("default", "x")
         hold.unlink()
-        await bucket.create_cut("y")
-        assert "y" in {cut.name for cut in await bucket.cuts()}
+        await client.admin.create_cut(bucket, "y")
+        assert "y" in {cut.name for cut in await client.admin.cuts(bucket)}
 
 
 @pytest.mark.asyncio
 async def test_a_failed_store_takes_the_pin_back(server_process: StartServer) -> None:
     environment = {"UPR_FAILPOINTS": "cuts.before_commit=error:ENOSPC:1"}
     server = server_process(environment=environment)
-    async with opened(server) as bucket:
+    async with opened(server) as (client, bucket):
         with pytest.raises(StorageFailedError, match="could not be stored"):
-            await bucket.create_cut("x")
-        await bucket.create_cut("x")
-        assert len(await bucket.cuts()) == 1
+            await client.admin.create_cut(bucket, "x")
+        await client.admin.create_cut(bucket, "x")
+        assert len(await client.admin.cuts(bucket)) == 1
 
 
 @pytest.mark.asyncio
@@ -247,18 +251,18 @@ async def test_a_caller_that_goes_away_leaves_a_whole_cut(
     hold = tmp_path / "hold"
     hold.touch()
     server = server_process(environment={"UPR_FAILPOINTS": f"cuts.before_commit=hold:{hold}"})
-    async with opened(server) as bucket:
+    async with opened(server) as (client, bucket):
         await bucket.set(b"a", b"1")
         async with AsyncClient(server.target, request_timeout=3) as hasty:
             with pytest.raises(UnavailableError):
-                await hasty.bucket().create_cut("x")
+                await hasty.admin.create_cut("default", "x")
         # It has its name since it was begun, and is not seen before it is durable.
         with pytest.raises(AlreadyExistsError):
-            await bucket.create_cut("x")
-        assert await bucket.cuts() == []
+            await client.admin.create_cut(bucket, "x")
+        assert await client.admin.cuts(bucket) == []
         hold.unlink()
         deadline = time.monotonic() + WAIT_SECONDS
-        while not (found := await bucket.cuts(with_pins=True)):
+        while not (found := await client.admin.cuts(bucket, with_pins=True)):
             assert time.monotonic() < deadline
         assert len(found[0].pins) == 1024
 
@@ -268,12 +272,12 @@ async def test_leases_end_by_themselves_and_are_renewed_and_kept(
     server_process: StartServer,
 ) -> None:
     server = server_process()
-    async with opened(server) as bucket:
-        short = await bucket.create_cut("short", lease=0.05)
-        long = await bucket.create_cut("long", partitions=[5, 3], lease=60)
+    async with opened(server) as (client, bucket):
+        short = await client.admin.create_cut(bucket, "short", lease=0.05)
+        long = await client.admin.create_cut(bucket, "long", partitions=[5, 3], lease=60)
         assert list(long.pins) == [3, 5]
         deadline = time.monotonic() + WAIT_SECONDS
-        while "short" in [cut.name for cut in await bucket.cuts()]:
+        while "short" in [cut.name for cut in await client.admin.cuts(bucket)]:
             assert time.monotonic() < deadline
         with pytest.raises(CutNotFoundError, match="'short'"):
             await short.renew()
@@ -285,7 +289,7 @@ async def test_leases_end_by_themselves_and_are_renewed_and_kept(
         assert long.lease_seconds == 3600
         assert server.terminate() == 0
         server.start()
-        (found,) = await bucket.cuts(with_pins=True)
+        (found,) = await client.admin.cuts(bucket, with_pins=True)
         assert (found.expires_time, dict(found.pins)) == (long.expires_time, dict(long.pins))
         assert await long.release()
         assert not await long.release()
@@ -293,34 +297,29 @@ async def test_leases_end_by_themselves_and_are_renewed_and_kept(
             await long.renew()
         server.kill()
         server.start()
-        assert await bucket.cuts() == []
+        assert await client.admin.cuts(bucket) == []
 
 
 @pytest.mark.asyncio
 async def test_bad_input_names_value_and_limit(server_process: StartServer) -> None:
     server = server_process()
-    async with opened(server) as bucket, RawClient(server.target) as raw:
+    async with opened(server) as (client, bucket), RawClient(server.target) as raw:
         for lease in (-1.0, math.nan, math.inf, CUT_LEASE_SECONDS_MAX + 1):
-            with pytest.raises(InvalidArgumentError, match=rf"lease of {lease} .*2592000"):
-                await bucket.create_cut("x", lease=lease)
+            with pytest.raises(InvalidArgumentError, match=rf"lease is {lease} s; .*2592000"):
+                await client.admin.create_cut(bucket, "x", lease=lease)
         with pytest.raises(InvalidArgumentError, match="1024"):
-            await bucket.create_cut("x", partitions=[1024])
+            await client.admin.create_cut(bucket, "x", partitions=[1024])
         with pytest.raises(InvalidArgumentError, match="twice"):
-            await bucket.create_cut("x", partitions=[1, 1])
+            await client.admin.create_cut(bucket, "x", partitions=[1, 1])
         for name in ("", "n" * 201, "a\nb"):
             with pytest.raises(grpc.aio.AioRpcError, match=r"cut .*a name has 1 to 200"):
                 await raw.changes.CreateCut(wire.CreateCutRequest(bucket="default", name=name))
         with pytest.raises(UprError, match="no bucket"):
-            async with AsyncClient(server.target) as client:
-                await client.bucket("other").create_cut("x")
-        assert await bucket.cuts() == []
-        cut = await bucket.create_cut("x", partitions=[1])
+            await client.admin.create_cut("other", "x")
+        assert await client.admin.cuts(bucket) == []
+        cut = await client.admin.create_cut(bucket, "x", partitions=[1])
         with pytest.raises(InvalidArgumentError, match="partition 2"):
-            bucket.changes([1, 2], until=cut)
-        with pytest.raises(InvalidArgumentError, match="one end"):
-            bucket.changes(until=cut, until_now=True)
-        with pytest.raises(InvalidArgumentError, match="names no partition"):
-            bucket.changes(until={})
+            bucket.changes(until=cut, only=Only([1, 2]))
 
 
 @pytest.mark.asyncio
@@ -329,14 +328,14 @@ async def test_a_lost_call_in_the_middle_still_ends_at_the_cut(
 ) -> None:
     server = server_process(*SMALL_TAIL)
     rng, model = random.Random(4), ModelBucket()
-    async with opened(server) as bucket:
+    async with opened(server) as (client, bucket):
         for _ in range(10):
             await bucket.write_many(batch(rng, model))
-        cut = await bucket.create_cut("x")
+        cut = await client.admin.create_cut(bucket, "x")
         await bucket.write_many([(b"key %d" % n, b"new") for n in range(KEYS)])
         state: State = {}
         events = 0
-        async with bucket.changes(until=cut, credit_bytes=2000) as changes:
+        async with bucket.changes(until=cut, tuning=Tuning(credit_bytes=2000)) as changes:
             async for event in changes:
                 take(state, event)
                 events += 1
@@ -358,15 +357,15 @@ def test_sync_flavour_and_seqnos_by_hand(server_process: StartServer) -> None:
             assert seqno == 3
             assert (
                 cut.ids[partition]
-                == bucket.failover_logs([partition])[partition].newest.failover_id
+                == client.admin.failover_logs(bucket, [partition])[partition].newest.failover_id
             )
             bucket.set(b"a", b"4")
             for until in ({partition: 3}, {partition: 2}, {partition: 4}):
                 with bucket.changes(until=until) as changes:
                     values = [e.value for e in changes if isinstance(e, Change)]
                 assert values == [b"1", b"2", b"3", b"4"][: until[partition]]
-            assert [info.name for info in bucket.cuts()] == ["x"]
-        assert bucket.cuts() == []
+            assert [info.name for info in client.admin.cuts(bucket)] == ["x"]
+        assert client.admin.cuts(bucket) == []
         with (
             pytest.raises(SnapshotGoneError, match="high seqno is 4"),
             bucket.changes(until={partition: 5}) as changes,

@@ -91,8 +91,8 @@ def kept_aside(server: RunningServer) -> list[tuple[int, int]]:
 
 def info_of(server: RunningServer) -> Any:
     with Client(server.target) as client:
-        (info,) = client.bucket().partitions([P])
-        assert client.status().buckets[0].damaged_partitions == (info.state == "dead")
+        (info,) = client.admin.partitions("default", [P])
+        assert client.admin.status().buckets[0].damaged_partitions == (info.state == "dead")
     return info
 
 
@@ -123,7 +123,7 @@ def test_all_partitions_but_the_dead_one_are_followed_and_cut(server_process: St
     server = with_a_gap(server_process)
     server.start()
     seen = []
-    with Client(server.target) as client, client.bucket().changes(until_now=True) as changes:
+    with Client(server.target) as client, client.bucket().changes(until="now") as changes:
         with pytest.raises(DataDamagedError, match=f"partition {P} cannot be read"):  # noqa: PT012
             for change in changes:
                 seen.append(change.seqno)
@@ -145,7 +145,7 @@ def test_all_partitions_but_the_dead_one_are_followed_and_cut(server_process: St
             assert list(cut.left_out) == [P]
             assert "the store ends at 0" in cut.left_out[P].message
         with pytest.raises(UprError, match="the store ends at 0"):
-            client.bucket().create_cut("dead", partitions=[P])
+            client.admin.create_cut("default", "dead", partitions=[P])
     made = run_admin("cut", "create", "named", "--target", server.target)
     assert (made.exit_code, "1023 partitions" in made.stdout) == (0, True)
     assert f"left out: partition {P}" in made.stderr
@@ -179,7 +179,7 @@ def test_a_loss_that_is_accepted(server_process: StartServer) -> None:
     assert info_of(server).state == "active"
     write(server, 9, 1)
     with Client(server.target) as client:
-        log = client.bucket().failover_logs([P])[P]
+        log = client.admin.failover_logs("default", [P])[P]
         assert [record.seqno for record in log] == [0, 0]
         assert f"{log.newest.failover_id:016x}" == told["failover_id"]
     # What is written under the new record is there after a crash: the old journal counts no more.

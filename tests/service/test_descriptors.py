@@ -129,7 +129,7 @@ def use(target):
     with Client(target) as client:
         for name, compression in (("default", ""), ("small", "zstd")):
             if name != "default":
-                client.create_bucket(name, compression=compression)
+                client.admin.create_bucket(name, compression=compression)
             bucket = client.bucket(name)
             for round in range(6):
                 bucket.write_many([(b"%d" % i, None if (i + round) % 3 else b"x" * 90) for i in range(3000)])

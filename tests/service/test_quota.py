@@ -7,7 +7,8 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.raw import RawClient, RawWriter
-from upr_client import AsyncClient, InvalidArgumentError
+from upr_client import AsyncClient
+from upr_client.errors import InvalidArgumentError
 from upr_protocol.partitioning import partition_of
 
 QUOTA = 4 * 2**20
@@ -50,10 +51,10 @@ async def test_a_bucket_takes_no_more_than_its_quota(server_process: StartServer
     server = server_process("--flush-seconds", "0.2")
     new = keys()
     async with RawClient(server.target) as raw, AsyncClient(server.target) as client:
-        other = await client.create_bucket("other", quota_bytes=QUOTA)
+        other = await client.admin.create_bucket("other", quota_bytes=QUOTA)
         assert (
             other.quota_bytes,
-            (await client.set_bucket_quota("default", QUOTA)).quota_bytes,
+            (await client.admin.set_bucket_quota("default", QUOTA)).quota_bytes,
         ) == (
             QUOTA,
             QUOTA,
@@ -65,17 +66,17 @@ async def test_a_bucket_takes_no_more_than_its_quota(server_process: StartServer
         assert not (await writer.write([(key, None) for key in taken])).HasField("refused")
         await until_taken(writer, (b"small", b"v" * 100_000))
         await fill(writer, new)
-        assert (await client.set_bucket_quota("default", 0)).quota_bytes == 0
+        assert (await client.admin.set_bucket_quota("default", 0)).quota_bytes == 0
         assert not (await writer.write([(taken[0], b"v")])).HasField("refused")
-        await client.set_bucket_quota("default", QUOTA)
+        await client.admin.set_bucket_quota("default", QUOTA)
         with pytest.raises(InvalidArgumentError, match="quota_bytes is -1"):
-            await client.set_bucket_quota("default", -1)
+            await client.admin.set_bucket_quota("default", -1)
     server.kill()
     server.start()
     async with AsyncClient(server.target) as client:
-        found = {info.name: info.quota_bytes for info in await client.buckets()}
+        found = {info.name: info.quota_bytes for info in await client.admin.buckets()}
         assert found == {"default": QUOTA, "other": QUOTA}
-        assert {one.quota_bytes for one in (await client.status()).buckets} == {QUOTA}
+        assert {one.quota_bytes for one in (await client.admin.status()).buckets} == {QUOTA}
 
 
 @pytest.mark.asyncio

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.model import ModelBucket, State
-from upr_client import AsyncClient, Change, Client, FilePositions, Marker, Rollback
+from upr_client import AsyncClient, Change, Client, FilePositions, Marker, Only, Rollback
 
 KEYS = 4000
 Rows = list[tuple[bytes, bytes | None]]
@@ -89,7 +89,7 @@ async def test_asyncio_flavour(server_process: StartServer, tmp_path: Path) -> N
                 await bucket.write_many(truth.batch())
 
         async def follow() -> None:
-            changes = bucket.changes(positions=store, until_now=True, on_rollback=undone)
+            changes = bucket.changes(resume=store, until="now", on_rollback=undone)
             async with changes:
                 async for event in changes:
                     truth.take(event)
@@ -121,7 +121,7 @@ def test_sync_flavour(server_process: StartServer, tmp_path: Path) -> None:
                 bucket.write_many(truth.batch())
 
         def follow() -> None:
-            with bucket.changes(positions=store, until_now=True, on_rollback=undone) as changes:
+            with bucket.changes(resume=store, until="now", on_rollback=undone) as changes:
                 for event in changes:
                     truth.take(event)
 
@@ -158,7 +158,7 @@ async def test_a_memory_follower_undoes_what_a_kill_took(
         bucket = client.bucket("default")
         for number in range(3):
             await bucket.write_many([(b"key %d" % i, b"%d" % number) for i in range(50)])
-        changes = bucket.changes(stability="memory", on_rollback=undo)
+        changes = bucket.changes(only=Only(stability="memory"), on_rollback=undo)
         seen: asyncio.Queue[Change] = asyncio.Queue()
 
         async def follow() -> None:

@@ -26,7 +26,7 @@ def anonymous_bytes(pid: int) -> int:
 async def test_the_status_tells_calls_streams_and_memory(server_process: StartServer) -> None:
     server = server_process("--tail-bytes", "1000000")
     async with AsyncClient(server.target) as client, RawClient(server.target) as raw:
-        idle = await client.status()
+        idle = await client.admin.status()
         assert (idle.follow_calls, idle.write_calls) == (0, 0)
         assert idle.server_id
         assert idle.uptime_seconds >= 0
@@ -40,7 +40,7 @@ async def test_the_status_tells_calls_streams_and_memory(server_process: StartSe
         await follow.start(*(start_at(p) for p in range(10)))
         writer = await raw.writer("")
         await writer.write([(b"a", b"x" * 1000)])
-        busy = await client.status()
+        busy = await client.admin.status()
         assert (busy.follow_calls, busy.write_calls) == (1, 1)
         assert busy.uptime_seconds > idle.uptime_seconds
         assert (busy.server_id, busy.server_version) == (idle.server_id, idle.server_version)
@@ -51,12 +51,12 @@ async def test_the_status_tells_calls_streams_and_memory(server_process: StartSe
         await follow.close()
         await writer.close()
         async with asyncio.timeout(20):
-            while (await client.status()).follow_calls:
+            while (await client.admin.status()).follow_calls:
                 pass
     assert server.terminate() == 0
     server.start()
     async with AsyncClient(server.target) as client:
-        assert (await client.status()).server_id != idle.server_id
+        assert (await client.admin.status()).server_id != idle.server_id
 
 
 @pytest.mark.asyncio
@@ -67,7 +67,7 @@ async def test_the_storage_is_what_was_written(server_process: StartServer) -> N
         bucket = client.bucket()
         rows = [(b"key %d" % i, draw.randbytes(VALUE_BYTES)) for i in range(5000)]
         await bucket.write_many(rows)
-        fresh = await bucket.storage()
+        fresh = await client.admin.storage(bucket)
         wanted = sum(len(key) + len(value) for key, value in rows)
         assert wanted <= fresh.ingested_bytes < wanted * 1.1
         assert fresh.ingested_bytes < fresh.journalled_bytes < wanted * 1.3
@@ -80,7 +80,7 @@ async def test_the_storage_is_what_was_written(server_process: StartServer) -> N
     assert server.terminate() == 0
     server.start()
     async with AsyncClient(server.target) as client:
-        stored = await client.bucket().storage()
+        stored = await client.admin.storage("default")
         partitions = {partition_of(key) for key, _ in rows}
         assert (stored.blocks, stored.rows) == (len(partitions), 5000)
         assert wanted < stored.block_bytes < wanted * 1.4
@@ -90,7 +90,7 @@ async def test_the_storage_is_what_was_written(server_process: StartServer) -> N
         assert stored.block_bytes <= stored.used_bytes <= stored.file_bytes
         file = next((server.data / "buckets").glob("*/store/data.mdb"))
         assert stored.file_bytes == file.stat().st_size
-        assert stored.bucket_version == (await client.status()).buckets[0].version
+        assert stored.bucket_version == (await client.admin.status()).buckets[0].version
 
 
 @pytest.mark.asyncio
@@ -101,7 +101,7 @@ async def test_a_second_flush_leaves_something_unmerged(server_process: StartSer
         for _ in range(6):
             await bucket.write_many([(b"key %d" % i, b"v" * 100) for i in range(1024)])
         async with asyncio.timeout(20):
-            while not (found := await bucket.storage()).blocks:
+            while not (found := await client.admin.storage(bucket)).blocks:
                 pass
         assert found.flushed_bytes >= found.block_bytes - found.merge_output_bytes
         assert found.unmerged_bytes < found.block_bytes
@@ -113,11 +113,11 @@ async def test_a_bucket_that_is_not_there_is_not_found(server_process: StartServ
     async with AsyncClient(server.target) as client:
         bucket = client.bucket("nobody's")
         with pytest.raises(BucketNotFoundError):
-            await bucket.storage()
+            await client.admin.storage(bucket)
         with pytest.raises(BucketNotFoundError):
-            await bucket.consumers()
+            await client.admin.consumers(bucket)
         with pytest.raises(BucketNotFoundError):
-            await bucket.forget_consumer("c")
+            await client.admin.forget_consumer(bucket, "c")
 
 
 def test_without_proc_the_memory_is_not_known(

@@ -4,7 +4,9 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from upr_client.changes.options import ChangesOptions
+from upr_client import Only, Tuning
+from upr_client.admin import CutInfo
+from upr_client.changes.options import ChangesOptions, Until
 from upr_client.positions import MemoryPositions
 from upr_protocol.handshake import Pin
 
@@ -33,19 +35,22 @@ class Habits:
         self, rng: random.Random, pins: Mapping[int, Pin] | None, endless: bool
     ) -> ChangesOptions:
         """Return the options of one process; ``endless``: without an end that is there now."""
+        ends: Until = None
+        if pins is not None:
+            ends = CutInfo("", 0, 0, 0.0, pins)
+        elif self.until_now and not endless:
+            ends = "now"
         return ChangesOptions(
-            consumer=self.consumer,
             # Only that there is one counts: the simulated client stores by itself, a step at a time.
-            positions=MemoryPositions(),
-            until_now=self.until_now and not endless,
-            stability=self.stability,
-            keys_only=self.keys_only,
+            resume=MemoryPositions(),
+            until=ends,
+            only=Only(stability=self.stability, keys_only=self.keys_only),
+            tuning=Tuning(
+                markers_at_record=self.inclusive,
+                credit_bytes=rng.choice([1, 60, 400, 1 << 20]),
+                heartbeat_seconds=rng.choice([0.5, 2.0, 5.0]),
+                save_seconds=rng.choice([0.0, 1.0, 3.0]),
+            ),
+            consumer=self.consumer,
             on_rollback=(lambda _: None) if self.callback else "event",
-            markers_at_record=self.inclusive,
-            credit_bytes=rng.choice([1, 60, 400, 1 << 20]),
-            heartbeat_seconds=rng.choice([0.5, 2.0, 5.0]),
-            save_seconds=rng.choice([0.0, 1.0, 3.0]),
-            retry_seconds=None,
-            on_status=None,
-            until=pins,
         )

@@ -14,7 +14,7 @@ from tests.simulation.recording import UNKNOWN
 from tests.simulation.session import Pause, SimulatedClient
 from tests.simulation.world import USED
 from upr_client.changes.events import Change, ChangeBatch
-from upr_client.changes.options import ChangesOptions
+from upr_client.changes.options import ChangesOptions, Group, ServerPositions
 from upr_client.changes.session import Step
 from upr_protocol.consumer import State as PartitionState
 from upr_protocol.errors import FencedError, UnavailableError, UprError
@@ -41,15 +41,9 @@ class OwnerHabits(Habits):
     ) -> ChangesOptions:
         options = super().options(rng, pins, endless)
         if not self.member:
-            return replace(options, positions="server")
-        return replace(
-            options,
-            positions="server",
-            consumer="",
-            group=self.consumer,
-            member=self.member,
-            lease_seconds=self.lease,
-        )
+            return replace(options, resume=ServerPositions(self.consumer), consumer="")
+        group = Group(self.consumer, member=self.member, lease_seconds=self.lease)
+        return replace(options, resume=group, consumer="")
 
 
 class Owner(SimulatedClient):

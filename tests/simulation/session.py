@@ -4,9 +4,9 @@
 may happen: the process may die at each pause, and goes on with what it has stored.
 """
 
-import json
 from collections import deque
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -181,9 +181,11 @@ class SimulatedClient:
     def _life(self) -> Pause:
         world, network = self.world, self.world.network
         options = self.habits.options(world.rng, self.pins, self.settling)
+        if options.group is None:
+            only = replace(options.only, partitions=self.partitions)
+            options = replace(options, only=only)
         self.following = Following(
             options,
-            self.partitions,
             say=lambda _: None,
             clock=Clock(lambda: network.now, lambda: world.now / 1e6, world.rng.random),
         )
@@ -229,7 +231,7 @@ class SimulatedClient:
                 self.rows[p] = []
                 self.world.recorder.add("anew", reader=self.name, partition=p)
                 continue
-            positions[p] = position = Position.from_json(json.loads(text))
+            positions[p] = position = Position.from_json(text)
             self.rows[p] = [r for r in self.stored_rows.get(p, []) if r.seqno <= position.seqno]
             self.world.recorder.whole_position("loaded", self.name, p, position)
         self.following.load(positions)
@@ -246,7 +248,7 @@ class SimulatedClient:
                 self.stored_rows[p] = list(self.rows[p])
             yield
         for p, position in positions.items():
-            self.stored_positions[p] = json.dumps(position.to_json())
+            self.stored_positions[p] = position.to_json()
             kept = [row for row in self.rows[p] if row.seqno <= position.seqno]
             if self.habits.atomic:
                 self.stored_rows[p] = kept

@@ -164,7 +164,7 @@ def restored(repository: Path, target: str, number: int) -> State:
     """Restore a backup into a new bucket, and return what that holds."""
     name = f"restored-{number}"
     with Client(target) as client:
-        client.create_bucket(name)
+        client.admin.create_bucket(name)
     options = ["--target", target, "--bucket", name, "--at", str(number)]
     code, _, stderr = upr_backup(repository, "restore", *options)
     assert code == 0, stderr

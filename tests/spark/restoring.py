@@ -40,7 +40,7 @@ def content(target: str, name: str = "default") -> State:
     state: State = {}
     with (
         Client(target) as client,
-        client.bucket(name).changes(until_now=True, positions=MemoryPositions()) as changes,
+        client.bucket(name).changes(resume=MemoryPositions(), until="now") as changes,
     ):
         for event in changes:
             if isinstance(event, Change):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
-from upr_client import Bucket, Client
+from upr_client import Bucket, Client, Only
 from upr_spark.errors import FoundError, UprSparkError, find_error
 from upr_spark.sink import writers
 
@@ -65,7 +65,7 @@ class Place:
         kept: dict[bytes, bytes] = {}
         with (
             self.opened() as bucket,
-            bucket.changes(until_now=True, stability="memory") as changes,
+            bucket.changes(until="now", only=Only(stability="memory")) as changes,
         ):
             for batch in changes.batches():
                 for change in batch.changes:
@@ -76,8 +76,8 @@ class Place:
 
     def mutations(self) -> int:
         """How many mutations there ever were."""
-        with self.opened() as bucket:
-            return sum(info.high_seqno for info in bucket.partitions())
+        with Client(self.target) as client:
+            return sum(info.high_seqno for info in client.admin.partitions(self.bucket))
 
 
 @contextmanager
@@ -85,9 +85,9 @@ def new_place(target: str) -> Iterator[Place]:
     """A bucket of its own, which is dropped at the end."""
     place = Place(target, secrets.token_hex(8))
     with Client(target) as client:
-        client.create_bucket(place.bucket)
+        client.admin.create_bucket(place.bucket)
         yield place
-        client.drop_bucket(place.bucket)
+        client.admin.drop_bucket(place.bucket)
 
 
 def refusal(call: Any) -> FoundError:

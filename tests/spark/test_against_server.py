@@ -70,7 +70,7 @@ def test_an_equal_server_and_one_with_newer_writes(
     plain = upr_backup(made.repository, "verify", "--against-server")
     assert "3100 keys in " in plain.stdout
     with Client(made.server.target) as client:
-        assert client.bucket().cuts() == []
+        assert client.admin.cuts("default") == []
 
 
 def test_deletions_that_were_purged_are_no_difference(made: Source) -> None:
@@ -82,7 +82,7 @@ def test_deletions_that_were_purged_are_no_difference(made: Source) -> None:
     # Only what is stored is purged, and stopping stores everything.
     made.server.start()
     with Client(made.server.target) as client:
-        purged = client.bucket().purge(sorted(set(map(partition_of, deleted))))
+        purged = client.admin.purge("default", sorted(set(map(partition_of, deleted))))
         assert any(one.purged for one in purged)
     code, told, _ = compare(made)
     assert (code, told["differences"]) == (0, [])
@@ -231,13 +231,13 @@ def test_a_server_that_rolled_back_is_not_comparable(made: Source) -> None:
 
 def test_another_bucket_is_not_comparable(made: Source) -> None:
     with Client(made.server.target) as client:
-        client.drop_bucket("default")
-        client.create_bucket("default")
+        client.admin.drop_bucket("default")
+        client.admin.create_bucket("default")
     code, told, stderr = compare(made)
     assert (code, told["partitions"], len(told["not_comparable"])) == (10, 0, 1024)
     assert "the bucket is another one" in stderr
     with Client(made.server.target) as client:
-        client.drop_bucket("default")
+        client.admin.drop_bucket("default")
     assert upr_backup(made.repository, "verify", "--against-server").exit_code == 3
 
 

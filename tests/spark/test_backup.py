@@ -62,7 +62,7 @@ def restored(repository: Path, target: str, number: int, *options: str) -> State
     """Restore a backup into a new bucket, and return what that holds."""
     name = f"restored-{number}-{len(options)}"
     with Client(target) as client:
-        client.create_bucket(name)
+        client.admin.create_bucket(name)
         done = upr_backup(
             repository,
             "restore",
@@ -269,7 +269,7 @@ def test_a_killed_run_is_gone_on_with(
         assert "interrupted run" in done.stderr
         assert json.loads(done.stdout)["rows"] == 5_000
         assert not (repository / "staging" / "0000000001").exists()
-        assert client.bucket().cuts() == []
+        assert client.admin.cuts("default") == []
         assert taken(repository)["rows"] == 1
     chain = Repository.open(LocalStorage(repository)).chain()
     files = [file for manifest in chain for file in manifest.files]
@@ -311,8 +311,8 @@ def test_bad_input_gets_one_line(small: tuple[Path, RunningServer], tmp_path: Pa
         done = upr_backup(repository, "backup")
     assert (done.exit_code, f"process {os.getpid()}" in done.stderr) == (12, True)
     with Client(server.target) as client:
-        client.drop_bucket("default")
-        client.create_bucket("default")
+        client.admin.drop_bucket("default")
+        client.admin.create_bucket("default")
     done = upr_backup(repository, "backup")
     assert done.exit_code == 2
     assert "is not the one of this repository" in done.stderr
@@ -433,7 +433,7 @@ def test_partitions_whose_deletions_are_gone_are_read_anew(
     # Only what is stored is purged, and stopping stores everything.
     server.start()
     with Client(server.target) as client:
-        assert sum(one.purged for one in client.bucket().purge()) > 100
+        assert sum(one.purged for one in client.admin.purge("default")) > 100
     write(server, state, [(b"%d" % n, b"more") for n in range(3000, 3100)])
     backup = taken(repository, code=10)
     assert backup["kind"] == "incremental"
@@ -475,7 +475,7 @@ def test_a_dead_partition_is_left_out_and_named_and_gone_on_with_later(
     assert f"{dead.P}" in against.stdout + against.stderr
     # A restore has of the partition what the first backup had, and says so.
     with Client(server.target) as client:
-        client.create_bucket("a")
+        client.admin.create_bucket("a")
     point = upr_backup(repository, "restore", "--target", server.target, "--bucket", "a")
     assert f"partition {dead.P} is older than backup 2" in point.stderr
     assert server.terminate() == 0

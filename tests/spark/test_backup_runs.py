@@ -109,21 +109,21 @@ def test_runs_that_are_killed_again_and_again_leave_one_cut(
             return Repository.create(storage, "default", bucket.version, server.target, 0)
 
         one, other = repository("one"), repository("other")
-        bucket.create_cut("upr-backup-of-somebody")
-        kept = ServerSource(bucket, other).make_cut()
+        client.admin.create_cut(bucket, "upr-backup-of-somebody")
+        kept = ServerSource(client, other).make_cut()
         # More than a bucket can have: each is made, and its run is killed before it is written down anywhere.
         for _ in range(70):
-            cut = ServerSource(bucket, one).make_cut()
-        there = {found.name for found in bucket.cuts()}
+            cut = ServerSource(client, one).make_cut()
+        there = {found.name for found in client.admin.cuts(bucket)}
         assert there == {"upr-backup-of-somebody", kept.name, cut.name}
-        assert ServerSource(bucket, one).find_cut(cut.name) == cut
+        assert ServerSource(client, one).find_cut(cut.name) == cut
         # A copy of a repository goes on by itself.
         (tmp_path / "copy").mkdir()
         (tmp_path / "copy" / "repository.json").write_bytes(one.storage.read("repository.json"))
         copy = Repository.open(LocalStorage(tmp_path / "copy"))
         assert copy.id == one.id
-        ServerSource(bucket, copy).make_cut()
-        assert ServerSource(bucket, one).find_cut(cut.name) == cut
+        ServerSource(client, copy).make_cut()
+        assert ServerSource(client, one).find_cut(cut.name) == cut
 
 
 class Changes:
@@ -157,7 +157,7 @@ def read(tmp_path: Path, *batches: ChangeBatch) -> Entry:
     spec = GroupSpec(
         "", "", "", "", 2, "attempt", 0, {7: start}, CutPoint("cut", 0, pins), patience=1.0
     )
-    reached: Any = SimpleNamespace(seqno=450, to_json=dict)
+    reached: Any = SimpleNamespace(seqno=450, to_document=dict)
     bucket: Any = SimpleNamespace(changes=lambda *_, **__: Changes(list(batches), {7: reached}))
     result = read_group(bucket, LocalStorage(tmp_path), spec, "data/x", lambda rows: None)
     return result.entries[7]

@@ -147,7 +147,7 @@ def test_an_interrupted_pool_says_one_word(server: RunningServer, tmp_path: Path
     assert (code, told(stderr)) == (0, [])
     assert json.loads(stdout)["rows"] == ROWS
     with Client(server.target) as client:
-        assert client.bucket().cuts() == []
+        assert client.admin.cuts("default") == []
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -193,8 +193,8 @@ def specs_of(server: RunningServer, repository: Path, wrong: bool = False) -> li
     """Return two groups up to now; or with a cut that is nowhere."""
     opened = Repository.open(open_storage(str(repository)))
     with Client(server.target) as client:
-        cut = client.bucket().create_cut("cut")
-        client.bucket().release_cut("cut")
+        cut = client.admin.create_cut("default", "cut")
+        client.admin.release_cut("default", "cut")
     pins = {
         p: PinnedAt(f"{pin.failover_id:016x}", pin.seqno + 1000 * wrong)
         for p, pin in cut.pins.items()
@@ -354,12 +354,12 @@ def test_the_server_keeps_deletions_for_the_next_backup(
     running.terminate()
     running.start()
     with Client(running.target) as client:
-        [consumer] = client.bucket().consumers()
+        [consumer] = client.admin.consumers("default")
         assert consumer.name.startswith("upr-backup-")
-        assert sum(one.purged for one in client.bucket().purge(range(64))) == 0
+        assert sum(one.purged for one in client.admin.purge("default", range(64))) == 0
     assert taken(repository)["rollbacks"] == 0
     with Client(running.target) as client:
-        assert sum(one.purged for one in client.bucket().purge(range(64))) > 50
+        assert sum(one.purged for one in client.admin.purge("default", range(64))) > 50
 
 
 @pytest.mark.spark

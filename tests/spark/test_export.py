@@ -70,7 +70,7 @@ def test_a_table_is_the_state_at_the_backup(made: Source, kind: str, tmp_path: P
     assert len(keys) == len(state)
     assert dict(zip(keys, table.column("value").to_pylist(), strict=True)) == state
     assert table.column("partition").to_pylist() == [partition_of(key) for key in keys]
-    with Client(made.server.target) as client, client.bucket().changes(until_now=True) as changes:
+    with Client(made.server.target) as client, client.bucket().changes(until="now") as changes:
         seqnos = {event.key: event.seqno for event in changes if isinstance(event, Change)}
     assert table.column("seqno").to_pylist() == [seqnos[key] for key in keys]
     age = datetime.now(UTC) - min(table.column("time").to_pylist())

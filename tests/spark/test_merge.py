@@ -313,7 +313,7 @@ def test_what_cannot_be_merged_or_expired_is_said(
     for command in (["merge"], ["expire", "--keep-last", "1"], ["prune", "--grace", "0"]):
         assert upr_backup(repository, *command).exit_code == 11, command
     with Client(server.target) as client:
-        assert client.bucket().cuts() == []
+        assert client.admin.cuts("default") == []
 
 
 def test_the_same_on_an_object_store(
@@ -342,6 +342,6 @@ def test_the_same_on_an_object_store(
         assert run("verify", "--full") == "all is well\n"
         parquet = [name for name in s3.objects if name.endswith(".parquet")]
         assert sorted(name.split("/")[1] for name in parquet) == ["data", "data", "merged"]
-        client.create_bucket("restored")
+        client.admin.create_bucket("restored")
         run("restore", "--target", server.target, "--bucket", "restored")
         assert content(client.target, "restored") == state

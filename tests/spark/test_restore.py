@@ -70,23 +70,23 @@ class Broken(BaseException):
 
 def broken_off(made: Source, target: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     """Restore until three groups are written and recorded, and half of a fourth is written."""
-    real = Bucket.write_blocks
+    real = Bucket._write_blocks
     calls = []
 
-    def write_blocks(self: Bucket, blocks: Any, *arguments: Any, **named: Any) -> Any:
+    def write_blocks(self: Bucket, blocks: Any, *arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
             block = next(iter(blocks))
-            real(self, [block], *arguments, **named)
+            real(self, [block], *arguments)
             raise Broken
-        return real(self, blocks, *arguments, **named)
+        return real(self, blocks, *arguments)
 
     with monkeypatch.context() as patched:
         small_groups(patched)
         patched.setattr(
             restore_module, "blocks", lambda keys, values: real_blocks(keys, values, block_rows=100)
         )
-        patched.setattr(Bucket, "write_blocks", write_blocks)
+        patched.setattr(Bucket, "_write_blocks", write_blocks)
         with pytest.raises(Broken):
             upr_backup_raising(made, target, *options)
     assert len(journal_files(made)) == 4
@@ -119,8 +119,8 @@ def killed_at(owner, name, call, first_half=None):
             first_half(real, self, *arguments)
         os.kill(os.getpid(), signal.SIGKILL)
     setattr(owner, name, patched)
-def some_blocks(real, self, blocks):
-    real(self, [next(iter(blocks))])
+def some_blocks(real, self, blocks, *arguments):
+    real(self, [next(iter(blocks))], *arguments)
 restore.blocks = lambda keys, values: real_blocks(keys, values, block_rows=100)
 %s
 from upr_backup.cli.entry import main
@@ -133,7 +133,7 @@ main()
     [
         ("killed_at(journal.Journal, 'record', 3)", True),
         ("killed_at(restore.Restore, '_write_group', 4)", False),
-        ("killed_at(Bucket, 'write_blocks', 3, some_blocks)", True),
+        ("killed_at(Bucket, '_write_blocks', 3, some_blocks)", True),
         ("killed_at(restore.Restore, '_difference', 2)", False),
     ],
     ids=["before a record", "between groups", "half a group", "comparing"],
@@ -155,7 +155,7 @@ def test_a_killed_restore_is_gone_on_with(
     assert told["keys"] == len(made.points[1])
     assert content(target) == made.points[1]
     with Client(target) as client:
-        written = sum(info.high_seqno for info in client.bucket().partitions())
+        written = sum(info.high_seqno for info in client.admin.partitions("default"))
     assert (written > len(made.points[1])) == rewritten
     assert journal_files(made) == []
     again = restore(made, target)
@@ -170,7 +170,7 @@ def test_what_somebody_else_wrote_is_not_overwritten(
     state = made.points[1]
     with Client(target) as client:
         bucket = client.bucket()
-        used = {info.partition for info in bucket.partitions() if info.high_seqno}
+        used = {info.partition for info in client.admin.partitions(bucket) if info.high_seqno}
         there = content(target)
         done_key = sorted(key for key in there if partition_of(key) == min(used))[0]
         cut_key = sorted(key for key in there if partition_of(key) == max(used))[0]
@@ -251,7 +251,7 @@ def test_partitions_that_the_backup_has_nothing_of_are_looked_at(
         done = restore(made, target, "--partitions", "0-9")
     assert (done.exit_code, "that should not be there" in done.stderr) == (11, True)
     with Client(target) as client:
-        client.create_bucket("other")
+        client.admin.create_bucket("other")
     done = restore(
         made, target, "--bucket", "other", "--partitions", "0-9", "--key-prefix", "key:1"
     )

@@ -31,7 +31,8 @@ from tests.spark.sink_rows import (
     refusal,
     some_rows,
 )
-from upr_client import Bucket, PartitionNotActiveError
+from upr_client import Bucket
+from upr_client.errors import PartitionNotActiveError
 from upr_client.testing import ScriptedServer
 from upr_protocol.partitioning import partition_of
 from upr_spark.sink import batch_writer, stream_writer
@@ -308,13 +309,13 @@ def test_other_tasks_jobs_and_batches_are_no_repetition(
 def names(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names that were used to write."""
     used: set[str] = set()
-    write = Bucket.write_blocks
+    write = Bucket._write_blocks
 
-    def noting(bucket: Bucket, *args: Any, **more: Any) -> Any:
-        used.add(more["once"])
-        return write(bucket, *args, **more)
+    def noting(bucket: Bucket, blocks: Any, durability: str, once: str, number: int) -> Any:
+        used.add(once)
+        return write(bucket, blocks, durability, once, number)
 
-    monkeypatch.setattr(Bucket, "write_blocks", noting)
+    monkeypatch.setattr(Bucket, "_write_blocks", noting)
     return used
 
 

@@ -154,8 +154,8 @@ def test_a_bucket_that_was_made_anew_is_left_alone(place: Place) -> None:
     before(place)
     writer = overwriting(place)
     with Client(place.target) as client:
-        client.drop_bucket(place.bucket)
-        client.create_bucket(place.bucket)
+        client.admin.drop_bucket(place.bucket)
+        client.admin.create_bucket(place.bucket)
     before(place)
     error = refusal(lambda: writer.commit([None]))
     assert error.code == "BUCKET_GONE"

@@ -30,11 +30,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def bucket(server: RunningServer, request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """A bucket of its own for each test, and a client."""
+def client(server: RunningServer) -> Iterator[Client]:
+    """A client for each test."""
     with Client(server.target) as client:
-        client.create_bucket(request.node.name)
-        yield client.bucket(request.node.name)
+        yield client
+
+
+@pytest.fixture
+def bucket(client: Client, request: pytest.FixtureRequest) -> Bucket:
+    """A bucket of its own for each test."""
+    client.admin.create_bucket(request.node.name)
+    return client.bucket(request.node.name)
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def _fill(bucket: Bucket, count: int = 3000) -> None:
 
 
 def _changes(bucket: Bucket) -> list[Change]:
-    with bucket.changes(until_now=True) as changes:
+    with bucket.changes(until="now") as changes:
         return [change for batch in changes.batches() for change in batch.changes]
 
 
@@ -83,7 +89,7 @@ def _refused() -> Iterator[list[FoundError]]:
 
 
 def test_a_batch_shows_what_the_sdk_drains_and_every_action_the_same(
-    spark: Any, server: RunningServer, bucket: Bucket
+    spark: Any, server: RunningServer, client: Client, bucket: Bucket
 ) -> None:
     _fill(bucket)
     expected = _drained(bucket)
@@ -98,7 +104,7 @@ def test_a_batch_shows_what_the_sdk_drains_and_every_action_the_same(
     assert len(rows) == len(expected)
     assert set(_shown(rows)) == expected
     assert set(_shown(frame.collect())) == expected
-    logs = bucket.failover_logs()
+    logs = client.admin.failover_logs(bucket)
     highs = {p: max(r.seqno for r in rows if r.partition == p) for p in {r.partition for r in rows}}
     for row in rows[::100]:
         assert row.failover_id == format_failover_id(logs[row.partition].newest.failover_id)
@@ -198,7 +204,7 @@ class Sink:
 
 
 def test_a_stream_takes_all_in_limited_batches_and_goes_on_from_its_checkpoint(
-    bucket: Bucket, read: Callable[..., Any], tmp_path: Path
+    client: Client, bucket: Bucket, read: Callable[..., Any], tmp_path: Path
 ) -> None:
     _fill(bucket, 2000)
     sink = Sink()
@@ -211,7 +217,7 @@ def test_a_stream_takes_all_in_limited_batches_and_goes_on_from_its_checkpoint(
     assert len(sink.batches) >= 2
     assert max(sink.sizes) <= 900
     assert sink.controls == []
-    assert [cut.name.rpartition("-")[0] for cut in bucket.cuts()] == ["nightly"]
+    assert [cut.name.rpartition("-")[0] for cut in client.admin.cuts(bucket)] == ["nightly"]
 
     bucket.write_many([(b"new%d" % n, b"") for n in range(100)])
     before = len(sink.batches)
@@ -300,7 +306,7 @@ def test_a_query_goes_back_to_418_when_the_server_goes_on_from_426(
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     running.start()
     with Client(running.target) as client:
-        log = client.bucket().failover_logs([5])[5]
+        log = client.admin.failover_logs("default", [5])[5]
         client.bucket().write_many([(key, b"new") for key in keys[440:450]])
     assert [record.seqno for record in log] == [0, 426]
 

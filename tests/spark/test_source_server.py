@@ -40,7 +40,7 @@ def client(server: RunningServer) -> Iterator[Client]:
 @pytest.fixture
 def bucket(client: Client, request: pytest.FixtureRequest) -> Bucket:
     """A bucket of its own for each test."""
-    client.create_bucket(request.node.name)
+    client.admin.create_bucket(request.node.name)
     return client.bucket(request.node.name)
 
 
@@ -74,7 +74,7 @@ def _write(bucket: Bucket, first: int, last: int) -> set[bytes]:
 
 
 def test_a_stream_goes_on_through_a_crash_of_the_server(
-    server: RunningServer, bucket: Bucket
+    server: RunningServer, client: Client, bucket: Bucket
 ) -> None:
     keys = _write(bucket, 0, 2000)
     reader = _stream(server, bucket)
@@ -91,7 +91,7 @@ def test_a_stream_goes_on_through_a_crash_of_the_server(
     assert {row["key"] for row in rows} == more
     assert {row["op"] for row in rows} == {"set"}
     # Idle partitions know the new history too.
-    logs = bucket.failover_logs()
+    logs = client.admin.failover_logs(bucket)
     for partition, entry in parse_offset(later).entries.items():
         assert entry.failover_id in (None, logs[partition].newest.failover_id)
     assert reader.latestOffset(later, _ALL) is later
@@ -99,13 +99,13 @@ def test_a_stream_goes_on_through_a_crash_of_the_server(
 
 
 def test_one_cut_serves_limited_batches_also_of_the_query_that_comes_after(
-    server: RunningServer, bucket: Bucket
+    server: RunningServer, client: Client, bucket: Bucket
 ) -> None:
     keys = _write(bucket, 0, 1000)
     reader, limit = _stream(server, bucket), ReadMaxRows(600)
     start = reader.initialOffset()
     first = _through_json(reader.latestOffset(start, limit))
-    assert len(bucket.cuts()) == 1
+    assert len(client.admin.cuts(bucket)) == 1
 
     _write(bucket, 1000, 1100)
     again = _stream(server, bucket)
@@ -118,20 +118,20 @@ def test_one_cut_serves_limited_batches_also_of_the_query_that_comes_after(
     third = _through_json(again.latestOffset(second, limit))
     assert len(_rows(again, again.partitions(second, third))) == 100
     again.latestOffset(third, limit)
-    assert [cut.name for cut in bucket.cuts()] == [third["c"]]
+    assert [cut.name for cut in client.admin.cuts(bucket)] == [third["c"]]
     reader.stop()
     again.stop()
 
 
 def test_a_cut_that_is_gone_is_replaced_for_what_is_left(
-    server: RunningServer, bucket: Bucket
+    server: RunningServer, client: Client, bucket: Bucket
 ) -> None:
     _write(bucket, 0, 1000)
     reader, limit = _stream(server, bucket), ReadMaxRows(600)
     start = reader.initialOffset()
     first = _through_json(reader.latestOffset(start, limit))
     reader.stop()
-    bucket.release_cut(first["c"])
+    client.admin.release_cut(bucket, first["c"])
 
     again = _stream(server, bucket)
     second = _through_json(again.latestOffset(first, limit))
@@ -143,14 +143,14 @@ def test_a_cut_that_is_gone_is_replaced_for_what_is_left(
 
 
 def test_what_is_merged_across_an_end_is_read_as_it_is_now_by_reset_only(
-    server: RunningServer, bucket: Bucket
+    server: RunningServer, client: Client, bucket: Bucket
 ) -> None:
     keys = _write(bucket, 0, 2000)
     readers = {mode: _stream(server, bucket, onrollback=mode) for mode in ("emit", "fail", "reset")}
     start = readers["reset"].initialOffset()
     end = _through_json(readers["reset"].latestOffset(start, _ALL))
-    for cut in bucket.cuts():
-        bucket.release_cut(cut.name)
+    for cut in client.admin.cuts(bucket):
+        client.admin.release_cut(bucket, cut.name)
     bucket.write_many((b"k%d" % number, b"later") for number in range(1000))
     # A clean stop stores everything, each partition merged into one block.
     server.terminate()
@@ -175,7 +175,9 @@ def test_what_is_merged_across_an_end_is_read_as_it_is_now_by_reset_only(
         one.stop()
 
 
-def test_a_batch_says_when_what_it_pinned_is_gone(server: RunningServer, bucket: Bucket) -> None:
+def test_a_batch_says_when_what_it_pinned_is_gone(
+    server: RunningServer, client: Client, bucket: Bucket
+) -> None:
     keys = _write(bucket, 0, 500)
     source = _source(server, bucket, numpartitions="3")
     schema = source.schema()
@@ -186,8 +188,8 @@ def test_a_batch_says_when_what_it_pinned_is_gone(server: RunningServer, bucket:
     tasks = list(reader.partitions())
     assert len(tasks) == 3
     assert {row["key"] for row in _rows(reader, tasks)} == keys
-    for cut in bucket.cuts():
-        bucket.release_cut(cut.name)
+    for cut in client.admin.cuts(bucket):
+        client.admin.release_cut(bucket, cut.name)
     with pytest.raises(UprSparkError) as raised:
         reader.partitions()
     assert raised.value.code == "SNAPSHOT_GONE"
@@ -206,7 +208,7 @@ def test_what_does_not_belong_together_is_refused(
         _stream(server, bucket, partitions="0-9").latestOffset(end, _ALL)
     assert raised.value.details["option"] == "partitions"
 
-    client.create_bucket("other")
+    client.admin.create_bucket("other")
     for option in ("startingoffsets", "endingoffsets"):
         source = _source(server, bucket, bucket="other", **{option: json.dumps(end)})
         with pytest.raises(UprSparkError) as raised:
@@ -216,7 +218,7 @@ def test_what_does_not_belong_together_is_refused(
         _stream(server, bucket, bucket="other").latestOffset(end, _ALL)
     assert raised.value.code == "BUCKET_MISMATCH"
 
-    client.drop_bucket("other")
+    client.admin.drop_bucket("other")
     with pytest.raises(UprSparkError) as raised:
         _stream(server, bucket, bucket="missing").initialOffset()
     assert raised.value.code == "BUCKET_NOT_FOUND"
@@ -226,13 +228,13 @@ def test_what_does_not_belong_together_is_refused(
 def test_a_planned_batch_of_a_bucket_that_is_made_anew_is_refused(
     server: RunningServer, client: Client, bucket: Bucket
 ) -> None:
-    client.create_bucket("other")
+    client.admin.create_bucket("other")
     _write(client.bucket("other"), 0, 100)
     reader = _stream(server, bucket, bucket="other", onrollback="reset")
     start = reader.initialOffset()
     tasks = reader.partitions(start, reader.latestOffset(start, _ALL))
-    client.drop_bucket("other")
-    client.create_bucket("other")
+    client.admin.drop_bucket("other")
+    client.admin.create_bucket("other")
     _write(client.bucket("other"), 0, 100)
 
     with pytest.raises(UprSparkError) as raised:
@@ -281,7 +283,9 @@ def test_a_schema_may_have_some_of_the_columns_and_no_others(
     assert [set(row) for row in rows] == [{"marker"}] * 10
 
 
-def test_a_batch_can_begin_and_end_at_seqnos(server: RunningServer, bucket: Bucket) -> None:
+def test_a_batch_can_begin_and_end_at_seqnos(
+    server: RunningServer, client: Client, bucket: Bucket
+) -> None:
     _write(bucket, 0, 3000)
     with bucket.cut("held", partitions=[3, 4]) as cut:
         _write(bucket, 3000, 4000)
@@ -297,7 +301,7 @@ def test_a_batch_can_begin_and_end_at_seqnos(server: RunningServer, bucket: Buck
     expected = {(3, seqno) for seqno in range(2, cut.seqnos[3] + 1)}
     expected |= {(4, seqno) for seqno in range(1, cut.seqnos[4] + 1)}
     assert {(row["partition"], row["seqno"]) for row in rows} == expected
-    assert bucket.cuts() == []
+    assert client.admin.cuts(bucket) == []
 
     for name, value in (("startingoffsets", '{"3": 1000}'), ("endingoffsets", '{"3": 1000}')):
         source = _source(server, bucket, partitions="3", **{name: value})

@@ -81,7 +81,7 @@ def test_a_whole_life_on_an_object_store(
         done = upr_backup("verify", "--full")
         assert (done.exit_code, done.stdout) == (0, "all is well\n"), done.stderr
         for number, point in enumerate(points, 1):
-            client.create_bucket(f"r{number}")
+            client.admin.create_bucket(f"r{number}")
             into = ["--target", server.target, "--bucket", f"r{number}", "--at", str(number)]
             done = upr_backup("restore", *into)
             assert done.exit_code == 0, done.stderr

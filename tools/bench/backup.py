@@ -41,7 +41,7 @@ def drain(target: str, as_arrow: bool) -> tuple[float, float, int]:
     """Follow everything up to now. Return seconds, seconds of CPU, and rows."""
     rows = 0
     began, cpu = time.perf_counter(), time.process_time()
-    with Client(target) as client, client.bucket().changes(until_now=True) as changes:
+    with Client(target) as client, client.bucket().changes(until="now") as changes:
         for batch in changes.batches():
             rows += record_batch(batch).num_rows if as_arrow else batch.rows
     return time.perf_counter() - began, time.process_time() - cpu, rows

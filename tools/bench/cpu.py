@@ -68,7 +68,7 @@ async def _drain(target: str) -> int:
     rows = 0
     async with AsyncClient(target) as client:
         for _ in range(DRAINS):
-            async with client.bucket().changes(until_now=True) as changes:
+            async with client.bucket().changes(until="now") as changes:
                 async for batch in changes.batches():
                     rows += batch.rows
     return rows

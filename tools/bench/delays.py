@@ -12,7 +12,8 @@ import numpy as np
 from tests.harness import RunningServer
 from tools.bench.children import CHILDREN
 from tools.bench.common import Figure, server
-from upr_client import AsyncClient, Client, MemoryPositions, Position
+from upr_client import AsyncClient, Client, MemoryPositions, Only, Position
+from upr_client.lowlevel import hello
 from upr_protocol.limits import PARTITIONS
 
 STARTS: Final = 15
@@ -23,7 +24,7 @@ LATENCY_SECONDS: Final = 5.0
 async def follow_latency(target: str, durability: str) -> tuple[float, float]:
     """Follow what another process writes. Return the median and the 99th percentile in milliseconds."""
     async with AsyncClient(target) as client:
-        changes = client.bucket().changes(stability=durability)
+        changes = client.bucket().changes(only=Only(stability=durability))
         delays: list[int] = []
         async with changes:
             arguments = ["produce", target, str(LATENCY_SECONDS), durability]
@@ -63,7 +64,7 @@ async def start_all(target: str) -> float:
     began = time.perf_counter()
     async with AsyncClient(target) as client:
         bucket = client.bucket()
-        await bucket.hello(dict.fromkeys(range(PARTITIONS)))
+        await hello(bucket, dict.fromkeys(range(PARTITIONS)))
         async with bucket.changes() as changes:
             await anext(changes.batches())
             return time.perf_counter() - began
@@ -73,7 +74,7 @@ async def newest_positions(target: str, partitions: range) -> dict[int, Position
     """Return where a consumer stands that has everything but the last mutation."""
     async with AsyncClient(target) as client:
         bucket = client.bucket()
-        answers = await bucket.hello(dict.fromkeys(partitions))
+        answers = await hello(bucket, dict.fromkeys(partitions))
         version = bucket.version
     return {
         a.partition: Position(
@@ -89,7 +90,7 @@ async def resume_async(target: str, at: dict[int, Position]) -> float:
     began = time.perf_counter()
     async with (
         AsyncClient(target) as client,
-        client.bucket().changes(at, positions=MemoryPositions(at)) as changes,
+        client.bucket().changes(resume=MemoryPositions(at), only=Only(at)) as changes,
     ):
         await anext(changes.batches())
         return time.perf_counter() - began
@@ -100,7 +101,7 @@ def resume_sync(target: str, at: dict[int, Position]) -> float:
     began = time.perf_counter()
     with (
         Client(target) as client,
-        client.bucket().changes(at, positions=MemoryPositions(at)) as changes,
+        client.bucket().changes(resume=MemoryPositions(at), only=Only(at)) as changes,
     ):
         next(changes.batches())
         return time.perf_counter() - began

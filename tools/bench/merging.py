@@ -7,7 +7,8 @@ import numpy as np
 
 from tools.bench.common import Figure, Row, batches, server, zipfian_rows
 from upr.config import TAIL_BYTES
-from upr_client import AsyncClient, StorageInfo
+from upr_client import AsyncClient
+from upr_client.admin import StorageInfo
 
 ZIPFIAN = 2_000_000
 UNIQUE = 1_000_000
@@ -43,9 +44,12 @@ async def _load(target: str, rows: list[Row]) -> AsyncIterator[StorageInfo]:
                 places.release()
                 group.create_task(write(batch))
                 if number % 50 == 49:
-                    yield await bucket.storage()
+                    yield await client.admin.storage(bucket)
         async with asyncio.timeout(SETTLED_SECONDS):
-            while (found := await bucket.storage()).partitions_to_merge or found.tail_bytes:  # noqa: ASYNC110
+            while True:
+                found = await client.admin.storage(bucket)
+                if not found.partitions_to_merge and not found.tail_bytes:
+                    break
                 # Only the server knows when it is done, and does not tell.
                 await asyncio.sleep(0.2)
         yield found

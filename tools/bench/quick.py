@@ -106,7 +106,7 @@ def measure_ingest(rows: list[Row]) -> Iterator[Figure]:
 
 async def drain(target: str, decode: bool) -> tuple[float, float, int]:
     """Follow all partitions up to now. Return rows and bytes a second after the first frame, and all rows."""
-    async with AsyncClient(target) as client, client.bucket().changes(until_now=True) as changes:
+    async with AsyncClient(target) as client, client.bucket().changes(until="now") as changes:
         rows = late = size = 0
         began = time.perf_counter()
         async for batch in changes.batches():

@@ -60,7 +60,7 @@ def failover_log(
     from upr_client import Client
 
     with Client(target) as client:
-        logs = client.bucket(bucket).failover_logs(one_list(partitions))
+        logs = client.admin.failover_logs(bucket, one_list(partitions))
     if as_json:
         print_json(logs_to_json(logs))
     else:
@@ -79,7 +79,7 @@ def partitions_command(
     from upr_client import Client
 
     with Client(target) as client:
-        found = client.bucket(bucket).partitions(one_list(partitions))
+        found = client.admin.partitions(bucket, one_list(partitions))
     documents = [
         {
             **{column: getattr(info, column) for column in _COLUMNS},
@@ -182,8 +182,8 @@ def _ask(target: str, bucket_name: str, partition: int) -> "ServerSide":
 
     with Client(target) as client:
         bucket = client.bucket(bucket_name)
-        log = bucket.failover_logs([partition])[partition]
-        (info,) = bucket.partitions([partition])
+        log = client.admin.failover_logs(bucket, [partition])[partition]
+        (info,) = client.admin.partitions(bucket, [partition])
     if info.state not in ("active", "replica"):
         raise UprError(
             f"partition {partition} is {info.state} here and answers no handshake",

@@ -93,21 +93,19 @@ def follow(
     from upr.cli.jsonl import batch_lines, rollback_line
 
     pass
-    from upr_client import Client
+    from upr_client import Client, Only, Tuning
 
     with Client(target) as client:
         followed = client.bucket(bucket)
         # A server that was never there is a wrong address; one that goes away later is waited for.
-        followed.partitions([0])
+        client.admin.partitions(followed, [0])
         changes = followed.changes(
-            partitions,
+            resume=position_store(position_file, from_start),
+            until="now" if until_now else None,
+            only=Only(partitions, stability=stability, keys_only=keys_only),
+            tuning=Tuning(retry_seconds=retry_seconds),
             consumer=consumer,
-            positions=position_store(position_file, from_start),
-            until_now=until_now,
-            stability=stability,
-            keys_only=keys_only,
             on_rollback="event",
-            retry_seconds=retry_seconds,
             on_status=lambda text: note(f"upr-cat: {text}"),
         )
         with changes:

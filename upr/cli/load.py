@@ -95,7 +95,7 @@ def _loader(
         with Client(target, retry_seconds=retry_seconds) as client:
             written = client.bucket(bucket)
             # A server that was never there is a wrong address; one that goes away later is waited for.
-            written.partitions([0])
+            client.admin.partitions(written, [0])
             yield Loader(lambda rows: written.write_many(rows, durability))
     finally:
         log.removeHandler(handler)

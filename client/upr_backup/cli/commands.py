@@ -104,7 +104,7 @@ def init(storage: Storage, target: str, bucket: str) -> None:
     if storage.names("chain/"):
         raise RepositoryError(f"there is a repository in {storage.location} already")
     with open_client(target) as client:
-        found = [info for info in client.buckets() if info.name == bucket]
+        found = [info for info in client.admin.buckets() if info.name == bucket]
     if not found:
         raise BackupNotFoundError(
             f"there is no bucket {bucket!r} at {target}", hint="upr-admin bucket list shows all"
@@ -234,7 +234,7 @@ def _take(
         progress.show(f"{rows_read} rows read, {done} of {total} groups done")
 
     with open_client(target) as client:
-        source = ServerSource(client.bucket(repository.bucket), repository)
+        source = ServerSource(client, repository)
         lock = Lock(repository.storage)
         run = Run(repository, source, engine, lock, target, say=note, progress=show, **options)
 
@@ -462,10 +462,9 @@ def _against_server(storage: Storage, target: str) -> "Comparison":
     point = open_point(storage)
     progress = Progress()
     with open_client(target) as client:
-        bucket = client.bucket(point.repository.bucket)
         work = AgainstServer(
             point,
-            bucket,
+            client,
             lambda done, total: progress.show(f"{done} of {total} partitions compared"),
         )
         try:
@@ -543,6 +542,7 @@ def restore(
     with open_client(target) as client:
         work = Restore(
             point,
+            client,
             client.bucket(point.repository.bucket if bucket is None else bucket),
             key_prefix,
             into_non_empty,

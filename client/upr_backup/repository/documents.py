@@ -132,7 +132,7 @@ class Entry:
         rows: how many rows it adds.
         data_bytes: of their keys and values.
         file: index among the manifest's files; None without rows.
-        position: where the next backup goes on, as ``Position.to_json``: failover ids, log and markers; None when
+        position: where the next backup goes on, as ``Position.to_document``: failover ids, log and markers; None when
             the partition is empty.
     """
 

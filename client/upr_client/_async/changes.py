@@ -5,7 +5,7 @@ import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -260,14 +260,11 @@ class AsyncChanges:
     was acknowledged.
     """
 
-    def __init__(
-        self, bucket: BucketHandle, partitions: Iterable[int] | None, options: ChangesOptions
-    ) -> None:
+    def __init__(self, bucket: BucketHandle, options: ChangesOptions) -> None:
         self._bucket = bucket
         self._options = options
         self._following = Following(
             options,
-            partitions,
             say=self._say,
             clock=Clock(now, time.time, random.random),
             bucket=bucket.name,

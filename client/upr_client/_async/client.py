@@ -1,4 +1,4 @@
-"""The client: one connection to a server, or to one of several, and what is asked of the server as a whole."""
+"""The client: one connection to a server, or to one of several."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -6,20 +6,12 @@ from typing import Self
 
 import grpc
 
+from upr_client._async.admin import AsyncAdmin
 from upr_client._async.bucket import AsyncBucket
 from upr_client._async.call import Connection
 from upr_client._async.io import Channel
-from upr_client.admin_values import (
-    BucketInfo,
-    ServerStatus,
-    bucket_info,
-    check_quota,
-    server_status,
-)
 from upr_client.endpoints import Token, check_token, credentials_of, endpoints_of
 from upr_protocol.errors import InvalidArgumentError
-from upr_protocol.limits import check_name
-from upr_protocol.wire.v1 import admin_service_pb2
 
 
 class AsyncClient:
@@ -43,6 +35,9 @@ class AsyncClient:
             now, which must not block. Without TLS only to loopback addresses and Unix sockets.
         channel: a gRPC channel of your own instead of one to ``target``; it is not closed with the client. It brings
             its own credentials: ``tls`` and ``token`` cannot be given then.
+
+    Attributes:
+        admin: what operators ask and order.
 
     Raises:
         InvalidArgumentError: a value is out of its range, or a token would be sent without encryption.
@@ -79,6 +74,7 @@ class AsyncClient:
             endpoints, credentials, token, channel, connect_timeout, request_timeout, retry_seconds
         )
         self._buckets: list[AsyncBucket] = []
+        self.admin = AsyncAdmin(self._connection)
 
     @property
     def target(self) -> str:
@@ -120,93 +116,6 @@ class AsyncClient:
         bucket = AsyncBucket(self._connection, name, producer)
         self._buckets.append(bucket)
         return bucket
-
-    async def status(self) -> ServerStatus:
-        """Return what the server process is and uses.
-
-        Raises:
-            UprError: the call failed; it is not tried again.
-        """
-        connection = self._connection
-        request = admin_service_pb2.GetStatusRequest()
-        return server_status(await connection.ask(connection.stubs().admin.GetStatus, request))
-
-    async def buckets(self) -> list[BucketInfo]:
-        """Return the server's buckets by name.
-
-        Raises:
-            UprError: the call failed; it is not tried again.
-        """
-        connection = self._connection
-        request = admin_service_pb2.ListBucketsRequest()
-        answer = await connection.ask(connection.stubs().admin.ListBuckets, request)
-        return [bucket_info(message) for message in answer.buckets]
-
-    async def create_bucket(
-        self, name: str, compression: str = "", quota_bytes: int = 0
-    ) -> BucketInfo:
-        """Make an empty bucket.
-
-        Args:
-            name: 1 to 200 bytes of UTF-8 without control characters.
-            compression: of its stored blocks: "" for none, or "zstd".
-            quota_bytes: what it may take; 0 for no limit but the disk. Beyond it writes get QuotaExceededError.
-
-        Raises:
-            AlreadyExistsError: the name is taken.
-            TooManyError: the server has as many buckets as it can have, 32.
-            InvalidArgumentError: a value is out of its range.
-            UprError: the call failed or was refused; it is not tried again. After a failure it may be there.
-        """
-        connection = self._connection
-        request = admin_service_pb2.CreateBucketRequest(
-            name=check_name(name, "bucket"),
-            compression=compression,
-            quota_bytes=check_quota(quota_bytes),
-        )
-        answer = await connection.ask(connection.stubs().admin.CreateBucket, request)
-        return bucket_info(answer.bucket)
-
-    async def set_bucket_quota(self, name: str, quota_bytes: int) -> BucketInfo:
-        """Set what a bucket may take in its store and its tail together; what is there already stays.
-
-        Beyond it writes get QuotaExceededError, but for those that only delete.
-
-        Args:
-            name: of the bucket.
-            quota_bytes: 0 for no limit but the disk.
-
-        Raises:
-            BucketNotFoundError: there is none of that name.
-            UprError: the call failed or was refused; it is not tried again.
-        """
-        connection = self._connection
-        request = admin_service_pb2.SetBucketQuotaRequest(
-            bucket=check_name(name, "bucket"), quota_bytes=check_quota(quota_bytes)
-        )
-        answer = await connection.ask(connection.stubs().admin.SetBucketQuota, request)
-        return bucket_info(answer.bucket)
-
-    async def drop_bucket(self, name: str, version: int | None = None) -> int:
-        """Remove a bucket with all its data, and return its version.
-
-        Everything that uses it ends with BUCKET_GONE. The bucket ``default`` comes back, empty and with another
-        version, when the server is started the next time.
-
-        Args:
-            version: if given, a bucket of the name with another version is left alone.
-
-        Raises:
-            BucketNotFoundError: there is none of that name.
-            BucketGoneError: it has another version.
-            UprError: the call failed or was refused; it is not tried again. After a failure it may be gone.
-        """
-        connection = self._connection
-        request = admin_service_pb2.DropBucketRequest(
-            name=check_name(name, "bucket"), version=version
-        )
-        answer = await connection.ask(connection.stubs().admin.DropBucket, request)
-        return int(answer.bucket_version)
 
     async def close(self) -> None:
         """End all streams, wait for outstanding writes at most ``request_timeout``, and disconnect.

@@ -1,6 +1,6 @@
 """A bucket as a dictionary that is kept up to date."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -8,7 +8,7 @@ from upr_client._async.call import BucketHandle
 from upr_client._async.changes import AsyncChanges
 from upr_client._async.io import Background, Cancelled, Event, mutex, now
 from upr_client.changes.events import Change, ChangeBatch
-from upr_client.changes.options import ChangesOptions
+from upr_client.changes.options import ChangesOptions, Only
 from upr_client.positions import MemoryPositions
 from upr_client.writing import WriteResult
 from upr_protocol.errors import ClosedError
@@ -94,13 +94,13 @@ class AsyncView:
     def __init__(
         self,
         bucket: BucketHandle,
-        partitions: Iterable[int] | None,
+        only: Only,
         at_markers: bool,
-        options: dict[str, Any],
+        on_status: Callable[[str], Any] | None,
     ) -> None:
         self._bucket = bucket
-        self._partitions = None if partitions is None else list(partitions)
-        self._options = options
+        self._only = only
+        self._on_status = on_status
         self._state = Materialized(at_markers)
         self._positions = MemoryPositions()
         self._changes: AsyncChanges | None = None
@@ -161,12 +161,13 @@ class AsyncView:
     async def _follow(self, until_now: bool) -> None:
         self._bucket.connection.check_usable()
         options = ChangesOptions(
-            positions=self._positions,
-            until_now=until_now,
+            resume=self._positions,
+            until="now" if until_now else None,
+            only=self._only,
             on_rollback="restart",
-            **self._options,
+            on_status=self._on_status,
         )
-        changes = AsyncChanges(self._bucket, self._partitions, options)
+        changes = AsyncChanges(self._bucket, options)
         async with changes:
             self._changes = changes
             if self._leaving:

@@ -11,6 +11,7 @@ from typing import Self
 from upr_client import backoff
 from upr_client._async.call import BucketHandle, Call, Stubs
 from upr_client._async.io import Background, Event, Semaphore, give_way, maybe_await, mutex, now
+from upr_client.endpoints import moves_on
 from upr_client.writing import (
     DURABILITIES,
     ROW_BYTES,
@@ -84,7 +85,7 @@ class Write:
         return self.runs
 
 
-class AsyncWriter:
+class AsyncBlockWriter:
     """Writes of one producer into one bucket, in order.
 
     Args:
@@ -247,7 +248,7 @@ class AsyncWriter:
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
-            seconds = backoff.delay(attempt, random.random())
+            seconds = backoff.delay(attempt, random.random(), away=moves_on(error))
             attempt += 1
             _logger.info(
                 "%s: writing stopped with %s (%s); again in %.2f s",
@@ -453,7 +454,7 @@ class AsyncWriter:
         return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
 
 
-class AsyncBufferedWriter:
+class AsyncWriter:
     """A writer that gathers rows; made by ``AsyncBucket.writer``, used with ``async with``.
 
     ``set`` and ``delete`` return when the row is taken, and wait while too much is outstanding. Rows are applied in
@@ -465,8 +466,8 @@ class AsyncBufferedWriter:
     def __init__(
         self,
         bucket: BucketHandle,
-        writer: Callable[[], AsyncWriter],
-        open_writers: "list[AsyncBufferedWriter]",
+        writer: Callable[[], AsyncBlockWriter],
+        open_writers: "list[AsyncWriter]",
         options: WriterOptions,
     ) -> None:
         self._bucket = bucket

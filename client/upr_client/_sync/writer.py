@@ -12,6 +12,7 @@ from typing import Self
 from upr_client import backoff
 from upr_client._sync.call import BucketHandle, Call, Stubs
 from upr_client._sync.io import Background, Event, Semaphore, give_way, maybe_await, mutex, now
+from upr_client.endpoints import moves_on
 from upr_client.writing import (
     DURABILITIES,
     ROW_BYTES,
@@ -85,7 +86,7 @@ class Write:
         return self.runs
 
 
-class Writer:
+class BlockWriter:
     """Writes of one producer into one bucket, in order.
 
     Args:
@@ -248,7 +249,7 @@ class Writer:
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
-            seconds = backoff.delay(attempt, random.random())
+            seconds = backoff.delay(attempt, random.random(), away=moves_on(error))
             attempt += 1
             _logger.info(
                 "%s: writing stopped with %s (%s); again in %.2f s",
@@ -454,7 +455,7 @@ class Writer:
         return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
 
 
-class BufferedWriter:
+class Writer:
     """A writer that gathers rows; made by ``Bucket.writer``, used with ``with``.
 
     ``set`` and ``delete`` return when the row is taken, and wait while too much is outstanding. Rows are applied in
@@ -466,8 +467,8 @@ class BufferedWriter:
     def __init__(
         self,
         bucket: BucketHandle,
-        writer: Callable[[], Writer],
-        open_writers: "list[BufferedWriter]",
+        writer: Callable[[], BlockWriter],
+        open_writers: "list[Writer]",
         options: WriterOptions,
     ) -> None:
         self._bucket = bucket

@@ -342,7 +342,7 @@ def fenced(consumer: str, partitions: Iterable[int]) -> FencedError:
     some = sorted(partitions)[:5]
     return FencedError(
         f"consumer {consumer!r} has another owner by now: the positions of {some} were not stored",
-        hint="give each consumer its own name, or share the work: changes(group=...)",
+        hint="give each consumer its own name, or share the work: changes(resume=Group(name))",
     )
 
 

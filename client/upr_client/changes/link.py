@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from upr_client import backoff
 from upr_client.changes.status import Progress
-from upr_client.endpoints import SILENT_REASON
+from upr_client.endpoints import SILENT_REASON, moves_on
 from upr_protocol.block import POSITION
 from upr_protocol.errors import BucketGoneError, ProtocolError, UnavailableError, UprError
 from upr_protocol.flow import CreditReturn, Liveness
@@ -274,7 +274,7 @@ class Reconnecting:
         if self._limit is not None and self._clock.now() - self._heard_at >= self._limit:
             raise error
         self._progress.reconnects += 1
-        seconds = backoff.delay(self._attempt, self._clock.random())
+        seconds = backoff.delay(self._attempt, self._clock.random(), away=moves_on(error))
         self._attempt += 1
         self._say(
             f"the call ended with {error.reason} ({error}); connecting again in {seconds:.2f} s"

@@ -1,7 +1,8 @@
 """Options of following: checked once, and turned into what the session and the wire need."""
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal, Protocol
 
@@ -29,142 +30,288 @@ from upr_protocol.wire.compression import zstd_available
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import types_pb2
 
-Policy = Callable[[Rollback], Any] | Literal["event", "restart", "fail"] | None
+STABILITIES: Final = {"disk": types_pb2.STABILITY_DISK, "memory": types_pb2.STABILITY_MEMORY}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPositions:
+    """Positions kept in the server under the consumer's name. Only the newest owner of the name can store them.
+
+    Args:
+        name: the consumer's, 1 to 200 bytes of UTF-8 without control characters. A consumer that opens later under
+            the same name ends this one with FencedError.
+
+    Raises:
+        InvalidArgumentError: the name is out of its range.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "consumer")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Membership in a group of consumers that share all partitions, with positions kept in the server.
+
+    Each partition belongs to one member at a time. What a member has not acknowledged comes again with the next owner.
+
+    Args:
+        name: the group's, as a consumer's.
+        member: this one's name in the group, unique there; None for a random one. A member that comes back under its
+            name within its lease keeps its partitions.
+        lease_seconds: 1 to 3600; how long a member's partitions stay its own while the server does not hear from it.
+            After that nothing more is handed out until the server assigns partitions again.
+
+    Raises:
+        InvalidArgumentError: a value is out of its range.
+    """
+
+    name: str
+    _: KW_ONLY
+    member: str | None = None
+    lease_seconds: float = LEASE_SECONDS
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "group")
+        if self.member is not None:
+            check_name(self.member, "member")
+        if not LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX:
+            raise InvalidArgumentError(
+                f"lease_seconds is {self.lease_seconds}; must be {LEASE_SECONDS_MIN:g} to {LEASE_SECONDS_MAX:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Filter of what is followed, applied at the server. Seqnos and markers stay as they are.
+
+    Args:
+        partitions: which, 0 to 1023; None for all, or for those that ``until`` names. A group shares all of them.
+        key_prefix: only the changes whose keys begin with it, at most 4096 bytes.
+        keys_only: leave the values out; they are None then.
+        stability: "disk": only what is durable at the server; "memory": sooner, and a crash there may undo it.
+
+    Raises:
+        InvalidArgumentError: a value is out of its range.
+    """
+
+    partitions: Iterable[int] | None = None
+    _: KW_ONLY
+    key_prefix: bytes = b""
+    keys_only: bool = False
+    stability: str = "disk"
+
+    def __post_init__(self) -> None:
+        if self.partitions is not None:
+            chosen = tuple(check_partition(partition) for partition in self.partitions)
+            object.__setattr__(self, "partitions", chosen)
+        if not isinstance(self.key_prefix, bytes):
+            raise InvalidArgumentError(f"key_prefix is {self.key_prefix!r}; must be bytes")
+        if len(self.key_prefix) > KEY_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"key_prefix is {len(self.key_prefix)} bytes; must be at most {KEY_BYTES_MAX}"
+            )
+        choice(STABILITIES, self.stability, "stability")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Sizes and times of following. The defaults are good for most.
+
+    Args:
+        credit_bytes: how much the server may send ahead, 1 byte to 256 MiB.
+        heartbeat_seconds: 0.05 to 3600; silence for three of them is a lost connection.
+        save_seconds: the shortest time between two saves of positions, besides those after a rollback and at the end;
+            0 or more.
+        retry_seconds: how long to try without hearing from the server, 0 or more; None for ever.
+        unacknowledged_max: about how many changes may wait for their ``ack`` before no further one is handed out, 1 or
+            more.
+        recent_key_bytes: how much of the newest keys is remembered, to name them in a Rollback; 0 or more.
+        markers_at_record: whether a rollback may resume at a marker exactly at the seqno that the server named.
+
+    Raises:
+        InvalidArgumentError: a value is out of its range.
+    """
+
+    credit_bytes: int = CREDIT_BYTES
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    save_seconds: float = 1.0
+    retry_seconds: float | None = None
+    unacknowledged_max: int = UNACKNOWLEDGED
+    recent_key_bytes: int = RECENT_KEY_BYTES
+    markers_at_record: bool = False
+
+    def __post_init__(self) -> None:
+        check_window(self.credit_bytes)
+        check_interval(self.heartbeat_seconds)
+        for name, least in (
+            ("save_seconds", 0),
+            ("retry_seconds", 0),
+            ("unacknowledged_max", 1),
+            ("recent_key_bytes", 0),
+        ):
+            value = getattr(self, name)
+            # Written so that NaN fails it too.
+            if value is not None and not value >= least:
+                raise InvalidArgumentError(f"{name} is {value}; must be {least} or more")
+
+
+class Pinned(Protocol):
+    """Whatever has pins: a cut that was made, or one out of a list."""
+
+    @property
+    def pins(self) -> Mapping[int, Pin]:
+        """The pinned marker of each partition."""
+
+
+Resume = PositionStore | ServerPositions | Group | None
+"""Where positions are loaded from and stored."""
 Start = Literal["beginning", "now"] | datetime | float
-"""Where a consumer begins that has no position; a number is seconds since the epoch."""
+"""Where a partition without a position begins; a number is seconds since the epoch."""
+Until = Pinned | Mapping[int, int] | Literal["now"] | None
+"""Where following ends: at a cut, at a seqno for each partition, at what is there when it starts, or never."""
+Policy = Callable[[Rollback], Any] | Literal["event", "restart", "fail"] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangesOptions:
     """How to follow; the meanings are those of ``AsyncBucket.changes``.
 
+    Attributes:
+        member: the name in the group; empty without one.
+        partitions: those to follow; None for all.
+        ends: where each partition ends exactly; None for nowhere.
+
     Raises:
         InvalidArgumentError: a value is out of its range, or two contradict each other.
     """
 
-    consumer: str = ""
-    positions: PositionStore | Literal["server"] | None = None
-    group: str = ""
-    member: str = ""
-    lease_seconds: float = LEASE_SECONDS
+    resume: Resume = None
     start: Start = "beginning"
-    until_now: bool = False
-    until: Mapping[int, Pin] | None = None
-    stability: str = "disk"
-    keys_only: bool = False
-    key_prefix: bytes = b""
+    until: Until = None
+    only: Only = Only()
+    tuning: Tuning = Tuning()
+    consumer: str = ""
     acknowledge: str = "auto"
-    unacknowledged_max: int = UNACKNOWLEDGED
     on_rollback: Policy = None
-    markers_at_record: bool = False
-    recent_key_bytes: int = RECENT_KEY_BYTES
-    credit_bytes: int = CREDIT_BYTES
-    heartbeat_seconds: float = HEARTBEAT_SECONDS
-    save_seconds: float = 1.0
-    retry_seconds: float | None = None
     on_status: Callable[[str], Any] | None = None
     beginning: Beginning = field(init=False, default=None)
+    member: str = field(init=False, default="")
+    partitions: tuple[int, ...] | None = field(init=False, default=None)
+    ends: Mapping[int, Pin] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        choice(STABILITIES, self.stability, "stability")
-        check_window(self.credit_bytes)
-        check_interval(self.heartbeat_seconds)
-        object.__setattr__(self, "beginning", _beginning(self.start))
-        for name in (self.consumer, self.group, self.member):
-            if name:
-                check_name(name, "consumer")
+        for name, kind in (("only", Only), ("tuning", Tuning)):
+            if not isinstance(getattr(self, name), kind):
+                raise InvalidArgumentError(
+                    f"{name} is {getattr(self, name)!r}; must be {kind.__name__}(...)"
+                )
         if not (
             self.on_rollback in (None, "event", "restart", "fail") or callable(self.on_rollback)
         ):
             raise InvalidArgumentError(
-                f'on_rollback is {self.on_rollback!r}, it must be "event", "restart", "fail" or a function'
+                f'on_rollback is {self.on_rollback!r}; must be "event", "restart", "fail" or a function'
             )
         if self.acknowledge not in ("auto", "manual"):
             raise InvalidArgumentError(
-                f'acknowledge is {self.acknowledge!r}, it must be "auto" or "manual"'
+                f'acknowledge is {self.acknowledge!r}; must be "auto" or "manual"'
             )
-        self._check_ends()
-        self._check_owner()
-        if not isinstance(self.key_prefix, bytes) or len(self.key_prefix) > KEY_BYTES_MAX:
-            raise InvalidArgumentError(f"key_prefix must be bytes, {KEY_BYTES_MAX} at most")
-        for name, least in (
-            ("save_seconds", 0),
-            ("recent_key_bytes", 0),
-            ("unacknowledged_max", 1),
-        ):
-            if not getattr(self, name) >= least:
+        object.__setattr__(self, "beginning", _beginning(self.start))
+        object.__setattr__(self, "ends", _exact_ends(self.until))
+        object.__setattr__(self, "partitions", self._followed())
+        self._check_resume()
+
+    def _followed(self) -> tuple[int, ...] | None:
+        chosen, ends = self.only.partitions, self.ends
+        if ends is None:
+            return None if chosen is None else tuple(chosen)
+        if self.start != "beginning":
+            raise InvalidArgumentError(
+                f'start is {self.start!r}; must be "beginning" when until is a cut or seqnos',
+                hint="a state as of a cut is read from the beginning",
+            )
+        if chosen is None:
+            return tuple(sorted(ends))
+        for partition in chosen:
+            if partition not in ends:
                 raise InvalidArgumentError(
-                    f"{name} is {getattr(self, name)}, it must be {least} or more"
+                    f"partition {partition} is to be followed; must be one that until names",
+                    hint="follow it in a call of its own",
                 )
-        if self.retry_seconds is not None and not self.retry_seconds >= 0:
+        return tuple(chosen)
+
+    def _check_resume(self) -> None:
+        resume = self.resume
+        if self.consumer:
+            check_name(self.consumer, "consumer")
+            if isinstance(resume, ServerPositions | Group):
+                raise InvalidArgumentError(
+                    f"consumer is {self.consumer!r}; must be left out with {type(resume).__name__}, which has the name"
+                )
+        if isinstance(resume, Group):
+            if self.only.partitions is not None:
+                raise InvalidArgumentError(
+                    f"partitions are {list(self.only.partitions)[:5]}; must be left out with a group, which shares all"
+                )
+            if self.until is not None:
+                raise InvalidArgumentError(
+                    f"until is {self.until!r}; must be left out with a group: partitions change hands, so no member "
+                    "sees the end",
+                    hint="follow with ServerPositions(name) instead",
+                )
+            object.__setattr__(self, "member", resume.member or secrets.token_hex(8))
+        elif not isinstance(resume, ServerPositions | None) and not (
+            callable(getattr(resume, "load", None)) and callable(getattr(resume, "save", None))
+        ):
             raise InvalidArgumentError(
-                f"retry_seconds is {self.retry_seconds}, it must be 0 or more"
+                f"resume is {resume!r}; must be a position store, ServerPositions(name), Group(name) or None"
             )
 
-    def _check_ends(self) -> None:
-        if self.until is not None and self.until_now:
-            raise InvalidArgumentError("until and until_now were given, a stream has one end")
-        if self.until is not None and self.start != "beginning":
-            raise InvalidArgumentError(
-                "until and start were given: a state as of a cut is read from the beginning"
-            )
-        if self.group and (self.until is not None or self.until_now):
-            raise InvalidArgumentError(
-                "group was given with an end: what a group shares changes hands, so that none of its members "
-                "sees the end",
-                hint="follow with a consumer name instead",
-            )
-
-    def _check_owner(self) -> None:
-        if self.group and (self.consumer or self.positions not in (None, "server")):
-            raise InvalidArgumentError(
-                "group was given with a consumer or a position store: the group's name is the consumer's, and its "
-                "positions are kept in the server"
-            )
-        if self.member and not self.group:
-            raise InvalidArgumentError("member was given without a group")
-        if self.positions == "server" and not (self.consumer or self.group):
-            raise InvalidArgumentError(
-                'positions="server" needs a consumer name, under which they are kept'
-            )
-        if isinstance(self.positions, str) and self.positions != "server":
-            raise InvalidArgumentError(
-                f'positions is {self.positions!r}, it must be a store, "server" or None'
-            )
-        if not LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX:
-            raise InvalidArgumentError(
-                f"lease_seconds is {self.lease_seconds}, it must be from {LEASE_SECONDS_MIN:g} to "
-                f"{LEASE_SECONDS_MAX:g}"
-            )
+    @property
+    def group(self) -> Group | None:
+        """The group that is shared with others; None for a single consumer."""
+        return self.resume if isinstance(self.resume, Group) else None
 
     @property
     def kept_in_server(self) -> bool:
         """Whether the positions are kept in the server."""
-        return self.positions == "server" or bool(self.group)
+        return isinstance(self.resume, ServerPositions | Group)
+
+    @property
+    def name(self) -> str:
+        """The consumer's name at the server, or the group's; may be empty."""
+        return (
+            self.resume.name if isinstance(self.resume, ServerPositions | Group) else self.consumer
+        )
 
     @property
     def store(self) -> PositionStore | None:
         """The store that is not the server, None for none."""
-        return None if self.positions is None or isinstance(self.positions, str) else self.positions
+        return None if isinstance(self.resume, ServerPositions | Group) else self.resume
 
-    def session(
-        self, partitions: Iterable[int] | None, positions: Mapping[int, Position], bucket: str
-    ) -> Consumer:
-        """Return the state machine for these partitions; None means all. A member of a group begins with none.
+    @property
+    def until_now(self) -> bool:
+        """Whether it ends at what is there when it starts."""
+        return self.until == "now"
+
+    def session(self, positions: Mapping[int, Position], bucket: str) -> Consumer:
+        """Return the state machine of what is followed. A member of a group begins with nothing.
 
         Raises:
             PositionBucketError: a position is of a bucket of another name.
         """
-        followed = range(PARTITIONS) if partitions is None else partitions
+        followed = range(PARTITIONS) if self.partitions is None else self.partitions
         return Consumer(
             () if self.group else followed,
             positions,
             until_now=self.until_now,
-            inclusive=self.markers_at_record,
-            exact=self.until,
+            inclusive=self.tuning.markers_at_record,
+            exact=self.ends,
             beginning=self.beginning,
             restart=self.on_rollback == "restart",
-            lasting=bool(self.group),
+            lasting=self.group is not None,
             bucket=bucket,
         )
 
@@ -175,15 +322,15 @@ class ChangesOptions:
         return stream_pb2.Open(
             bucket=bucket,
             bucket_version=version,
-            consumer=self.group or self.consumer,
-            credit_bytes=self.credit_bytes,
+            consumer=self.name,
+            credit_bytes=self.tuning.credit_bytes,
             heartbeat_seconds=heartbeat_seconds,
-            stability=STABILITIES[self.stability],
-            keys_only=self.keys_only,
+            stability=STABILITIES[self.only.stability],
+            keys_only=self.only.keys_only,
             accept_zstd=zstd_available(),
-            key_prefix=self.key_prefix,
+            key_prefix=self.only.key_prefix,
             member=self.member,
-            lease_seconds=self.lease_seconds if self.group else 0.0,
+            lease_seconds=self.group.lease_seconds if self.group else 0.0,
         )
 
 
@@ -195,14 +342,33 @@ def _beginning(start: Start) -> Beginning:
     if isinstance(start, datetime):
         if start.tzinfo is None:
             raise InvalidArgumentError(
-                f"start is {start}, a time without a time zone", hint="give it one, UTC say"
+                f"start is {start}; must have a time zone", hint="for example datetime.now(UTC)"
             )
         start = start.timestamp()
     if isinstance(start, bool | str) or not 0 <= start < 2**43:
         raise InvalidArgumentError(
-            f'start is {start!r}, it must be "beginning", "now", a datetime or seconds since the epoch'
+            f'start is {start!r}; must be "beginning", "now", a datetime or seconds since the epoch'
         )
     return int(start * 1_000_000)
+
+
+def _exact_ends(until: Until) -> dict[int, Pin] | None:
+    if until is None or until == "now":
+        return None
+    if isinstance(until, Mapping):
+        ends = {check_partition(p): Pin(None, check_seqno(seqno)) for p, seqno in until.items()}
+    elif hasattr(until, "pins"):
+        ends = dict(until.pins)
+    else:
+        raise InvalidArgumentError(
+            f'until is {until!r}; must be a cut, a seqno for each partition, "now" or None'
+        )
+    if not ends:
+        raise InvalidArgumentError(
+            "until names no partition; must name one or more",
+            hint="a listed cut has pins only with with_pins=True",
+        )
+    return ends
 
 
 CONCURRENCY: Final = 8
@@ -244,56 +410,3 @@ def failed(change: Change, error: BaseException) -> HandlerError:
     )
     raised.__cause__ = error
     return raised
-
-
-class Pinned(Protocol):
-    """Whatever has pins: a cut that was made, or one out of a list."""
-
-    @property
-    def pins(self) -> Mapping[int, Pin]:
-        """The pinned marker of each partition."""
-
-
-def exact_ends(until: Pinned | Mapping[int, int] | None) -> dict[int, Pin] | None:
-    """Return where partitions are to end exactly; None for nowhere.
-
-    Args:
-        until: something with pins, or a seqno for each partition.
-
-    Raises:
-        InvalidArgumentError: a partition or seqno is out of its range, or there is none.
-    """
-    if until is None:
-        return None
-    if isinstance(until, Mapping):
-        ends = {check_partition(p): Pin(None, check_seqno(seqno)) for p, seqno in until.items()}
-    else:
-        ends = dict(until.pins)
-    if not ends:
-        raise InvalidArgumentError(
-            "until names no partition", hint="a listed cut has pins only with with_pins=True"
-        )
-    return ends
-
-
-def followed(partitions: Iterable[int] | None, ends: Mapping[int, Pin] | None) -> list[int] | None:
-    """Return the partitions to follow; those that have an exact end where none are named.
-
-    Raises:
-        InvalidArgumentError: a partition is named that has no end although others have.
-    """
-    if ends is None:
-        return None if partitions is None else list(partitions)
-    if partitions is None:
-        return sorted(ends)
-    chosen = list(partitions)
-    for partition in chosen:
-        if partition not in ends:
-            raise InvalidArgumentError(
-                f"partition {partition} is to be followed, but until does not name it",
-                hint="follow it in a call of its own",
-            )
-    return chosen
-
-
-STABILITIES: Final = {"disk": types_pb2.STABILITY_DISK, "memory": types_pb2.STABILITY_MEMORY}

@@ -264,7 +264,7 @@ class Saving:
         ownership: Ownership | None,
         clock: Clock,
     ) -> None:
-        self._seconds = options.save_seconds
+        self._seconds = options.tuning.save_seconds
         self._is_of_use = options.store is not None or ownership is not None
         self._incoming = incoming
         self._ledger = ledger
@@ -379,7 +379,6 @@ class Following:
     """Everything of ``AsyncChanges`` that is decided and not done.
 
     Args:
-        partitions: which to follow, None for all.
         say: takes words for people.
         bucket: the bucket's name; empty when it is not known.
 
@@ -393,7 +392,6 @@ class Following:
     def __init__(
         self,
         options: ChangesOptions,
-        partitions: Iterable[int] | None,
         *,
         say: Callable[[str], None],
         clock: Clock,
@@ -402,20 +400,22 @@ class Following:
         self.taken: HandedOut | None = None
         self.ownership: Ownership | None = None
         if options.kept_in_server:
-            self.ownership = Ownership(options.group or options.consumer, options.member)
+            self.ownership = Ownership(options.name, options.member)
         self.ledger = Ledger() if options.acknowledge == "manual" else None
         self.progress = Progress()
         self._options = options
         self._say = say
         self._clock = clock
-        self._keys = RecentKeys(options.recent_key_bytes)
-        self._incoming = Incoming(
-            options.session(partitions, {}, bucket), self.progress, say, clock
-        )
+        self._keys = RecentKeys(options.tuning.recent_key_bytes)
+        self._incoming = Incoming(options.session({}, bucket), self.progress, say, clock)
         self._saving = Saving(options, self._incoming, self.ledger, self.ownership, clock)
         self._offered: list[Rollback] = []
         self._calls = Reconnecting(
-            options.heartbeat_seconds, options.retry_seconds, self.progress, say, clock
+            options.tuning.heartbeat_seconds,
+            options.tuning.retry_seconds,
+            self.progress,
+            say,
+            clock,
         )
         self._held: deque[stream_pb2.FollowResponse] = deque()
         self._opening_at = clock.now()
@@ -436,9 +436,7 @@ class Following:
         Raises:
             PositionBucketError: a position is of a bucket of another name.
         """
-        self._incoming.session = self._options.session(
-            self.session.partitions, positions, self.session.bucket
-        )
+        self._incoming.session = self._options.session(positions, self.session.bucket)
         for partition in self.session.partitions:
             self._begin(partition)
         self._calls.heard()
@@ -473,7 +471,7 @@ class Following:
     @property
     def _is_full(self) -> bool:
         ledger = self.ledger
-        return ledger is not None and ledger.outstanding >= self._options.unacknowledged_max
+        return ledger is not None and ledger.outstanding >= self._options.tuning.unacknowledged_max
 
     @property
     def waits_for_acknowledgements(self) -> bool:
@@ -798,7 +796,7 @@ class Following:
             fatal = self._incoming.take_ended(message.ended)
         elif kind == "opened":
             raise ProtocolError("the server said opened twice")
-        if fatal is None and self._incoming.stuck and not self._options.group:
+        if fatal is None and self._incoming.stuck and self._options.group is None:
             fatal = self._incoming.nothing_left()
         return None if fatal is None else Outcome(fatal=fatal)
 

@@ -103,7 +103,8 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     # In spite of its name this is how long one attempt to connect may take: a slow link or a busy host needs it.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Together with the SDK's pause of up to 1 s a server that is back is found within 2 s.
+    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_retries", 0),
     # A channel that is opened instead of a dead one must not find that one's connection again.
     ("grpc.use_local_subchannel_pool", 1),

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from upr_client import Bucket
+from upr_client import Bucket, Only
 from upr_client.arrow import blocks
+from upr_client.lowlevel import hello, write_blocks
 from upr_protocol.errors import BucketGoneError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.grpc import error_of
@@ -47,7 +48,7 @@ def look(options: SinkOptions) -> Beginning:
         bucket = client.bucket(options.connection.bucket)
         known = tuple(
             (info.partition, info.failover_id, info.high_seqno)
-            for info in bucket.partitions()
+            for info in client.admin.partitions(bucket)
             if info.high_seqno
         )
         return Beginning(bucket.version, known)
@@ -69,8 +70,8 @@ def delete_older(options: SinkOptions, beginning: Beginning) -> int:
         for partitions in _groups(limits):
             keys = _older_keys(bucket, partitions, limits)
             nothing = pa.nulls(len(keys), pa.binary())
-            bucket.write_blocks(
-                blocks(keys, nothing, block_rows=options.block_rows), options.durability
+            write_blocks(
+                bucket, blocks(keys, nothing, block_rows=options.block_rows), options.durability
             )
             deleted += len(keys)
     _logger.info("%s: %d keys that were not written anew are deleted", bucket.name, deleted)
@@ -85,7 +86,7 @@ def _limits(bucket: Bucket, beginning: Beginning) -> npt.NDArray[np.int64]:
     limits = np.zeros(PARTITIONS, np.int64)
     if not beginning.partitions:
         return limits
-    answers = bucket.hello({partition: id_ for partition, id_, _ in beginning.partitions})
+    answers = hello(bucket, {partition: id_ for partition, id_, _ in beginning.partitions})
     if bucket.version != beginning.version:
         raise BucketGoneError(
             f"bucket {bucket.name} was dropped and created anew since the job began",
@@ -115,7 +116,9 @@ def _older_keys(bucket: Bucket, partitions: list[int], limits: npt.NDArray[np.in
     """Return the keys whose newest mutation is a set, and old."""
     parts = []
     # Not only what is durable: a key that the job wrote must not look old.
-    with bucket.changes(partitions, keys_only=True, until_now=True, stability="memory") as changes:
+    with bucket.changes(
+        until="now", only=Only(partitions, keys_only=True, stability="memory")
+    ) as changes:
         for batch in changes.batches():
             parts.append(batch.to_arrow().select(["partition", "seqno", "deleted", "key"]))
     if not parts:

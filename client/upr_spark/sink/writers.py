@@ -36,6 +36,7 @@ from pyspark.sql.types import StructType
 
 from upr_client import Bucket
 from upr_client.arrow import blocks, row_sizes
+from upr_client.lowlevel import write_blocks
 from upr_protocol.block import Block
 from upr_protocol.errors import ContentDiffersError, UnknownOutcomeError, UprError
 from upr_protocol.places import PLACE_BLOCKS, PLACES, place_number
@@ -305,7 +306,8 @@ class _Sender:
 
     def _write_to_next_place(self, bucket: Bucket, chunk: Chunk) -> None:
         name, place = next(self._places)
-        bucket.write_blocks(
+        write_blocks(
+            bucket,
             chunk.blocks,
             self._options.durability,
             once=name,

@@ -82,11 +82,17 @@ class Server:
         self._bucket: Bucket | None = None
 
     @property
-    def bucket(self) -> "Bucket":
-        """The bucket, over a client of this process."""
-        if self._bucket is None:
+    def client(self) -> "Client":
+        """A client of this process."""
+        if self._client is None:
             self._client = self._connection.open()
-            self._bucket = self._client.bucket(self._connection.bucket)
+        return self._client
+
+    @property
+    def bucket(self) -> "Bucket":
+        """The bucket, over that client."""
+        if self._bucket is None:
+            self._bucket = self.client.bucket(self._connection.bucket)
         return self._bucket
 
     @property
@@ -117,7 +123,9 @@ class Server:
         Raises:
             UprSparkError: UPR_BUCKET_MISMATCH, the bucket is another one than before; or as the server refused.
         """
-        answers = self._retried(lambda: self.bucket.hello(ids, with_log=whole))
+        from upr_client.lowlevel import hello
+
+        answers = self._retried(lambda: hello(self.bucket, ids, with_log=whole))
         for answer in answers:
             if answer.HasField("problem"):
                 problem = answer.problem
@@ -129,7 +137,7 @@ class Server:
                 )
         if not whole:
             return {a.partition: _answer(a) for a in answers}
-        infos = self._retried(lambda: self.bucket.partitions(list(ids)))
+        infos = self._retried(lambda: self.client.admin.partitions(self.bucket, list(ids)))
         told = {info.partition: info for info in infos}
         return {
             a.partition: _answer(
@@ -147,10 +155,12 @@ class Server:
 
         def make() -> Any:
             try:
-                return self.bucket.create_cut(name, partitions=partitions, lease=lease)
+                return self.client.admin.create_cut(
+                    self.bucket, name, partitions=partitions, lease=lease
+                )
             except AlreadyExistsError:
                 # The answer to the attempt before this one was lost.
-                self.bucket.release_cut(name)
+                self.client.admin.release_cut(self.bucket, name)
                 raise UprError(f"cut {name} was made twice", retriable=True) from None
             except TooManyError as error:
                 raise UprSparkError(
@@ -163,7 +173,7 @@ class Server:
         """Return a cut that still holds, renewed; None when there is none of that name."""
         if not self.renew(name, lease):
             return None
-        for cut in self._retried(lambda: self.bucket.cuts(with_pins=True)):
+        for cut in self._retried(lambda: self.client.admin.cuts(self.bucket, with_pins=True)):
             if cut.name == name:
                 return _cut_point(cut)
         return None
@@ -171,7 +181,7 @@ class Server:
     def renew(self, name: str, lease: float) -> bool:
         """Have a cut's lease begin anew; False when there is none of that name any more."""
         try:
-            self._retried(lambda: self.bucket.renew_cut(name, lease))
+            self._retried(lambda: self.client.admin.renew_cut(self.bucket, name, lease))
         except UprSparkError as error:
             if error.code == CutNotFoundError.default_reason:
                 return False
@@ -181,7 +191,7 @@ class Server:
     def release(self, name: str) -> None:
         """Give a cut up; where that fails its lease ends it."""
         try:
-            self.bucket.release_cut(name)
+            self.client.admin.release_cut(self.bucket, name)
         except UprError:
             return
 

@@ -11,7 +11,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from upr_client import ChangeBatch, MemoryPositions, Pin, Position
+from upr_client import ChangeBatch, MemoryPositions, Only, Position, Tuning
+from upr_client.admin import Pin
 from upr_client.arrow import record_batch
 from upr_protocol.block import Block
 from upr_protocol.errors import SnapshotGoneError, UprError
@@ -260,20 +261,19 @@ class RangeReader:
     def follow(self, partitions: Sequence[int], *, exact: bool) -> Generator[Any]:
         """Yield record batches of ``upr_client.arrow``'s schema, and lists of ``Told``; see ``Followed``."""
         settings = self._settings
-        ends: dict[str, Any] = {"until_now": True}
-        if exact:
-            ends = {"until": _Pinned({p: self._pins[p] for p in partitions})}
         changes = self._server.bucket.changes(
-            partitions,
-            positions=MemoryPositions({p: self._positions[p] for p in partitions}),
+            resume=MemoryPositions({p: self._positions[p] for p in partitions}),
+            until=_Pinned({p: self._pins[p] for p in partitions}) if exact else "now",
+            only=Only(
+                partitions, keys_only=not settings.include_values, key_prefix=settings.key_prefix
+            ),
+            tuning=Tuning(
+                markers_at_record=True,
+                recent_key_bytes=0,
+                credit_bytes=settings.credit_bytes,
+                retry_seconds=settings.connection.retry_timeout,
+            ),
             on_rollback="event",
-            markers_at_record=True,
-            keys_only=not settings.include_values,
-            key_prefix=settings.key_prefix,
-            recent_key_bytes=0,
-            credit_bytes=settings.credit_bytes,
-            retry_seconds=settings.connection.retry_timeout,
-            **ends,
         )
         try:
             with changes:
@@ -316,7 +316,7 @@ class RangeReader:
         self._renewed = time.monotonic()
         # One that is gone shows when the rest cannot be served as of its end.
         with suppress(UprError):
-            self._server.bucket.renew_cut(self._cut, lease)
+            self._server.client.admin.renew_cut(self._server.bucket, self._cut, lease)
 
 
 class _Gathered:

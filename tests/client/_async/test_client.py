@@ -25,18 +25,23 @@ from tests.client.scripted import (
 )
 from upr_client import (
     AsyncClient,
-    BucketNotFoundError,
     Change,
-    ClosedError,
-    DataDamagedError,
     FilePositions,
-    InvalidArgumentError,
     MemoryPositions,
-    PartitionInfo,
+    Only,
     Position,
     Rollback,
+    Tuning,
+)
+from upr_client.admin import PartitionInfo
+from upr_client.errors import (
+    BucketNotFoundError,
+    ClosedError,
+    DataDamagedError,
+    InvalidArgumentError,
     UnavailableError,
 )
+from upr_client.lowlevel import hello
 from upr_protocol.failover import FailoverLog
 
 BEGIN = [Expect("open"), opened(), Expect("start")]
@@ -46,12 +51,12 @@ BEGIN = [Expect("open"), opened(), Expect("start")]
 async def test_hello_asks_for_many_partitions_at_once() -> None:
     async with serve() as server, AsyncClient(server.target) as client:
         bucket = client.bucket("default")
-        first, second = await bucket.hello({3: None, 700: ID_A}, with_log=True)
+        first, second = await hello(bucket, {3: None, 700: ID_A}, with_log=True)
         assert (first.partition, first.HasField("rollback_seqno")) == (3, False)
         assert (second.partition, second.rollback_seqno, second.failover_id) == (700, 3, ID_B)
         assert len(second.failover_log) == 1
         assert bucket.version == VERSION
-        await bucket.hello({3: ID_A})
+        await hello(bucket, {3: ID_A})
     asked, again = server.hellos
     assert [p.HasField("failover_id") for p in asked.partitions] == [False, True]
     assert not asked.HasField("bucket_version")
@@ -62,11 +67,11 @@ async def test_hello_asks_for_many_partitions_at_once() -> None:
 async def test_failover_logs_and_states() -> None:
     async with serve() as server, AsyncClient(server.target) as client:
         bucket = client.bucket()
-        assert await bucket.failover_logs([7]) == {
+        assert await client.admin.failover_logs(bucket, [7]) == {
             7: FailoverLog.from_pairs([(ID_A, 0), (ID_B, 7)])
         }
-        assert len(await bucket.failover_logs()) == 1024
-        [info] = await bucket.partitions()
+        assert len(await client.admin.failover_logs(bucket)) == 1024
+        [info] = await client.admin.partitions(bucket)
         assert isinstance(info, PartitionInfo)
         assert (info.partition, info.state, info.high_seqno, info.durable_seqno) == (
             7,
@@ -82,7 +87,7 @@ async def test_an_error_of_the_server_arrives_as_what_it_is() -> None:
     async with serve() as server, AsyncClient(server.target) as client:
         bucket = client.bucket("nosuch")
         with pytest.raises(BucketNotFoundError) as caught:
-            await bucket.partitions()
+            await client.admin.partitions(bucket)
     assert (caught.value.message, caught.value.hint) == ("there is no bucket nosuch", "make it")
 
 
@@ -93,7 +98,7 @@ async def test_a_server_that_is_not_there_is_named_at_once() -> None:
     async with AsyncClient(target) as client:
         bucket = client.bucket()
         with pytest.raises(UnavailableError):
-            await bucket.partitions()
+            await client.admin.partitions(bucket)
 
 
 @pytest.mark.asyncio
@@ -105,19 +110,8 @@ async def test_values_out_of_range_are_refused_at_once() -> None:
             client.bucket("")
         with pytest.raises(InvalidArgumentError, match="producer"):
             client.bucket("b", producer="p" * 201)
-        bucket = client.bucket("b")
-        for options, words in (
-            ({"partitions": [1024]}, "partition is 1024"),
-            ({"stability": "stone"}, "known are disk, memory"),
-            ({"credit_bytes": 0}, "credit"),
-            ({"heartbeat_seconds": 0.0}, "heartbeat"),
-            ({"on_rollback": "ignore"}, "on_rollback"),
-            ({"consumer": "\n"}, "consumer"),
-            ({"save_seconds": -1.0}, "save_seconds"),
-            ({"retry_seconds": float("nan")}, "retry_seconds"),
-        ):
-            with pytest.raises(InvalidArgumentError, match=words):
-                bucket.changes(**options)
+        with pytest.raises(InvalidArgumentError, match="resume is 'server'"):
+            client.bucket("b").changes(resume="server")  # type: ignore[arg-type]
 
 
 @pytest.mark.asyncio
@@ -136,7 +130,7 @@ async def test_closing_the_client_ends_its_streams() -> None:
     store = MemoryPositions()
     async with serve([script]) as server:
         client = AsyncClient(server.target)
-        changes = client.bucket().changes([1], positions=store)
+        changes = client.bucket().changes(resume=store, only=Only([1]))
         await changes.__aenter__()
         batch = await anext(changes.batches())
         assert len(batch.changes) == batch.rows == 2
@@ -155,7 +149,7 @@ async def test_an_error_of_the_application_goes_through_and_loses_nothing(tmp_pa
     async with serve([script]) as server, AsyncClient(server.target) as client:
 
         async def fail_at_three() -> None:
-            async with client.bucket().changes([1], positions=store) as changes:
+            async with client.bucket().changes(resume=store, only=Only([1])) as changes:
                 async for event in changes:
                     assert event.seqno < 3, "this one cannot be indexed"
 
@@ -189,7 +183,7 @@ async def test_an_undo_that_fails_is_asked_for_again() -> None:
     store = MemoryPositions({1: position})
     async with serve([script]) as server, AsyncClient(server.target) as client:
         async with client.bucket().changes(
-            [1], positions=store, on_rollback=undo_plainly
+            resume=store, only=Only([1]), on_rollback=undo_plainly
         ) as changes:
             with pytest.raises(OSError, match="disk is full"):
                 await anext(changes)
@@ -215,7 +209,7 @@ async def test_the_end_named_at_first_holds_after_a_lost_connection() -> None:
         HalfClosed(),
     ]
     async with serve([first, second]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], until_now=True) as changes:
+        async with client.bucket().changes(until="now", only=Only([1])) as changes:
             seqnos = [event.seqno async for event in changes if isinstance(event, Change)]
     assert seqnos == [1, 2, 3, 4]
     start = server.calls["follow"][1].of("start")[0].partitions[0]
@@ -237,7 +231,9 @@ async def test_positions_are_stored_every_save_seconds() -> None:
     ]
     async with serve([script]) as server, AsyncClient(server.target) as client:
         store = MemoryPositions()
-        async with client.bucket().changes([1], positions=store, save_seconds=0.01) as changes:
+        async with client.bucket().changes(
+            resume=store, only=Only([1]), tuning=Tuning(save_seconds=0.01)
+        ) as changes:
             async for _ in changes.batches():
                 pass
     assert store.load([1])[1].seqno == 4
@@ -256,7 +252,7 @@ async def test_all_partitions_over_one_call() -> None:
         HalfClosed(),
     ]
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes(until_now=True, keys_only=True) as changes:
+        async with client.bucket().changes(until="now", only=Only(keys_only=True)) as changes:
             async for batch in changes.batches():
                 assert [change.partition for change in batch.changes] == list(numbers)
                 assert len(batch.markers) == sum(len(block.runs) for block in batch.blocks) == 1024

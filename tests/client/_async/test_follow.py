@@ -28,16 +28,20 @@ from tests.client.scripted import (
 from upr_client import (
     AsyncClient,
     Change,
-    ClosedError,
     Marker,
     MemoryPositions,
-    PartitionNotActiveError,
+    Only,
     Position,
-    ProtocolError,
     Rollback,
+    Tuning,
+    UprError,
+)
+from upr_client.errors import (
+    ClosedError,
+    PartitionNotActiveError,
+    ProtocolError,
     RollbackError,
     UnavailableError,
-    UprError,
 )
 from upr_protocol.errors import ShuttingDownError
 from upr_protocol.failover import FailoverLog
@@ -72,7 +76,7 @@ async def test_changes_one_by_one_until_now() -> None:
     async with serve([script]) as server:
         async with AsyncClient(server.target) as client:
             bucket = client.bucket("default")
-            changes = bucket.changes([1], until_now=True)
+            changes = bucket.changes(until="now", only=Only([1]))
             events = []
             async with changes:
                 async for event in changes:
@@ -109,7 +113,7 @@ async def test_the_position_moves_when_the_next_item_is_asked_for() -> None:
     ]
     store = MemoryPositions()
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], positions=store) as changes:
+        async with client.bucket().changes(resume=store, only=Only([1])) as changes:
             seqnos = []
             async for event in changes:
                 seqnos.append((event.seqno, changes.position(1).seqno, changes.position(1).horizon))
@@ -137,7 +141,7 @@ async def test_batches_are_acknowledged_whole_and_resumed() -> None:
         bucket = client.bucket()
         for expected in ([[1, 2, 3], [4, 5, 6]], [[4, 5, 6]]):
             got = []
-            async with bucket.changes([1], positions=store) as changes:
+            async with bucket.changes(resume=store, only=Only([1])) as changes:
                 async for batch in changes.batches():
                     got.append([change.seqno for change in batch.changes])
                     if got == expected:
@@ -161,7 +165,7 @@ async def test_a_lost_connection_is_resumed_where_it_broke(
     status: list[str] = []
     caplog.set_level(logging.INFO, "upr_client")
     async with serve([first, second]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], on_status=status.append) as changes:
+        async with client.bucket().changes(only=Only([1]), on_status=status.append) as changes:
             seqnos = [event.seqno async for event in changes if isinstance(event, Change)]
     assert seqnos == [1, 2, 3, 4, 5]
     assert len(status) == 1
@@ -175,7 +179,7 @@ async def test_a_rollback_without_a_policy_is_an_error_and_changes_nothing() -> 
     position = at(8, 3, 5, 8)
     store = MemoryPositions({1: position})
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], positions=store) as changes:
+        async with client.bucket().changes(resume=store, only=Only([1])) as changes:
             with pytest.raises(RollbackError, match="from seqno 8 to 3"):
                 await anext(changes)
             assert changes.position(1) == position
@@ -197,7 +201,7 @@ async def test_a_rollback_callback_runs_before_the_new_start() -> None:
     undone: list[Rollback] = []
     async with serve([script]) as server, AsyncClient(server.target) as client:
         async with client.bucket().changes(
-            [1], positions=store, on_rollback=undone.append
+            resume=store, only=Only([1]), on_rollback=undone.append
         ) as changes:
             seqnos = [event.seqno async for event in changes if isinstance(event, Change)]
     assert seqnos == [4, 5, 6]
@@ -223,7 +227,7 @@ async def test_a_rollback_event_is_confirmed_by_asking_for_the_next() -> None:
     store = MemoryPositions({1: at(8, 3, 5, 8)})
     async with serve([script]) as server, AsyncClient(server.target) as client:
         changes = client.bucket().changes(
-            [1], positions=store, on_rollback="event", markers_at_record=True
+            resume=store, only=Only([1]), tuning=Tuning(markers_at_record=True), on_rollback="event"
         )
         async with changes:
             batches = changes.batches()
@@ -250,7 +254,7 @@ async def test_a_rollback_with_nothing_to_undo_keeps_the_place() -> None:
     ]
     store = MemoryPositions({1: at(8, 3, 8)})
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], positions=store) as changes:
+        async with client.bucket().changes(resume=store, only=Only([1])) as changes:
             assert [event async for event in changes] == []
     again = server.calls["follow"][0].of("start")[1].partitions[0]
     assert (again.failover_id, again.seqno, again.data_id) == (ID_B, 8, ID_B)
@@ -273,7 +277,10 @@ async def test_a_position_with_a_new_id_is_stored_before_the_new_start(
     store = MemoryPositions({1: at(8, 3, 8)})
     async with serve([script]) as server, AsyncClient(server.target) as client:
         async with client.bucket().changes(
-            [1], positions=store, on_rollback=lambda _: None, save_seconds=3600
+            resume=store,
+            only=Only([1]),
+            tuning=Tuning(save_seconds=3600),
+            on_rollback=lambda _: None,
         ) as changes:
             event = await anext(changes)
             stored = store.load([1])[1]
@@ -297,7 +304,7 @@ async def test_a_refused_partition_is_asked_for_again_while_others_go_on() -> No
     ]
     status: list[str] = []
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1, 2], on_status=status.append) as changes:
+        async with client.bucket().changes(only=Only([1, 2]), on_status=status.append) as changes:
             got = [(e.partition, e.seqno) async for e in changes if isinstance(e, Change)]
     assert got == [(1, 1), (1, 2), (2, 1)]
     assert [p.partition for p in server.calls["follow"][0].of("start")[1].partitions] == [2]
@@ -308,7 +315,7 @@ async def test_a_refused_partition_is_asked_for_again_while_others_go_on() -> No
 async def test_a_refusal_for_good_is_raised() -> None:
     script = [*BEGIN, answers(refused(1, PartitionNotActiveError("partition 1 is dead"))), Hold()]
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1]) as changes:
+        async with client.bucket().changes(only=Only([1])) as changes:
             with pytest.raises(PartitionNotActiveError, match="is dead"):
                 await anext(changes)
 
@@ -331,7 +338,7 @@ async def test_an_end_that_is_not_for_good_is_started_again(reason: str) -> None
         *END,
     ]
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1]) as changes:
+        async with client.bucket().changes(only=Only([1])) as changes:
             assert [e.seqno async for e in changes if isinstance(e, Change)] == [1, 2, 3, 4]
 
 
@@ -341,7 +348,7 @@ async def test_another_consumer_with_the_name_took_over(of_call: bool) -> None:
     streams = () if of_call else ((1, 7),)
     script = [*BEGIN, answers(started(1, 7)), ended("SUPERSEDED", *streams), HalfClosed()]
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], consumer="indexer") as changes:
+        async with client.bucket().changes(only=Only([1]), consumer="indexer") as changes:
             with pytest.raises(UprError, match="superseded") as caught:
                 await anext(changes)
     assert caught.value.reason == "SUPERSEDED"
@@ -360,7 +367,9 @@ async def test_the_end_of_a_call_is_answered_with_the_half_close_alone() -> None
     second = [*BEGIN, answers(started(1, 7)), *END]
     async with serve([first, second]) as server, AsyncClient(server.target) as client:
         # With so little credit, each frame's is given back at once, unless the call has ended.
-        async with client.bucket().changes([1], credit_bytes=4) as changes:
+        async with client.bucket().changes(
+            only=Only([1]), tuning=Tuning(credit_bytes=4)
+        ) as changes:
             assert [e.seqno async for e in changes if isinstance(e, Change)] == [1, 2, 3]
     assert server.calls["follow"][0].half_closed
 
@@ -371,7 +380,7 @@ async def test_a_gap_ends_the_call_and_is_never_delivered() -> None:
     second = [*BEGIN, answers(started(1, 7)), frame((7, run_block(1, 0, 3))), *END]
     status: list[str] = []
     async with serve([first, second]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], on_status=status.append) as changes:
+        async with client.bucket().changes(only=Only([1]), on_status=status.append) as changes:
             assert [e.seqno async for e in changes if isinstance(e, Change)] == [1, 2, 3]
     assert "at seqno 0, but the frame goes on at 1" in status[0]
 
@@ -380,7 +389,7 @@ async def test_a_gap_ends_the_call_and_is_never_delivered() -> None:
 async def test_a_server_that_breaks_the_protocol_all_the_time_is_an_error() -> None:
     script = [*BEGIN, answers(started(1, 7)), frame((7, run_block(1, 1, 3))), Hold()]
     async with serve([script] * 5) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1]) as changes:
+        async with client.bucket().changes(only=Only([1])) as changes:
             with pytest.raises(ProtocolError):
                 await anext(changes)
 
@@ -398,7 +407,7 @@ async def test_heartbeats_are_answered_and_tell_the_lag() -> None:
         Hold(),
     ]
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1]) as changes:
+        async with client.bucket().changes(only=Only([1])) as changes:
             await anext(changes.batches())
             assert changes.lag() == {1: 9}
 
@@ -419,7 +428,9 @@ async def test_credit_is_given_back_when_a_quarter_was_taken_and_with_a_heartbea
         *END,
     ]
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], credit_bytes=4 * (sizes[0] + 1)) as changes:
+        async with client.bucket().changes(
+            only=Only([1]), tuning=Tuning(credit_bytes=4 * (sizes[0] + 1))
+        ) as changes:
             assert [e.seqno async for e in changes if isinstance(e, Marker)] == [3, 6, 9]
     # To the byte what the server counts: more would be an error, less would close the window bit by bit.
     credits = [credit.bytes for credit in server.calls["follow"][0].of("credit")]
@@ -432,7 +443,7 @@ async def test_silence_for_three_heartbeats_is_a_lost_connection() -> None:
     second = [*BEGIN, answers(started(1, 7)), *END]
     status: list[str] = []
     async with serve([first, second]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], on_status=status.append) as changes:
+        async with client.bucket().changes(only=Only([1]), on_status=status.append) as changes:
             assert [event async for event in changes] == []
     assert "silent for three heartbeat intervals" in status[0]
 
@@ -440,7 +451,9 @@ async def test_silence_for_three_heartbeats_is_a_lost_connection() -> None:
 @pytest.mark.asyncio
 async def test_trying_again_ends_after_retry_seconds() -> None:
     async with serve() as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], retry_seconds=0.05) as changes:
+        async with client.bucket().changes(
+            only=Only([1]), tuning=Tuning(retry_seconds=0.05)
+        ) as changes:
             with pytest.raises(UnavailableError, match="no script"):
                 await anext(changes)
 
@@ -451,18 +464,18 @@ async def test_after_close_there_is_one_clear_error() -> None:
     async with serve([script]) as server:
         async with AsyncClient(server.target) as client:
             bucket = client.bucket()
-            changes = bucket.changes([1])
+            changes = bucket.changes(only=Only([1]))
             with pytest.raises(ClosedError, match="not open"):
                 await anext(changes)
             async with changes:
                 assert (await anext(changes)).seqno == 1
             with pytest.raises(ClosedError, match="were closed"):
                 await anext(changes)
-            async with bucket.changes([1]) as other:
+            async with bucket.changes(only=Only([1])) as other:
                 pass
             await other.close()
         with pytest.raises(ClosedError, match="client was closed"):
-            bucket.changes([1])
+            bucket.changes(only=Only([1]))
         with pytest.raises(ClosedError, match="client was closed"):
             await bucket.set(b"k", b"v")
 
@@ -484,7 +497,7 @@ async def test_a_stream_that_finished_between_markers_is_started_again_to_its_ho
     ]
     store = MemoryPositions({1: position})
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], positions=store, until_now=True) as changes:
+        async with client.bucket().changes(resume=store, until="now", only=Only([1])) as changes:
             markers = [e.seqno async for e in changes if isinstance(e, Marker)]
     assert markers == [6]
     assert server.calls["follow"][0].of("start")[1].partitions[0].until_seqno == 6

@@ -7,13 +7,8 @@ import pytest
 from tests.client._async.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import VERSION
-from upr_client import (
-    AsyncClient,
-    ClosedError,
-    DataDamagedError,
-    InvalidArgumentError,
-    ProtocolError,
-)
+from upr_client import AsyncClient
+from upr_client.errors import ClosedError, DataDamagedError, InvalidArgumentError, ProtocolError
 
 
 @pytest.mark.asyncio

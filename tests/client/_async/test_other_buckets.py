@@ -18,15 +18,8 @@ from tests.client.scripted import (
     rollback,
     started,
 )
-from upr_client import (
-    AsyncClient,
-    BucketGoneError,
-    BucketNotFoundError,
-    MemoryPositions,
-    Position,
-    Rollback,
-    RollbackError,
-)
+from upr_client import AsyncClient, MemoryPositions, Only, Position, Rollback
+from upr_client.errors import BucketGoneError, BucketNotFoundError, RollbackError
 from upr_protocol.failover import FailoverLog
 
 BEGIN = [Expect("open"), opened(), Expect("start")]
@@ -62,7 +55,7 @@ async def test_another_bucket_of_the_name_is_a_rollback_to_0(asked_again: bool) 
     scripts = [gone, script] if asked_again else [script]
     store = MemoryPositions({1: at(3, 2, 3)})
     async with serve(scripts) as server, AsyncClient(server.target) as client:
-        changes = client.bucket().changes([1], positions=store, on_rollback="event")
+        changes = client.bucket().changes(resume=store, only=Only([1]), on_rollback="event")
         async with changes:
             event = await anext(changes)
             assert isinstance(event, Rollback)
@@ -99,7 +92,7 @@ async def test_without_a_policy_another_bucket_of_the_name_is_an_error() -> None
     ]
     store = MemoryPositions({1: at(3)})
     async with serve([script]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1], positions=store) as changes:
+        async with client.bucket().changes(resume=store, only=Only([1])) as changes:
             with pytest.raises(RollbackError, match="created anew"):
                 await anext(changes)
     assert store.load([1])[1] == at(3)
@@ -110,6 +103,6 @@ async def test_a_bucket_that_is_gone_and_not_there_again_is_an_error() -> None:
     first = [*BEGIN, answers(started(1, 7)), ended("BUCKET_GONE", (1, 7)), ended("BUCKET_GONE")]
     second = [Expect("open"), Abort(BucketNotFoundError("there is no bucket default"))]
     async with serve([first, second]) as server, AsyncClient(server.target) as client:
-        async with client.bucket().changes([1]) as changes:
+        async with client.bucket().changes(only=Only([1])) as changes:
             with pytest.raises(BucketNotFoundError, match="no bucket default"):
                 await anext(changes)

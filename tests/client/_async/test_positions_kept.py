@@ -13,12 +13,14 @@ from upr_client import (
     AsyncClient,
     Change,
     ChangeBatch,
-    FencedError,
-    InvalidArgumentError,
     Marker,
     MemoryPositions,
+    Only,
+    ServerPositions,
+    Tuning,
     UprError,
 )
+from upr_client.errors import FencedError, InvalidArgumentError
 
 StartServer = Callable[..., RunningServer]
 P = 9
@@ -47,7 +49,7 @@ async def test_ten_acknowledged_before_nine_and_nine_comes_again(
         bucket = client.bucket()
         await bucket.write_many((key, b"value") for key in KEYS)
         async with bucket.changes(
-            [P], positions=positions, acknowledge="manual", until_now=True
+            resume=positions, until="now", only=Only([P]), acknowledge="manual"
         ) as changes:
             events = await changes_of(changes)
             assert [change.seqno for change in events] == list(range(1, 11))
@@ -57,7 +59,7 @@ async def test_ten_acknowledged_before_nine_and_nine_comes_again(
             assert changes.position(P).seqno == 8
             assert changes.status().unacknowledged == 1
         async with bucket.changes(
-            [P], positions=positions, acknowledge="manual", until_now=True
+            resume=positions, until="now", only=Only([P]), acknowledge="manual"
         ) as changes:
             again = await changes_of(changes)
             assert [change.seqno for change in again] == [9, 10]
@@ -76,12 +78,12 @@ async def test_whole_batches_are_acknowledged_in_any_order(server_process: Start
         for key in KEYS[:3]:
             await bucket.set(key, b"value")
         changes = bucket.changes(
+            resume=positions,
+            until="now",
+            only=Only([P]),
             # Each block alone in its frame.
-            [P],
-            positions=positions,
+            tuning=Tuning(credit_bytes=1),
             acknowledge="manual",
-            until_now=True,
-            credit_bytes=1,
         )
         async with changes:
             batches: list[ChangeBatch] = [batch async for batch in changes.batches()]
@@ -98,7 +100,7 @@ async def test_whole_batches_are_acknowledged_in_any_order(server_process: Start
 async def test_acknowledging_by_hand_has_to_be_asked_for(server_process: StartServer) -> None:
     server = server_process()
     async with AsyncClient(server.target) as client:
-        async with client.bucket().changes([P], until_now=True) as changes:
+        async with client.bucket().changes(until="now", only=Only([P])) as changes:
             with pytest.raises(InvalidArgumentError, match="automatic"):
                 changes.ack(Change(P, 1, "set", b"k", b"v"))
 
@@ -110,7 +112,7 @@ async def test_positions_are_kept_in_the_server(server_process: StartServer) -> 
         bucket = client.bucket()
         await bucket.write_many((key, b"1") for key in KEYS)
         async with bucket.changes(
-            [P], consumer="indexer", positions="server", until_now=True
+            resume=ServerPositions("indexer"), until="now", only=Only([P])
         ) as changes:
             assert len(await changes_of(changes)) == 10
         await bucket.set(KEYS[0], b"2")
@@ -119,16 +121,12 @@ async def test_positions_are_kept_in_the_server(server_process: StartServer) -> 
     async with AsyncClient(server.target) as client:
         bucket = client.bucket()
         async with bucket.changes(
-            [P],
-            consumer="indexer",
-            positions="server",
-            until_now=True,
-            on_rollback="event",
+            resume=ServerPositions("indexer"), until="now", only=Only([P]), on_rollback="event"
         ) as changes:
             assert [change.seqno for change in await changes_of(changes)] == [11]
-        await bucket.reset_consumer("indexer", "beginning")
+        await client.admin.reset_consumer(bucket, "indexer", "beginning")
         async with bucket.changes(
-            [P], consumer="indexer", positions="server", until_now=True
+            resume=ServerPositions("indexer"), until="now", only=Only([P])
         ) as changes:
             assert {change.key for change in await changes_of(changes)} == set(KEYS)
             assert changes.position(P).seqno == 11
@@ -140,11 +138,13 @@ async def test_a_former_owner_stores_nothing(server_process: StartServer) -> Non
     async with AsyncClient(server.target) as client:
         bucket = client.bucket()
         await bucket.write_many((key, b"1") for key in KEYS)
-        former = bucket.changes([P], consumer="indexer", positions="server", acknowledge="manual")
+        former = bucket.changes(
+            resume=ServerPositions("indexer"), only=Only([P]), acknowledge="manual"
+        )
         async with former:
             events = [await first_change(former)]
             async with bucket.changes(
-                [P], consumer="indexer", positions="server", until_now=True
+                resume=ServerPositions("indexer"), until="now", only=Only([P])
             ) as changes:
                 assert len(await changes_of(changes)) == 10
             former.ack(events[0])
@@ -153,7 +153,7 @@ async def test_a_former_owner_stores_nothing(server_process: StartServer) -> Non
             with pytest.raises(UprError) as ended:
                 await changes_of(former)
             assert ended.value.reason == "SUPERSEDED"
-        (consumer,) = await bucket.consumers(with_positions=True)
+        (consumer,) = await client.admin.consumers(bucket, with_positions=True)
         assert consumer.positions[P].seqno == 10
 
 
@@ -164,11 +164,15 @@ async def test_from_now_shows_what_is_written_later(server_process: StartServer)
         bucket = client.bucket()
         await bucket.write_many((key, b"old") for key in KEYS)
         positions = MemoryPositions()
-        async with bucket.changes([P], start="now", until_now=True, positions=positions) as changes:
+        async with bucket.changes(
+            resume=positions, until="now", only=Only([P]), start="now"
+        ) as changes:
             assert await changes_of(changes) == []
         assert positions.load([P])[P].seqno == 10
         await bucket.set(KEYS[3], b"new")
-        async with bucket.changes([P], start="now", until_now=True, positions=positions) as changes:
+        async with bucket.changes(
+            resume=positions, until="now", only=Only([P]), start="now"
+        ) as changes:
             assert await changes_of(changes) == [Change(P, 11, "set", KEYS[3], b"new")]
 
 
@@ -182,9 +186,9 @@ async def test_from_a_time(server_process: StartServer) -> None:
         while time.time() < between + 0.002:
             pass
         await bucket.set(KEYS[3], b"new")
-        async with bucket.changes([P], start=between, until_now=True) as changes:
+        async with bucket.changes(until="now", only=Only([P]), start=between) as changes:
             assert await changes_of(changes) == [Change(P, 11, "set", KEYS[3], b"new")]
-        async with bucket.changes([P], start=1.0, until_now=True) as changes:
+        async with bucket.changes(until="now", only=Only([P]), start=1.0) as changes:
             assert len(await changes_of(changes)) == 11
         with pytest.raises(InvalidArgumentError, match="start"):
             bucket.changes(start=-1.0)
@@ -200,34 +204,13 @@ async def test_only_keys_of_a_prefix(server_process: StartServer) -> None:
         )
         markers = 0
         state = {}
-        async with bucket.changes(key_prefix=b"user:", until_now=True) as changes:
+        async with bucket.changes(until="now", only=Only(key_prefix=b"user:")) as changes:
             async for event in changes:
                 if isinstance(event, Change):
                     state[event.key] = event.value
                 markers += isinstance(event, Marker)
         assert state == {b"user:%d" % i: b"v%d" % i for i in range(500)}
-        assert markers >= sum(info.high_seqno > 0 for info in await bucket.partitions())
-
-
-@pytest.mark.asyncio
-async def test_what_contradicts_itself_is_refused(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
-        bucket = client.bucket()
-        for options, word in (
-            ({"group": "g", "consumer": "c"}, "consumer"),
-            ({"group": "g", "until_now": True}, "end"),
-            ({"group": "g", "partitions": [1]}, "partitions"),
-            ({"member": "m"}, "group"),
-            ({"positions": "server"}, "consumer name"),
-            ({"acknowledge": "never"}, "acknowledge"),
-            ({"group": "g", "lease_seconds": 0.1}, "lease_seconds"),
-            ({"key_prefix": b"k" * 5000}, "key_prefix"),
-            ({"start": "now", "until": {1: 1}}, "start"),
-            ({"on_rollback": "whatever"}, "on_rollback"),
-        ):
-            with pytest.raises(InvalidArgumentError, match=word):
-                bucket.changes(**options)
+        assert markers >= sum(info.high_seqno > 0 for info in await client.admin.partitions(bucket))
 
 
 @pytest.mark.asyncio
@@ -236,7 +219,7 @@ async def test_the_status_tells_where_it_stands(server_process: StartServer) -> 
     async with AsyncClient(server.target) as client:
         bucket = client.bucket()
         await bucket.write_many((key, b"1") for key in KEYS)
-        async with bucket.changes([P, P + 1]) as changes:
+        async with bucket.changes(only=Only([P, P + 1])) as changes:
             before = changes.status()
             assert (before.connected, before.partitions, before.changes) == (False, 2, 0)
             assert before.last_progress is None

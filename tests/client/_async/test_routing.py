@@ -6,13 +6,8 @@ import pytest
 from tests.client._async.adapter import running, serve
 from tests.client.certificates import Certificate
 from tests.client.key_values import Faults, KeyValueServer
-from upr_client import (
-    AsyncClient,
-    NoRoomError,
-    ShuttingDownError,
-    UnavailableError,
-    UprError,
-)
+from upr_client import AsyncClient, UprError
+from upr_client.errors import NoRoomError, ShuttingDownError, UnavailableError
 
 
 @pytest.mark.asyncio

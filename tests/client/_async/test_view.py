@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import RunningServer
-from upr_client import AsyncClient, ClosedError
+from upr_client import AsyncClient, Only
+from upr_client.errors import ClosedError
 
 StartServer = Callable[..., RunningServer]
 
@@ -19,7 +20,9 @@ async def test_a_view_shows_what_is_written(server_process: StartServer, at_mark
         bucket = client.bucket()
         await bucket.write_many((b"user:%d" % i, b"%d" % i) for i in range(500))
         await bucket.set(b"order:1", b"1")
-        async with bucket.materialize(key_prefix=b"user:", at_markers=at_markers) as view:
+        async with bucket.materialize(
+            only=Only(key_prefix=b"user:"), at_markers=at_markers
+        ) as view:
             assert await view.ready(30)
             assert dict(view.items()) == {b"user:%d" % i: b"%d" % i for i in range(500)}
             assert len(view) == 500
@@ -44,7 +47,7 @@ async def test_a_view_is_right_after_a_rollback(
     server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{held}"})
     async with AsyncClient(server.target) as client:
         bucket = client.bucket()
-        async with bucket.materialize(stability="memory") as view:
+        async with bucket.materialize(only=Only(stability="memory")) as view:
             assert await view.ready(30)
             lost = await bucket.set(b"key", b"lost", "memory")
             assert await view.wait_for(lost, 30)

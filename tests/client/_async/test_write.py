@@ -16,8 +16,8 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
-from upr_client import (
-    AsyncClient,
+from upr_client import AsyncClient, WriteResult
+from upr_client.errors import (
     BucketNotFoundError,
     ClosedError,
     InvalidArgumentError,
@@ -26,8 +26,8 @@ from upr_client import (
     PartlyWrittenError,
     UnavailableError,
     UnknownOutcomeError,
-    WriteResult,
 )
+from upr_client.lowlevel import write_blocks
 from upr_protocol.block import build_block, split_rows
 from upr_protocol.errors import OutOfOrderError
 from upr_protocol.partitioning import partition_of
@@ -129,7 +129,7 @@ async def test_a_refusal_burns_the_number_and_each_write_names_the_one_before_it
     second += [applied(4, (P, 1, 2)), applied(5, (P, 2, 3)), HalfClosed()]
     async with serve(write=[first, second]) as server, AsyncClient(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(3)]
-        written = await client.bucket().write_blocks(blocks)
+        written = await write_blocks(client.bucket(), blocks)
         assert [run[2] for run in written.runs] == [1, 2, 3]
         calls = [carried(call) for call in server.calls["write"]]
         assert calls == [[(1, 0, [P]), (2, 1, [P]), (3, 2, [P])], [(4, 0, [P]), (5, 4, [P])]]
@@ -149,7 +149,7 @@ async def test_what_was_not_answered_keeps_its_number_and_goes_first() -> None:
     ]
     async with serve(write=[first, second, third]) as server, AsyncClient(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(3)]
-        assert len((await client.bucket().write_blocks(blocks)).runs) == 3
+        assert len((await write_blocks(client.bucket(), blocks)).runs) == 3
         calls = [carried(call) for call in server.calls["write"]]
         resent = [(2, 0, [P]), (3, 2, [P])]
         assert calls == [[(1, 0, [P]), (2, 1, [P]), (3, 2, [P])], resent, resent]
@@ -162,7 +162,7 @@ async def test_what_was_never_sent_waits_for_what_is_not_resolved() -> None:
     second = [*begin, applied(1, (P, 0, 1)), Expect("write"), applied(2, (P, 1, 2)), HalfClosed()]
     async with serve(write=[first, second]) as server, AsyncClient(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(2)]
-        assert len((await client.bucket().write_blocks(blocks)).runs) == 2
+        assert len((await write_blocks(client.bucket(), blocks)).runs) == 2
         calls = [carried(call) for call in server.calls["write"]]
         assert calls == [[(1, 0, [P])], [(1, 0, [P]), (2, 1, [P])]]
 
@@ -176,7 +176,7 @@ async def test_a_part_that_was_refused_is_sent_again_alone_under_a_new_number() 
     second = [*begin, applied(3, (Q, 0, 1)), applied(4, (Q, 1, 2)), HalfClosed()]
     async with serve(write=[first, second]) as server, AsyncClient(server.target) as client:
         blocks = [build_block([KEY, OTHER], [b"%d" % number] * 2) for number in range(2)]
-        written = await client.bucket().write_blocks(blocks)
+        written = await write_blocks(client.bucket(), blocks)
         assert [run[:3] for run in written.runs] == [(P, 0, 1), (Q, 0, 1), (P, 1, 2), (Q, 1, 2)]
         both = sorted((P, Q))
         calls = [carried(call) for call in server.calls["write"]]
@@ -192,7 +192,7 @@ async def test_a_part_in_front_of_a_write_of_unknown_outcome_keeps_its_number() 
     second = [*begin, applied(1, (Q, 0, 1)), applied(2, (P, 1, 2), (Q, 1, 2)), HalfClosed()]
     async with serve(write=[first, second]) as server, AsyncClient(server.target) as client:
         blocks = [build_block([KEY, OTHER], [b"%d" % number] * 2) for number in range(2)]
-        assert len((await client.bucket().write_blocks(blocks)).runs) == 4
+        assert len((await write_blocks(client.bucket(), blocks)).runs) == 4
         both = sorted((P, Q))
         calls = [carried(call) for call in server.calls["write"]]
         assert calls == [[(1, 0, both), (2, 1, both)], [(1, 0, [Q]), (2, 1, both)]]
@@ -208,7 +208,7 @@ async def test_a_part_that_went_on_being_refused_is_told_with_what_was_applied()
     ):
         bucket = client.bucket()
         with pytest.raises(PartlyWrittenError, match="the rest was applied: for now"):
-            await bucket.write_blocks([build_block([KEY, OTHER], [b"1", b"2"])])
+            await write_blocks(bucket, [build_block([KEY, OTHER], [b"1", b"2"])])
 
 
 @pytest.mark.asyncio

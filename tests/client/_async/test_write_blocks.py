@@ -16,13 +16,9 @@ from tests.client.scripted import (
     write_refused,
 )
 from tests.harness import RunningServer
-from upr_client import (
-    AsyncClient,
-    InvalidArgumentError,
-    NoRoomError,
-    PartitionNotActiveError,
-    WriteResults,
-)
+from upr_client import AsyncClient, WriteResults
+from upr_client.errors import InvalidArgumentError, NoRoomError, PartitionNotActiveError
+from upr_client.lowlevel import write_blocks
 from upr_client.testing import ScriptedServer
 from upr_protocol.block import build_block
 from upr_protocol.errors import ContentDiffersError, OutOfOrderError
@@ -42,17 +38,20 @@ async def test_blocks_of_a_name_are_applied_once(server_process: StartServer) ->
     blocks = [build_block([KEY], [b"1"]), build_block([KEY, OTHER], [b"2", None])]
     async with AsyncClient(server.target) as client:
         bucket = client.bucket()
-        first = await bucket.write_blocks(iter(blocks), once="a name")
+        first = await write_blocks(bucket, iter(blocks), once="a name")
         assert (first.rows, len(first.runs)) == (3, 3)
         await bucket.set(KEY, b"of somebody else")
     async with AsyncClient(server.target) as client:
         bucket = client.bucket()
-        assert await bucket.write_blocks(blocks, once="a name") == first
+        assert await write_blocks(bucket, blocks, once="a name") == first
         assert await bucket.get(KEY) == b"of somebody else"
-        await bucket.write_blocks(blocks, "memory", once="another name")
+        await write_blocks(bucket, blocks, "memory", once="another name")
         assert await bucket.get(KEY) == b"2"
-        assert (await bucket.write_blocks(blocks)).rows == 3
-        highs = {info.partition: info.high_seqno for info in await bucket.partitions([P, Q])}
+        assert (await write_blocks(bucket, blocks)).rows == 3
+        highs = {
+            info.partition: info.high_seqno
+            for info in await client.admin.partitions(bucket, [P, Q])
+        }
         assert highs == {partition_of(KEY): 7, partition_of(OTHER): 3}
 
 
@@ -69,16 +68,16 @@ async def test_other_blocks_in_a_place_are_refused(
             bucket = client.bucket()
             numbers = [place_number(place, b"first") for place in range(3)]
             for number in (*numbers, *numbers):
-                await bucket.write_blocks(blocks, once="a name", first_number=number)
-            highs = await bucket.partitions()
+                await write_blocks(bucket, blocks, once="a name", first_number=number)
+            highs = await client.admin.partitions(bucket)
             for digest in (b"above", b"under"):
                 for place in range(3):
                     number = place_number(place, digest)
                     with pytest.raises(ContentDiffersError) as caught:
-                        await bucket.write_blocks(other, once="a name", first_number=number)
+                        await write_blocks(bucket, other, once="a name", first_number=number)
                     assert not caught.value.retriable
-            assert await bucket.partitions() == highs
-            await bucket.write_blocks(other, once="a name", first_number=place_number(3, b"above"))
+            assert await client.admin.partitions(bucket) == highs
+            await write_blocks(bucket, other, once="a name", first_number=place_number(3, b"above"))
             assert await bucket.get(keys[0]) == b"2"
 
 
@@ -88,7 +87,7 @@ async def test_a_name_begins_at_number_one_whatever_the_server_knows() -> None:
     script += [Expect("write"), applied(2, (P, 1, 2)), HalfClosed()]
     async with serve(write=[script]) as server, AsyncClient(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(2)]
-        written = await client.bucket().write_blocks(blocks, once="a name")
+        written = await write_blocks(client.bucket(), blocks, once="a name")
         assert written == WriteResults(2, [(P, 0, 1, ID_A), (P, 1, 2, ID_A)])
         heard = server.calls["write"][0]
         assert [open_.producer for open_ in heard.of("open")] == ["a name"]
@@ -116,7 +115,7 @@ async def test_blocks_of_a_name_keep_their_numbers_when_they_are_refused() -> No
         AsyncClient(server.target) as client,
     ):
         blocks = [build_block([KEY, OTHER], [b"%d" % number] * 2) for number in range(2)]
-        assert len((await client.bucket().write_blocks(blocks, once="a")).runs) == 4
+        assert len((await write_blocks(client.bucket(), blocks, once="a")).runs) == 4
         numbers = [[w.number for w in call.of("write")] for call in server.calls["write"]]
         assert numbers == [[1, 2], [1, 2], [1, 2]]
 
@@ -149,10 +148,10 @@ async def test_blocks_of_a_name_go_on_where_partitions_had_refused() -> None:
         server.refuse(partition_of(other), PartitionNotActiveError("dead"))
         async with AsyncClient(server.target) as client:
             with pytest.raises(PartitionNotActiveError):
-                await client.bucket().write_blocks(blocks, once="a name")
+                await write_blocks(client.bucket(), blocks, once="a name")
             server.accept(partition_of(other))
             await client.bucket().set(key, b"of somebody else")
-            written = await client.bucket().write_blocks(blocks, once="a name")
+            written = await write_blocks(client.bucket(), blocks, once="a name")
         assert written.rows == 6
         assert server.state() == {key: b"of somebody else", other: b"2"}
         assert [run[2] - run[1] for run in written.runs if run[0] == partition_of(other)] == [
@@ -169,4 +168,4 @@ async def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
         bad: list[dict[str, Any]] = [{"once": ""}, {"once": "x" * 201}, {"durability": "none"}]
         for options in bad:
             with pytest.raises(InvalidArgumentError):
-                await client.bucket().write_blocks(blocks, **options)
+                await write_blocks(client.bucket(), blocks, **options)

@@ -26,7 +26,7 @@ async def test_what_was_buffered_is_there_in_order(server_process: StartServer) 
         assert await bucket.get_many(key for key, _ in rows) == expected
         seqnos: dict[int, int] = {}
         state = {}
-        async with bucket.changes(until_now=True) as changes:
+        async with bucket.changes(until="now") as changes:
             async for event in changes:
                 if isinstance(event, Change):
                     assert event.seqno > seqnos.get(event.partition, 0)
@@ -72,7 +72,7 @@ async def test_a_buffered_writer_outlives_kills_of_the_server(server_process: St
                     server.start()
                 await writer.set(key, value)
         history: dict[bytes, list[bytes | None]] = {}
-        async with client.bucket().changes(until_now=True) as changes:
+        async with client.bucket().changes(until="now") as changes:
             async for event in changes:
                 if isinstance(event, Change):
                     history.setdefault(event.key, []).append(event.value)
@@ -95,4 +95,4 @@ async def test_a_server_that_was_stopped_is_left_for_the_next(server_process: St
         await bucket.set(b"k", b"second")
         assert client.target == second.target
         assert await bucket.get(b"k") == b"second"
-        assert (await client.status()).server_id
+        assert (await client.admin.status()).server_id

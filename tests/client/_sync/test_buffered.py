@@ -11,18 +11,17 @@ import pytest
 from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import ID_A
-from upr_client import (
+from upr_client import Client, WriteResults
+from upr_client._sync.io import Event
+from upr_client.errors import (
     BucketNotFoundError,
-    Client,
     ClosedError,
     InvalidArgumentError,
     NoRoomError,
     PartitionNotActiveError,
     UnknownOutcomeError,
     WriteFailedError,
-    WriteResults,
 )
-from upr_client._sync.io import Event
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import types_pb2
 

@@ -8,13 +8,8 @@ import pytest
 from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import VERSION
-from upr_client import (
-    Client,
-    ClosedError,
-    DataDamagedError,
-    InvalidArgumentError,
-    ProtocolError,
-)
+from upr_client import Client
+from upr_client.errors import ClosedError, DataDamagedError, InvalidArgumentError, ProtocolError
 
 
 def test_get_one() -> None:

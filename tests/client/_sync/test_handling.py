@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.harness import RunningServer
-from upr_client import Change, Client, HandlerError, InvalidArgumentError, MemoryPositions
+from upr_client import Change, Client, MemoryPositions
+from upr_client.errors import HandlerError, InvalidArgumentError
 
 StartServer = Callable[..., RunningServer]
 KEYS = [b"key %d" % i for i in range(300)]
@@ -25,7 +26,7 @@ def test_each_change_is_handled_once_and_in_order(server_process: StartServer, o
         bucket = client.bucket()
         for value in (b"1", b"2", b"3"):
             bucket.write_many((key, value) for key in KEYS)
-        changes = bucket.changes(positions=positions, acknowledge="manual", until_now=True)
+        changes = bucket.changes(resume=positions, until="now", acknowledge="manual")
         with changes:
             changes.run(
                 lambda change: handled[change.key].append(change.value),
@@ -34,7 +35,7 @@ def test_each_change_is_handled_once_and_in_order(server_process: StartServer, o
             )
             assert changes.status().unacknowledged == 0
         assert all(values == [b"1", b"2", b"3"] for values in handled.values())
-        high = {info.partition: info.high_seqno for info in bucket.partitions()}
+        high = {info.partition: info.high_seqno for info in client.admin.partitions(bucket)}
     stored = positions.load(range(1024))
     assert {p: at.seqno for p, at in stored.items() if at.seqno} == {
         p: seqno for p, seqno in high.items() if seqno
@@ -54,7 +55,7 @@ def test_a_change_that_fails_is_tried_again(server_process: StartServer) -> None
     with Client(server.target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"1") for key in KEYS)
-        changes = bucket.changes(acknowledge="manual", until_now=True)
+        changes = bucket.changes(until="now", acknowledge="manual")
         with changes:
             changes.run(
                 handle,
@@ -83,14 +84,14 @@ def test_without_anybody_to_take_it_a_failure_ends_all_and_comes_again(
         bucket = client.bucket()
         bucket.write_many((key, b"1") for key in KEYS)
         # It would go on for ever.
-        changes = bucket.changes(positions=positions, acknowledge="manual")
+        changes = bucket.changes(resume=positions, acknowledge="manual")
         with changes:
             with pytest.raises(HandlerError, match="key 7") as raised:
                 changes.run(handle, retries=0)
             assert isinstance(raised.value.__cause__, Flaky)
         assert KEYS[7] not in handled
         broken[0] = False
-        changes = bucket.changes(positions=positions, acknowledge="manual", until_now=True)
+        changes = bucket.changes(resume=positions, until="now", acknowledge="manual")
         with changes:
             changes.run(handle)
     assert set(handled) == set(KEYS)
@@ -100,11 +101,11 @@ def test_what_it_needs_is_said(server_process: StartServer) -> None:
     server = server_process()
     with Client(server.target) as client:
         bucket = client.bucket()
-        with bucket.changes(until_now=True) as changes:
+        with bucket.changes(until="now") as changes:
             assert changes.status().unacknowledged == 0
             with pytest.raises(InvalidArgumentError, match="automatic"):
                 changes.run(print)
-        with bucket.changes(until_now=True, acknowledge="manual") as changes:
+        with bucket.changes(until="now", acknowledge="manual") as changes:
             with pytest.raises(InvalidArgumentError, match="concurrency"):
                 changes.run(print, concurrency=0)
             with pytest.raises(InvalidArgumentError, match="order"):

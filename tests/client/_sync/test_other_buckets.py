@@ -19,15 +19,8 @@ from tests.client.scripted import (
     rollback,
     started,
 )
-from upr_client import (
-    BucketGoneError,
-    BucketNotFoundError,
-    Client,
-    MemoryPositions,
-    Position,
-    Rollback,
-    RollbackError,
-)
+from upr_client import Client, MemoryPositions, Only, Position, Rollback
+from upr_client.errors import BucketGoneError, BucketNotFoundError, RollbackError
 from upr_protocol.failover import FailoverLog
 
 BEGIN = [Expect("open"), opened(), Expect("start")]
@@ -62,7 +55,7 @@ def test_another_bucket_of_the_name_is_a_rollback_to_0(asked_again: bool) -> Non
     scripts = [gone, script] if asked_again else [script]
     store = MemoryPositions({1: at(3, 2, 3)})
     with serve(scripts) as server, Client(server.target) as client:
-        changes = client.bucket().changes([1], positions=store, on_rollback="event")
+        changes = client.bucket().changes(resume=store, only=Only([1]), on_rollback="event")
         with changes:
             event = next(changes)
             assert isinstance(event, Rollback)
@@ -98,7 +91,7 @@ def test_without_a_policy_another_bucket_of_the_name_is_an_error() -> None:
     ]
     store = MemoryPositions({1: at(3)})
     with serve([script]) as server, Client(server.target) as client:
-        with client.bucket().changes([1], positions=store) as changes:
+        with client.bucket().changes(resume=store, only=Only([1])) as changes:
             with pytest.raises(RollbackError, match="created anew"):
                 next(changes)
     assert store.load([1])[1] == at(3)
@@ -108,6 +101,6 @@ def test_a_bucket_that_is_gone_and_not_there_again_is_an_error() -> None:
     first = [*BEGIN, answers(started(1, 7)), ended("BUCKET_GONE", (1, 7)), ended("BUCKET_GONE")]
     second = [Expect("open"), Abort(BucketNotFoundError("there is no bucket default"))]
     with serve([first, second]) as server, Client(server.target) as client:
-        with client.bucket().changes([1]) as changes:
+        with client.bucket().changes(only=Only([1])) as changes:
             with pytest.raises(BucketNotFoundError, match="no bucket default"):
                 next(changes)

@@ -14,12 +14,14 @@ from upr_client import (
     ChangeBatch,
     Changes,
     Client,
-    FencedError,
-    InvalidArgumentError,
     Marker,
     MemoryPositions,
+    Only,
+    ServerPositions,
+    Tuning,
     UprError,
 )
+from upr_client.errors import FencedError, InvalidArgumentError
 
 StartServer = Callable[..., RunningServer]
 P = 9
@@ -47,7 +49,7 @@ def test_ten_acknowledged_before_nine_and_nine_comes_again(
         bucket = client.bucket()
         bucket.write_many((key, b"value") for key in KEYS)
         with bucket.changes(
-            [P], positions=positions, acknowledge="manual", until_now=True
+            resume=positions, until="now", only=Only([P]), acknowledge="manual"
         ) as changes:
             events = changes_of(changes)
             assert [change.seqno for change in events] == list(range(1, 11))
@@ -57,7 +59,7 @@ def test_ten_acknowledged_before_nine_and_nine_comes_again(
             assert changes.position(P).seqno == 8
             assert changes.status().unacknowledged == 1
         with bucket.changes(
-            [P], positions=positions, acknowledge="manual", until_now=True
+            resume=positions, until="now", only=Only([P]), acknowledge="manual"
         ) as changes:
             again = changes_of(changes)
             assert [change.seqno for change in again] == [9, 10]
@@ -75,12 +77,12 @@ def test_whole_batches_are_acknowledged_in_any_order(server_process: StartServer
         for key in KEYS[:3]:
             bucket.set(key, b"value")
         changes = bucket.changes(
+            resume=positions,
+            until="now",
+            only=Only([P]),
             # Each block alone in its frame.
-            [P],
-            positions=positions,
+            tuning=Tuning(credit_bytes=1),
             acknowledge="manual",
-            until_now=True,
-            credit_bytes=1,
         )
         with changes:
             batches: list[ChangeBatch] = [batch for batch in changes.batches()]
@@ -96,7 +98,7 @@ def test_whole_batches_are_acknowledged_in_any_order(server_process: StartServer
 def test_acknowledging_by_hand_has_to_be_asked_for(server_process: StartServer) -> None:
     server = server_process()
     with Client(server.target) as client:
-        with client.bucket().changes([P], until_now=True) as changes:
+        with client.bucket().changes(until="now", only=Only([P])) as changes:
             with pytest.raises(InvalidArgumentError, match="automatic"):
                 changes.ack(Change(P, 1, "set", b"k", b"v"))
 
@@ -106,7 +108,9 @@ def test_positions_are_kept_in_the_server(server_process: StartServer) -> None:
     with Client(server.target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"1") for key in KEYS)
-        with bucket.changes([P], consumer="indexer", positions="server", until_now=True) as changes:
+        with bucket.changes(
+            resume=ServerPositions("indexer"), until="now", only=Only([P])
+        ) as changes:
             assert len(changes_of(changes)) == 10
         bucket.set(KEYS[0], b"2")
     server.kill()
@@ -114,15 +118,13 @@ def test_positions_are_kept_in_the_server(server_process: StartServer) -> None:
     with Client(server.target) as client:
         bucket = client.bucket()
         with bucket.changes(
-            [P],
-            consumer="indexer",
-            positions="server",
-            until_now=True,
-            on_rollback="event",
+            resume=ServerPositions("indexer"), until="now", only=Only([P]), on_rollback="event"
         ) as changes:
             assert [change.seqno for change in changes_of(changes)] == [11]
-        bucket.reset_consumer("indexer", "beginning")
-        with bucket.changes([P], consumer="indexer", positions="server", until_now=True) as changes:
+        client.admin.reset_consumer(bucket, "indexer", "beginning")
+        with bucket.changes(
+            resume=ServerPositions("indexer"), until="now", only=Only([P])
+        ) as changes:
             assert {change.key for change in changes_of(changes)} == set(KEYS)
             assert changes.position(P).seqno == 11
 
@@ -132,11 +134,13 @@ def test_a_former_owner_stores_nothing(server_process: StartServer) -> None:
     with Client(server.target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"1") for key in KEYS)
-        former = bucket.changes([P], consumer="indexer", positions="server", acknowledge="manual")
+        former = bucket.changes(
+            resume=ServerPositions("indexer"), only=Only([P]), acknowledge="manual"
+        )
         with former:
             events = [first_change(former)]
             with bucket.changes(
-                [P], consumer="indexer", positions="server", until_now=True
+                resume=ServerPositions("indexer"), until="now", only=Only([P])
             ) as changes:
                 assert len(changes_of(changes)) == 10
             former.ack(events[0])
@@ -145,7 +149,7 @@ def test_a_former_owner_stores_nothing(server_process: StartServer) -> None:
             with pytest.raises(UprError) as ended:
                 changes_of(former)
             assert ended.value.reason == "SUPERSEDED"
-        (consumer,) = bucket.consumers(with_positions=True)
+        (consumer,) = client.admin.consumers(bucket, with_positions=True)
         assert consumer.positions[P].seqno == 10
 
 
@@ -155,11 +159,11 @@ def test_from_now_shows_what_is_written_later(server_process: StartServer) -> No
         bucket = client.bucket()
         bucket.write_many((key, b"old") for key in KEYS)
         positions = MemoryPositions()
-        with bucket.changes([P], start="now", until_now=True, positions=positions) as changes:
+        with bucket.changes(resume=positions, until="now", only=Only([P]), start="now") as changes:
             assert changes_of(changes) == []
         assert positions.load([P])[P].seqno == 10
         bucket.set(KEYS[3], b"new")
-        with bucket.changes([P], start="now", until_now=True, positions=positions) as changes:
+        with bucket.changes(resume=positions, until="now", only=Only([P]), start="now") as changes:
             assert changes_of(changes) == [Change(P, 11, "set", KEYS[3], b"new")]
 
 
@@ -172,9 +176,9 @@ def test_from_a_time(server_process: StartServer) -> None:
         while time.time() < between + 0.002:
             pass
         bucket.set(KEYS[3], b"new")
-        with bucket.changes([P], start=between, until_now=True) as changes:
+        with bucket.changes(until="now", only=Only([P]), start=between) as changes:
             assert changes_of(changes) == [Change(P, 11, "set", KEYS[3], b"new")]
-        with bucket.changes([P], start=1.0, until_now=True) as changes:
+        with bucket.changes(until="now", only=Only([P]), start=1.0) as changes:
             assert len(changes_of(changes)) == 11
         with pytest.raises(InvalidArgumentError, match="start"):
             bucket.changes(start=-1.0)
@@ -189,33 +193,13 @@ def test_only_keys_of_a_prefix(server_process: StartServer) -> None:
         )
         markers = 0
         state = {}
-        with bucket.changes(key_prefix=b"user:", until_now=True) as changes:
+        with bucket.changes(until="now", only=Only(key_prefix=b"user:")) as changes:
             for event in changes:
                 if isinstance(event, Change):
                     state[event.key] = event.value
                 markers += isinstance(event, Marker)
         assert state == {b"user:%d" % i: b"v%d" % i for i in range(500)}
-        assert markers >= sum(info.high_seqno > 0 for info in bucket.partitions())
-
-
-def test_what_contradicts_itself_is_refused(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
-        bucket = client.bucket()
-        for options, word in (
-            ({"group": "g", "consumer": "c"}, "consumer"),
-            ({"group": "g", "until_now": True}, "end"),
-            ({"group": "g", "partitions": [1]}, "partitions"),
-            ({"member": "m"}, "group"),
-            ({"positions": "server"}, "consumer name"),
-            ({"acknowledge": "never"}, "acknowledge"),
-            ({"group": "g", "lease_seconds": 0.1}, "lease_seconds"),
-            ({"key_prefix": b"k" * 5000}, "key_prefix"),
-            ({"start": "now", "until": {1: 1}}, "start"),
-            ({"on_rollback": "whatever"}, "on_rollback"),
-        ):
-            with pytest.raises(InvalidArgumentError, match=word):
-                bucket.changes(**options)
+        assert markers >= sum(info.high_seqno > 0 for info in client.admin.partitions(bucket))
 
 
 def test_the_status_tells_where_it_stands(server_process: StartServer) -> None:
@@ -223,7 +207,7 @@ def test_the_status_tells_where_it_stands(server_process: StartServer) -> None:
     with Client(server.target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"1") for key in KEYS)
-        with bucket.changes([P, P + 1]) as changes:
+        with bucket.changes(only=Only([P, P + 1])) as changes:
             before = changes.status()
             assert (before.connected, before.partitions, before.changes) == (False, 2, 0)
             assert before.last_progress is None

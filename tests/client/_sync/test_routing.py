@@ -7,13 +7,8 @@ import pytest
 from tests.client._sync.adapter import running, serve
 from tests.client.certificates import Certificate
 from tests.client.key_values import Faults, KeyValueServer
-from upr_client import (
-    Client,
-    NoRoomError,
-    ShuttingDownError,
-    UnavailableError,
-    UprError,
-)
+from upr_client import Client, UprError
+from upr_client.errors import NoRoomError, ShuttingDownError, UnavailableError
 
 
 def test_a_unary_call_that_was_never_sent_is_made_elsewhere() -> None:

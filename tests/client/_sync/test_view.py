@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import RunningServer
-from upr_client import Client, ClosedError
+from upr_client import Client, Only
+from upr_client.errors import ClosedError
 
 StartServer = Callable[..., RunningServer]
 
@@ -19,7 +20,7 @@ def test_a_view_shows_what_is_written(server_process: StartServer, at_markers: b
         bucket = client.bucket()
         bucket.write_many((b"user:%d" % i, b"%d" % i) for i in range(500))
         bucket.set(b"order:1", b"1")
-        with bucket.materialize(key_prefix=b"user:", at_markers=at_markers) as view:
+        with bucket.materialize(only=Only(key_prefix=b"user:"), at_markers=at_markers) as view:
             assert view.ready(30)
             assert dict(view.items()) == {b"user:%d" % i: b"%d" % i for i in range(500)}
             assert len(view) == 500
@@ -41,7 +42,7 @@ def test_a_view_is_right_after_a_rollback(server_process: StartServer, tmp_path:
     server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{held}"})
     with Client(server.target) as client:
         bucket = client.bucket()
-        with bucket.materialize(stability="memory") as view:
+        with bucket.materialize(only=Only(stability="memory")) as view:
             assert view.ready(30)
             lost = bucket.set(b"key", b"lost", "memory")
             assert view.wait_for(lost, 30)

@@ -17,9 +17,9 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
-from upr_client import (
+from upr_client import Client, WriteResult
+from upr_client.errors import (
     BucketNotFoundError,
-    Client,
     ClosedError,
     InvalidArgumentError,
     NoRoomError,
@@ -27,8 +27,8 @@ from upr_client import (
     PartlyWrittenError,
     UnavailableError,
     UnknownOutcomeError,
-    WriteResult,
 )
+from upr_client.lowlevel import write_blocks
 from upr_protocol.block import build_block, split_rows
 from upr_protocol.errors import OutOfOrderError
 from upr_protocol.partitioning import partition_of
@@ -125,7 +125,7 @@ def test_a_refusal_burns_the_number_and_each_write_names_the_one_before_it() -> 
     second += [applied(4, (P, 1, 2)), applied(5, (P, 2, 3)), HalfClosed()]
     with serve(write=[first, second]) as server, Client(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(3)]
-        written = client.bucket().write_blocks(blocks)
+        written = write_blocks(client.bucket(), blocks)
         assert [run[2] for run in written.runs] == [1, 2, 3]
         calls = [carried(call) for call in server.calls["write"]]
         assert calls == [[(1, 0, [P]), (2, 1, [P]), (3, 2, [P])], [(4, 0, [P]), (5, 4, [P])]]
@@ -144,7 +144,7 @@ def test_what_was_not_answered_keeps_its_number_and_goes_first() -> None:
     ]
     with serve(write=[first, second, third]) as server, Client(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(3)]
-        assert len((client.bucket().write_blocks(blocks)).runs) == 3
+        assert len((write_blocks(client.bucket(), blocks)).runs) == 3
         calls = [carried(call) for call in server.calls["write"]]
         resent = [(2, 0, [P]), (3, 2, [P])]
         assert calls == [[(1, 0, [P]), (2, 1, [P]), (3, 2, [P])], resent, resent]
@@ -156,7 +156,7 @@ def test_what_was_never_sent_waits_for_what_is_not_resolved() -> None:
     second = [*begin, applied(1, (P, 0, 1)), Expect("write"), applied(2, (P, 1, 2)), HalfClosed()]
     with serve(write=[first, second]) as server, Client(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(2)]
-        assert len((client.bucket().write_blocks(blocks)).runs) == 2
+        assert len((write_blocks(client.bucket(), blocks)).runs) == 2
         calls = [carried(call) for call in server.calls["write"]]
         assert calls == [[(1, 0, [P])], [(1, 0, [P]), (2, 1, [P])]]
 
@@ -169,7 +169,7 @@ def test_a_part_that_was_refused_is_sent_again_alone_under_a_new_number() -> Non
     second = [*begin, applied(3, (Q, 0, 1)), applied(4, (Q, 1, 2)), HalfClosed()]
     with serve(write=[first, second]) as server, Client(server.target) as client:
         blocks = [build_block([KEY, OTHER], [b"%d" % number] * 2) for number in range(2)]
-        written = client.bucket().write_blocks(blocks)
+        written = write_blocks(client.bucket(), blocks)
         assert [run[:3] for run in written.runs] == [(P, 0, 1), (Q, 0, 1), (P, 1, 2), (Q, 1, 2)]
         both = sorted((P, Q))
         calls = [carried(call) for call in server.calls["write"]]
@@ -184,7 +184,7 @@ def test_a_part_in_front_of_a_write_of_unknown_outcome_keeps_its_number() -> Non
     second = [*begin, applied(1, (Q, 0, 1)), applied(2, (P, 1, 2), (Q, 1, 2)), HalfClosed()]
     with serve(write=[first, second]) as server, Client(server.target) as client:
         blocks = [build_block([KEY, OTHER], [b"%d" % number] * 2) for number in range(2)]
-        assert len((client.bucket().write_blocks(blocks)).runs) == 4
+        assert len((write_blocks(client.bucket(), blocks)).runs) == 4
         both = sorted((P, Q))
         calls = [carried(call) for call in server.calls["write"]]
         assert calls == [[(1, 0, both), (2, 1, both)], [(1, 0, [Q]), (2, 1, both)]]
@@ -199,7 +199,7 @@ def test_a_part_that_went_on_being_refused_is_told_with_what_was_applied() -> No
     ):
         bucket = client.bucket()
         with pytest.raises(PartlyWrittenError, match="the rest was applied: for now"):
-            bucket.write_blocks([build_block([KEY, OTHER], [b"1", b"2"])])
+            write_blocks(bucket, [build_block([KEY, OTHER], [b"1", b"2"])])
 
 
 def test_what_was_sent_behind_a_refusal_for_good_is_sent_again() -> None:

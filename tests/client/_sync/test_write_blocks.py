@@ -17,13 +17,9 @@ from tests.client.scripted import (
     write_refused,
 )
 from tests.harness import RunningServer
-from upr_client import (
-    Client,
-    InvalidArgumentError,
-    NoRoomError,
-    PartitionNotActiveError,
-    WriteResults,
-)
+from upr_client import Client, WriteResults
+from upr_client.errors import InvalidArgumentError, NoRoomError, PartitionNotActiveError
+from upr_client.lowlevel import write_blocks
 from upr_client.testing import ScriptedServer
 from upr_protocol.block import build_block
 from upr_protocol.errors import ContentDiffersError, OutOfOrderError
@@ -42,17 +38,19 @@ def test_blocks_of_a_name_are_applied_once(server_process: StartServer) -> None:
     blocks = [build_block([KEY], [b"1"]), build_block([KEY, OTHER], [b"2", None])]
     with Client(server.target) as client:
         bucket = client.bucket()
-        first = bucket.write_blocks(iter(blocks), once="a name")
+        first = write_blocks(bucket, iter(blocks), once="a name")
         assert (first.rows, len(first.runs)) == (3, 3)
         bucket.set(KEY, b"of somebody else")
     with Client(server.target) as client:
         bucket = client.bucket()
-        assert bucket.write_blocks(blocks, once="a name") == first
+        assert write_blocks(bucket, blocks, once="a name") == first
         assert bucket.get(KEY) == b"of somebody else"
-        bucket.write_blocks(blocks, "memory", once="another name")
+        write_blocks(bucket, blocks, "memory", once="another name")
         assert bucket.get(KEY) == b"2"
-        assert (bucket.write_blocks(blocks)).rows == 3
-        highs = {info.partition: info.high_seqno for info in bucket.partitions([P, Q])}
+        assert (write_blocks(bucket, blocks)).rows == 3
+        highs = {
+            info.partition: info.high_seqno for info in client.admin.partitions(bucket, [P, Q])
+        }
         assert highs == {partition_of(KEY): 7, partition_of(OTHER): 3}
 
 
@@ -66,16 +64,16 @@ def test_other_blocks_in_a_place_are_refused(server_process: StartServer, script
             bucket = client.bucket()
             numbers = [place_number(place, b"first") for place in range(3)]
             for number in (*numbers, *numbers):
-                bucket.write_blocks(blocks, once="a name", first_number=number)
-            highs = bucket.partitions()
+                write_blocks(bucket, blocks, once="a name", first_number=number)
+            highs = client.admin.partitions(bucket)
             for digest in (b"above", b"under"):
                 for place in range(3):
                     number = place_number(place, digest)
                     with pytest.raises(ContentDiffersError) as caught:
-                        bucket.write_blocks(other, once="a name", first_number=number)
+                        write_blocks(bucket, other, once="a name", first_number=number)
                     assert not caught.value.retriable
-            assert bucket.partitions() == highs
-            bucket.write_blocks(other, once="a name", first_number=place_number(3, b"above"))
+            assert client.admin.partitions(bucket) == highs
+            write_blocks(bucket, other, once="a name", first_number=place_number(3, b"above"))
             assert bucket.get(keys[0]) == b"2"
 
 
@@ -84,7 +82,7 @@ def test_a_name_begins_at_number_one_whatever_the_server_knows() -> None:
     script += [Expect("write"), applied(2, (P, 1, 2)), HalfClosed()]
     with serve(write=[script]) as server, Client(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(2)]
-        written = client.bucket().write_blocks(blocks, once="a name")
+        written = write_blocks(client.bucket(), blocks, once="a name")
         assert written == WriteResults(2, [(P, 0, 1, ID_A), (P, 1, 2, ID_A)])
         heard = server.calls["write"][0]
         assert [open_.producer for open_ in heard.of("open")] == ["a name"]
@@ -111,7 +109,7 @@ def test_blocks_of_a_name_keep_their_numbers_when_they_are_refused() -> None:
         Client(server.target) as client,
     ):
         blocks = [build_block([KEY, OTHER], [b"%d" % number] * 2) for number in range(2)]
-        assert len((client.bucket().write_blocks(blocks, once="a")).runs) == 4
+        assert len((write_blocks(client.bucket(), blocks, once="a")).runs) == 4
         numbers = [[w.number for w in call.of("write")] for call in server.calls["write"]]
         assert numbers == [[1, 2], [1, 2], [1, 2]]
 
@@ -142,10 +140,10 @@ def test_blocks_of_a_name_go_on_where_partitions_had_refused() -> None:
         server.refuse(partition_of(other), PartitionNotActiveError("dead"))
         with Client(server.target) as client:
             with pytest.raises(PartitionNotActiveError):
-                client.bucket().write_blocks(blocks, once="a name")
+                write_blocks(client.bucket(), blocks, once="a name")
             server.accept(partition_of(other))
             client.bucket().set(key, b"of somebody else")
-            written = client.bucket().write_blocks(blocks, once="a name")
+            written = write_blocks(client.bucket(), blocks, once="a name")
         assert written.rows == 6
         assert server.state() == {key: b"of somebody else", other: b"2"}
         assert [run[2] - run[1] for run in written.runs if run[0] == partition_of(other)] == [
@@ -161,4 +159,4 @@ def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
         bad: list[dict[str, Any]] = [{"once": ""}, {"once": "x" * 201}, {"durability": "none"}]
         for options in bad:
             with pytest.raises(InvalidArgumentError):
-                client.bucket().write_blocks(blocks, **options)
+                write_blocks(client.bucket(), blocks, **options)

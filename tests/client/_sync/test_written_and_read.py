@@ -26,7 +26,7 @@ def test_what_was_buffered_is_there_in_order(server_process: StartServer) -> Non
         assert bucket.get_many(key for key, _ in rows) == expected
         seqnos: dict[int, int] = {}
         state = {}
-        with bucket.changes(until_now=True) as changes:
+        with bucket.changes(until="now") as changes:
             for event in changes:
                 if isinstance(event, Change):
                     assert event.seqno > seqnos.get(event.partition, 0)
@@ -70,7 +70,7 @@ def test_a_buffered_writer_outlives_kills_of_the_server(server_process: StartSer
                     server.start()
                 writer.set(key, value)
         history: dict[bytes, list[bytes | None]] = {}
-        with client.bucket().changes(until_now=True) as changes:
+        with client.bucket().changes(until="now") as changes:
             for event in changes:
                 if isinstance(event, Change):
                     history.setdefault(event.key, []).append(event.value)
@@ -92,4 +92,4 @@ def test_a_server_that_was_stopped_is_left_for_the_next(server_process: StartSer
         bucket.set(b"k", b"second")
         assert client.target == second.target
         assert bucket.get(b"k") == b"second"
-        assert (client.status()).server_id
+        assert (client.admin.status()).server_id

@@ -20,7 +20,8 @@ from upr_protocol.errors import BucketGoneError, BucketNotFoundError
 from upr_protocol.limits import QUOTA_BYTES_MAX
 
 if TYPE_CHECKING:
-    from upr_client import BucketInfo, Client
+    from upr_client import Client
+    from upr_client.admin import BucketInfo
 
 
 _COLUMNS = ("name", "version", "compression", "mutations", "used", "quota", "problem")
@@ -51,7 +52,7 @@ def list_command(target: str, as_json: bool) -> None:
     from upr_client import Client
 
     with Client(target) as client:
-        found = client.buckets()
+        found = client.admin.buckets()
     if as_json:
         print_json([_document(info) for info in found])
     else:
@@ -82,8 +83,8 @@ def create(name: str, compression: str, quota: int, target: str, as_json: bool) 
     from upr_client import Client
 
     with Client(target) as client:
-        made = client.create_bucket(
-            name, "" if compression == "none" else compression, quota_bytes=quota
+        made = client.admin.create_bucket(
+            name, compression="" if compression == "none" else compression, quota_bytes=quota
         )
     if as_json:
         print_json(_document(made))
@@ -105,7 +106,7 @@ def quota_command(name: str, quota: int, target: str, as_json: bool) -> None:
     from upr_client import Client
 
     with Client(target) as client:
-        info = client.set_bucket_quota(name, quota)
+        info = client.admin.set_bucket_quota(name, quota)
     if as_json:
         print_json(_document(info))
     else:
@@ -135,7 +136,7 @@ def drop(name: str, version: int | None, yes: bool, target: str) -> None:
     with Client(target) as client:
         if not yes:
             version = _confirmed(client, name, version)
-        dropped = client.drop_bucket(name, version)
+        dropped = client.admin.drop_bucket(name, version)
     click.echo(f"dropped: {name}, version {dropped:016x}")
 
 
@@ -147,7 +148,7 @@ def _confirmed(client: "Client", name: str, version: int | None) -> int:
     """Ask whether to drop the bucket that is there now, and return its version."""
     if not _can_ask():
         raise click.UsageError("nobody can be asked here: give --yes to drop the bucket")
-    info = next((info for info in client.buckets() if info.name == name), None)
+    info = next((info for info in client.admin.buckets() if info.name == name), None)
     if info is None:
         raise BucketNotFoundError(
             f"there is no bucket {name!r}", hint="'upr-admin bucket list' shows them"

@@ -16,7 +16,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
 
 if TYPE_CHECKING:
-    from upr_client import ConsumerInfo, ConsumerPosition, MemberInfo
+    from upr_client.admin import ConsumerInfo, ConsumerPosition, MemberInfo
 
 
 _COLUMNS = ("name", "connected", "generation", "members", "partitions", "lag", "last_ack", "ago")
@@ -77,7 +77,7 @@ def _list(target: str, bucket: str, *, partitions: bool, as_json: bool) -> None:
     from upr_client import Client
 
     with Client(target) as client:
-        found = client.bucket(bucket).consumers(with_positions=partitions)
+        found = client.admin.consumers(bucket, with_positions=partitions)
     if as_json:
         print_json([_document(info, partitions) for info in found])
     elif partitions:
@@ -100,7 +100,7 @@ def show(name: str, target: str, bucket: str, as_json: bool) -> None:
     from upr_client import Client
 
     with Client(target) as client:
-        found = client.bucket(bucket).consumers(with_positions=True)
+        found = client.admin.consumers(bucket, with_positions=True)
     info = next((info for info in found if info.name == name), None)
     if info is None:
         raise _not_found(name)
@@ -165,8 +165,8 @@ def reset(
             raise click.UsageError("nobody can be asked here: give --yes to reset the positions")
         click.confirm(f"Reset {where} of consumer {name!r} to {words}?", abort=True, err=True)
     with Client(target) as client:
-        stored = client.bucket(bucket).reset_consumer(
-            name, place, partitions=partitions, create=create
+        stored = client.admin.reset_consumer(
+            bucket, name, place, partitions=partitions, create=create
         )
     if as_json:
         print_json({"name": name, "to": words, "positions": list(map(_place, stored.items()))})
@@ -190,7 +190,7 @@ def forget(name: str, target: str, bucket: str) -> None:
     from upr_client import Client
 
     with Client(target) as client:
-        if not client.bucket(bucket).forget_consumer(name):
+        if not client.admin.forget_consumer(bucket, name):
             raise _not_found(name)
     click.echo(f"forgotten: {name}")
 

@@ -21,7 +21,8 @@ from upr_protocol.errors import CutNotFoundError
 from upr_protocol.failover import format_failover_id
 
 if TYPE_CHECKING:
-    from upr_client import Cut, CutInfo
+    from upr_client import Cut
+    from upr_client.admin import CutInfo
 
 
 _COLUMNS = ("name", "created", "expires", "lease", "left")
@@ -64,7 +65,7 @@ def create(
     from upr_client import Client
 
     with Client(target) as client:
-        made = client.bucket(bucket).create_cut(name, partitions=partitions, lease=lease)
+        made = client.admin.create_cut(bucket, name, partitions=partitions, lease=lease)
     if as_json:
         document = _document(made, with_pins=True)
         document["left_out"] = [
@@ -89,7 +90,7 @@ def list_command(partitions: bool, target: str, bucket: str, as_json: bool) -> N
     from upr_client import Client
 
     with Client(target) as client:
-        found = client.bucket(bucket).cuts(with_pins=partitions)
+        found = client.admin.cuts(bucket, with_pins=partitions)
     if as_json:
         print_json([_document(info, with_pins=partitions) for info in found])
     elif partitions:
@@ -113,7 +114,7 @@ def renew(name: str, lease: float | None, target: str, bucket: str) -> None:
     from upr_client import Client
 
     with Client(target) as client:
-        info = client.bucket(bucket).renew_cut(name, lease)
+        info = client.admin.renew_cut(bucket, name, lease)
     click.echo(f"{info.name}: pinned until {_time(info.expires_time)}")
 
 
@@ -126,7 +127,7 @@ def release(name: str, target: str, bucket: str) -> None:
     from upr_client import Client
 
     with Client(target) as client:
-        if not client.bucket(bucket).release_cut(name):
+        if not client.admin.release_cut(bucket, name):
             raise CutNotFoundError(
                 f"there is no cut {name!r}, or its lease has ended",
                 hint="'upr-admin cut list' shows those there are",

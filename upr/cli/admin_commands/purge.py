@@ -18,7 +18,7 @@ from upr.cli.kit.output import (
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
-    from upr_client import PartitionPurge
+    from upr_client.admin import PartitionPurge
 
 
 _COLUMNS = ("partition", "tombstones", "old_tombstones", "purged", "purge_seqno")
@@ -46,7 +46,7 @@ def purge(
     with Client(target) as client, closing(Progress("partitions", len(chosen))) as progress:
         for first in range(0, len(chosen), _AT_ONCE):
             part = chosen[first : first + _AT_ONCE]
-            found += client.bucket(bucket).purge(part, dry_run=dry_run)
+            found += client.admin.purge(bucket, part, dry_run=dry_run)
             progress.update(first + len(part))
     if as_json:
         print_json([_document(one) for one in found])

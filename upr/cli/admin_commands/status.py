@@ -17,7 +17,7 @@ from upr.cli.kit.output import (
 )
 
 if TYPE_CHECKING:
-    from upr_client import BucketStatus, ServerStatus, StorageInfo
+    from upr_client.admin import BucketStatus, ServerStatus, StorageInfo
 
 
 _STATUS_COLUMNS = (
@@ -42,7 +42,7 @@ def status(target: str, as_json: bool) -> None:
     from upr_client import Client
 
     with Client(target) as client:
-        found = client.status()
+        found = client.admin.status()
     if as_json:
         print_json(_status_document(found))
         return
@@ -122,7 +122,7 @@ def storage(target: str, bucket: str, as_json: bool) -> None:
     from upr_client import Client
 
     with Client(target) as client:
-        found = client.bucket(bucket).storage()
+        found = client.admin.storage(bucket)
     if as_json:
         print_json(_storage_document(found))
         return

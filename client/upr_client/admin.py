@@ -5,14 +5,33 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from upr_client.changes.status import ChangesStatus, Problem
 from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_protocol.failover import check_partition
+from upr_protocol.failover import FailoverLog, check_partition
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, QUOTA_BYTES_MAX, check_name
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import admin_service_pb2, types_pb2
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+
+__all__ = [
+    "BucketInfo",
+    "BucketStatus",
+    "ChangesStatus",
+    "ConsumerInfo",
+    "ConsumerPosition",
+    "CutInfo",
+    "FailoverLog",
+    "MemberInfo",
+    "PartitionInfo",
+    "PartitionPurge",
+    "Pin",
+    "Problem",
+    "PurgeHolder",
+    "ServerStatus",
+    "StorageInfo",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +469,7 @@ def lease_seconds(lease: float | None) -> float:
         return 0.0
     if not 0 < lease <= CUT_LEASE_SECONDS_MAX:
         raise InvalidArgumentError(
-            f"a lease of {lease} seconds, it is above 0 and the limit is {CUT_LEASE_SECONDS_MAX:.0f}",
+            f"lease is {lease} s; must be above 0 and at most {CUT_LEASE_SECONDS_MAX:.0f}",
             hint="None means the default",
         )
     return lease

@@ -1,0 +1,95 @@
+"""Low-level calls on a bucket of either flavour: prepared blocks, and the handshake's question.
+
+With an ``AsyncBucket`` each function returns an awaitable of what it returns with a ``Bucket``.
+"""
+
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import overload
+
+from upr_client._async.bucket import AsyncBucket
+from upr_client._sync.bucket import Bucket
+from upr_client.writing import WriteResults
+from upr_protocol.block import Block, build_block, build_blocks
+from upr_protocol.places import place_number
+from upr_protocol.wire.v1.change_stream_service_pb2 import HelloAnswer
+
+__all__ = [
+    "Block",
+    "build_block",
+    "build_blocks",
+    "hello",
+    "place_number",
+    "write_blocks",
+]
+
+
+@overload
+def hello(
+    bucket: Bucket, partitions: Mapping[int, int | None], *, with_log: bool = False
+) -> list[HelloAnswer]: ...
+@overload
+def hello(
+    bucket: AsyncBucket, partitions: Mapping[int, int | None], *, with_log: bool = False
+) -> Awaitable[list[HelloAnswer]]: ...
+def hello(
+    bucket: Bucket | AsyncBucket, partitions: Mapping[int, int | None], *, with_log: bool = False
+) -> list[HelloAnswer] | Awaitable[list[HelloAnswer]]:
+    """Ask for any number of partitions at once whether a history may be continued.
+
+    Args:
+        bucket: whose.
+        partitions: for each partition the failover id that was newest when last connected; None for new.
+        with_log: whether each answer carries the whole failover log.
+
+    Raises:
+        UprError: the call failed or was refused; it is not tried again.
+    """
+    return bucket._hello(partitions, with_log)
+
+
+@overload
+def write_blocks(
+    bucket: Bucket,
+    blocks: Iterable[Block],
+    durability: str = "disk",
+    *,
+    once: str | None = None,
+    first_number: int = 1,
+) -> WriteResults: ...
+@overload
+def write_blocks(
+    bucket: AsyncBucket,
+    blocks: Iterable[Block],
+    durability: str = "disk",
+    *,
+    once: str | None = None,
+    first_number: int = 1,
+) -> Awaitable[WriteResults]: ...
+def write_blocks(
+    bucket: Bucket | AsyncBucket,
+    blocks: Iterable[Block],
+    durability: str = "disk",
+    *,
+    once: str | None = None,
+    first_number: int = 1,
+) -> WriteResults | Awaitable[WriteResults]:
+    """Write prepared blocks, in their order, without waiting for each one's answer; else as ``Bucket.write_many``.
+
+    Args:
+        bucket: whose.
+        blocks: without seqnos, as ``upr_client.arrow.blocks`` and ``build_blocks`` make them.
+        durability: as in ``Bucket.set``.
+        once: a name for exactly these blocks, as that of a bucket. Whoever writes the same blocks under it again,
+            also from another process, at the same time or after a failure, has them applied once altogether.
+            Other blocks must have another name: one with a digest of the content is safe. The server
+            remembers a name for 24 hours, and with ``producer`` names the newest 10,000.
+        first_number: with ``once``, of the first block. ``place_number`` makes one for blocks that are a part of a
+            sequence under the name, at most 4096; then other blocks are refused.
+
+    Raises:
+        InvalidArgumentError: a value is out of its range.
+        ContentDiffersError: the place has other blocks; nothing was applied.
+        PartlyWrittenError: partitions refused their part when the blocks were written under the name before.
+        UprError: as in ``Bucket.set``, the first one.
+    """
+    return bucket._write_blocks(blocks, durability, once, first_number)
