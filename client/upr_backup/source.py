@@ -20,7 +20,8 @@ from upr_client.errors import CutNotFoundError, SnapshotGoneError
 from upr_protocol.errors import UprError
 from upr_protocol.limits import BACKUP_CUTS_NAME
 
-_LEASE_SECONDS: Final = 900.0
+LEASE_SECONDS: Final = 900.0
+"""Of a cut that is read."""
 _RENEW_AGAIN_SECONDS: Final = 15.0
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -56,7 +57,7 @@ class ServerSource:
             if left.name.startswith(self._names):
                 self.release(left.name)
         name = f"{self._names}{secrets.token_hex(8)}"
-        cut = self._admin.create_cut(self._bucket, name, lease=_LEASE_SECONDS)
+        cut = self._admin.create_cut(self._bucket, name, lease=LEASE_SECONDS)
         version = f"{self._bucket.version:016x}"
         if version != self._repository.bucket_version:
             self.release(cut.name)
@@ -75,7 +76,7 @@ class ServerSource:
         if not found:
             return None
         try:
-            self._admin.renew_cut(self._bucket, name, _LEASE_SECONDS)
+            self._admin.renew_cut(self._bucket, name, LEASE_SECONDS)
         except CutNotFoundError:
             return None
         self._renewed()
@@ -90,7 +91,7 @@ class ServerSource:
         if time.monotonic() < self._renew_at:
             return
         try:
-            self._admin.renew_cut(self._bucket, name, _LEASE_SECONDS)
+            self._admin.renew_cut(self._bucket, name, LEASE_SECONDS)
             self._renewed()
         except CutNotFoundError as error:
             raise HistoryChangedError(f"the cut is gone: {error.message}") from error
@@ -99,7 +100,7 @@ class ServerSource:
             self._renew_at = time.monotonic() + _RENEW_AGAIN_SECONDS
 
     def _renewed(self) -> None:
-        self._renew_at = time.monotonic() + _LEASE_SECONDS / 3
+        self._renew_at = time.monotonic() + LEASE_SECONDS / 3
 
     def release(self, name: str) -> None:
         """Give a cut up; where that fails its lease ends it."""

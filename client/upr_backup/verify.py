@@ -7,9 +7,7 @@ since below what the backup has, the two are different histories, and there is n
 """
 
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -32,7 +30,8 @@ from upr_backup.rows import (
     shown,
     some_keys,
 )
-from upr_client import Client, Cut, UprError
+from upr_backup.source import LEASE_SECONDS, ServerSource
+from upr_client import Client, Cut
 from upr_client.lowlevel import hello
 from upr_protocol.failover import parse_failover_id
 from upr_protocol.limits import PARTITIONS
@@ -73,7 +72,6 @@ def verify(
     progress(done, total)
 
 
-_LEASE_SECONDS: Final = 900.0
 _NEWER_ROW_BYTES: Final = 128
 """Of a row that is newer than the backup about its key is kept."""
 
@@ -115,7 +113,7 @@ class AgainstServer:
         self._admin = client.admin
         self._bucket = client.bucket(point.repository.bucket)
         self._progress = progress
-        self._renewed = 0.0
+        self._cuts = ServerSource(client, point.repository)
         self._ends = np.zeros(PARTITIONS, np.int64)
         for partition, entry in point.manifest.entries.items():
             self._ends[partition] = entry.end
@@ -129,9 +127,8 @@ class AgainstServer:
         """
         found = Comparison(self._point.manifest.number)
         cut = self._admin.create_cut(
-            self._bucket, f"upr-backup-{secrets.token_hex(8)}", lease=_LEASE_SECONDS
+            self._bucket, f"upr-backup-{secrets.token_hex(8)}", lease=LEASE_SECONDS
         )
-        self._renewed = time.monotonic()
         try:
             found.not_comparable = self._not_comparable(cut)
             chosen = [p for p in self._point.manifest.entries if p not in found.not_comparable]
@@ -144,9 +141,7 @@ class AgainstServer:
             self._progress(done, total)
             found.partitions = len(chosen)
         finally:
-            # Where that fails its lease ends it.
-            with suppress(UprError):
-                cut.release()
+            self._cuts.release(cut.name)
         return found
 
     def _not_comparable(self, cut: Cut) -> dict[int, str]:
@@ -193,7 +188,7 @@ class AgainstServer:
             group,
             until=cut,
             keep=self._without_newer_values,
-            on_rows=self._renew_of(cut),
+            on_rows=lambda _: self._cuts.renew(cut.name),
         )
         purged = self._purged(group)
         found.keys += mine.num_rows
@@ -212,16 +207,6 @@ class AgainstServer:
     def _above(self, table: Any) -> Flags:
         above: Flags = _numbers(table, "seqno") > self._ends[_numbers(table, "partition")]
         return above
-
-    def _renew_of(self, cut: Cut) -> Callable[[int], None]:
-        def renew(_: int) -> None:
-            if time.monotonic() - self._renewed > _LEASE_SECONDS / 3:
-                # One that cannot be reached now is asked again with the next rows.
-                with suppress(UprError):
-                    cut.renew()
-                    self._renewed = time.monotonic()
-
-        return renew
 
     def _purged(self, group: Sequence[int]) -> I64:
         """Return up to where deletions may be gone from the server, by partition; int64, shape (1024,)."""
