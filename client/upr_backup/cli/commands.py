@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_NOW = re.compile(r"0+\s*[smhd]\s+ago")
 _SPAN = re.compile(r"(\d{1,6})\s*([smhd])|0")
 
 
@@ -54,9 +55,11 @@ def restore_point(text: str) -> int | tuple[int]:
     Raises:
         InvalidArgumentError: it is neither.
     """
-    digits = text.strip()
-    if digits.isascii() and digits.isdigit() and len(digits) <= 10:
-        return int(digits)
+    words = text.strip()
+    if words.isascii() and words.isdigit() and len(words) <= 10:
+        return int(words)
+    if _NOW.fullmatch(words):
+        return (now_micros(),)
     try:
         return (round(parse_time(text, datetime.now(UTC)).timestamp() * 1e6),)
     except InvalidArgumentError:
