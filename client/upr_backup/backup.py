@@ -10,7 +10,6 @@ from upr_backup.errors import HistoryChangedError, LockedError, RepositoryDamage
 from upr_backup.repository.documents import (
     Entry,
     FileRef,
-    Json,
     Kind,
     Manifest,
     RolledBack,
@@ -19,16 +18,10 @@ from upr_backup.repository.documents import (
 )
 from upr_backup.repository.lock import Holding
 from upr_backup.repository.repository import Attempt, Repository
-from upr_backup.task import (
-    CutPoint,
-    GroupResult,
-    GroupSpec,
-    PinnedAt,
-    pins_to_json,
-    result_from_json,
-    staged_record,
-)
+from upr_backup.task import Task, TaskResult, staged_result
+from upr_client.admin import CutInfo, Pin
 from upr_protocol.errors import UprError
+from upr_protocol.failover import format_failover_id
 
 GROUPS_MAX: Final = 64
 """About how many groups a backup has at most: each is a file."""
@@ -51,10 +44,10 @@ _ATTEMPTS: Final = 4
 class Source(Protocol):
     """The server's cuts, as far as a backup needs them."""
 
-    def make_cut(self) -> CutPoint:
+    def make_cut(self) -> CutInfo:
         """Pin all partitions but dead ones at one instant; what other runs of the repository left is given up."""
 
-    def find_cut(self, name: str) -> CutPoint | None:
+    def find_cut(self, name: str) -> CutInfo | None:
         """Return a cut whose lease has not ended, with a lease that begins anew; None when it is gone."""
 
     def renew(self, name: str) -> None:
@@ -143,11 +136,11 @@ class Run:
                 self.repository.id,
                 parent,
                 cut.name,
-                cut.time,
+                cut.created_time,
                 started,
                 self.clock(),
                 *_joined(results, base, cut),
-                cut.left_out,
+                {p: why.message for p, why in cut.left_out.items()},
             )
             check_link(before, manifest)
         except (HistoryChangedError, RepositoryDamagedError):
@@ -159,14 +152,14 @@ class Run:
             raise LockedError(
                 f"another run committed backup {manifest.number} first; this one changed nothing"
             )
-        self.source.committed(cut.time)
+        self.source.committed(cut.created_time)
         self.source.release(cut.name)
         # What cannot be cleaned now, the next run cleans: this backup is committed.
         with suppress(OSError, UprError):
             self.repository.clean(manifest.number)
         return manifest
 
-    def _attempt(self, before: Manifest | None, parent: str) -> tuple[Attempt, CutPoint]:
+    def _attempt(self, before: Manifest | None, parent: str) -> tuple[Attempt, CutInfo]:
         """Return the attempt to go on with, and its cut: one that was interrupted, or a new one."""
         number = before.number + 1 if before else 1
         for attempt in [] if self.restart else self.repository.attempts(number):
@@ -174,9 +167,9 @@ class Run:
             if plan["parent"] != parent or (self.full and plan["kind"] != "full"):
                 continue
             cut = self.source.find_cut(plan["cut"])
-            if cut is not None and pins_to_json(cut) == plan["pins"] and cut.time == plan["time"]:
+            if cut is not None and _pins(cut) == plan["pins"] and cut.created_time == plan["time"]:
                 self.say("going on with an interrupted run, at its cut")
-                left_out = {int(p): words for p, words in plan.get("left_out", {}).items()}
+                left_out = {int(p): UprError(why) for p, why in plan.get("left_out", {}).items()}
                 return attempt, replace(cut, left_out=left_out)
         kind: Kind = "full" if self.full or not before else "incremental"
         base = before.entries if before and kind == "incremental" else {}
@@ -185,45 +178,43 @@ class Run:
             "kind": kind,
             "parent": parent,
             "cut": cut.name,
-            "time": cut.time,
-            "pins": pins_to_json(cut),
-            "left_out": {str(p): words for p, words in cut.left_out.items()},
+            "time": cut.created_time,
+            "pins": _pins(cut),
+            "left_out": {str(p): why.message for p, why in cut.left_out.items()},
             "groups": split(cut, base, self.group_seqnos, self.engine.parallel),
         }
         self.restart = False
         return self.repository.stage(number, plan), cut
 
-    def _read(
-        self, attempt: Attempt, base: Mapping[int, Entry], cut: CutPoint
-    ) -> list[GroupResult]:
+    def _read(self, attempt: Attempt, base: Mapping[int, Entry], cut: CutInfo) -> list[TaskResult]:
         """Return what was read of each group, now or by the run that was interrupted."""
         groups: list[list[int]] = attempt.plan["groups"]
-        records: dict[int, Json] = {}
-        specs = []
+        results: dict[int, TaskResult] = {}
+        tasks = []
         for index, group in enumerate(groups):
-            record = staged_record(self.repository, attempt.number, attempt.name, index)
-            if record is None:
-                specs.append(self._spec(attempt, index, {p: base.get(p) for p in group}, cut))
+            result = staged_result(self.repository, attempt.number, attempt.name, index)
+            if result is None:
+                tasks.append(self._task(attempt, index, {p: base.get(p) for p in group}, cut))
             else:
-                records[index] = record
-        if specs:
-            self.progress(0, len(records), len(groups))
-            with closing(self.engine.run(specs)) as events:
+                results[index] = result
+        if tasks:
+            self.progress(0, len(results), len(groups))
+            with closing(self.engine.run(tasks)) as events:
                 for event in events:
                     self.lock.keep()
                     self.source.renew(cut.name)
                     if isinstance(event, Finished):
-                        records[event.index] = event.record
+                        results[event.index] = event.result
                     rows = event.rows if isinstance(event, Rows) else 0
-                    self.progress(rows, len(records), len(groups))
-        return [result_from_json(records[index]) for index in range(len(groups))]
+                    self.progress(rows, len(results), len(groups))
+        return [results[index] for index in range(len(groups))]
 
-    def _spec(
-        self, attempt: Attempt, index: int, starts: Mapping[int, Entry | None], cut: CutPoint
-    ) -> GroupSpec:
+    def _task(
+        self, attempt: Attempt, index: int, starts: Mapping[int, Entry | None], cut: CutInfo
+    ) -> Task:
         repository = self.repository
         pins = {partition: cut.pins[partition] for partition in starts}
-        return GroupSpec(
+        return Task(
             repository.storage.location,
             self.target,
             repository.bucket,
@@ -232,13 +223,13 @@ class Run:
             attempt.name,
             index,
             starts,
-            CutPoint(cut.name, cut.time, pins),
+            replace(cut, pins=pins, left_out={}),
             self.patience,
         )
 
 
 def split(
-    cut: CutPoint, base: Mapping[int, Entry], group_seqnos: int | None, parallel: int
+    cut: CutInfo, base: Mapping[int, Entry], group_seqnos: int | None, parallel: int
 ) -> list[list[int]]:
     """Return the partitions that have to be asked for, in groups of consecutive ones.
 
@@ -274,14 +265,23 @@ def group_size(seqnos: int, parallel: int) -> int:
     return max(min(size, GROUP_SEQNOS), -(-seqnos // GROUPS_MAX))
 
 
-def _unchanged(entry: Entry | None, pin: PinnedAt) -> bool:
+def _unchanged(entry: Entry | None, pin: Pin) -> bool:
     if entry is None or entry.position is None:
         return pin.seqno == 0
-    return entry.end == pin.seqno and entry.position["failover_id"] == pin.failover_id
+    return entry.end == pin.seqno and entry.position["failover_id"] == _id(pin)
+
+
+def _id(pin: Pin) -> str:
+    return format_failover_id(pin.failover_id) if pin.failover_id else ""
+
+
+def _pins(cut: CutInfo) -> list[Any]:
+    """Return a cut's pins as a plan has them."""
+    return [[partition, _id(pin), pin.seqno] for partition, pin in sorted(cut.pins.items())]
 
 
 def _joined(
-    results: Sequence[GroupResult], base: Mapping[int, Entry], cut: CutPoint
+    results: Sequence[TaskResult], base: Mapping[int, Entry], cut: CutInfo
 ) -> tuple[tuple[FileRef, ...], dict[int, Entry], tuple[RolledBack, ...]]:
     """Return files, entries of every partition, and rollbacks, of all groups together."""
     files: list[FileRef] = []

@@ -47,6 +47,8 @@ _OFFSETS_BYTES: Final = 2**31 - 1
 _TAKEN_BYTES: Final = 2**30
 _DAMAGE = (OSError, pa.ArrowException)
 
+I64 = npt.NDArray[np.int64]
+
 
 class RowsWriter:
     """Writes the rows of some partitions into one new data file.
@@ -62,8 +64,8 @@ class RowsWriter:
         self._gathered_bytes = 0
         self._sink: Any = None
         self._writer: Any = None
-        self.rows: npt.NDArray[np.int64] = np.zeros(PARTITIONS, np.int64)
-        self.data_bytes: npt.NDArray[np.int64] = np.zeros(PARTITIONS, np.int64)
+        self.rows: I64 = np.zeros(PARTITIONS, np.int64)
+        self.data_bytes: I64 = np.zeros(PARTITIONS, np.int64)
 
     def add(self, batch: Any) -> None:
         """Add a record batch of ``upr_client.arrow.schema()``."""
@@ -353,7 +355,6 @@ BUCKET_SCHEMA: Final = pa.schema(
 
 _BUCKET_FOLD_BYTES: Final = 32 * 2**20
 _SLICE_ROWS: Final = 65_536
-_WIDE_BYTES: Final = 2**31 - 1
 _RETRY_SECONDS: Final = 60.0
 _ATTEMPTS: Final = 5
 _SHOWN: Final = 3
@@ -470,49 +471,71 @@ def shown(key: bytes) -> str:
     return "0x" + head.hex() + more
 
 
+class Matched(NamedTuple):
+    """Row numbers of two tables by key.
+
+    Args:
+        first, second: of the keys that both have, in one order.
+        only_first, only_second: of the keys that only one has.
+    """
+
+    first: I64
+    second: I64
+    only_first: I64
+    only_second: I64
+
+
+def match(first: Any, second: Any) -> Matched:
+    """Compare the keys of two tables, in any order of rows; a key is in each at most once."""
+    keys, others = _columns(first, second, "key")
+    at = pc.index_in(keys, value_set=others)
+    there = at.is_valid().to_numpy(zero_copy_only=False)
+    rows = at.drop_null().to_numpy(zero_copy_only=False).astype(np.int64)
+    alone = np.ones(len(others), np.bool_)
+    alone[rows] = False
+    return Matched(np.flatnonzero(there), rows, np.flatnonzero(~there), np.flatnonzero(alone))
+
+
+def other_values(first: Any, second: Any, rows: I64, other_rows: I64) -> I64:
+    """Return those of the first table's rows whose value is not that of the second table's row."""
+    values, others = _columns(first, second, "value")
+    different = [np.zeros(0, np.int64)]
+    for at in range(0, len(rows), _SLICE_ROWS):
+        part = slice(at, at + _SLICE_ROWS)
+        theirs = others.take(pa.array(other_rows[part]))
+        same = pc.fill_null(pc.equal(values.take(pa.array(rows[part])), theirs), False)
+        different.append(rows[part][~same.to_numpy(zero_copy_only=False)])
+    return np.concatenate(different)
+
+
+def _columns(first: Any, second: Any, name: str) -> list[Any]:
+    """Return a column of both tables as an array each; with offsets of 64 bits where 32 do not reach."""
+    columns = first.column(name), second.column(name)
+    wide = max(int(column.nbytes) for column in columns) > _OFFSETS_BYTES
+    return [
+        (pc.cast(column, pa.large_binary()) if wide else column).combine_chunks()
+        for column in columns
+    ]
+
+
+def some_keys(table: Any, rows: I64) -> list[bytes]:
+    """Return the keys of the first few of these rows."""
+    keys = table.column("key")
+    return [keys[row].as_py() for row in rows[:_SHOWN].tolist()]
+
+
 def differences(expected: Any, found: Any) -> Differences:
     """Compare two tables with columns key and value, in any order of rows; a key is in each at most once.
 
     Returns:
         No difference exactly when both have the same keys with the same values.
     """
-    wide = max(_largest(expected), _largest(found)) > _WIDE_BYTES
-    keys, values = (_one(expected.column(name), wide) for name in ("key", "value"))
-    found_keys, found_values = (_one(found.column(name), wide) for name in ("key", "value"))
-    at = pc.index_in(keys, value_set=found_keys)
-    missing = pc.is_null(at)
-    different = []
-    for first in range(0, len(keys), _SLICE_ROWS):
-        theirs = found_values.take(at.slice(first, _SLICE_ROWS))
-        same = pc.equal(values.slice(first, _SLICE_ROWS), theirs)
-        different.append(
-            pc.and_(pc.invert(pc.fill_null(same, False)), pc.is_valid(at.slice(first, _SLICE_ROWS)))
-        )
-    differs = pa.chunked_array(different, pa.bool_())
-    matched = len(keys) - (missing.true_count if len(keys) else 0)
-    unexpected = len(found_keys) - matched
-    examples = [*_some(keys, missing), *_some(keys, differs)]
-    if unexpected:
-        examples += _some(found_keys, pc.is_null(pc.index_in(found_keys, value_set=keys)))
-    return Differences(len(keys) - matched, _count(differs), unexpected, tuple(examples[:_SHOWN]))
-
-
-def _largest(table: Any) -> int:
-    return max(int(table.column(name).nbytes) for name in ("key", "value"))
-
-
-def _one(column: Any, wide: bool) -> Any:
-    """Return a column as one array; with offsets of 64 bits where 32 do not reach."""
-    return (pc.cast(column, pa.large_binary()) if wide else column).combine_chunks()
-
-
-def _count(flags: Any) -> int:
-    return int(pc.sum(flags).as_py() or 0)
-
-
-def _some(keys: Any, chosen: Any) -> list[bytes]:
-    found: list[bytes] = keys.filter(chosen).slice(0, _SHOWN).to_pylist()
-    return found
+    both, there, missing, unexpected = match(expected, found)
+    different = other_values(expected, found, both, there)
+    examples = some_keys(expected, missing) + some_keys(expected, different)
+    examples += some_keys(found, unexpected)
+    counts = len(missing), len(different), len(unexpected)
+    return Differences(*counts, tuple(examples[:_SHOWN]))
 
 
 def live(table: Any) -> Any:

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-PACKAGES: Final = ("upr_protocol", "upr_client", "upr_spark", "upr_backup")
+PACKAGES: Final = ("upr_protocol", "upr_client", "upr_spark", "upr_cli_kit", "upr_backup")
 MODULES: Final = ("pyspark_upr",)
 NEEDED: Final = ("grpcio", "protobuf", "numpy", "google-crc32c", "pyarrow", "obstore")
 """What executors must have installed."""

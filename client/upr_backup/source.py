@@ -4,25 +4,24 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from upr_backup.errors import HistoryChangedError, RepositoryError
 from upr_backup.repository import Storage, open_storage
-from upr_backup.repository.documents import Entry, Json, RolledBack, canonical, sha256
+from upr_backup.repository.documents import Entry, RolledBack, canonical, sha256
 from upr_backup.repository.repository import Repository
 from upr_backup.rows import RowsWriter
-from upr_backup.task import CutPoint, GroupResult, GroupSpec, PinnedAt, stage_read
+from upr_backup.task import Task, TaskResult, stage_read
 from upr_client import Bucket, Client, MemoryPositions, Only, Position, Rollback, Tuning
-from upr_client.admin import CutInfo, Pin
+from upr_client.admin import CutInfo
 from upr_client.arrow import record_batch
 from upr_client.errors import CutNotFoundError, SnapshotGoneError
 from upr_protocol.errors import UprError
-from upr_protocol.failover import format_failover_id, parse_failover_id
 from upr_protocol.limits import BACKUP_CUTS_NAME
 
-_LEASE_SECONDS: Final = 900.0
+LEASE_SECONDS: Final = 900.0
+"""Of a cut that is read."""
 _RENEW_AGAIN_SECONDS: Final = 15.0
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -46,7 +45,7 @@ class ServerSource:
         own = sha256(canonical([repository.id, repository.storage.location]))
         self._names = f"{BACKUP_CUTS_NAME}{own[:16]}-"
 
-    def make_cut(self) -> CutPoint:
+    def make_cut(self) -> CutInfo:
         """Pin all partitions but dead ones, and give up every other cut that is for the repository.
 
         Raises:
@@ -58,7 +57,7 @@ class ServerSource:
             if left.name.startswith(self._names):
                 self.release(left.name)
         name = f"{self._names}{secrets.token_hex(8)}"
-        cut = self._admin.create_cut(self._bucket, name, lease=_LEASE_SECONDS)
+        cut = self._admin.create_cut(self._bucket, name, lease=LEASE_SECONDS)
         version = f"{self._bucket.version:016x}"
         if version != self._repository.bucket_version:
             self.release(cut.name)
@@ -68,20 +67,20 @@ class ServerSource:
                 hint="a bucket that was created anew needs a repository of its own: upr-backup REPOSITORY init",
             )
         self._renewed()
-        left_out = {partition: why.message for partition, why in cut.left_out.items()}
-        return replace(_cut_point(cut), left_out=left_out)
+        times = cut.created_time, cut.expires_time, cut.lease_seconds
+        return CutInfo(cut.name, *times, cut.pins, cut.left_out)
 
-    def find_cut(self, name: str) -> CutPoint | None:
+    def find_cut(self, name: str) -> CutInfo | None:
         """Return a cut that still holds, renewed."""
         found = [cut for cut in self._admin.cuts(self._bucket, with_pins=True) if cut.name == name]
         if not found:
             return None
         try:
-            self._admin.renew_cut(self._bucket, name, _LEASE_SECONDS)
+            self._admin.renew_cut(self._bucket, name, LEASE_SECONDS)
         except CutNotFoundError:
             return None
         self._renewed()
-        return _cut_point(found[0])
+        return found[0]
 
     def renew(self, name: str) -> None:
         """Have a cut's lease begin anew when a third of it is over.
@@ -92,7 +91,7 @@ class ServerSource:
         if time.monotonic() < self._renew_at:
             return
         try:
-            self._admin.renew_cut(self._bucket, name, _LEASE_SECONDS)
+            self._admin.renew_cut(self._bucket, name, LEASE_SECONDS)
             self._renewed()
         except CutNotFoundError as error:
             raise HistoryChangedError(f"the cut is gone: {error.message}") from error
@@ -101,7 +100,7 @@ class ServerSource:
             self._renew_at = time.monotonic() + _RENEW_AGAIN_SECONDS
 
     def _renewed(self) -> None:
-        self._renew_at = time.monotonic() + _LEASE_SECONDS / 3
+        self._renew_at = time.monotonic() + LEASE_SECONDS / 3
 
     def release(self, name: str) -> None:
         """Give a cut up; where that fails its lease ends it."""
@@ -125,16 +124,16 @@ class ServerSource:
 def read_group(
     bucket: Bucket,
     storage: Storage,
-    spec: GroupSpec,
+    task: Task,
     path: str,
     progress: Callable[[int], Any],
-) -> GroupResult:
+) -> TaskResult:
     """Read partitions up to their cut into a new data file.
 
     Args:
         bucket: the bucket.
         storage: of the repository.
-        spec: which partitions, from where and to where.
+        task: which partitions, from where and to where.
         path: the file's name.
         progress: called with the rows read since the last call.
 
@@ -145,7 +144,7 @@ def read_group(
     """
     writer = RowsWriter(storage, path)
     try:
-        rollbacks, reached = _read(bucket, writer, spec, progress)
+        rollbacks, reached = _read(bucket, writer, task, progress)
         file = writer.finish()
     except (SnapshotGoneError, CutNotFoundError) as error:
         raise HistoryChangedError(f"the cut is gone: {error.message}") from error
@@ -153,7 +152,7 @@ def read_group(
         writer.close()
     last = {rollback.partition: rollback for rollback in rollbacks}
     entries = {}
-    for partition, entry in spec.starts.items():
+    for partition, entry in task.starts.items():
         begun = entry.end if entry else 0
         cut_at = last[partition].seqno if partition in last else None
         rows = int(writer.rows[partition])
@@ -166,29 +165,28 @@ def read_group(
             0 if rows else None,
             reached[partition].to_document(),
         )
-    return GroupResult(file, entries, rollbacks)
+    return TaskResult(file, entries, rollbacks)
 
 
 def _read(
     bucket: Bucket,
     writer: RowsWriter,
-    spec: GroupSpec,
+    task: Task,
     progress: Callable[[int], Any],
 ) -> tuple[list[RolledBack], Mapping[int, Position]]:
     positions = {
         partition: Position.from_document(entry.position)
-        for partition, entry in spec.starts.items()
+        for partition, entry in task.starts.items()
         if entry is not None and entry.position is not None
     }
     rollbacks: list[RolledBack] = []
     # Up to where the chain's data stays.
-    stays = {p: entry.end if entry else 0 for p, entry in spec.starts.items()}
-    pins = {partition: _pin(pin) for partition, pin in spec.cut.pins.items()}
+    stays = {p: entry.end if entry else 0 for p, entry in task.starts.items()}
     changes = bucket.changes(
         resume=MemoryPositions(positions),
-        until=CutInfo(spec.cut.name, spec.cut.time, 0, 0.0, pins),
-        only=Only(list(spec.starts)),
-        tuning=Tuning(retry_seconds=spec.patience),
+        until=task.cut,
+        only=Only(list(task.starts)),
+        tuning=Tuning(retry_seconds=task.patience),
         on_rollback="event",
     )
     with changes:
@@ -200,7 +198,7 @@ def _read(
             writer.add(record_batch(batch))
             progress(batch.rows)
         reached = changes.positions()
-    short = [p for p, pin in pins.items() if reached[p].seqno != pin.seqno]
+    short = [p for p, pin in task.cut.pins.items() if reached[p].seqno != pin.seqno]
     if short:
         raise HistoryChangedError(f"partition {short[0]} did not end where the cut is")
     return rollbacks, reached
@@ -215,28 +213,14 @@ def _checked(rollback: Rollback, stays: int) -> RolledBack:
     return RolledBack(rollback.partition, rollback.from_seqno, rollback.seqno, rollback.words)
 
 
-def _pin(pin: PinnedAt) -> Pin:
-    return Pin(parse_failover_id(pin.failover_id) if pin.failover_id else None, pin.seqno)
-
-
-def _cut_point(cut: Any) -> CutPoint:
-    pins = {
-        partition: PinnedAt(
-            format_failover_id(pin.failover_id) if pin.failover_id else "", pin.seqno
-        )
-        for partition, pin in cut.pins.items()
-    }
-    return CutPoint(cut.name, cut.created_time, pins)
-
-
 def backup_group(
-    spec: GroupSpec,
+    task: Task,
     progress: Callable[[int], Any] = lambda rows: None,
-) -> Json:
-    """Read a group over a connection of its own, write and record it; returns the record that counts.
+) -> TaskResult:
+    """Read a group over a connection of its own, write and record it; returns the result that counts.
 
     Args:
-        spec: the group.
+        task: the group.
         progress: called with the rows read since the last call; what it raises ends the reading.
 
     Raises:
@@ -245,13 +229,13 @@ def backup_group(
         UprError: the server or the storage failed.
         OSError: the storage failed.
     """
-    repository = Repository.open(open_storage(spec.location))
-    if repository.bucket_version != spec.bucket_version:
-        raise RepositoryError(f"there is another repository in {spec.location} by now")
-    with Client(spec.target, retry_seconds=spec.patience) as client:
-        bucket = client.bucket(spec.bucket)
+    repository = Repository.open(open_storage(task.location))
+    if repository.bucket_version != task.bucket_version:
+        raise RepositoryError(f"there is another repository in {task.location} by now")
+    with Client(task.target, retry_seconds=task.patience) as client:
+        bucket = client.bucket(task.bucket)
 
-        def read(spec: GroupSpec, path: str) -> GroupResult:
-            return read_group(bucket, repository.storage, spec, path, progress)
+        def read(task: Task, path: str) -> TaskResult:
+            return read_group(bucket, repository.storage, task, path, progress)
 
-        return stage_read(repository, spec, read)
+        return stage_read(repository, task, read)

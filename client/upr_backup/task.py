@@ -1,8 +1,8 @@
-"""Tasks of a backup: a group of partitions that one task reads, what it is told, what it read, and the record that it leaves."""
+"""Tasks of a backup: partitions that one reads up to a cut, what it read, and the record that it leaves."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from upr_backup.repository.documents import (
     Entry,
@@ -15,43 +15,12 @@ from upr_backup.repository.documents import (
     file_to_json,
 )
 from upr_backup.repository.repository import Attempt, Repository
-
-
-class PinnedAt(NamedTuple):
-    """Where a cut pins a partition: the newest failover id as 16 hex digits ("" for none), and the marker."""
-
-    failover_id: str
-    seqno: int
+from upr_client.admin import CutInfo
 
 
 @dataclass(frozen=True, slots=True)
-class CutPoint:
-    """A cut at the server.
-
-    Args:
-        name: unique in the bucket.
-        time: when it was made; microseconds since the epoch, by the server's clock.
-        pins: of every partition but those that are left out.
-        left_out: why partitions are not part of it: they are dead at the server.
-    """
-
-    name: str
-    time: int
-    pins: Mapping[int, PinnedAt]
-    left_out: Mapping[int, str] = field(default_factory=dict)
-
-
-class GroupResult(NamedTuple):
-    """What was read of a group: its file, None without rows; entries, with file 0 where there are rows; rollbacks."""
-
-    file: FileRef | None
-    entries: dict[int, Entry]
-    rollbacks: list[RolledBack]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """What a task needs to read a group, wherever it runs.
+class Task:
+    """What is needed to read a group of partitions, wherever that runs; it travels pickled.
 
     Args:
         location: of the repository's storage.
@@ -74,97 +43,61 @@ class GroupSpec:
     attempt: str
     index: int
     starts: Mapping[int, Entry | None]
-    cut: CutPoint
+    cut: CutInfo
     patience: float
 
+
+class TaskResult(NamedTuple):
+    """What was read of a group: its file, None without rows; entries, with file 0 where there are rows; rollbacks."""
+
+    file: FileRef | None
+    entries: dict[int, Entry]
+    rollbacks: list[RolledBack]
+
     def to_json(self) -> Json:
-        """Return it as a JSON object."""
+        """Return the group's record."""
         return {
-            "location": self.location,
-            "target": self.target,
-            "bucket": self.bucket,
-            "bucket_version": self.bucket_version,
-            "number": self.number,
-            "attempt": self.attempt,
-            "index": self.index,
-            "starts": [
-                [partition, None if entry is None else entry_to_json(entry)]
-                for partition, entry in self.starts.items()
-            ],
-            "cut": [self.cut.name, self.cut.time, pins_to_json(self.cut)],
-            "patience": self.patience,
+            "file": None if self.file is None else file_to_json(self.file),
+            "entries": {str(p): entry_to_json(entry) for p, entry in self.entries.items()},
+            "rollbacks": [list(rollback) for rollback in self.rollbacks],
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the group that ``to_json`` gave."""
-        name, time, pins = document["cut"]
+    def from_json(cls, record: Json) -> Self:
+        """Return what ``to_json`` gave."""
         return cls(
-            document["location"],
-            document["target"],
-            document["bucket"],
-            document["bucket_version"],
-            document["number"],
-            document["attempt"],
-            document["index"],
-            {
-                partition: None if entry is None else entry_from_json(entry)
-                for partition, entry in document["starts"]
-            },
-            CutPoint(name, time, {partition: PinnedAt(*pin) for partition, *pin in pins}),
-            document["patience"],
+            None if record["file"] is None else file_from_json(record["file"]),
+            {int(p): entry_from_json(entry) for p, entry in record["entries"].items()},
+            [RolledBack(*rollback) for rollback in record["rollbacks"]],
         )
 
 
-def pins_to_json(cut: CutPoint) -> list[Any]:
-    """Return a cut's pins as a JSON array, in the order of the partitions."""
-    return [[partition, *pin] for partition, pin in sorted(cut.pins.items())]
-
-
-def result_to_json(result: GroupResult) -> Json:
-    """Return what was read as a JSON object: the group's record."""
-    return {
-        "file": None if result.file is None else file_to_json(result.file),
-        "entries": {str(p): entry_to_json(entry) for p, entry in result.entries.items()},
-        "rollbacks": [list(rollback) for rollback in result.rollbacks],
-    }
-
-
-def result_from_json(record: Json) -> GroupResult:
-    """Return what ``result_to_json`` gave."""
-    entries: Iterable[tuple[str, Json]] = record["entries"].items()
-    return GroupResult(
-        None if record["file"] is None else file_from_json(record["file"]),
-        {int(p): entry_from_json(entry) for p, entry in entries},
-        [RolledBack(*rollback) for rollback in record["rollbacks"]],
-    )
-
-
-def staged_record(repository: Repository, number: int, attempt: str, index: int) -> Json | None:
-    """Return the record of a group whose file is there; None when the group has to be read."""
+def staged_result(
+    repository: Repository, number: int, attempt: str, index: int
+) -> TaskResult | None:
+    """Return what was read of a group whose file is there; None when the group has to be read."""
     record = repository.staged_group(Attempt(number, attempt, {}), index)
     if record is None:
         return None
-    file = result_from_json(record).file
+    result = TaskResult.from_json(record)
     try:
-        is_there = file is None or repository.storage.size(file.path) == file.bytes
+        size = 0 if result.file is None else repository.storage.size(result.file.path)
     except FileNotFoundError:
         return None
-    return record if is_there else None
+    return result if result.file is None or size == result.file.bytes else None
 
 
 def stage_read(
-    repository: Repository, spec: GroupSpec, read: Callable[[GroupSpec, str], GroupResult]
-) -> Json:
-    """Read a group into a new data file and record it; returns the record that counts, which may be another task's.
+    repository: Repository, task: Task, read: Callable[[Task, str], TaskResult]
+) -> TaskResult:
+    """Read a group into a new data file and record it; returns the result that counts, which may be another task's.
 
     Args:
         repository: the one that the group is for.
-        spec: the group.
+        task: the group.
         read: reads it into a file of the name that it is given, and makes that durable.
     """
-    own = result_to_json(read(spec, repository.new_data_name(spec.number)))
-    repository.stage_group(Attempt(spec.number, spec.attempt, {}), spec.index, own)
+    own = read(task, repository.new_data_name(task.number))
+    repository.stage_group(Attempt(task.number, task.attempt, {}), task.index, own.to_json())
     # Of two tasks for one group the first one's record stays, and both have to report the same.
-    staged = staged_record(repository, spec.number, spec.attempt, spec.index)
-    return own if staged is None else staged
+    return staged_result(repository, task.number, task.attempt, task.index) or own

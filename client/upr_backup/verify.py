@@ -7,9 +7,7 @@ since below what the backup has, the two are different histories, and there is n
 """
 
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,15 +19,19 @@ import pyarrow.compute as pc
 from upr_backup.repository.repository import Repository
 from upr_backup.rows import (
     BUCKET_SCHEMA,
+    I64,
     Point,
     _file_problem,
     _rows_problem,
     grouped,
+    match,
+    other_values,
     read_newest,
     shown,
-    takeable,
+    some_keys,
 )
-from upr_client import Client, Cut, UprError
+from upr_backup.source import LEASE_SECONDS, ServerSource
+from upr_client import Client, Cut
 from upr_client.lowlevel import hello
 from upr_protocol.failover import parse_failover_id
 from upr_protocol.limits import PARTITIONS
@@ -70,12 +72,9 @@ def verify(
     progress(done, total)
 
 
-_LEASE_SECONDS: Final = 900.0
-_SHOWN: Final = 3
 _NEWER_ROW_BYTES: Final = 128
 """Of a row that is newer than the backup about its key is kept."""
 
-I64 = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 
@@ -114,7 +113,7 @@ class AgainstServer:
         self._admin = client.admin
         self._bucket = client.bucket(point.repository.bucket)
         self._progress = progress
-        self._renewed = 0.0
+        self._cuts = ServerSource(client, point.repository)
         self._ends = np.zeros(PARTITIONS, np.int64)
         for partition, entry in point.manifest.entries.items():
             self._ends[partition] = entry.end
@@ -128,9 +127,8 @@ class AgainstServer:
         """
         found = Comparison(self._point.manifest.number)
         cut = self._admin.create_cut(
-            self._bucket, f"upr-backup-{secrets.token_hex(8)}", lease=_LEASE_SECONDS
+            self._bucket, f"upr-backup-{secrets.token_hex(8)}", lease=LEASE_SECONDS
         )
-        self._renewed = time.monotonic()
         try:
             found.not_comparable = self._not_comparable(cut)
             chosen = [p for p in self._point.manifest.entries if p not in found.not_comparable]
@@ -143,9 +141,7 @@ class AgainstServer:
             self._progress(done, total)
             found.partitions = len(chosen)
         finally:
-            # Where that fails its lease ends it.
-            with suppress(UprError):
-                cut.release()
+            self._cuts.release(cut.name)
         return found
 
     def _not_comparable(self, cut: Cut) -> dict[int, str]:
@@ -192,15 +188,15 @@ class AgainstServer:
             group,
             until=cut,
             keep=self._without_newer_values,
-            on_rows=self._renew_of(cut),
+            on_rows=lambda _: self._cuts.renew(cut.name),
         )
         purged = self._purged(group)
         found.keys += mine.num_rows
         names = f"partitions {group[0]} to {group[-1]}"
-        for words, keys in self._compare(mine, theirs, purged, found):
-            if len(keys):
-                some = ", ".join(shown(key.as_py()) for key in keys[:_SHOWN])
-                found.differences.append(f"{names}: {len(keys)} keys {words}; for example {some}")
+        for words, table, rows in self._compare(mine, theirs, purged, found):
+            if len(rows):
+                some = ", ".join(map(shown, some_keys(table, rows)))
+                found.differences.append(f"{names}: {len(rows)} keys {words}; for example {some}")
 
     def _without_newer_values(self, table: Any) -> Any:
         """Drop the values of rows above the backup's end: nothing is compared with them, and they may be many."""
@@ -212,16 +208,6 @@ class AgainstServer:
         above: Flags = _numbers(table, "seqno") > self._ends[_numbers(table, "partition")]
         return above
 
-    def _renew_of(self, cut: Cut) -> Callable[[int], None]:
-        def renew(_: int) -> None:
-            if time.monotonic() - self._renewed > _LEASE_SECONDS / 3:
-                # One that cannot be reached now is asked again with the next rows.
-                with suppress(UprError):
-                    cut.renew()
-                    self._renewed = time.monotonic()
-
-        return renew
-
     def _purged(self, group: Sequence[int]) -> I64:
         """Return up to where deletions may be gone from the server, by partition; int64, shape (1024,)."""
         purged = np.zeros(PARTITIONS, np.int64)
@@ -231,53 +217,36 @@ class AgainstServer:
 
     def _compare(
         self, mine: Any, theirs: Any, purged: I64, found: Comparison
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield what is different: words, and an array of keys."""
-        my_keys, their_keys = (t.column("key").combine_chunks() for t in (mine, theirs))
-        at = pc.index_in(my_keys, value_set=their_keys)
-        there = _flags(pc.is_valid(at))
-        rows = at.drop_null().to_numpy(zero_copy_only=False).astype(np.int64)
+    ) -> Iterator[tuple[str, Any, I64]]:
+        """Yield what is different: words, and the rows of a table."""
+        both, rows, gone, new = match(mine, theirs)
         my_partitions, my_seqnos = _numbers(mine, "partition"), _numbers(mine, "seqno")
         my_deleted = _flags(pc.equal(mine.column("op"), "delete"))
         their_seqnos, their_deleted = _numbers(theirs, "seqno"), _flags(theirs.column("deleted"))
+        ends, newer = self._ends[my_partitions], self._above(theirs)
 
-        yield (
-            "have rows above where the backup ended",
-            my_keys.filter(pa.array(my_seqnos > self._ends[my_partitions])),
-        )
+        yield "have rows above where the backup ended", mine, np.flatnonzero(my_seqnos > ends)
         # Of keys that both have: within the backup, so the same row.
-        within = ~self._above(theirs)[rows]
-        both = np.flatnonzero(there)
+        within = ~newer[rows]
         same_seqno = my_seqnos[both] == their_seqnos[rows]
         same_op = my_deleted[both] == their_deleted[rows]
-        yield (
-            "have another seqno than at the server",
-            my_keys.take(pa.array(both[within & ~same_seqno])),
-        )
+        yield "have another seqno than at the server", mine, both[within & ~same_seqno]
         exact = within & same_seqno
-        yield (
-            "are deleted in one and not in the other",
-            my_keys.take(pa.array(both[exact & ~same_op])),
-        )
+        yield "are deleted in one and not in the other", mine, both[exact & ~same_op]
         compared = exact & same_op & ~my_deleted[both]
-        yield (
-            "have another value than at the server",
-            _with_other_values(mine, theirs, both[compared], rows[compared]),
-        )
+        different = other_values(mine, theirs, both[compared], rows[compared])
+        yield "have another value than at the server", mine, different
 
         # Of keys that only the backup has: a deletion that was purged, or one that came later and was purged.
-        gone = ~there
-        purged_at = purged[my_partitions]
-        may_be_gone = purged_at > self._ends[my_partitions]
-        found.undecided += int((gone & ~my_deleted & may_be_gone).sum())
-        yield "are not at the server", my_keys.filter(pa.array(gone & ~my_deleted & ~may_be_gone))
-        lost = gone & my_deleted & (purged_at < my_seqnos)
-        yield "have a deletion that is not at the server", my_keys.filter(pa.array(lost))
+        deleted, purged_at = my_deleted[gone], purged[my_partitions[gone]]
+        may_be_gone = purged_at > ends[gone]
+        found.undecided += int((~deleted & may_be_gone).sum())
+        yield "are not at the server", mine, gone[~deleted & ~may_be_gone]
+        lost = deleted & (purged_at < my_seqnos[gone])
+        yield "have a deletion that is not at the server", mine, gone[lost]
 
         # Of keys that only the server has. A merged backup has no deletions beneath which nothing is left.
-        new = _flags(pc.is_null(pc.index_in(their_keys, value_set=my_keys)))
-        new &= ~self._above(theirs) & ~their_deleted
-        yield "are not in the backup", their_keys.filter(pa.array(new))
+        yield "are not in the backup", theirs, new[~newer[new] & ~their_deleted[new]]
 
 
 def not_comparable_lines(reasons: Mapping[int, str], most: int = 5) -> list[str]:
@@ -286,24 +255,6 @@ def not_comparable_lines(reasons: Mapping[int, str], most: int = 5) -> list[str]
     if len(reasons) > most:
         lines.append(f"{len(reasons)} partitions in all are not comparable")
     return lines
-
-
-def _with_other_values(mine: Any, theirs: Any, my_rows: I64, their_rows: I64) -> Any:
-    """Return the keys whose values differ between these rows of the two tables."""
-    keys = []
-    mine, theirs = (takeable(table.select(["key", "value"])) for table in (mine, theirs))
-    for first in range(0, max(len(my_rows), 1), 65_536):
-        part = slice(first, first + 65_536)
-        own = mine.take(pa.array(my_rows[part]))
-        other = theirs.take(pa.array(their_rows[part]))
-        keys.append(
-            own.column("key")
-            .filter(pc.invert(pc.equal(own.column("value"), other.column("value"))))
-            .cast(pa.binary())
-        )
-    return pa.chunked_array(
-        [chunk for one in keys for chunk in one.chunks], pa.binary()
-    ).combine_chunks()
 
 
 def _rolled_back(end: int, why: str) -> str:
@@ -316,7 +267,5 @@ def _numbers(table: Any, name: str) -> I64:
 
 
 def _flags(column: Any) -> Flags:
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    flags: Flags = column.to_numpy(zero_copy_only=False).astype(np.bool_)
+    flags: Flags = column.combine_chunks().to_numpy(zero_copy_only=False).astype(np.bool_)
     return flags

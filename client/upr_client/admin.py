@@ -1,7 +1,7 @@
 """Operator values: what a server tells of itself, its buckets, partitions, consumers, cuts and purges."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
@@ -443,13 +443,15 @@ class CutInfo:
         expires_time: when its lease ends.
         lease_seconds: the lease it was made or last renewed with.
         pins: the pinned marker of each partition, ascending; empty where they were not asked for.
+        left_out: the partitions that could not be pinned because they are dead, and why; known only to who made the cut.
     """
 
     name: str
-    created_time: int
-    expires_time: int
-    lease_seconds: float
-    pins: Mapping[int, Pin]
+    created_time: int = 0
+    expires_time: int = 0
+    lease_seconds: float = 0.0
+    pins: Mapping[int, Pin] = field(default_factory=dict)
+    left_out: Mapping[int, UprError] = field(default_factory=dict)
 
 
 def cut_info(message: stream_pb2.Cut) -> CutInfo:

@@ -12,8 +12,8 @@ from tests.raw import RawClient
 from tests.service.test_groups import member, two, write
 from tests.service.test_positions import NAME, info, load, position, save
 from upr.cli.admin import main
-from upr.cli.kit import exit_codes
-from upr.cli.kit.times import format_micros, parse_time
+from upr_cli_kit import exit_codes
+from upr_cli_kit.times import format_micros, parse_time
 from upr_protocol.errors import InvalidArgumentError
 
 NOW = datetime(2026, 5, 1, 12, 0, 0, tzinfo=UTC)

@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from upr.cli import admin
-from upr.cli.kit.exit_codes import NOT_FOUND, REFUSED, USAGE
-from upr.cli.kit.times import format_duration, parse_duration
+from upr_cli_kit.exit_codes import NOT_FOUND, REFUSED, USAGE
+from upr_cli_kit.times import format_duration, parse_duration
 from upr_client import Client
 from upr_protocol.errors import InvalidArgumentError
 

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from upr.cli import entry
-from upr.cli.kit import exit_codes
-from upr.cli.kit.options import parse_partitions, split_address
-from upr.cli.kit.output import Group, Progress, columns, verbose_option
+from upr_cli_kit import exit_codes
+from upr_cli_kit.options import parse_partitions, split_address
+from upr_cli_kit.output import Group, Progress, columns, verbose_option
 from upr_protocol.errors import (
     BucketNotFoundError,
     DataDamagedError,

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 
 from tests.conftest import StartServer
 from upr.cli.admin import main
-from upr.cli.kit import exit_codes
-from upr.cli.kit.output import size_text
+from upr_cli_kit import exit_codes
+from upr_cli_kit.output import size_text
 from upr_client import Client, FilePositions
 from upr_protocol.failover import parse_failover_id
 

@@ -16,7 +16,7 @@ import upr
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = ("upr", "upr_backup", "upr_client", "upr_protocol", "upr_spark")
+PACKAGES = ("upr", "upr_backup", "upr_cli_kit", "upr_client", "upr_protocol", "upr_spark")
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 SOURCES = sorted(
     path

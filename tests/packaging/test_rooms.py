@@ -21,10 +21,9 @@ SHORT = {
     "client/upr_backup/__main__.py",
     "client/upr_backup/cli/entry.py",
     "client/upr_backup/spark_job.py",
+    "client/upr_cli_kit/entry.py",
     "client/upr_client/testing/child.py",
     "client/upr_client/testing/pytest_plugin.py",
-    # A table.
-    "upr/cli/kit/exit_codes.py",
     # One idea that engine and clients share.
     "client/upr_protocol/places.py",
 }

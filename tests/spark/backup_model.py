@@ -15,7 +15,8 @@ from upr_backup.repository.chain import Chain, Keep, Segment, segments
 from upr_backup.repository.documents import Entry, FileRef, Json, RolledBack, sha256
 from upr_backup.repository.repository import Repository, number_in
 from upr_backup.retention import Folded, Merge, beginning, chosen, expire, plan, prune
-from upr_backup.task import CutPoint, GroupResult, GroupSpec, PinnedAt, stage_read
+from upr_backup.task import Task, TaskResult, stage_read
+from upr_client.admin import CutInfo, Pin
 
 Row = tuple[int, str, str | None]
 """seqno, key, value; None for a delete."""
@@ -136,7 +137,7 @@ class ModelServer:
         self.random = random
         self.ids = 0
         self.partitions = [Partition([(self._new_id(), 0)]) for _ in range(PARTITIONS)]
-        self.cuts: dict[str, CutPoint] = {}
+        self.cuts: dict[str, CutInfo] = {}
         self.expected: dict[str, list[State]] = {}
 
     def _new_id(self) -> str:
@@ -175,10 +176,10 @@ class ModelServer:
         partition.log.append((self._new_id(), seqno))
         self.cuts = {n: cut for n, cut in self.cuts.items() if cut.pins[at].seqno <= seqno}
 
-    def make_cut(self) -> CutPoint:
+    def make_cut(self) -> CutInfo:
         name = f"cut-{len(self.expected)}"
-        pins = {n: PinnedAt(p.log[-1][0], p.high) for n, p in enumerate(self.partitions)}
-        self.cuts[name] = CutPoint(name, len(self.expected), pins)
+        pins = {n: Pin(int(p.log[-1][0], 16), p.high) for n, p in enumerate(self.partitions)}
+        self.cuts[name] = CutInfo(name, len(self.expected), pins=pins)
         self.expected[name] = [newest_state(p.all_rows) for p in self.partitions]
         return self.cuts[name]
 
@@ -212,13 +213,13 @@ class ModelSource:
         self._storage = storage
         self._world = world
 
-    def make_cut(self) -> CutPoint:
+    def make_cut(self) -> CutInfo:
         # A copy of the repository in another place would leave them.
         if self._server.random.random() < 0.7:
             self._server.cuts.clear()
         return self._server.make_cut()
 
-    def find_cut(self, name: str) -> CutPoint | None:
+    def find_cut(self, name: str) -> CutInfo | None:
         return self._server.cuts.get(name)
 
     def renew(self, name: str) -> None:
@@ -231,7 +232,7 @@ class ModelSource:
     def committed(self, cut_time: int) -> None:
         pass
 
-    def read_group(self, spec: GroupSpec, path: str) -> GroupResult:
+    def read_group(self, spec: Task, path: str) -> TaskResult:
         cut = spec.cut
         rows: list[tuple[int, Row]] = []
         entries, rollbacks = {}, []
@@ -243,10 +244,10 @@ class ModelSource:
             rows += [(at, row) for row in own]
             rollbacks += [rollback] if rollback else []
         if not rows:
-            return GroupResult(None, entries, rollbacks)
+            return TaskResult(None, entries, rollbacks)
         data = json.dumps(rows).encode()
         self._storage.put_if_absent(path, data)
-        return GroupResult(FileRef(path, len(data), sha256(data), len(rows)), entries, rollbacks)
+        return TaskResult(FileRef(path, len(data), sha256(data), len(rows)), entries, rollbacks)
 
     def _read(
         self, at: int, entry: Entry | None, pin: int

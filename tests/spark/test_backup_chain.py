@@ -9,7 +9,6 @@ import pytest
 
 from tests.spark.backup_model import World
 from upr_backup import retention as prune_module
-from upr_backup.cli.exit_codes import REFUSED, exit_code_of
 from upr_backup.errors import BackupNotFoundError, MergeRefusedError, RepositoryDamagedError
 from upr_backup.repository import chain as chain_module
 from upr_backup.repository import repository as repository_module
@@ -18,6 +17,7 @@ from upr_backup.repository.documents import Entry, FileRef, Kind, Manifest, chec
 from upr_backup.repository.repository import Repository, number_in
 from upr_backup.retention import beginning, chosen
 from upr_backup.rows import grouped
+from upr_cli_kit.exit_codes import REFUSED, exit_code_of
 from upr_protocol.errors import UprError
 
 SEEDS = int(os.environ.get("UPR_BACKUP_WORLDS", "80"))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,13 @@ from upr_backup.engines import spark as engine_module
 from upr_backup.engines.engine import InlineEngine, Rows
 from upr_backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
 from upr_backup.repository import LocalStorage
-from upr_backup.repository.documents import Entry, Json, seal, unseal
+from upr_backup.repository.documents import Entry, seal, unseal
 from upr_backup.repository.lock import Lock
 from upr_backup.repository.repository import Repository
 from upr_backup.source import ServerSource, read_group
-from upr_backup.task import CutPoint, GroupSpec, PinnedAt, stage_read
+from upr_backup.task import Task, TaskResult, stage_read
 from upr_client import Client, Position, Rollback
+from upr_client.admin import CutInfo, Pin
 from upr_client.changes.events import ChangeBatch
 from upr_protocol.errors import UnavailableError
 
@@ -95,6 +97,12 @@ def test_a_lock_that_could_not_be_released_is_its_holders_at_the_next_turn(
         pass
 
 
+def holds(source: ServerSource, cut: CutInfo) -> bool:
+    """Return whether a cut is still there, as it was made."""
+    found = source.find_cut(cut.name)
+    return found is not None and found.pins == cut.pins
+
+
 def test_runs_that_are_killed_again_and_again_leave_one_cut(target: str, tmp_path: Path) -> None:
     with Client(target) as client:
         bucket = client.bucket()
@@ -112,14 +120,14 @@ def test_runs_that_are_killed_again_and_again_leave_one_cut(target: str, tmp_pat
             cut = ServerSource(client, one).make_cut()
         there = {found.name for found in client.admin.cuts(bucket)}
         assert there == {"upr-backup-of-somebody", kept.name, cut.name}
-        assert ServerSource(client, one).find_cut(cut.name) == cut
+        assert holds(ServerSource(client, one), cut)
         # A copy of a repository goes on by itself.
         (tmp_path / "copy").mkdir()
         (tmp_path / "copy" / "repository.json").write_bytes(one.storage.read("repository.json"))
         copy = Repository.open(LocalStorage(tmp_path / "copy"))
         assert copy.id == one.id
         ServerSource(client, copy).make_cut()
-        assert ServerSource(client, one).find_cut(cut.name) == cut
+        assert holds(ServerSource(client, one), cut)
 
 
 class Changes:
@@ -151,9 +159,9 @@ def rolled_back(from_seqno: int, seqno: int) -> Rollback:
 def read(tmp_path: Path, *batches: ChangeBatch | Rollback) -> Entry:
     """Read partition 7 from 418 to 450 of a server that sends these batches, and return its entry."""
     start = Entry(0, 418, None, 0, 0, None, None)
-    pins = {7: PinnedAt(f"{2:016x}", 450)}
-    spec = GroupSpec(
-        "", "", "", "", 2, "attempt", 0, {7: start}, CutPoint("cut", 0, pins), patience=1.0
+    pins = {7: Pin(2, 450)}
+    spec = Task(
+        "", "", "", "", 2, "attempt", 0, {7: start}, CutInfo("cut", pins=pins), patience=1.0
     )
     reached: Any = SimpleNamespace(seqno=450, to_document=dict)
     bucket: Any = SimpleNamespace(changes=lambda *_, **__: Changes(list(batches), {7: reached}))
@@ -178,7 +186,7 @@ class Dying:
 
     died = 0
 
-    def __init__(self, session: Any, specs: list[GroupSpec]) -> None:
+    def __init__(self, session: Any, specs: list[Task]) -> None:
         self._session = session
 
     def events(self) -> Iterator[Rows]:
@@ -264,7 +272,7 @@ def begun(seed: int) -> tuple[Quiet, ModelSource, list[str]]:
     made: list[str] = []
 
     class Source(ModelSource):
-        def make_cut(self) -> CutPoint:
+        def make_cut(self) -> CutInfo:
             cut = super().make_cut()
             made.append(cut.name)
             return cut
@@ -276,7 +284,7 @@ def begun(seed: int) -> tuple[Quiet, ModelSource, list[str]]:
 def test_a_run_that_lost_its_lock_does_not_make_a_new_cut() -> None:
     world, source, made = begun(1)
 
-    def gone(spec: GroupSpec) -> Json:
+    def gone(spec: Task) -> TaskResult:
         raise HistoryChangedError("the cut is gone")
 
     with pytest.raises(LockedError):
@@ -302,7 +310,7 @@ def test_what_was_read_for_another_chain_is_not_gone_on_with() -> None:
     world, source, made = begun(5)
     right = InlineEngine(lambda spec: stage_read(world.repository, spec, source.read_group))
 
-    def fails(spec: GroupSpec) -> Json:
+    def fails(spec: Task) -> TaskResult:
         raise UnavailableError("away")
 
     def left() -> None:
@@ -324,11 +332,10 @@ def test_what_was_read_for_another_chain_is_not_gone_on_with() -> None:
 def test_what_does_not_continue_the_chain_is_not_gone_on_with() -> None:
     world, source, made = begun(2)
 
-    def wrong(spec: GroupSpec) -> Json:
-        record = stage_read(world.repository, spec, source.read_group)
-        for entry in record["entries"].values():
-            entry["from"] += 1
-        return record
+    def wrong(spec: Task) -> TaskResult:
+        result = stage_read(world.repository, spec, source.read_group)
+        later = {p: replace(entry, start=entry.start + 1) for p, entry in result.entries.items()}
+        return result._replace(entries=later)
 
     with pytest.raises(RepositoryDamagedError, match="goes on from"):
         Run(world.repository, source, InlineEngine(wrong), Held()).backup()
@@ -341,7 +348,7 @@ def test_what_does_not_continue_the_chain_is_not_gone_on_with() -> None:
 def test_restarting_gives_up_what_was_there_once() -> None:
     world, source, made = begun(3)
 
-    def fails(spec: GroupSpec) -> Json:
+    def fails(spec: Task) -> TaskResult:
         if spec.index == 1:
             raise UnavailableError("away")
         return stage_read(world.repository, spec, source.read_group)

@@ -20,15 +20,15 @@ from obstore.store import MemoryStore
 from tests.spark.restoring import Source, source, upr_backup
 from upr_backup import export as export_module
 from upr_backup import rows as point_module
-from upr_backup.cli import entry, exit_codes
-from upr_backup.cli.commands import main
-from upr_backup.cli.options import RestorePoint
-from upr_backup.cli.output import Progress, note
+from upr_backup.cli import entry
+from upr_backup.cli.commands import main, restore_point
 from upr_backup.errors import StorageNotFoundError, StorageUnreachableError, is_damage
 from upr_backup.export import _delta_failure
 from upr_backup.repository import LocalStorage, ObjectStorage, open_storage
 from upr_backup.repository.objects import interruptible
 from upr_backup.rows import in_order, takeable
+from upr_cli_kit import exit_codes
+from upr_cli_kit.output import Progress, note
 from upr_client import Client
 from upr_protocol.errors import InvalidArgumentError, UprError
 
@@ -155,7 +155,7 @@ def test_a_time_outside_of_the_calendar_is_refused(made: Source) -> None:
     for text in ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "999999999d ago"):
         done = upr_backup(made.repository, "export", "--format=parquet", "--to=x", "--at", text)
         assert (done.exit_code, "nor a time" in done.stderr) == (2, True), done.stderr
-    assert RestorePoint().convert("1970-01-01T01:00:00+01:00", None, None) == (0,)
+    assert restore_point("1970-01-01T01:00:00+01:00") == (0,)
 
 
 def test_a_folder_without_a_repository_is_named(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_what_is_said_does_not_stand_in_the_line_of_the_progress(
 ) -> None:
     said = _Terminal()
     monkeypatch.setattr(sys, "stderr", said)
-    monkeypatch.setattr("upr_backup.cli.output._TERMINAL_SECONDS", 0.0)
+    monkeypatch.setattr("upr_cli_kit.output._TERMINAL_SECONDS", 0.0)
     progress = Progress()
     progress.show("1 of 2 files read")
     note("damage: a file is missing")

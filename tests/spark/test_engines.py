@@ -36,8 +36,9 @@ from upr_backup.errors import HistoryChangedError, LockedError
 from upr_backup.repository import open_storage
 from upr_backup.repository.lock import Lock
 from upr_backup.repository.repository import Repository
-from upr_backup.task import CutPoint, GroupSpec, PinnedAt
+from upr_backup.task import Task
 from upr_client import Client
+from upr_client.admin import CutInfo, Pin
 from upr_protocol.errors import (
     InvalidArgumentError,
     MissingPackageError,
@@ -189,18 +190,15 @@ def test_a_loop_outlives_the_server(server: RunningServer, tmp_path: Path) -> No
     assert [line for line in told(stderr) if not any(words in line for words in allowed)] == []
 
 
-def specs_of(server: RunningServer, repository: Path, wrong: bool = False) -> list[GroupSpec]:
+def specs_of(server: RunningServer, repository: Path, wrong: bool = False) -> list[Task]:
     """Return two groups up to now; or with a cut that is nowhere."""
     opened = Repository.open(open_storage(str(repository)))
     with Client(server.target) as client:
         cut = client.admin.create_cut("default", "cut")
         client.admin.release_cut("default", "cut")
-    pins = {
-        p: PinnedAt(f"{pin.failover_id:016x}", pin.seqno + 1000 * wrong)
-        for p, pin in cut.pins.items()
-    }
+    pins = {p: Pin(pin.failover_id, pin.seqno + 1000 * wrong) for p, pin in cut.pins.items()}
     return [
-        GroupSpec(
+        Task(
             str(repository),
             server.target,
             "default",
@@ -209,7 +207,7 @@ def specs_of(server: RunningServer, repository: Path, wrong: bool = False) -> li
             "attempt",
             index,
             dict.fromkeys(group),
-            CutPoint("cut", cut.created_time, {p: pins[p] for p in group}),
+            CutInfo("cut", cut.created_time, pins={p: pins[p] for p in group}),
             1.0,
         )
         for index, group in enumerate((range(512), range(512, 1024)))
@@ -218,7 +216,6 @@ def specs_of(server: RunningServer, repository: Path, wrong: bool = False) -> li
 
 def test_a_pool_is_kept_and_ends_with_its_engine(server: RunningServer, tmp_path: Path) -> None:
     specs = specs_of(server, tmp_path / "repository")
-    assert [GroupSpec.from_json(json.loads(json.dumps(s.to_json()))) for s in specs] == specs
     engine = LocalEngine(2)
     done = [event for event in engine.run(specs) if isinstance(event, Finished)]
     assert {event.index for event in done} == {0, 1}
@@ -228,8 +225,8 @@ def test_a_pool_is_kept_and_ends_with_its_engine(server: RunningServer, tmp_path
     assert len([event for event in engine.run(again) if isinstance(event, Finished)]) == 2
     assert {child.pid for child in multiprocessing.active_children()} == pool
     # A record that is there is what is reported, whoever wrote it.
-    repeated = {e.index: e.record for e in engine.run(specs) if isinstance(e, Finished)}
-    assert repeated == {event.index: event.record for event in done}
+    repeated = {e.index: e.result for e in engine.run(specs) if isinstance(e, Finished)}
+    assert repeated == {event.index: event.result for event in done}
     with pytest.raises(HistoryChangedError, match="the cut is gone"):
         list(engine.run(specs_of(server, tmp_path / "repository", wrong=True)))
     engine.close()
@@ -296,9 +293,9 @@ def test_groups_suit_what_there_is_and_who_reads() -> None:
     assert group_size(4_000_000, 4) == 500_000
     assert group_size(100_000_000, 2) == GROUP_SEQNOS
     assert group_size(1_000_000_000, 2) == 15_625_000
-    pins = {p: PinnedAt("", 4_000) for p in range(1024)}
+    pins = {p: Pin(None, 4_000) for p in range(1024)}
     for parallel in (1, 2, 4, 16):
-        groups = split(CutPoint("c", 0, pins), {}, None, parallel)
+        groups = split(CutInfo("c", pins=pins), {}, None, parallel)
         assert sorted(p for group in groups for p in group) == list(range(1024))
         assert 2 * parallel <= len(groups) <= 66
 

@@ -14,8 +14,8 @@ from upr.cli.admin_commands.cut import cut
 from upr.cli.admin_commands.purge import purge
 from upr.cli.admin_commands.restore_copy import restore_copy
 from upr.cli.admin_commands.status import status, storage
-from upr.cli.kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, one_list, server_options
-from upr.cli.kit.output import (
+from upr_cli_kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, one_list, server_options
+from upr_cli_kit.output import (
     Group,
     columns,
     json_option,
@@ -23,7 +23,7 @@ from upr.cli.kit.output import (
     problem_document,
     verbose_option,
 )
-from upr.cli.kit.times import format_micros
+from upr_cli_kit.times import format_micros
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import PARTITIONS

@@ -4,8 +4,8 @@ import click
 
 from upr import __version__
 from upr.cli.follow import follow
-from upr.cli.kit.output import Group, verbose_option
 from upr.cli.load import load
+from upr_cli_kit.output import Group, verbose_option
 
 
 @click.group("upr-cat", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from upr.cli.kit.options import PARTITION_SET, FiniteRange, server_options
-from upr.cli.kit.output import note, verbose_option
+from upr_cli_kit.options import PARTITION_SET, FiniteRange, server_options
+from upr_cli_kit.output import note, verbose_option
 
 if TYPE_CHECKING:
     from upr_client import FilePositions, Position

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from upr.cli.kit.options import FiniteRange, server_options
-from upr.cli.kit.output import Progress, json_option, note, print_json, verbose_option
+from upr_cli_kit.options import FiniteRange, server_options
+from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from upr import __version__
-from upr.cli.kit.options import ADDRESS, DEFAULT_TARGET, DirectoryPath, FiniteRange
-from upr.cli.kit.output import Command, verbose_option
 from upr.config import FLUSH_SECONDS, TAIL_BYTES, ServerConfig
+from upr_cli_kit.options import ADDRESS, DEFAULT_TARGET, DirectoryPath, FiniteRange
+from upr_cli_kit.output import Command, verbose_option
 from upr_protocol.limits import (
     CLOCK_JUMP_SECONDS,
     CONSUMER_SECONDS,

@@ -5,20 +5,26 @@ Each command imports what it needs when it runs, so that ``--help`` and the usua
 
 import _thread
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from upr_backup.cli import exit_codes
-from upr_backup.cli.options import Address, KeyPrefix, PartitionSet, RestorePoint, Span
-from upr_backup.cli.output import (
-    Command,
+from upr_backup.errors import BackupNotFoundError, RepositoryError
+from upr_backup.repository import Storage, check_storage, open_storage
+from upr_backup.repository.chain import Chain, Keep, Link
+from upr_backup.repository.documents import Json, Manifest, now_micros, time_text
+from upr_backup.repository.repository import Repository
+from upr_cli_kit import exit_codes
+from upr_cli_kit.options import PARTITION_SET, TARGET, Parsed
+from upr_cli_kit.output import (
     Group,
     Progress,
     columns,
@@ -27,12 +33,9 @@ from upr_backup.cli.output import (
     print_json,
     verbose_option,
 )
-from upr_backup.errors import BackupNotFoundError, RepositoryError
-from upr_backup.repository import Storage, check_storage, open_storage
-from upr_backup.repository.chain import Chain, Keep, Link
-from upr_backup.repository.documents import Json, Manifest, now_micros, time_text
-from upr_backup.repository.repository import Repository
-from upr_protocol.errors import UprError
+from upr_cli_kit.times import UNIT_SECONDS, parse_time
+from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.limits import KEY_BYTES_MAX
 
 if TYPE_CHECKING:
     from upr_backup.engines.engine import Engine
@@ -42,6 +45,52 @@ if TYPE_CHECKING:
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_NOW = re.compile(r"0+\s*[smhd]\s+ago")
+_SPAN = re.compile(r"(\d{1,6})\s*([smhd])|0")
+
+
+def restore_point(text: str) -> int | tuple[int]:
+    """Return a backup's number, or of a time the microseconds since the epoch in a tuple.
+
+    Raises:
+        InvalidArgumentError: it is neither.
+    """
+    words = text.strip()
+    if words.isascii() and words.isdigit() and len(words) <= 10:
+        return int(words)
+    if _NOW.fullmatch(words):
+        return (now_micros(),)
+    try:
+        return (round(parse_time(text, datetime.now(UTC)).timestamp() * 1e6),)
+    except InvalidArgumentError:
+        raise InvalidArgumentError(
+            f"{text!r} is neither a backup's number nor a time with its offset from UTC",
+            hint="for example 12, 2026-05-01T12:00:00Z or '2h ago'",
+        ) from None
+
+
+def _span(text: str) -> int:
+    """Return a span of time, 0 or with a unit, in microseconds."""
+    found = _SPAN.fullmatch(text.strip())
+    if found is None:
+        raise InvalidArgumentError(
+            f"{text!r} is no span of time", hint="for example 30d, 24h, 90m or 0"
+        )
+    return int(found[1] or 0) * UNIT_SECONDS[found[2] or "s"] * 1_000_000
+
+
+def _key_prefix(text: str) -> bytes:
+    data = text.encode(errors="surrogateescape")
+    if len(data) > KEY_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"the prefix has {len(data)} bytes; it must have 0 to {KEY_BYTES_MAX}"
+        )
+    return data
+
+
+RESTORE_POINT = Parsed("id|time", restore_point)
+SPAN = Parsed("span", _span)
+KEY_PREFIX = Parsed("text", _key_prefix)
 
 
 def open_client(target: str) -> "Client":
@@ -56,7 +105,7 @@ def keep_options(function: _F) -> _F:
     last = click.option(
         "--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep so many of the newest."
     )
-    within = click.option("--keep-within", type=Span(), help="Keep what is not older, as 30d.")
+    within = click.option("--keep-within", type=SPAN, help="Keep what is not older, as 30d.")
     return last(within(function))
 
 
@@ -92,9 +141,9 @@ def summary(backup: Manifest | Link) -> Json:
     }
 
 
-@click.command("init", cls=Command)
+@click.command("init")
 @click.option(
-    "--target", type=Address(), required=True, envvar="UPR_TARGET", help="HOST:PORT of the server."
+    "--target", type=TARGET, required=True, envvar="UPR_TARGET", help="HOST:PORT of the server."
 )
 @click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
 @verbose_option
@@ -130,10 +179,10 @@ def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) ->
     return settings
 
 
-@click.command("backup", cls=Command)
+@click.command("backup")
 @click.option("--full", is_flag=True, help="Read everything anew.")
 @click.option("--restart", is_flag=True, help="Give up what an unfinished run left.")
-@click.option("--target", type=Address(), envvar="UPR_TARGET", help="HOST:PORT; else as with init.")
+@click.option("--target", type=TARGET, envvar="UPR_TARGET", help="HOST:PORT; else as with init.")
 @click.option(
     "--engine",
     type=click.Choice(["local", "spark"]),
@@ -162,7 +211,7 @@ def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) ->
     show_default=True,
     help="Give up when the server is away for this long.",
 )
-@click.option("--every", type=Span(), help="Go on taking backups, one each 60s, 5m or 1h.")
+@click.option("--every", type=SPAN, help="Go on taking backups, one each 60s, 5m or 1h.")
 @json_option
 @verbose_option
 @click.pass_obj
@@ -332,7 +381,7 @@ def _show(manifest: Manifest, as_json: bool) -> int:
     return exit_codes.WARNINGS
 
 
-@click.command("list", cls=Command)
+@click.command("list")
 @json_option
 @verbose_option
 @click.pass_obj
@@ -362,7 +411,7 @@ def _listed(chain: Chain, link: Link) -> Json:
     return {**summary(link), "merged": merged}
 
 
-@click.command("info", cls=Command)
+@click.command("info")
 @click.argument("number", metavar="[ID]", type=click.IntRange(min=1), required=False)
 @json_option
 @verbose_option
@@ -412,10 +461,10 @@ def _partition(manifest: Manifest, partition: int) -> Json:
     }
 
 
-@click.command("verify", cls=Command)
+@click.command("verify")
 @click.option("--full", is_flag=True, help="Read every data file, and check each row.")
 @click.option("--against-server", is_flag=True, help="Compare the newest backup with the server.")
-@click.option("--target", type=Address(), envvar="UPR_TARGET", help="HOST:PORT; else as with init.")
+@click.option("--target", type=TARGET, envvar="UPR_TARGET", help="HOST:PORT; else as with init.")
 @json_option
 @verbose_option
 @click.pass_obj
@@ -505,14 +554,14 @@ _VERIFIED = {
 }
 
 
-@click.command("restore", cls=Command)
+@click.command("restore")
 @click.option(
-    "--target", type=Address(), required=True, envvar="UPR_TARGET", help="HOST:PORT to write to."
+    "--target", type=TARGET, required=True, envvar="UPR_TARGET", help="HOST:PORT to write to."
 )
 @click.option("--bucket", help="The bucket to write into; else of the name that was backed up.")
-@click.option("--at", type=RestorePoint(), help="A backup's ID, or a time: the last one before it.")
-@click.option("--partitions", type=PartitionSet(), help="Only these, as 0-63,512.")
-@click.option("--key-prefix", type=KeyPrefix(), default=b"", help="Only keys that begin with it.")
+@click.option("--at", type=RESTORE_POINT, help="A backup's ID, or a time: the last one before it.")
+@click.option("--partitions", type=PARTITION_SET, help="Only these, as 0-63,512.")
+@click.option("--key-prefix", type=KEY_PREFIX, default=b"", help="Only keys that begin with it.")
 @click.option("--into-non-empty", is_flag=True, help="Write also when the bucket holds data.")
 @click.option("--no-verify", is_flag=True, help="Do not read the bucket back to compare.")
 @json_option
@@ -574,14 +623,14 @@ def restore(
         )
 
 
-@click.command("export", cls=Command)
+@click.command("export")
 @click.option(
     "--format", "kind", type=click.Choice(["parquet", "delta"]), required=True, help="Of the table."
 )
 @click.option("--to", required=True, metavar="PATH|URL", help="Where it is made.")
-@click.option("--at", type=RestorePoint(), help="A backup's ID, or a time: the last one before it.")
-@click.option("--partitions", type=PartitionSet(), help="Only these, as 0-63,512.")
-@click.option("--key-prefix", type=KeyPrefix(), default=b"", help="Only keys that begin with it.")
+@click.option("--at", type=RESTORE_POINT, help="A backup's ID, or a time: the last one before it.")
+@click.option("--partitions", type=PARTITION_SET, help="Only these, as 0-63,512.")
+@click.option("--key-prefix", type=KEY_PREFIX, default=b"", help="Only keys that begin with it.")
 @click.option("--with-deletes", is_flag=True, help="Also deleted keys; they have no value.")
 @click.option("--utf8", is_flag=True, help="Keys and values as strings, which all must be UTF-8.")
 @click.option("--overwrite", is_flag=True, help="Replace a Delta table that is there.")
@@ -627,7 +676,7 @@ def export(
         click.echo(f"exported backup {number} to {to}: {done.rows} keys, {done.data_bytes} bytes")
 
 
-@click.command("merge", cls=Command)
+@click.command("merge")
 @click.option("--to", type=click.IntRange(min=1), metavar="ID", help="Fold everything up to this.")
 @keep_options
 @json_option
@@ -677,7 +726,7 @@ def merge(
         click.echo("there is nothing to merge" if to is None else f"backup {to} is a base already")
 
 
-@click.command("expire", cls=Command)
+@click.command("expire")
 @keep_options
 @json_option
 @verbose_option
@@ -724,10 +773,10 @@ def _range(low: int, high: int) -> str:
     return f"backup {low}" if low == high else f"backups {low} to {high}"
 
 
-@click.command("prune", cls=Command)
+@click.command("prune")
 @click.option(
     "--grace",
-    type=Span(),
+    type=SPAN,
     default="24h",
     show_default=True,
     help="How long what expired, and what killed runs left, stays.",

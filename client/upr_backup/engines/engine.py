@@ -7,8 +7,7 @@ from typing import Any, Final, Protocol
 
 # So that every class is known whose name a text may have.
 from upr_backup import errors as _all_known  # noqa: F401
-from upr_backup.repository.documents import Json
-from upr_backup.task import GroupSpec
+from upr_backup.task import Task, TaskResult
 from upr_protocol.errors import UprError
 from upr_spark.errors import FoundError, UprSparkError, find_error
 
@@ -28,7 +27,7 @@ class Finished:
     """A group was read, and its record is staged."""
 
     index: int
-    record: Json
+    result: TaskResult
 
 
 class Engine(Protocol):
@@ -38,7 +37,7 @@ class Engine(Protocol):
     def parallel(self) -> int:
         """About how many groups are read at a time."""
 
-    def run(self, specs: Sequence[GroupSpec]) -> Generator[Rows | Finished, None, None]:
+    def run(self, tasks: Sequence[Task]) -> Generator[Rows | Finished, None, None]:
         """Read groups, in any order.
 
         Yields about every second at least, so that who asks can do what has its time. When the iterator is closed,
@@ -56,19 +55,19 @@ class InlineEngine:
     """Reads one group after the other, right here.
 
     Args:
-        backup: reads one, stages and returns its record.
+        backup: reads one, stages and returns its result.
     """
 
     parallel = 1
 
-    def __init__(self, backup: Callable[[GroupSpec], Json]) -> None:
+    def __init__(self, backup: Callable[[Task], TaskResult]) -> None:
         self._backup = backup
 
-    def run(self, specs: Sequence[GroupSpec]) -> Generator[Rows | Finished, None, None]:
+    def run(self, tasks: Sequence[Task]) -> Generator[Rows | Finished, None, None]:
         """Read groups in their order."""
-        for spec in specs:
+        for task in tasks:
             yield Rows(0)
-            yield Finished(spec.index, self._backup(spec))
+            yield Finished(task.index, self._backup(task))
 
     def close(self) -> None:
         """Nothing is held."""

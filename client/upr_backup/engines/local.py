@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
 from upr_backup.engines.engine import TICK_SECONDS, Finished, Rows, from_text, to_text
-from upr_backup.task import GroupSpec
+from upr_backup.task import Task
 from upr_protocol.errors import UprError
 
 _DEATHS_MAX: Final = 2
@@ -42,16 +42,16 @@ class LocalEngine:
         self.parallel = processes
         self._idle: list[_Worker] = []
 
-    def run(self, specs: Sequence[GroupSpec]) -> Generator[Rows | Finished, None, None]:
+    def run(self, tasks: Sequence[Task]) -> Generator[Rows | Finished, None, None]:
         """Read groups, in their order as far as there is room."""
-        if min(self.parallel, len(specs)) == 1:
-            yield from _in_thread(specs)
+        if min(self.parallel, len(tasks)) == 1:
+            yield from _in_thread(tasks)
         else:
-            yield from self._in_pool(specs)
+            yield from self._in_pool(tasks)
 
-    def _in_pool(self, specs: Sequence[GroupSpec]) -> Generator[Rows | Finished, None, None]:
-        waiting = deque(specs)
-        busy: dict[Any, tuple[_Worker, GroupSpec]] = {}
+    def _in_pool(self, tasks: Sequence[Task]) -> Generator[Rows | Finished, None, None]:
+        waiting = deque(tasks)
+        busy: dict[Any, tuple[_Worker, Task]] = {}
         deaths: Counter[int] = Counter()
         try:
             while waiting or busy:
@@ -66,12 +66,12 @@ class LocalEngine:
                 if not ready:
                     yield Rows(0)
                 for pipe in ready:
-                    worker, spec = busy[pipe]
+                    worker, task = busy[pipe]
                     event = worker.event()
                     if event is None:
                         del busy[pipe]
-                        _count(deaths, worker, spec)
-                        waiting.appendleft(spec)
+                        _count(deaths, worker, task)
+                        waiting.appendleft(task)
                     elif isinstance(event, Exception):
                         raise event
                     else:
@@ -89,12 +89,12 @@ class LocalEngine:
             self._idle.pop().kill()
 
 
-def _count(deaths: Counter[int], worker: "_Worker", spec: GroupSpec) -> None:
+def _count(deaths: Counter[int], worker: "_Worker", task: Task) -> None:
     """Count the death of a group's worker; WorkerKilledError when there were too many."""
-    deaths[spec.index] += 1
-    if deaths[spec.index] == _DEATHS_MAX:
+    deaths[task.index] += 1
+    if deaths[task.index] == _DEATHS_MAX:
         raise WorkerKilledError(
-            f"the process that read group {spec.index} was killed ({worker.end()}), and so was another one before",
+            f"the process that read group {task.index} was killed ({worker.end()}), and so was another one before",
             hint="if the machine is short of memory, take fewer --processes; the next run goes on from here",
         )
 
@@ -122,10 +122,10 @@ class _Worker:
         # The worker's own end must be the only one, or its death would not be seen.
         other.close()
 
-    def begin(self, spec: GroupSpec) -> bool:
+    def begin(self, task: Task) -> bool:
         """Have a group read; False when the process is gone."""
         try:
-            self.pipe.send(spec)
+            self.pipe.send(task)
         except OSError:
             self.kill()
             return False
@@ -159,24 +159,24 @@ def _work(pipe: "Connection[Any, Any]") -> None:
     """Read groups until the driver is gone; what a worker process does."""
     from upr_backup.source import backup_group
 
-    specs: queue.SimpleQueue[GroupSpec] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(pipe, specs), daemon=True).start()
+    tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(pipe, tasks), daemon=True).start()
     while True:
-        spec = specs.get()
+        task = tasks.get()
         told: Finished | str
         try:
             gathered = Gathered(lambda rows: pipe.send(Rows(rows)))
-            told = Finished(spec.index, backup_group(spec, gathered.add))
+            told = Finished(task.index, backup_group(task, gathered.add))
             gathered.tell()
         except Exception as error:
             told = to_text(error)
         pipe.send(told)
 
 
-def _receive(pipe: "Connection[Any, Any]", specs: "queue.SimpleQueue[GroupSpec]") -> None:
+def _receive(pipe: "Connection[Any, Any]", tasks: "queue.SimpleQueue[Task]") -> None:
     while True:
         try:
-            specs.put(pipe.recv())
+            tasks.put(pipe.recv())
         except (EOFError, OSError):
             # The driver is gone: nothing that this process does counts any more.
             os._exit(1)
@@ -210,7 +210,7 @@ class _StoppedError(Exception):
     """Nobody waits for the groups any more."""
 
 
-def _in_thread(specs: Sequence[GroupSpec]) -> Generator[Rows | Finished, None, None]:
+def _in_thread(tasks: Sequence[Task]) -> Generator[Rows | Finished, None, None]:
     from upr_backup.source import backup_group
 
     events: queue.SimpleQueue[Rows | Finished | BaseException | None] = queue.SimpleQueue()
@@ -223,11 +223,11 @@ def _in_thread(specs: Sequence[GroupSpec]) -> Generator[Rows | Finished, None, N
 
     def work() -> None:
         try:
-            for spec in specs:
+            for task in tasks:
                 gathered = Gathered(tell)
-                record = backup_group(spec, gathered.add)
+                result = backup_group(task, gathered.add)
                 gathered.tell()
-                events.put(Finished(spec.index, record))
+                events.put(Finished(task.index, result))
         except BaseException as error:
             events.put(error)
         events.put(None)

@@ -1,8 +1,10 @@
 """Groups as tasks of Spark, on this machine or a cluster."""
 
 import json
+import pickle
 import queue
 import threading
+from base64 import b64encode
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,7 +13,7 @@ from upr_backup.engines import jvm as spark_jvm
 from upr_backup.engines.engine import TICK_SECONDS, Finished, Rows, from_text
 from upr_backup.repository import open_storage
 from upr_backup.repository.repository import Repository
-from upr_backup.task import GroupSpec, result_from_json, staged_record
+from upr_backup.task import Task, TaskResult, staged_result
 from upr_protocol.errors import UprError
 
 
@@ -40,7 +42,7 @@ class SparkEngine:
         self._is_own = False
         self.parallel = spark_jvm.cores_of(self._master)
 
-    def run(self, specs: Sequence[GroupSpec]) -> Generator[Rows | Finished, None, None]:
+    def run(self, tasks: Sequence[Task]) -> Generator[Rows | Finished, None, None]:
         """Read groups in one job. What is finished is known from what tasks staged, and at the end from the job."""
         if self._session is not None and not spark_jvm.is_alive(self._session):
             self.close()
@@ -50,7 +52,7 @@ class SparkEngine:
         if self._session is None:
             self._session = spark_jvm.start_session(self._master, self._settings)
         try:
-            job = _Job(self._session, specs)
+            job = _Job(self._session, tasks)
             try:
                 yield from job.events()
             finally:
@@ -75,17 +77,17 @@ class SparkEngine:
 class _Job:
     """The groups of one run, collected by a thread."""
 
-    def __init__(self, session: Any, specs: Sequence[GroupSpec]) -> None:
+    def __init__(self, session: Any, tasks: Sequence[Task]) -> None:
         from upr_backup.engines.tasks import NAME, OPTION, GroupsSource
 
         self._context = session.sparkContext
-        self._group = f"upr-backup-{specs[0].attempt}"
-        self._repository = Repository.open(open_storage(specs[0].location))
-        self._pending = {spec.index: spec for spec in specs}
+        self._group = f"upr-backup-{tasks[0].attempt}"
+        self._repository = Repository.open(open_storage(tasks[0].location))
+        self._pending = {task.index: task for task in tasks}
         self._tasks_done = 0
         self._ended: queue.SimpleQueue[list[Any] | BaseException] = queue.SimpleQueue()
         session.dataSource.register(GroupsSource)
-        text = json.dumps([spec.to_json() for spec in specs])
+        text = b64encode(pickle.dumps(list(tasks))).decode()
         try:
             self._frame = session.read.format(NAME).option(OPTION, text).load()
         except Exception as error:
@@ -113,7 +115,7 @@ class _Job:
                 raise _reported(ended) from ended
             for index, record in ended:
                 if self._pending.pop(index, None) is not None:
-                    yield from _finished(index, json.loads(record))
+                    yield from _finished(index, TaskResult.from_json(json.loads(record)))
             return
 
     def _staged(self) -> Generator[Rows | Finished, None, None]:
@@ -129,11 +131,11 @@ class _Job:
         if done == self._tasks_done:
             return
         self._tasks_done = done
-        for index, spec in list(self._pending.items()):
-            record = staged_record(self._repository, spec.number, spec.attempt, index)
-            if record is not None:
+        for index, task in list(self._pending.items()):
+            result = staged_result(self._repository, task.number, task.attempt, index)
+            if result is not None:
                 del self._pending[index]
-                yield from _finished(index, record)
+                yield from _finished(index, result)
 
     def cancel(self) -> None:
         """End what still runs."""
@@ -144,9 +146,9 @@ class _Job:
             self._thread.join(TICK_SECONDS)
 
 
-def _finished(index: int, record: Any) -> Generator[Rows | Finished, None, None]:
-    yield Rows(sum(entry.rows for entry in result_from_json(record).entries.values()))
-    yield Finished(index, record)
+def _finished(index: int, result: TaskResult) -> Generator[Rows | Finished, None, None]:
+    yield Rows(sum(entry.rows for entry in result.entries.values()))
+    yield Finished(index, result)
 
 
 def _reported(error: BaseException) -> BaseException:

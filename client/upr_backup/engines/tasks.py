@@ -5,6 +5,8 @@ It needs neither pandas nor the RDD API. Everything here is imported by executor
 
 import json
 import os
+import pickle
+from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -13,7 +15,6 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from upr_backup.engines.engine import to_text
-from upr_backup.task import GroupSpec
 
 NAME: Final = "upr-backup-groups"
 OPTION: Final = "groups"
@@ -25,19 +26,8 @@ class GroupFailed(Exception):
     """Carries the error of a group through the JVM, as text."""
 
 
-class Group(InputPartition):
-    """One group.
-
-    Args:
-        text: its ``GroupSpec`` as JSON.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-
-
 class GroupsSource(DataSource):
-    """Reads groups where Spark puts them. The option ``groups`` holds the specs, a JSON array."""
+    """Reads groups where Spark puts them. The option ``groups`` holds a list of ``Task``, pickled, in base64."""
 
     @classmethod
     def name(cls) -> str:
@@ -54,12 +44,12 @@ class GroupsSource(DataSource):
 
 
 class _Reader(DataSourceReader):
-    def __init__(self, specs: str) -> None:
-        self._specs = specs
+    def __init__(self, tasks: str) -> None:
+        self._tasks = tasks
 
     def partitions(self) -> list[InputPartition]:
         """Return a task for each group."""
-        return [Group(json.dumps(spec)) for spec in json.loads(self._specs)]
+        return [InputPartition(task) for task in pickle.loads(b64decode(self._tasks))]
 
     def read(self, partition: InputPartition) -> Iterator[tuple[int, str]]:
         """Read a group, stage its record and return it."""
@@ -68,11 +58,11 @@ class _Reader(DataSourceReader):
 
         context = TaskContext.get()
         # Spark tries a task again whatever its error is, and the first one has waited long enough for the server.
-        spec = GroupSpec.from_json(json.loads(partition.value))
+        task = partition.value
         if context is not None and context.attemptNumber() > 0:
-            spec = replace(spec, patience=min(spec.patience, _RETRY_PATIENCE_SECONDS))
+            task = replace(task, patience=min(task.patience, _RETRY_PATIENCE_SECONDS))
         try:
-            record = backup_group(spec)
+            result = backup_group(task)
         except Exception as error:
             raise GroupFailed(to_text(error)) from None
-        yield spec.index, json.dumps(record)
+        yield task.index, json.dumps(result.to_json())

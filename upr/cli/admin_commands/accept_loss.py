@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr.cli.admin_commands.restore_copy import on_terminal, open_directory
-from upr.cli.kit.options import PARTITION_SET, one_list
-from upr.cli.kit.output import json_option, note, print_json, verbose_option
-from upr.cli.kit.times import format_micros
+from upr_cli_kit.options import PARTITION_SET, one_list
+from upr_cli_kit.output import json_option, note, print_json, verbose_option
+from upr_cli_kit.times import format_micros
 from upr_protocol.errors import BucketNotFoundError, InvalidArgumentError, UprError
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import FAILOVER_LOG_MAX

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr.cli.kit.options import target_option
-from upr.cli.kit.output import (
-    Group,
+from upr_cli_kit.options import target_option
+from upr_cli_kit.output import (
     columns,
     json_option,
     note,
@@ -37,7 +36,7 @@ def _parse_version(
     return int(value, 16)
 
 
-@click.group("bucket", cls=Group)
+@click.group("bucket")
 @verbose_option
 def bucket() -> None:
     """List, create and drop buckets, and set their quotas."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr.cli.kit import exit_codes
-from upr.cli.kit.options import PARTITION_SET, DirectoryPath
-from upr.cli.kit.output import Progress, json_option, note, print_json, verbose_option
+from upr_cli_kit import exit_codes
+from upr_cli_kit.options import PARTITION_SET, DirectoryPath
+from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from click.core import ParameterSource
 
-from upr.cli.kit.options import PARTITION_SET, server_options
-from upr.cli.kit.output import Group, columns, json_option, print_json, verbose_option
-from upr.cli.kit.times import format_duration, format_micros, parse_time
+from upr_cli_kit.options import PARTITION_SET, server_options
+from upr_cli_kit.output import columns, json_option, print_json, verbose_option
+from upr_cli_kit.times import format_duration, format_micros, parse_time
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
 
@@ -33,7 +33,7 @@ _POSITION_COLUMNS = (
 )
 
 
-@click.group("consumers", cls=Group, invoke_without_command=True)
+@click.group("consumers", invoke_without_command=True)
 @click.option("--partitions", is_flag=True, help="Show the position in every partition.")
 @server_options
 @json_option

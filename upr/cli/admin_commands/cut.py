@@ -1,14 +1,12 @@
 """``upr-admin cut``: pin a point in time of a bucket."""
 
 import time
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr.cli.kit.options import PARTITION_SET, server_options
-from upr.cli.kit.output import (
-    Group,
+from upr_cli_kit.options import PARTITION_SET, server_options
+from upr_cli_kit.output import (
     columns,
     json_option,
     note,
@@ -16,7 +14,7 @@ from upr.cli.kit.output import (
     problem_document,
     verbose_option,
 )
-from upr.cli.kit.times import DURATION, format_duration
+from upr_cli_kit.times import DURATION, format_duration, format_micros
 from upr_protocol.errors import CutNotFoundError
 from upr_protocol.failover import format_failover_id
 
@@ -34,7 +32,7 @@ _lease_option = click.option(
 )
 
 
-@click.group("cut", cls=Group)
+@click.group("cut")
 @verbose_option
 def cut() -> None:
     """Pin the bucket as it is at one instant, so that it can be read as of then again and again."""
@@ -74,7 +72,7 @@ def create(
         ]
         print_json(document)
     else:
-        expires = _time(made.expires_time)
+        expires = format_micros(made.expires_time)
         click.echo(f"{made.name}: {len(made.pins)} partitions pinned until {expires}")
         for why in made.left_out.values():
             note(f"warning: left out: {why.message}")
@@ -115,7 +113,7 @@ def renew(name: str, lease: float | None, target: str, bucket: str) -> None:
 
     with Client(target) as client:
         info = client.admin.renew_cut(bucket, name, lease)
-    click.echo(f"{info.name}: pinned until {_time(info.expires_time)}")
+    click.echo(f"{info.name}: pinned until {format_micros(info.expires_time)}")
 
 
 @cut.command("release")
@@ -135,10 +133,6 @@ def release(name: str, target: str, bucket: str) -> None:
     click.echo(f"released: {name}")
 
 
-def _time(micros: int) -> str:
-    return datetime.fromtimestamp(micros / 1e6, UTC).isoformat(timespec="seconds")
-
-
 def _id(failover_id: int | None) -> str | None:
     return format_failover_id(failover_id) if failover_id else None
 
@@ -151,8 +145,8 @@ def _row(info: "CutInfo") -> tuple[object, ...]:
     left = max(round(info.expires_time / 1e6 - time.time()), 0)
     return (
         info.name,
-        _time(info.created_time),
-        _time(info.expires_time),
+        format_micros(info.created_time),
+        format_micros(info.expires_time),
         format_duration(info.lease_seconds),
         f"{left}s",
     )
@@ -161,8 +155,8 @@ def _row(info: "CutInfo") -> tuple[object, ...]:
 def _document(info: "CutInfo | Cut", *, with_pins: bool) -> dict[str, Any]:
     document: dict[str, Any] = {
         "name": info.name,
-        "created": _time(info.created_time),
-        "expires": _time(info.expires_time),
+        "created": format_micros(info.created_time),
+        "expires": format_micros(info.expires_time),
         "lease_seconds": info.lease_seconds,
     }
     if with_pins:

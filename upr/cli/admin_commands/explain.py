@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from upr.cli.kit.output import columns
+from upr_cli_kit.output import columns
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.failover import FailoverLog, FailoverRecord, format_failover_id, parse_failover_id
 from upr_protocol.handshake import (

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr.cli.kit.options import PARTITION_SET, one_list, server_options
-from upr.cli.kit.output import (
+from upr_cli_kit.options import PARTITION_SET, one_list, server_options
+from upr_cli_kit.output import (
     Progress,
     columns,
     json_option,

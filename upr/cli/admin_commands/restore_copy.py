@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr.cli.kit.options import DirectoryPath
-from upr.cli.kit.output import json_option, note, print_json, verbose_option
+from upr_cli_kit.options import DirectoryPath
+from upr_cli_kit.output import json_option, note, print_json, verbose_option
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import FAILOVER_LOG_MAX

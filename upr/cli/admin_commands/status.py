@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr.cli.kit.options import server_options, target_option
-from upr.cli.kit.output import (
+from upr_cli_kit.options import server_options, target_option
+from upr_cli_kit.output import (
     columns,
     json_option,
     print_json,

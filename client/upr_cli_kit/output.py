@@ -10,17 +10,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TextIO, TypeVar
+from typing import Any, ClassVar, TextIO, TypeVar
 
 import click
 
-from upr.cli.kit import exit_codes
+from upr_cli_kit import exit_codes
 from upr_protocol.errors import UprError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _VERBOSE = "upr.verbose"
 _BAR_WIDTH = 30
-_BAR_SECONDS = 0.1
+_TERMINAL_SECONDS = 0.1
 _LOG_SECONDS = 5.0
 
 
@@ -67,23 +67,26 @@ def problem_document(problem: UprError | None) -> dict[str, str] | None:
 
 def note(text: str) -> None:
     """Print a line for people on stderr."""
+    Progress.end_line()
     click.echo(text, err=True)
 
 
 class Progress:
-    """How far a command is: a bar on a terminal, else a line every few seconds.
+    """How far a command is: a line that changes on a terminal, else a line every few seconds.
 
     Args:
-        unit: what is counted, in the plural.
+        unit: what ``update`` counts, in the plural.
         total: how many there will be, None when it is not known.
         stream: where to, stderr by default.
         clock: seconds, monotonic.
     """
 
+    _open: ClassVar[TextIO | None] = None
+
     def __init__(
         self,
-        unit: str,
-        total: int | None,
+        unit: str = "",
+        total: int | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,34 +96,37 @@ class Progress:
         self._clock = clock
         self._terminal = self._stream.isatty()
         self._shown = clock()
-        self._open_bar = False
 
     def update(self, done: int, detail: str = "") -> None:
-        """Say that ``done`` of the total are done; ``detail`` is shown behind."""
-        now = self._clock()
-        if now - self._shown < (_BAR_SECONDS if self._terminal else _LOG_SECONDS):
-            return
-        self._shown = now
-        text = (
-            f"{done} {self._unit}" if self._total is None else f"{done}/{self._total} {self._unit}"
-        )
-        if detail:
-            text = f"{text}, {detail}"
-        if not self._terminal:
-            print(text, file=self._stream, flush=True)
-            return
-        if self._total:
+        """Say that ``done`` of the total are done, on a terminal with a bar; ``detail`` is shown behind."""
+        of = "" if self._total is None else f"/{self._total}"
+        text = f"{done}{of} {self._unit}{', ' if detail else ''}{detail}"
+        if self._terminal and self._total:
             filled = _BAR_WIDTH * min(done, self._total) // self._total
             text = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {text}"
-        # Erases to the end of the line, because a later text may be shorter.
-        print(f"\r{text}\x1b[K", end="", file=self._stream, flush=True)
-        self._open_bar = True
+        self.show(text)
 
-    def close(self) -> None:
-        """End the line of the bar."""
-        if self._open_bar:
-            print(file=self._stream, flush=True)
-            self._open_bar = False
+    def show(self, text: str) -> None:
+        """Say how far it is, unless that was said just now."""
+        now = self._clock()
+        if now - self._shown < (_TERMINAL_SECONDS if self._terminal else _LOG_SECONDS):
+            return
+        self._shown = now
+        if self._terminal:
+            # Erases to the end of the line, because a later text may be shorter.
+            print(f"\r{text}\x1b[K", end="", file=self._stream, flush=True)
+            Progress._open = self._stream
+        else:
+            print(text, file=self._stream, flush=True)
+
+    @staticmethod
+    def end_line() -> None:
+        """End the line that one of them has left open, so that what comes next begins a line of its own."""
+        stream, Progress._open = Progress._open, None
+        if stream is not None:
+            print(file=stream, flush=True)
+
+    close = end_line
 
 
 class CommandError(Exception):
@@ -145,7 +151,7 @@ def _as_command_error(error: Exception) -> CommandError:
         return CommandError(str(error), exit_codes.exit_code_of(error))
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return CommandError(f"{where}{error.strerror or error}", exit_codes.USAGE)
+        return CommandError(f"{where}{error.strerror or error}", exit_codes.exit_code_of(error))
     return CommandError(
         f"internal error: {type(error).__name__}: {error} (--verbose shows where; please report it)",
         exit_codes.BAD_ANSWER,
@@ -156,8 +162,10 @@ def _invoked(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
     """Run a command and turn what it raises into a CommandError."""
     try:
         result = invoke(ctx)
-        # Here and not at the interpreter's end, where a closed pipe would be a complaint and status 120.
-        sys.stdout.flush()
+        # Here and not at the interpreter's end, where a closed pipe would be a complaint and status 120. It is None
+        # where the command was started with a closed one.
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return result
     except (CommandError, click.ClickException, click.exceptions.Exit, click.Abort):
         raise
@@ -178,6 +186,9 @@ def _left(run: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any])
         return run(*args, standalone_mode=False, **extra)
     try:
         code = run(*args, standalone_mode=False, **extra)
+    except click.exceptions.NoArgsIsHelpError as error:
+        note(error.format_message())
+        sys.exit(error.exit_code)
     except click.UsageError as error:
         where = f" (see '{error.ctx.command_path} --help')" if error.ctx else ""
         note(f"error: {_one_line(error.format_message()).rstrip('.')}{where}")
@@ -195,26 +206,22 @@ def _left(run: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any])
 
 
 class Command(click.Command):
-    """A command of its own, with one-line errors and the statuses of ``exit_codes``."""
+    """A program of one command, with one-line errors and the statuses of ``exit_codes``."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command and turn what it raises into a CommandError."""
         return _invoked(super().invoke, ctx)
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run the command and leave with its status."""
         return _left(super().main, args, extra)
 
 
 class Group(click.Group):
-    """A command with subcommands, with one-line errors and the statuses of ``exit_codes``."""
+    """A program of several commands; the errors of all are one line, and end in the statuses of ``exit_codes``."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command and turn what it raises into a CommandError."""
         return _invoked(super().invoke, ctx)
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run the command and leave with its status."""
         return _left(super().main, args, extra)
 
 

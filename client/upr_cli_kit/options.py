@@ -85,8 +85,8 @@ else:
     _ParamType = click.ParamType
 
 
-class _Parsed(_ParamType):
-    """An argument that a function of this project parses, with that function's errors."""
+class Parsed(_ParamType):
+    """An argument that a function parses; its InvalidArgumentError becomes an error of the usage."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -118,6 +118,12 @@ def _checked_address(text: str) -> str:
     return text
 
 
+def _checked_target(text: str) -> str:
+    for address in text.split(","):
+        split_address(address.strip())
+    return text
+
+
 def _parse_seqno(text: str) -> int:
     try:
         number = int(text)
@@ -130,11 +136,13 @@ def _parse_seqnos(text: str) -> tuple[int, ...]:
     return tuple(_parse_seqno(part.strip()) for part in text.split(",") if part.strip())
 
 
-PARTITION_SET = _Parsed("partitions", parse_partitions)
-ADDRESS = _Parsed("host:port", _checked_address)
-SEQNO = _Parsed("seqno", _parse_seqno)
-SEQNOS = _Parsed("seqnos", _parse_seqnos)
-FAILOVER_ID = _Parsed("id", parse_failover_id)
+PARTITION_SET = Parsed("partitions", parse_partitions)
+ADDRESS = Parsed("host:port", _checked_address)
+TARGET = Parsed("host:port", _checked_target)
+"""One or several addresses of a server, with commas between."""
+SEQNO = Parsed("seqno", _parse_seqno)
+SEQNOS = Parsed("seqnos", _parse_seqnos)
+FAILOVER_ID = Parsed("id", parse_failover_id)
 
 
 def one_list(sets: Iterable[Iterable[int]]) -> list[int] | None:
@@ -155,7 +163,7 @@ def target_option(function: _F) -> _F:
     """Add --target."""
     return click.option(
         "--target",
-        type=ADDRESS,
+        type=TARGET,
         default=DEFAULT_TARGET,
         show_default=True,
         envvar="UPR_TARGET",

@@ -2,19 +2,11 @@
 
 import math
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
 
-import click
-
+from upr_cli_kit.options import Parsed
 from upr_protocol.errors import InvalidArgumentError
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
-
-if TYPE_CHECKING:
-    _ParamType = click.ParamType[Any]
-else:
-    # Generic at run time only from click 8.4 on.
-    _ParamType = click.ParamType
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 
 def parse_duration(text: str) -> float:
@@ -25,9 +17,9 @@ def parse_duration(text: str) -> float:
     """
     stripped = text.strip()
     unit = stripped[-1:].lower()
-    number = stripped[:-1] if unit in _UNITS else stripped
+    number = stripped[:-1] if unit in UNIT_SECONDS else stripped
     try:
-        seconds = float(number) * _UNITS.get(unit, 1)
+        seconds = float(number) * UNIT_SECONDS.get(unit, 1)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
@@ -39,26 +31,13 @@ def parse_duration(text: str) -> float:
 
 def format_duration(seconds: float) -> str:
     """Return a duration in the largest unit that gives a whole number; in seconds if none does."""
-    for unit, size in reversed(_UNITS.items()):
+    for unit, size in reversed(UNIT_SECONDS.items()):
         if seconds >= size and seconds % size == 0:
             return f"{int(seconds // size)}{unit}"
     return f"{seconds:g}s"
 
 
-class _Duration(_ParamType):
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the value, unless it is a default that is parsed already."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse_duration(value)
-        except InvalidArgumentError as error:
-            self.fail(str(error), param, ctx)
-
-
-DURATION = _Duration()
+DURATION = Parsed("duration", parse_duration)
 
 _AGO = "ago"
 _HINT = "for example 2026-05-01T12:00:00Z, or '2h ago'"
@@ -80,6 +59,9 @@ def parse_time(text: str, now: datetime) -> datetime:
             moment = now - timedelta(seconds=parse_duration(stripped[: -len(_AGO)]))
         else:
             moment = datetime.fromisoformat(stripped)
+        if moment.tzinfo is not None:
+            # Some times at the ends of the calendar have no equal in UTC.
+            moment.astimezone(UTC)
     except (ValueError, OverflowError, InvalidArgumentError):
         raise InvalidArgumentError(f"{text!r} is no time", hint=_HINT) from None
     if moment.tzinfo is None:

@@ -1,0 +1,38 @@
+"""Start of a console script.
+
+Imports nothing outside the standard library before it knows that the extra is installed, so that a plain
+``pip install upr-stream`` answers with the extra's name and not with a traceback.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+
+def run(program: str, extra: str, needed: Sequence[str], module: str) -> None:
+    """Run a program and leave the process with its status.
+
+    Args:
+        program: its name, as ``upr-cat``.
+        extra: of the distribution, that brings what it needs.
+        needed: the modules that the extra brings.
+        module: has the program's click command as ``main``.
+    """
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"error: {program} needs {', '.join(missing)}, not installed "
+            f"(pip install 'upr-stream[{extra}]')",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    # gRPC's C core writes lines of its own to stderr, beside the error that says the same.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        command = importlib.import_module(module).main
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    command.main(prog_name=program)

@@ -1,1 +1,0 @@
-"""The kit of the commands: options, output, exit statuses, times."""
