@@ -93,6 +93,10 @@ MARKERS_MAX: Final = MARKERS_NEWEST + SEQNO_BITS
 
 WRITES_IN_FLIGHT_MAX: Final = 64
 """Writes of one call whose answer is outstanding; the server reads no further until some are answered."""
+GROUPS_UNDER_WAY_MAX: Final = 2
+GROUP_ROWS_MAX: Final = 4096
+"""Single writes of one bucket object go together in groups of so many rows, and BLOCK_COLUMN_BYTES or one row, while so
+many groups are under way."""
 WRITE_CALLS_MAX: Final = 1250
 FOLLOW_CALLS_MAX: Final = 1250
 OTHER_CALLS_MAX: Final = 1250

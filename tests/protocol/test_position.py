@@ -170,7 +170,9 @@ def test_what_is_not_known_is_ignored_and_a_newer_format_is_not() -> None:
         Position.from_document([])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["", "{", b"\xff", "[" * 100_000, "[]", "7"], ids=lambda t: repr(t[:3]))
+@pytest.mark.parametrize(
+    "text", ["", "{", b"\xff", "[" * 100_000, "[]", "7"], ids=lambda t: repr(t[:3])
+)
 def test_a_text_that_is_no_position_is_damaged(text: str | bytes) -> None:
     with pytest.raises(PositionDamagedError, match="position"):
         Position.from_json(text)
