@@ -481,7 +481,8 @@ class AsyncBlockWriter:
                 OutOfOrderError("a write was refused, and those behind it are sent again")
             )
         else:
-            self._previous = self._taken
+            # What is sent from here on names the last one that was taken, and so may be applied.
+            self._previous, self._broken = self._taken, False
             self._send_some()
 
     def _split(self, order: int, write: Write) -> bool:
