@@ -211,7 +211,12 @@ class BlockWriter:
             if self._closing.is_set():
                 raise ClosedError("the client was closed", hint="open a new one")
             self._gathering.add(row, durability)
-            self._send_groups()
+        try:
+            # A message costs more than a turn of the loop: those who are about to write come along.
+            give_way()
+        finally:
+            with self._mutex:
+                self._send_groups()
         done.wait()
         if isinstance(row.outcome, UprError):
             raise row.outcome
