@@ -1,16 +1,24 @@
-"""Values of writing: results, batches of rows on their way, and the failures of those batches."""
+"""Values of writing: results, single writes that go together, batches of rows, and the failures of those batches."""
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+import copy
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from upr_protocol.block import Block, select_runs
-from upr_protocol.errors import InvalidArgumentError, UprError, WriteFailedError
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, WRITES_IN_FLIGHT_MAX, choice
-from upr_protocol.partitioning import partition_of
+from upr_protocol.block import Block, build_block, select_runs
+from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError, WriteFailedError
+from upr_protocol.limits import (
+    BLOCK_COLUMN_BYTES,
+    BLOCK_ROWS_MAX,
+    GROUP_ROWS_MAX,
+    WRITES_IN_FLIGHT_MAX,
+    choice,
+)
+from upr_protocol.partitioning import partition_of, partitions_of
 from upr_protocol.wire.codec import block_from_message, block_to_message, decode_runs
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
@@ -100,6 +108,111 @@ def part_of(request: kv_pb2.WriteRequest, partitions: Collection[int]) -> kv_pb2
 def window_of(opened: kv_pb2.WriteOpened) -> int:
     """Return how many writes may be outstanding, 1 to 64."""
     return min(opened.writes_in_flight or WRITES_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_MAX)
+
+
+@dataclass(slots=True)
+class Row:
+    """One ``set`` or ``delete`` that waits for its outcome.
+
+    Attributes:
+        tell: called once ``outcome`` is there; must not block.
+    """
+
+    key: bytes
+    value: bytes | None
+    tell: Callable[[], None]
+    outcome: WriteResult | UprError | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    """Rows that go out in one Write, with one durability, all of them sets or all of them deletes.
+
+    A bucket over its quota takes deletes and no sets: so no delete fails for the sake of a set.
+    """
+
+    number: int
+    kind: tuple[types_pb2.Durability.ValueType, bool]
+    bytes: int = 0
+    rows: list[Row] = field(default_factory=list)
+
+    def request(self) -> kv_pb2.WriteRequest:
+        """Return the Write of its rows, in their order within each partition."""
+        block = build_block([row.key for row in self.rows], [row.value for row in self.rows])
+        return write_request(block, self.kind[0])
+
+    def tell(
+        self,
+        runs: Iterable[tuple[int, int, int, int]],
+        refused: Mapping[int, types_pb2.Problem],
+        error: UprError | None,
+    ) -> None:
+        """Tell each row its outcome.
+
+        Args:
+            runs: of the partitions that applied their part, as ``WriteResults.runs``.
+            refused: why other partitions did not.
+            error: the outcome in all the rest.
+        """
+        if error is None:
+            error = ProtocolError("the answer to a write leaves out one of its partitions")
+        applied = {run[0]: run for run in runs}
+        given = dict.fromkeys(applied, 0)
+        partitions = partitions_of([row.key for row in self.rows]).tolist()
+        for row, partition in zip(self.rows, partitions, strict=True):
+            run = applied.get(partition)
+            if run is not None:
+                given[partition] += 1
+                # 0 where the seqnos are no longer known.
+                seqno = run[1] + given[partition] if run[2] else 0
+                row.outcome = WriteResult(partition, seqno, run[3])
+            elif partition in refused:
+                row.outcome = error_of(refused[partition])
+            else:
+                # Each is raised somewhere else, and gets a traceback of its own.
+                row.outcome = copy.copy(error)
+            row.tell()
+
+
+class Gathering:
+    """Single writes that wait for their turn, in groups that keep the order of each key."""
+
+    def __init__(self) -> None:
+        self._groups: deque[Group] = deque()
+        self._begun = 0
+        self._newest: dict[tuple[types_pb2.Durability.ValueType, bool], Group] = {}
+        self._last: dict[bytes, int] = {}
+        """The number of the newest group that has a key."""
+
+    def add(self, row: Row, durability: types_pb2.Durability.ValueType) -> None:
+        """Put a row into the newest group of its kind, or a new one if that is full or in front of the key's last."""
+        kind = (durability, row.value is None)
+        size = len(row.key) + len(row.value or b"") + ROW_BYTES
+        group = self._newest.get(kind)
+        if (
+            group is None
+            or group.number < self._last.get(row.key, 0)
+            or group.bytes + size > BLOCK_COLUMN_BYTES
+            or len(group.rows) == GROUP_ROWS_MAX
+        ):
+            self._begun += 1
+            group = self._newest[kind] = Group(self._begun, kind)
+            self._groups.append(group)
+        group.rows.append(row)
+        group.bytes += size
+        self._last[row.key] = group.number
+
+    def take(self) -> Group | None:
+        """Return the group that is to go out next, None for none."""
+        if not self._groups:
+            return None
+        group = self._groups.popleft()
+        if self._newest[group.kind] is group:
+            del self._newest[group.kind]
+        for row in group.rows:
+            if self._last.get(row.key) == group.number:
+                del self._last[row.key]
+        return group
 
 
 Rows = list[tuple[bytes, bytes | None]]

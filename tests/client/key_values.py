@@ -11,7 +11,7 @@ import grpc.aio
 
 from tests.client.scripted import ID_A, VERSION
 from upr_protocol.block import block_keys, block_partitions, block_values, make_runs
-from upr_protocol.errors import OutOfOrderError, UprError
+from upr_protocol.errors import InvalidArgumentError, OutOfOrderError, UprError
 from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
 from upr_protocol.wire.grpc import SERVER_OPTIONS, code_of, metadata_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
@@ -29,6 +29,7 @@ class Faults:
         lost: the n-th Write call ends so many writes after its first, the last one applied and not answered.
         refused: write numbers that are refused, once each.
         refused_partitions: partitions that refuse their part of every write, with this error.
+        large: a write with a value of so many bytes is refused as a whole, for good.
         unanswered: from this write number on nothing is applied or answered.
         silent: Get answers nothing.
         stopping: every call is refused with this error.
@@ -37,6 +38,7 @@ class Faults:
     lost: list[int] = field(default_factory=list)
     refused: dict[int, UprError] = field(default_factory=dict)
     refused_partitions: dict[int, UprError] = field(default_factory=dict)
+    large: int = 2**62
     unanswered: int = 2**62
     silent: bool = False
     stopping: UprError | None = None
@@ -145,6 +147,9 @@ class KeyValueServer(KeyValueServiceServicer):
         block = block_from_message(write.block, numbered=False)
         refused = self.faults.refused_partitions
         keys, values = block_keys(block), block_values(block)
+        if max(len(value or b"") for value in values) >= self.faults.large:
+            error = InvalidArgumentError("a value is too large for this server")
+            return kv_pb2.WriteResult(number=write.number, refused=problem_of(error))
         for partition, key, value in zip(block_partitions(block), keys, values, strict=True):
             if partition not in refused:
                 self._apply(key, value)

@@ -22,6 +22,7 @@ from tests.client.scripted import (
     write_opened,
 )
 from upr_client import AsyncClient, Client, Only
+from upr_protocol.partitioning import partition_of
 
 FOLLOW = [
     Expect("open"),
@@ -32,7 +33,8 @@ FOLLOW = [
     heartbeat(),
     Hold(),
 ]
-WRITE = [Expect("open"), write_opened(), Expect("write"), applied(1, (1, 0, 1)), Hold()]
+P = partition_of(b"k")
+WRITE = [Expect("open"), write_opened(), Expect("write"), applied(1, (P, 0, 1)), Hold()]
 
 
 @pytest.mark.asyncio

@@ -389,8 +389,9 @@ async def test_nothing_is_numbered_while_the_proof_is_on_disk(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("together", [False, True])
 async def test_answers_wait_for_the_disk_in_order(
-    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     host = await started(catalog.find("default"))
     held = threading.Event()
@@ -401,7 +402,8 @@ async def test_answers_wait_for_the_disk_in_order(
         append(commit)
 
     monkeypatch.setattr(host.disk.journal, "append", hold)
-    context: Any = Script(opening(""))
+    asked = kv.WriteOpen(bucket="default", results_together=together)
+    context: Any = Script(kv.WriteRequest(open=asked))
     call = asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context))
     assert (await context.said.get()).HasField("opened")
     context.send(1, rows(b"a"), types.DURABILITY_MEMORY)
@@ -416,7 +418,47 @@ async def test_answers_wait_for_the_disk_in_order(
     assert sum(host.bucket.partitions.high.tolist()) == 3
     held.set()
     async with asyncio.timeout(WAIT_SECONDS):
-        assert [(await context.said.get()).result.number for _ in range(2)] == [2, 3]
+        messages = [await context.said.get() for _ in range(1 if together else 2)]
+    told = [result for message in messages for result in message.results.results]
+    told = told if together else [message.result for message in messages]
+    assert [result.number for result in told] == [2, 3]
+    assert context.said.empty()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await host.close()
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_is_not_due_is_not_told_with_one_that_is(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = await started(catalog.find("default"))
+    entered, held = threading.Semaphore(0), threading.Semaphore(0)
+    append = host.disk.journal.append
+
+    def hold(commit: Any) -> None:
+        entered.release()
+        assert held.acquire(timeout=WAIT_SECONDS)
+        append(commit)
+
+    monkeypatch.setattr(host.disk.journal, "append", hold)
+    asked = kv.WriteOpen(bucket="default", results_together=True)
+    context: Any = Script(kv.WriteRequest(open=asked))
+    call = asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context))
+    assert (await context.said.get()).HasField("opened")
+    context.send(1, rows(b"a"))
+    # The second is numbered while the first is on its way to the disk, and so goes there after it.
+    assert await asyncio.to_thread(entered.acquire, timeout=WAIT_SECONDS)
+    context.send(2, rows(b"a"))
+    while sum(host.bucket.partitions.high.tolist()) < 2:
+        await asyncio.to_thread(int)
+    for number in (1, 2):
+        held.release()
+        async with asyncio.timeout(WAIT_SECONDS):
+            assert (await context.said.get()).result.number == number
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert context.said.empty()
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     await host.close()

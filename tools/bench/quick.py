@@ -22,6 +22,7 @@ from tools.bench.children import BARE_METHOD, CHILDREN
 from tools.bench.common import MUTATIONS, Figure, Row, batches, encoded, say, server, zipfian_rows
 from tools.bench.delays import measure_latency, measure_starts
 from tools.bench.merging import measure_merging
+from tools.bench.singles import measure_singles
 from upr_client import AsyncClient
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
@@ -190,13 +191,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument(
-        "--only", choices=("ingest", "reading", "latency", "merging"), help="a part of it"
+        "--only",
+        choices=("ingest", "singles", "reading", "latency", "merging"),
+        help="a part of it",
     )
     options = parser.parse_args()
     say(f"{MUTATIONS} mutations")
     rows = zipfian_rows()
     parts: dict[str, Callable[[], Iterator[Figure]]] = {
         "ingest": lambda: measure_ingest(rows),
+        "singles": measure_singles,
         "reading": lambda: measure_reading(rows),
         "latency": measure_latency,
         "merging": measure_merging,

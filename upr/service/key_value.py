@@ -1,6 +1,7 @@
 """KeyValueService: writes, numbered as they come in and answered in order as they become durable; gets, from tail and store."""
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.limits import (
+    FRAME_BYTES,
     GET_ANSWER_BYTES_MAX,
     GET_CALLS_MAX,
     GET_KEYS_MAX,
@@ -224,7 +226,7 @@ class KeyValueMethods:
         if opening.producer:
             name = check_name(opening.producer, "producer").encode()
             producer = await host.producers.open(name)
-        call = _WriteCall(self, host, context, self._intake, producer)
+        call = _WriteCall(self, host, context, self._intake, producer, opening.results_together)
         opened = wire.WriteOpened(
             bucket_version=host.bucket.identity.version,
             last_number=producer.producer.last_number if producer else 0,
@@ -262,12 +264,14 @@ class _WriteCall:
         context: Context,
         intake: Intake,
         producer: ProducerCall | None,
+        together: bool,
     ) -> None:
         self._methods = methods
         self._host = host
         self._context = context
         self._peer = peer_of(context.peer())
         self._producer = producer
+        self._together = together
         self._pending: deque[_Pending] = deque()
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
@@ -455,13 +459,33 @@ class _WriteCall:
             pending = self._pending[0]
             if pending.written is not None and not pending.memory:
                 await self._until_durable(pending, pending.written)
-            await self._context.write(wire.WriteResponse(result=_result(pending)))
-            self._pending.popleft()
+            results = self._due()
+            if len(results) == 1:
+                await self._context.write(wire.WriteResponse(result=results[0]))
+            else:
+                together = wire.WriteResults(results=results)
+                await self._context.write(wire.WriteResponse(results=together))
+            for _ in results:
+                self._pending.popleft()
             self._answered.set()
         assert self._reader is not None
         if self._reader.done() and not self._reader.cancelled():
             # An error of the reader itself ends the call with its reason.
             self._reader.result()
+
+    def _due(self) -> list[wire.WriteResult]:
+        """Return the first result, and those behind it that are due as well, as far as one message should hold them."""
+        results = [_result(self._pending[0])]
+        size = results[0].ByteSize()
+        durable = self._host.bucket.tail.durable
+        for pending in itertools.islice(self._pending, 1, None):
+            written = pending.written
+            waits = written is not None and not pending.memory and written.entry >= durable
+            if not self._together or waits or size >= FRAME_BYTES:
+                break
+            results.append(_result(pending))
+            size += results[-1].ByteSize()
+        return results
 
     async def _until_durable(self, pending: _Pending, written: Written) -> None:
         if written.entry < self._host.bucket.tail.durable:

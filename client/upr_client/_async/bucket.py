@@ -29,7 +29,7 @@ from upr_client.writing import (
     WriteResults,
     WriterOptions,
 )
-from upr_protocol.block import Block, build_block, build_blocks, check_row
+from upr_protocol.block import Block, build_blocks, check_row
 from upr_protocol.errors import ProtocolError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, GET_KEYS_MAX, check_name, choice
 from upr_protocol.wire.grpc import error_of
@@ -91,6 +91,9 @@ class AsyncBucket:
     async def set(self, key: bytes, value: bytes, durability: str = "disk") -> WriteResult:
         """Write one key.
 
+        Calls that are under way at the same time go together in few messages; each has its own outcome, and those
+        of one key are applied in the order in which one task or thread began them. Cancelling one does not undo it.
+
         Args:
             key: 1 to 4096 bytes.
             value: 0 to 20 MiB.
@@ -111,9 +114,7 @@ class AsyncBucket:
     async def _write_one(self, key: bytes, value: bytes | None, durability: str) -> WriteResult:
         level = choice(DURABILITIES, durability, "durability")
         check_row(key, value)
-        write = await self._writer().submit(build_block([key], [value]), level)
-        partition, _, end_seqno, failover_id = (await write.result())[0]
-        return WriteResult(partition, end_seqno, failover_id)
+        return await self._writer().write_row(key, value, level)
 
     async def write_many(
         self, rows: Iterable[tuple[bytes, bytes | None]], durability: str = "disk"

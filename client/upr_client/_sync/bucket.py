@@ -30,7 +30,7 @@ from upr_client.writing import (
     WriteResults,
     WriterOptions,
 )
-from upr_protocol.block import Block, build_block, build_blocks, check_row
+from upr_protocol.block import Block, build_blocks, check_row
 from upr_protocol.errors import ProtocolError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, GET_KEYS_MAX, check_name, choice
 from upr_protocol.wire.grpc import error_of
@@ -92,6 +92,9 @@ class Bucket:
     def set(self, key: bytes, value: bytes, durability: str = "disk") -> WriteResult:
         """Write one key.
 
+        Calls that are under way at the same time go together in few messages; each has its own outcome, and those
+        of one key are applied in the order in which one task or thread began them. Cancelling one does not undo it.
+
         Args:
             key: 1 to 4096 bytes.
             value: 0 to 20 MiB.
@@ -112,9 +115,7 @@ class Bucket:
     def _write_one(self, key: bytes, value: bytes | None, durability: str) -> WriteResult:
         level = choice(DURABILITIES, durability, "durability")
         check_row(key, value)
-        write = self._writer().submit(build_block([key], [value]), level)
-        partition, _, end_seqno, failover_id = (write.result())[0]
-        return WriteResult(partition, end_seqno, failover_id)
+        return self._writer().write_row(key, value, level)
 
     def write_many(
         self, rows: Iterable[tuple[bytes, bytes | None]], durability: str = "disk"

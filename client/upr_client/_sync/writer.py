@@ -18,6 +18,10 @@ from upr_client.writing import (
     ROW_BYTES,
     Batch,
     Failures,
+    Gathering,
+    Group,
+    Row,
+    WriteResult,
     WriteResults,
     WriterOptions,
     part_of,
@@ -36,7 +40,13 @@ from upr_protocol.errors import (
     UnknownOutcomeError,
     UprError,
 )
-from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX, WRITES_IN_FLIGHT_MAX, choice
+from upr_protocol.limits import (
+    GROUPS_UNDER_WAY_MAX,
+    KEY_BYTES_MAX,
+    VALUE_BYTES_MAX,
+    WRITES_IN_FLIGHT_MAX,
+    choice,
+)
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
@@ -53,8 +63,10 @@ class Write:
         "done",
         "error",
         "failed",
+        "group",
         "number",
         "on_done",
+        "problems",
         "refused",
         "request",
         "runs",
@@ -62,10 +74,15 @@ class Write:
     )
 
     def __init__(
-        self, request: kv_pb2.WriteRequest, on_done: Callable[[], object] | None = None
+        self,
+        request: kv_pb2.WriteRequest,
+        on_done: Callable[[], object] | None = None,
+        group: Group | None = None,
     ) -> None:
         self.request = request
         self.on_done = on_done
+        self.group = group
+        """The single writes that it consists of; None for a block."""
         self.number = 0
         """0 while it has none: it gets one when it is sent."""
         self.unknown = False
@@ -74,6 +91,8 @@ class Write:
         """Retriable refusal after which the write, or the rest of it, is sent again."""
         self.failed: UprError | None = None
         """Why partitions refused their part for good."""
+        self.problems: dict[int, types_pb2.Problem] = {}
+        """Of each partition that refused its part: why it did so last."""
         self.runs: list[Run] = []
         self.error: UprError | None = None
         self.done = Event()
@@ -120,6 +139,8 @@ class BlockWriter:
         self._retry_seconds = retry_seconds
         self._on_version = on_version
         self._mutex = mutex()
+        self._gathering = Gathering()
+        self._groups_under_way = 0
         self._pending: dict[int, Write] = {}
         self._order = 0
         self._next_number = first_number
@@ -168,13 +189,54 @@ class BlockWriter:
                 # Pass the place on, so that the next waiter sees the same error.
                 self._room.give_back()
                 raise ClosedError("the client was closed", hint="open a new one")
+            # What was begun before must not come behind it.
+            self._send_groups(everything=True)
             self._add(write)
         return write
+
+    def write_row(
+        self, key: bytes, value: bytes | None, durability: types_pb2.Durability.ValueType
+    ) -> WriteResult:
+        """Write one row that ``check_row`` has passed, together with what others write at the same time.
+
+        It goes out at once unless GROUPS_UNDER_WAY_MAX groups are under way. Whoever is cancelled only waits no more:
+        the row is written all the same.
+
+        Raises:
+            UprError: why this row was not written, or may not have been.
+        """
+        done = Event()
+        row = Row(key, value, done.set)
+        with self._mutex:
+            if self._closing.is_set():
+                raise ClosedError("the client was closed", hint="open a new one")
+            self._gathering.add(row, durability)
+        try:
+            # A message costs more than a turn of the loop: those who are about to write come along.
+            give_way()
+        finally:
+            with self._mutex:
+                self._send_groups()
+        done.wait()
+        if isinstance(row.outcome, UprError):
+            raise row.outcome
+        assert row.outcome is not None
+        return row.outcome
+
+    def _send_groups(self, *, everything: bool = False) -> None:
+        while everything or self._groups_under_way < GROUPS_UNDER_WAY_MAX:
+            group = self._gathering.take()
+            if group is None:
+                return
+            self._add(Write(group.request(), group=group))
 
     def _add(self, write: Write) -> None:
         if not self._pending:
             self._progress_at = now()
-        self._order += 1
+        rows = 0 if write.group is None else len(write.group.rows)
+        self._groups_under_way += rows > 0
+        # Each row has a place in the order, for when its group is split.
+        self._order += max(rows, 1)
         self._pending[self._order] = write
         if self._dead is not None:
             self._finish(self._order, self._dead)
@@ -205,6 +267,7 @@ class BlockWriter:
     def close(self, seconds: float) -> None:
         """Wait at most so long for the outstanding answers, then end the call."""
         with self._mutex:
+            self._send_groups(everything=True)
             self._closing.set()
             self._work.set()
             call, runner = self._call, self._runner
@@ -281,6 +344,7 @@ class BlockWriter:
                     bucket=self._bucket,
                     bucket_version=self._version or None,
                     producer=self._producer,
+                    results_together=True,
                 )
             )
         )
@@ -322,10 +386,13 @@ class BlockWriter:
 
     def _on_message(self, message: kv_pb2.WriteResponse) -> None:
         with self._mutex:
-            if message.WhichOneof("message") == "opened":
+            kind = message.WhichOneof("message")
+            if kind == "opened":
                 self._on_opened(message.opened)
             else:
-                self._on_result(message.result)
+                for result in message.results.results if kind == "results" else [message.result]:
+                    self._on_result(result)
+                self._send_groups()
 
     def _on_opened(self, opened: kv_pb2.WriteOpened) -> None:
         if self._version not in (0, opened.bucket_version):
@@ -373,6 +440,7 @@ class BlockWriter:
         write.runs += result_runs(result)
         again = [one for one in result.refused_partitions if one.problem.retriable]
         failed = [one for one in result.refused_partitions if not one.problem.retriable]
+        write.problems |= {one.partition: one.problem for one in result.refused_partitions}
         if failed:
             write.failed = write.failed or partly_refused(failed, applied=bool(write.runs or again))
         if again:
@@ -410,14 +478,33 @@ class BlockWriter:
             # Refused this time: an earlier call may have applied it.
             error = self._failure(write, error)
         behind = bool(self._expected)
-        self._finish(order, error)
+        if write.group is None or not self._split(order, write):
+            self._finish(order, error)
         if self._places:
             self._fail_behind(error)
         elif behind:
             self._break_off(OutOfOrderError("an earlier write was refused; this one is retried"))
         else:
-            self._previous = self._taken
+            # What is sent from here on names the last one that was taken, and so may be applied.
+            self._previous, self._broken = self._taken, False
             self._send_some()
+
+    def _split(self, order: int, write: Write) -> bool:
+        """Send a group that was refused for good again as two, for one row may be the reason; False if it cannot be."""
+        assert write.group is not None
+        rows = write.group.rows
+        if write.unknown or write.runs or write.problems or len(rows) == 1:
+            return False
+        half = len(rows) // 2
+        del self._pending[order]
+        for place, part in ((order, rows[half:]), (order - len(rows) + half, rows[:half])):
+            group = Group(write.group.number, write.group.kind, rows=part)
+            self._pending[place] = Write(group.request(), group=group)
+            self._unsent.appendleft((place, self._pending[place]))
+        self._pending = dict(sorted(self._pending.items()))
+        self._groups_under_way += 1
+        self._progress_at = now()
+        return True
 
     def _finish(self, order: int, error: UprError | None) -> None:
         write = self._pending.pop(order)
@@ -426,9 +513,19 @@ class BlockWriter:
         write.done.set()
         if write.on_done is not None:
             write.on_done()
-        self._room.give_back()
+        if write.group is None:
+            self._room.give_back()
+            return
+        self._groups_under_way -= 1
+        # What is refused only for now may have been applied by a later attempt of unknown outcome.
+        refused = {
+            p: why for p, why in write.problems.items() if not (write.unknown and why.retriable)
+        }
+        write.group.tell(write.runs, refused, error)
 
     def _fail_all(self, error: UprError) -> None:
+        # What waits for its turn would be tried no longer than what is in front of it.
+        self._send_groups(everything=True)
         self._dead = error if self._places else None
         for order, write in list(self._pending.items()):
             self._finish(order, self._failure(write, error))

@@ -1,6 +1,7 @@
 """What differs between the tests of the two flavours; by hand in each."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -27,3 +28,8 @@ async def running(server: S) -> AsyncIterator[S]:
         yield server
     finally:
         await server.stop()
+
+
+async def at_once(*work: Callable[[], Awaitable[None]]) -> None:
+    """Run all of it at the same time, as tasks."""
+    await asyncio.gather(*(one() for one in work))

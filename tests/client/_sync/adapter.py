@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -35,3 +36,10 @@ def running(server: S) -> Iterator[S]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def at_once(*work: Callable[[], None]) -> None:
+    """Run all of it at the same time, in threads."""
+    with ThreadPoolExecutor(len(work)) as pool:
+        for done in [pool.submit(one) for one in work]:
+            done.result()

@@ -232,6 +232,23 @@ def test_a_refusal_for_good_is_raised_and_later_writes_go_on() -> None:
         assert (bucket.set(KEY, b"value")).seqno == 1
 
 
+def test_a_write_after_a_refusal_for_good_keeps_its_number_when_its_answer_is_lost() -> None:
+    """It may have been applied: under another number it would be applied twice."""
+    first = [*BEGIN, write_refused(1, InvalidArgumentError("too large")), Expect("write")]
+    second = [*BEGIN, applied(2, (P, 0, 1), duplicate=True), HalfClosed()]
+    script = [[*first, Abort(UnavailableError("gone"))], second]
+    with (
+        serve(write=script) as server,
+        Client(server.target, retry_seconds=5.0) as client,
+    ):
+        bucket = client.bucket()
+        with pytest.raises(InvalidArgumentError, match="too large"):
+            bucket.set(KEY, b"value")
+        assert (bucket.set(KEY, b"value")).seqno == 1
+        calls = [[write.number for write in heard.of("write")] for heard in server.calls["write"]]
+        assert calls == [[1, 2], [2]]
+
+
 def test_a_write_that_was_never_answered_has_an_unknown_outcome() -> None:
     with (
         serve(write=[[*BEGIN, Abort(UnavailableError("gone"))]]) as server,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from . import types_pb2 as upr_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eupr/v1/key_value_service.proto\x12\x06upr.v1\x1a\x12upr/v1/types.proto\"a\n\x0cWriteRequest\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.upr.v1.WriteOpenH\x00\x12#\n\x05write\x18\x02 \x01(\x0b\x32\x12.upr.v1.WriteBlockH\x00\x42\t\n\x07message\"]\n\tWriteOpen\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x1b\n\x0e\x62ucket_version\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x10\n\x08producer\x18\x03 \x01(\tB\x11\n\x0f_bucket_version\"\x9b\x01\n\nWriteBlock\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\ndurability\x18\x02 \x01(\x0e\x32\x12.upr.v1.Durability\x12\x1c\n\x05\x62lock\x18\x03 \x01(\x0b\x32\r.upr.v1.Block\x12\x17\n\x0fprevious_number\x18\x04 \x01(\x04\x12\x1e\n\x04rows\x18\x05 \x03(\x0b\x32\x10.upr.v1.WriteRow\"]\n\x08WriteRow\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x03 \x01(\x08\x12\x16\n\tpartition\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_partition\"h\n\rWriteResponse\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.upr.v1.WriteOpenedH\x00\x12%\n\x06result\x18\x02 \x01(\x0b\x32\x13.upr.v1.WriteResultH\x00\x42\t\n\x07message\"T\n\x0bWriteOpened\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x12\x13\n\x0blast_number\x18\x02 \x01(\x04\x12\x18\n\x10writes_in_flight\x18\x03 \x01(\r\"\xac\x01\n\x0bWriteResult\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12 \n\x07refused\x18\x02 \x01(\x0b\x32\x0f.upr.v1.Problem\x12\x0c\n\x04runs\x18\x03 \x01(\x0c\x12\x14\n\x0c\x66\x61ilover_ids\x18\x04 \x03(\x06\x12\x11\n\tduplicate\x18\x05 \x01(\x08\x12\x34\n\x12refused_partitions\x18\x06 \x03(\x0b\x32\x18.upr.v1.RefusedPartition\"Z\n\nGetRequest\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x1b\n\x0e\x62ucket_version\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x42\x11\n\x0f_bucket_version\"I\n\x0bGetResponse\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x12\"\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x11.upr.v1.GetAnswer\"o\n\tGetAnswer\x12\x12\n\x05value\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x12\r\n\x05seqno\x18\x02 \x01(\x04\x12\x13\n\x0b\x66\x61ilover_id\x18\x03 \x01(\x06\x12 \n\x07problem\x18\x04 \x01(\x0b\x32\x0f.upr.v1.ProblemB\x08\n\x06_value2{\n\x0fKeyValueService\x12\x38\n\x05Write\x12\x14.upr.v1.WriteRequest\x1a\x15.upr.v1.WriteResponse(\x01\x30\x01\x12.\n\x03Get\x12\x12.upr.v1.GetRequest\x1a\x13.upr.v1.GetResponseB\x18\n\x06upr.v1P\x01Z\x0cupr/v1;uprv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eupr/v1/key_value_service.proto\x12\x06upr.v1\x1a\x12upr/v1/types.proto\"a\n\x0cWriteRequest\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.upr.v1.WriteOpenH\x00\x12#\n\x05write\x18\x02 \x01(\x0b\x32\x12.upr.v1.WriteBlockH\x00\x42\t\n\x07message\"w\n\tWriteOpen\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x1b\n\x0e\x62ucket_version\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x10\n\x08producer\x18\x03 \x01(\t\x12\x18\n\x10results_together\x18\x0b \x01(\x08\x42\x11\n\x0f_bucket_version\"\x9b\x01\n\nWriteBlock\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\ndurability\x18\x02 \x01(\x0e\x32\x12.upr.v1.Durability\x12\x1c\n\x05\x62lock\x18\x03 \x01(\x0b\x32\r.upr.v1.Block\x12\x17\n\x0fprevious_number\x18\x04 \x01(\x04\x12\x1e\n\x04rows\x18\x05 \x03(\x0b\x32\x10.upr.v1.WriteRow\"]\n\x08WriteRow\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x03 \x01(\x08\x12\x16\n\tpartition\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_partition\"\x91\x01\n\rWriteResponse\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.upr.v1.WriteOpenedH\x00\x12%\n\x06result\x18\x02 \x01(\x0b\x32\x13.upr.v1.WriteResultH\x00\x12\'\n\x07results\x18\x0b \x01(\x0b\x32\x14.upr.v1.WriteResultsH\x00\x42\t\n\x07message\"T\n\x0bWriteOpened\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x12\x13\n\x0blast_number\x18\x02 \x01(\x04\x12\x18\n\x10writes_in_flight\x18\x03 \x01(\r\"4\n\x0cWriteResults\x12$\n\x07results\x18\x01 \x03(\x0b\x32\x13.upr.v1.WriteResult\"\xac\x01\n\x0bWriteResult\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12 \n\x07refused\x18\x02 \x01(\x0b\x32\x0f.upr.v1.Problem\x12\x0c\n\x04runs\x18\x03 \x01(\x0c\x12\x14\n\x0c\x66\x61ilover_ids\x18\x04 \x03(\x06\x12\x11\n\tduplicate\x18\x05 \x01(\x08\x12\x34\n\x12refused_partitions\x18\x06 \x03(\x0b\x32\x18.upr.v1.RefusedPartition\"Z\n\nGetRequest\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x1b\n\x0e\x62ucket_version\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x42\x11\n\x0f_bucket_version\"I\n\x0bGetResponse\x12\x16\n\x0e\x62ucket_version\x18\x01 \x01(\x06\x12\"\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x11.upr.v1.GetAnswer\"o\n\tGetAnswer\x12\x12\n\x05value\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x12\r\n\x05seqno\x18\x02 \x01(\x04\x12\x13\n\x0b\x66\x61ilover_id\x18\x03 \x01(\x06\x12 \n\x07problem\x18\x04 \x01(\x0b\x32\x0f.upr.v1.ProblemB\x08\n\x06_value2{\n\x0fKeyValueService\x12\x38\n\x05Write\x12\x14.upr.v1.WriteRequest\x1a\x15.upr.v1.WriteResponse(\x01\x30\x01\x12.\n\x03Get\x12\x12.upr.v1.GetRequest\x1a\x13.upr.v1.GetResponseB\x18\n\x06upr.v1P\x01Z\x0cupr/v1;uprv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,23 +36,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WRITEREQUEST']._serialized_start=62
   _globals['_WRITEREQUEST']._serialized_end=159
   _globals['_WRITEOPEN']._serialized_start=161
-  _globals['_WRITEOPEN']._serialized_end=254
-  _globals['_WRITEBLOCK']._serialized_start=257
-  _globals['_WRITEBLOCK']._serialized_end=412
-  _globals['_WRITEROW']._serialized_start=414
-  _globals['_WRITEROW']._serialized_end=507
-  _globals['_WRITERESPONSE']._serialized_start=509
-  _globals['_WRITERESPONSE']._serialized_end=613
-  _globals['_WRITEOPENED']._serialized_start=615
-  _globals['_WRITEOPENED']._serialized_end=699
-  _globals['_WRITERESULT']._serialized_start=702
-  _globals['_WRITERESULT']._serialized_end=874
-  _globals['_GETREQUEST']._serialized_start=876
-  _globals['_GETREQUEST']._serialized_end=966
-  _globals['_GETRESPONSE']._serialized_start=968
-  _globals['_GETRESPONSE']._serialized_end=1041
-  _globals['_GETANSWER']._serialized_start=1043
-  _globals['_GETANSWER']._serialized_end=1154
-  _globals['_KEYVALUESERVICE']._serialized_start=1156
-  _globals['_KEYVALUESERVICE']._serialized_end=1279
+  _globals['_WRITEOPEN']._serialized_end=280
+  _globals['_WRITEBLOCK']._serialized_start=283
+  _globals['_WRITEBLOCK']._serialized_end=438
+  _globals['_WRITEROW']._serialized_start=440
+  _globals['_WRITEROW']._serialized_end=533
+  _globals['_WRITERESPONSE']._serialized_start=536
+  _globals['_WRITERESPONSE']._serialized_end=681
+  _globals['_WRITEOPENED']._serialized_start=683
+  _globals['_WRITEOPENED']._serialized_end=767
+  _globals['_WRITERESULTS']._serialized_start=769
+  _globals['_WRITERESULTS']._serialized_end=821
+  _globals['_WRITERESULT']._serialized_start=824
+  _globals['_WRITERESULT']._serialized_end=996
+  _globals['_GETREQUEST']._serialized_start=998
+  _globals['_GETREQUEST']._serialized_end=1088
+  _globals['_GETRESPONSE']._serialized_start=1090
+  _globals['_GETRESPONSE']._serialized_end=1163
+  _globals['_GETANSWER']._serialized_start=1165
+  _globals['_GETANSWER']._serialized_end=1276
+  _globals['_KEYVALUESERVICE']._serialized_start=1278
+  _globals['_KEYVALUESERVICE']._serialized_end=1401
 # @@protoc_insertion_point(module_scope)

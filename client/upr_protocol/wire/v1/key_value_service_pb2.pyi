@@ -60,6 +60,7 @@ class WriteOpen(_message.Message):
     BUCKET_FIELD_NUMBER: _builtins.int
     BUCKET_VERSION_FIELD_NUMBER: _builtins.int
     PRODUCER_FIELD_NUMBER: _builtins.int
+    RESULTS_TOGETHER_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
     bucket_version: _builtins.int
@@ -68,16 +69,19 @@ class WriteOpen(_message.Message):
     """Who writes. With a name, what was applied before is not applied again. Empty: no such protection. Two calls may
     have one name at a time only if they send the very same writes under the same numbers.
     """
+    results_together: _builtins.bool
+    """Whether the client takes several results in one message, WriteResponse.results."""
     def __init__(
         self,
         *,
         bucket: _builtins.str = ...,
         bucket_version: _builtins.int | None = ...,
         producer: _builtins.str = ...,
+        results_together: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket", b"bucket", "bucket_version", b"bucket_version", "producer", b"producer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket", b"bucket", "bucket_version", b"bucket_version", "producer", b"producer", "results_together", b"results_together"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
     _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
@@ -182,6 +186,7 @@ class WriteResponse(_message.Message):
 
     OPENED_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___WriteOpened:
         """The call is accepted."""
@@ -190,17 +195,22 @@ class WriteResponse(_message.Message):
     def result(self) -> Global___WriteResult:
         """What became of a write."""
 
+    @_builtins.property
+    def results(self) -> Global___WriteResults:
+        """What became of several, in the order of the requests. Only with WriteOpen.results_together."""
+
     def __init__(
         self,
         *,
         opened: Global___WriteOpened | None = ...,
         result: Global___WriteResult | None = ...,
+        results: Global___WriteResults | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "opened", b"opened", "result", b"result", "results", b"results"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "opened", b"opened", "result", b"result", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "result"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "result", "results"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -235,6 +245,30 @@ class WriteOpened(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WriteOpened: _TypeAlias = WriteOpened  # noqa: Y015
+
+@_typing.final
+class WriteResults(_message.Message):
+    """The outcomes of writes whose answers were due together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___WriteResult]:
+        """At least two."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___WriteResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteResults: _TypeAlias = WriteResults  # noqa: Y015
 
 @_typing.final
 class WriteResult(_message.Message):

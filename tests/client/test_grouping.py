@@ -1,0 +1,246 @@
+"""Single writes that go together: what gathers, in which groups, and how an answer is told to its rows."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.client._async.adapter import serve
+from tests.client.scripted import (
+    ID_A,
+    Abort,
+    Expect,
+    HalfClosed,
+    Send,
+    Step,
+    applied,
+    write_opened,
+    write_refused,
+)
+from upr_client import AsyncBucket, AsyncClient, WriteResult
+from upr_client.errors import (
+    InvalidArgumentError,
+    NoRoomError,
+    PartitionNotActiveError,
+    UnknownOutcomeError,
+    UprError,
+)
+from upr_client.writing import Gathering, Row
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, GROUP_ROWS_MAX
+from upr_protocol.partitioning import partition_of
+from upr_protocol.wire.codec import block_from_message
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
+from upr_protocol.wire.v1 import types_pb2
+
+KEYS = [b"a", b"b", b"c", b"d", b"e"]
+A, B, C, D, E = map(partition_of, KEYS)
+OPENED: list[Step] = [Expect("open"), write_opened(), Expect("write"), Expect("write")]
+BEGIN = [*OPENED, applied(1, (A, 0, 1)), applied(2, (B, 0, 1)), Expect("write")]
+TURNS = 3
+"""Turns of the loop after which what was begun is on its way, or waits for its turn."""
+DISK, MEMORY = types_pb2.DURABILITY_DISK, types_pb2.DURABILITY_MEMORY
+
+
+async def begun(bucket: AsyncBucket, keys: list[bytes]) -> list[asyncio.Task[WriteResult]]:
+    tasks = []
+    for several in (keys[:1], keys[1:2], keys[2:]):
+        tasks += [asyncio.create_task(bucket.set(key, b"v")) for key in several]
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+    return tasks
+
+
+async def outcomes(
+    script: list[list[Step]],
+    keys: list[bytes] = KEYS,
+    retry_seconds: float = 60.0,
+    beside: Callable[[list[asyncio.Task[WriteResult]]], object] = len,
+) -> tuple[list[WriteResult | BaseException], list[list[int]]]:
+    """Set two keys, each in a write of its own, then the others at once.
+
+    Return what became of each, and of each call the rows of its writes.
+    """
+    async with serve(write=script) as server:
+        async with AsyncClient(server.target, retry_seconds=retry_seconds) as client:
+            bucket = client.bucket()
+            tasks = await begun(bucket, keys)
+            beside(tasks)
+            told = await asyncio.gather(*tasks, return_exceptions=True)
+        rows = [
+            [block_from_message(w.block, numbered=False).rows for w in heard.of("write")]
+            for heard in server.calls["write"]
+        ]
+        return told, rows
+
+
+def went(partition: int, seqno: int = 1) -> WriteResult:
+    return WriteResult(partition, seqno, ID_A)
+
+
+@pytest.mark.asyncio
+async def test_what_is_begun_while_two_are_under_way_goes_together() -> None:
+    keys = [*KEYS, KEYS[3]]
+    parts = sorted([(C, 0, 1), (D, 0, 2), (E, 0, 1)])
+    told, rows = await outcomes([[*BEGIN, applied(3, *parts), HalfClosed()]], keys)
+    assert told == [went(A), went(B), went(C), went(D), went(E), went(D, 2)]
+    assert rows == [[1, 1, 4]]
+
+
+@pytest.mark.asyncio
+async def test_what_is_begun_in_one_turn_of_the_loop_goes_together() -> None:
+    parts = sorted([(A, 0, 1), (B, 0, 1), (C, 0, 1)])
+    script = [Expect("open"), write_opened(), Expect("write"), applied(1, *parts), HalfClosed()]
+    async with serve(write=[script]) as server, AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        told = await asyncio.gather(*(bucket.set(key, b"v") for key in KEYS[:3]))
+    assert told == [went(A), went(B), went(C)]
+
+
+@pytest.mark.asyncio
+async def test_results_that_come_in_one_message_are_taken_one_by_one() -> None:
+    both = [applied(1, (A, 0, 1)), applied(2, (B, 0, 1))]
+    results = kv_pb2.WriteResults(results=[send.message.result for send in both])
+    parts = sorted([(C, 0, 1), (D, 0, 1), (E, 0, 1)])
+    script = [*OPENED, Send(kv_pb2.WriteResponse(results=results)), Expect("write")]
+    told, rows = await outcomes([[*script, applied(3, *parts), HalfClosed()]])
+    assert told == [went(A), went(B), went(C), went(D), went(E)]
+    assert rows == [[1, 1, 3]]
+
+
+@pytest.mark.asyncio
+async def test_a_partition_that_refuses_fails_its_rows_alone() -> None:
+    parts = sorted([(C, 0, 1), (E, 0, 1)])
+    refused = (D, PartitionNotActiveError("a replica"))
+    told, _ = await outcomes([[*BEGIN, applied(3, *parts, refused=refused), HalfClosed()]])
+    assert [one for one in told if isinstance(one, WriteResult)] == [went(p) for p in (A, B, C, E)]
+    assert isinstance(told[3], PartitionNotActiveError)
+    assert str(told[3]) == "a replica"
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_went_on_being_refused_fails_its_rows_alone() -> None:
+    parts = sorted([(C, 0, 1), (E, 0, 1)])
+    refused = (D, PartitionNotActiveError("for now", retriable=True))
+    script: list[Step] = [*BEGIN, applied(3, *parts, refused=refused), HalfClosed()]
+    told, _ = await outcomes([script], retry_seconds=0.0)
+    assert [one for one in told if isinstance(one, WriteResult)] == [went(p) for p in (A, B, C, E)]
+    assert isinstance(told[3], PartitionNotActiveError)
+
+
+@pytest.mark.asyncio
+async def test_each_row_of_a_lost_answer_has_an_unknown_outcome_of_its_own() -> None:
+    told, _ = await outcomes([[*BEGIN, Abort(NoRoomError("gone"))]], retry_seconds=0.0)
+    assert told[:2] == [went(A), went(B)]
+    assert {type(one) for one in told[2:]} == {UnknownOutcomeError}
+    assert len({id(one) for one in told[2:]}) == 3
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_was_refused_and_then_lost_has_an_unknown_outcome() -> None:
+    parts = sorted([(C, 0, 1), (E, 0, 1)])
+    refused = (D, PartitionNotActiveError("for now", retriable=True))
+    first: list[Step] = [*BEGIN, applied(3, *parts, refused=refused), HalfClosed()]
+    second: list[Step] = [Expect("open"), write_opened(), Expect("write")]
+    script = [first, [*second, Abort(InvalidArgumentError("gone"))]]
+    told, rows = await outcomes(script)
+    assert [one for one in told if isinstance(one, WriteResult)] == [went(p) for p in (A, B, C, E)]
+    assert isinstance(told[3], UnknownOutcomeError)
+    assert rows == [[1, 1, 3], [1]]
+
+
+@pytest.mark.asyncio
+async def test_a_row_for_which_its_group_is_refused_fails_alone() -> None:
+    """Nothing was applied, and the server does not say which of them it was."""
+    refusal = InvalidArgumentError("too large")
+    two = [Expect("write"), Expect("write")]
+    first = [*BEGIN, write_refused(3, refusal), *two, applied(4, (C, 0, 1))]
+    first += [write_refused(5, refusal), *two, write_refused(6, refusal), HalfClosed()]
+    # What was sent behind the last refusal is sent again.
+    second: list[Step] = [Expect("open"), write_opened(), Expect("write"), applied(8, (E, 0, 1))]
+    told, rows = await outcomes([first, [*second, HalfClosed()]])
+    assert [one for one in told if isinstance(one, WriteResult)] == [went(p) for p in (A, B, C, E)]
+    assert isinstance(told[3], InvalidArgumentError)
+    assert rows == [[1, 1, 3, 1, 2, 1, 1], [1]]
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_write_leaves_the_others_alone() -> None:
+    parts = sorted([(C, 0, 1), (D, 0, 1), (E, 0, 1)])
+    told, rows = await outcomes(
+        [[*BEGIN, applied(3, *parts), HalfClosed()]], beside=lambda tasks: tasks[3].cancel()
+    )
+    assert isinstance(told[3], asyncio.CancelledError)
+    assert told[:3] + told[4:] == [went(A), went(B), went(C), went(E)]
+    assert rows == [[1, 1, 3]]
+
+
+@pytest.mark.asyncio
+async def test_closing_sends_what_was_begun() -> None:
+    parts = sorted([(C, 0, 1), (D, 0, 1), (E, 0, 1)])
+    script: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 3, HalfClosed()]
+    script += [applied(1, (A, 0, 1)), applied(2, (B, 0, 1)), applied(3, *parts)]
+    async with serve(write=[script]) as server:
+        client = AsyncClient(server.target)
+        bucket = client.bucket()
+        tasks = await begun(bucket, KEYS)
+        writer = bucket._writer()
+        # Closing before the server took the call would end it at once.
+        assert await writer._opened.wait() or writer._accepted
+        await client.close()
+        assert await asyncio.gather(*tasks) == [went(p) for p in (A, B, C, D, E)]
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(KEYS), st.sampled_from([None, 1, 2**18, 2**20, 2**21]), st.booleans()
+    ),
+    max_size=40,
+)
+
+
+@given(ROWS)
+def test_groups_have_one_kind_and_their_bounds_and_keep_the_order_of_each_key(
+    drawn: list[tuple[bytes, int | None, bool]],
+) -> None:
+    gathering = Gathering()
+    begun: dict[bytes, list[int]] = defaultdict(list)
+    rows = {}
+    for number, (key, size, durable) in enumerate(drawn):
+        row = Row(key, None if size is None else bytes(size), lambda: None)
+        rows[id(row)] = (number, row, durable)
+        gathering.add(row, DISK if durable else MEMORY)
+        begun[key].append(number)
+    sent: dict[bytes, list[int]] = defaultdict(list)
+    while (group := gathering.take()) is not None:
+        assert group.bytes <= BLOCK_COLUMN_BYTES or len(group.rows) == 1
+        for row in group.rows:
+            number, _, durable = rows[id(row)]
+            assert group.kind == (DISK if durable else MEMORY, row.value is None)
+            sent[row.key].append(number)
+    assert sent == begun
+    assert gathering._last == {}
+
+
+def test_a_group_has_so_many_rows_at_most() -> None:
+    gathering = Gathering()
+    for number in range(GROUP_ROWS_MAX + 1):
+        gathering.add(Row(b"%d" % number, b"", lambda: None), DISK)
+    groups = [gathering.take(), gathering.take(), gathering.take()]
+    assert [group and len(group.rows) for group in groups] == [GROUP_ROWS_MAX, 1, None]
+
+
+def test_a_partition_that_an_answer_leaves_out_is_an_error_and_no_silence() -> None:
+    gathering = Gathering()
+    rows = [Row(key, b"", lambda: None) for key in KEYS[:2]]
+    for row in rows:
+        gathering.add(row, DISK)
+    group = gathering.take()
+    assert group is not None
+    group.tell([(A, 6, 7, ID_A)], {}, None)
+    assert rows[0].outcome == went(A, 7)
+    assert isinstance(rows[1].outcome, UprError)
+    group.tell([(A, 0, 0, 0), (B, 3, 4, ID_A)], {}, None)
+    assert [row.outcome for row in rows] == [WriteResult(A, 0, 0), went(B, 4)]

@@ -1,0 +1,53 @@
+"""Single writes, each awaited: how many a second one process of 1 to 256 tasks does, and their CPU at both ends."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from tests.harness import RunningServer
+from tools.bench.common import VALUE_BYTES, Figure, server
+from tools.bench.cpu import server_cpu
+from upr_client import AsyncBucket, AsyncClient
+
+TASKS: Final = {1: 2_000, 16: 10_000, 64: 30_000, 256: 60_000}
+"""Tasks that each await one ``set`` after the other, and the rows of all of them."""
+
+
+async def _write(bucket: AsyncBucket, tasks: int, rows: int) -> list[float]:
+    """Return how long each write took, in seconds."""
+    value = b"v" * VALUE_BYTES
+    delays: list[float] = []
+
+    async def write(task: int) -> None:
+        for number in range(rows // tasks):
+            began = time.perf_counter()
+            await bucket.set(b"key-%05d-%06d" % (task, number), value)
+            delays.append(time.perf_counter() - began)
+
+    await asyncio.gather(*map(write, range(tasks)))
+    return delays
+
+
+async def _measure(running: RunningServer, tasks: int, rows: int) -> Figure:
+    async with AsyncClient(running.target) as client:
+        bucket = client.bucket()
+        await _write(bucket, tasks, tasks * 10)
+        before, ours, began = server_cpu(running), time.process_time(), time.perf_counter()
+        delays = await _write(bucket, tasks, rows)
+        taken = time.perf_counter() - began
+        micros = [(time.process_time() - ours) * 1e6, (server_cpu(running) - before) * 1e6]
+        p50, p99 = np.percentile(delays, (50, 99)) * 1e3
+    client_row, server_row = (used / len(delays) for used in micros)
+    note = f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, CPU a row {server_row:.0f} + {client_row:.0f} us"
+    rate = len(delays) / taken
+    return Figure(f"set, awaited, fsynced, {tasks} tasks", rate, "rows/s", note=note)
+
+
+def measure_singles() -> Iterator[Figure]:
+    """Each on a server of its own; the note has the delays, and the CPU of the server and of the client."""
+    for tasks, rows in TASKS.items():
+        with server() as running:
+            yield asyncio.run(_measure(running, tasks, rows))
