@@ -1,6 +1,6 @@
-"""The link to the server, without I/O: credit and silence of a call, and when to try the next one."""
+"""The link to the server, without I/O: credit and silence of a call, when to try the next one, and what is asked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from upr_client import backoff
 from upr_client.changes.status import Progress
 from upr_client.endpoints import SILENT_REASON, moves_on
 from upr_protocol.block import POSITION
+from upr_protocol.consumer import Consumer
 from upr_protocol.errors import BucketGoneError, ProtocolError, UnavailableError, UprError
 from upr_protocol.flow import CreditReturn, Liveness
 from upr_protocol.limits import (
@@ -290,3 +291,44 @@ def high_seqnos(
     table = np.frombuffer(message.high_seqnos[:usable], POSITION)
     table = table[table["partition"] < 1024]
     return table["partition"].astype(np.int64), table["seqno"].astype(np.uint64)
+
+
+PLAIN_STARTS: Final = 8
+"""Number of partitions from which a Start is a table; a few are easier to read one by one."""
+
+
+def start_message(
+    session: Consumer, partitions: Sequence[int], until_now: bool
+) -> stream_pb2.FollowRequest:
+    """Return a Start of these partitions, all of them ready; many go as a table where that says all."""
+    if len(partitions) >= PLAIN_STARTS:
+        records = session.plain_starts(partitions)
+        if records is not None:
+            plain = stream_pb2.Start(table=records.tobytes(), until_now=until_now)
+            return stream_pb2.FollowRequest(start=plain)
+    start = stream_pb2.Start()
+    for request in session.starts(partitions):
+        message = start.partitions.add(
+            partition=request.partition,
+            failover_id=request.failover_id,
+            seqno=request.seqno,
+            data_id=request.data_id,
+            horizon=request.horizon,
+        )
+        if request.until_exact is not None:
+            message.until_exact = request.until_exact
+        elif request.until_seqno is not None:
+            message.until_seqno = request.until_seqno
+        elif request.until_now:
+            message.until_now = True
+        if request.beginning == "now":
+            message.from_now = True
+        elif request.beginning is not None:
+            message.from_time = request.beginning
+    return stream_pb2.FollowRequest(start=start)
+
+
+def ack_message(positions: Iterable[tuple[int, int]]) -> stream_pb2.FollowRequest:
+    """Return an Ack of (partition, seqno) pairs."""
+    table = np.array(list(positions), POSITION)
+    return stream_pb2.FollowRequest(ack=stream_pb2.Ack(positions=table.tobytes()))

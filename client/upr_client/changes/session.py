@@ -6,7 +6,7 @@ server says means for that, is decided here.
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,10 +23,10 @@ from upr_client.changes.events import (
 )
 from upr_client.changes.groups import Membership, Ownership, fenced, is_of_group
 from upr_client.changes.ledger import Ledger
-from upr_client.changes.link import Clock, Reconnecting
+from upr_client.changes.link import Clock, Reconnecting, ack_message, start_message
 from upr_client.changes.options import ChangesOptions
 from upr_client.changes.status import ChangesStatus, Progress
-from upr_protocol.block import POSITION, STARTED, U64
+from upr_protocol.block import STARTED, U64
 from upr_protocol.consumer import Consumer, Delivery, Fate, State, fate_of
 from upr_protocol.errors import InvalidArgumentError, ProtocolError, RollbackError, UprError
 from upr_protocol.limits import PARTITIONS
@@ -889,44 +889,3 @@ class Following:
             generation=ownership.generation if ownership is not None else 0,
             owned=len(membership.owned) if membership is not None else 0,
         )
-
-
-PLAIN_STARTS: Final = 8
-"""Number of partitions from which a Start is a table; a few are easier to read one by one."""
-
-
-def start_message(
-    session: Consumer, partitions: Sequence[int], until_now: bool
-) -> stream_pb2.FollowRequest:
-    """Return a Start of these partitions, all of them ready; many go as a table where that says all."""
-    if len(partitions) >= PLAIN_STARTS:
-        records = session.plain_starts(partitions)
-        if records is not None:
-            plain = stream_pb2.Start(table=records.tobytes(), until_now=until_now)
-            return stream_pb2.FollowRequest(start=plain)
-    start = stream_pb2.Start()
-    for request in session.starts(partitions):
-        message = start.partitions.add(
-            partition=request.partition,
-            failover_id=request.failover_id,
-            seqno=request.seqno,
-            data_id=request.data_id,
-            horizon=request.horizon,
-        )
-        if request.until_exact is not None:
-            message.until_exact = request.until_exact
-        elif request.until_seqno is not None:
-            message.until_seqno = request.until_seqno
-        elif request.until_now:
-            message.until_now = True
-        if request.beginning == "now":
-            message.from_now = True
-        elif request.beginning is not None:
-            message.from_time = request.beginning
-    return stream_pb2.FollowRequest(start=start)
-
-
-def ack_message(positions: Iterable[tuple[int, int]]) -> stream_pb2.FollowRequest:
-    """Return an Ack of (partition, seqno) pairs."""
-    table = np.array(list(positions), POSITION)
-    return stream_pb2.FollowRequest(ack=stream_pb2.Ack(positions=table.tobytes()))
