@@ -295,13 +295,34 @@ def test_heartbeats_do_not_pile_up_behind_what_waits_for_acknowledgements() -> N
     assert made.following.session.lag() == {1: 8}, "how far it is behind is known all the same"
 
 
+def test_a_frame_that_waits_for_acknowledgements_gives_no_credit_back() -> None:
+    made = World(
+        ChangesOptions(only=Only([1]), tuning=Tuning(unacknowledged_max=1), acknowledge="manual")
+    )
+    made.open()
+    made.starts()
+    made.take(answers(started(1, 11)))
+    first, second = (frame((11, run_block(1, at, at + 1))).message for at in (0, 1))
+    taken = made.following.take(first, NO_HIGHS)
+    assert taken.consumed is first
+    made.following.hand_out()
+    made.following.acknowledge()
+    assert made.following.take(second, NO_HIGHS).consumed is None
+    assert made.following.take_held(NO_HIGHS) is None
+    assert taken.batch is not None
+    made.following.ledger.acknowledge_batch(taken.batch)  # type: ignore[union-attr]
+    later = made.following.take_held(NO_HIGHS)
+    assert later is not None
+    assert later.consumed is second
+
+
 def test_a_batch_that_is_not_at_its_end_is_not_taken_for_consumed() -> None:
     made = World(ChangesOptions(only=Only([1])))
     made.open()
     made.starts()
     made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 4))))
     made.iterate(2)
-    with pytest.raises(InvalidArgumentError, match="one by one"):
+    with pytest.raises(InvalidArgumentError, match="middle of a batch"):
         made.following.acknowledge()
     made.iterate(3)
     made.following.acknowledge()

@@ -468,12 +468,14 @@ class Follow:
             if waited:
                 self._state.check_heard(now())
             return None
-        message = self._unless_end(message)
+        given: stream_pb2.FollowResponse = self._unless_end(message)
+        return given
+
+    def consumed(self, message: stream_pb2.FollowResponse) -> None:
+        """Give back the credit of a message that is not kept."""
         credit = self._state.taken(message)
         if credit is not None:
             self._call.send(credit)
-        given: stream_pb2.FollowResponse = message
-        return given
 
     def told(self) -> stream_pb2.FollowResponse | None:
         """Return the next message about a member's share, None without one; does not wait."""

@@ -834,6 +834,8 @@ class AsyncChanges:
                 return None
             with self._mutex:
                 outcome = following.take(received, follow.highs())
+        if outcome.consumed is not None:
+            follow.consumed(outcome.consumed)
         if outcome.lost is not None:
             await self._lost(outcome.lost, outcome.finish_seconds)
         return outcome.batch

@@ -833,6 +833,8 @@ class Changes:
                 return None
             with self._mutex:
                 outcome = following.take(received, follow.highs())
+        if outcome.consumed is not None:
+            follow.consumed(outcome.consumed)
         if outcome.lost is not None:
             self._lost(outcome.lost, outcome.finish_seconds)
         return outcome.batch

@@ -64,12 +64,14 @@ class Outcome(NamedTuple):
         lost: why the call is of no use any more, None when it is; see ``lost``.
         finish_seconds: how long the server may take to end such a call; 0: it is ended at once.
         fatal: why a partition cannot be followed any more, None when each can.
+        consumed: the message, unless it is held: its credit can go back.
     """
 
     batch: ChangeBatch | None = None
     lost: UprError | None = None
     finish_seconds: float = 0.0
     fatal: UprError | None = None
+    consumed: stream_pb2.FollowResponse | None = None
 
 
 _ROLLBACKS_MAX: Final = 3
@@ -797,11 +799,12 @@ class Following:
         kind = message.WhichOneof("message")
         waits = self.holding or self._is_full or self._held
         if waits and kind not in ("heartbeat", "start_answers"):
-            # In order: what ends a stream must not overtake its last frame. Bounded by the credit. An answer may: a
-            # Start is sent only when all that was said of its partition before is taken.
+            # In order: what ends a stream must not overtake its last frame. Bounded by the credit, which a held frame
+            # does not give back. An answer may: a Start is sent only when all that was said of its partition before is
+            # taken.
             self._held.append(message)
             return Outcome()
-        return self._in_bounds(lambda: self._take(message, highs))
+        return self._in_bounds(lambda: self._take(message, highs))._replace(consumed=message)
 
     def take_held(self, highs: U64) -> Outcome | None:
         """Take the oldest message that came while nothing more could be handed out; None when there is none to be taken.
@@ -812,7 +815,7 @@ class Following:
         if not self._held or self._is_full or self.holding:
             return None
         message = self._held.popleft()
-        return self._in_bounds(lambda: self._take(message, highs))
+        return self._in_bounds(lambda: self._take(message, highs))._replace(consumed=message)
 
     def _in_bounds(self, take: Callable[[], Outcome | None]) -> Outcome:
         try:
