@@ -103,9 +103,9 @@ def test_good_lines(document: dict[str, Any], row: tuple[bytes, bytes | None]) -
         (b'{"key": "k", "value_base64": "a"}', "is not base64"),
         (b'{"key": "k", "value_base64": "a b="}', "is not base64"),
         (b'{"key": "k", "vlaue": ""}', '"vlaue" is not known'),
-        (b'{"key": "", "value": ""}', "a key of 0 bytes"),
+        (b'{"key": "", "value": ""}', "key is 0 bytes; must be 1"),
         (b'{"key": "\\ud800", "value": ""}', "surrogate"),
-        (json.dumps({"key": "k" * 4097, "value": ""}).encode(), "a key of 4097 bytes"),
+        (json.dumps({"key": "k" * 4097, "value": ""}).encode(), "key is 4097 bytes"),
     ],
 )
 def test_bad_lines_say_what_is_wrong(line: bytes, words: str) -> None:

@@ -169,7 +169,9 @@ class Follower:
             "consumer": self.name,
             "resume": self.positions,
             "only": Only(stability=stability),
-            "tuning": Tuning(heartbeat_seconds=HEARTBEAT_SECONDS, save_seconds=0.1, **tuning),
+            "tuning": Tuning(
+                **{"heartbeat_seconds": HEARTBEAT_SECONDS, "save_seconds": 0.1, **tuning}
+            ),
             "on_rollback": "event",
             "on_status": self.say,
         }

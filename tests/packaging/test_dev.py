@@ -96,8 +96,9 @@ def test_steps_do_not_see_another_environment_s_modules(
 def test_all_the_tests_end_with_a_tenth_of_the_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setenv("UPR_SIMULATION_SEEDS", "1")
-    for name in ("java", "lint"):
+    for name in ("lint", "node_packages"):
         monkeypatch.setattr(dev, name, lambda: None)
+    monkeypatch.setattr(dev.Program, "bring", lambda _: None)
     monkeypatch.setattr(dev.Environment, "run", lambda _, words, arguments: done.append(words))
     dev.test([])
     assert done == ["tests"]

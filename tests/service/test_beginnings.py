@@ -171,7 +171,7 @@ async def test_only_who_has_nothing_chooses(target: str) -> None:
             start_at(P, from_now=False),
         )
         assert [a.refused.reason for a in answers] == ["INVALID_ARGUMENT"] * 4 + ["", ""]
-        assert "neither seqno nor id" in answers[0].refused.hint
+        assert "leave out seqno and id" in answers[0].refused.hint
         assert [a.partition for a in answers] == [P, P, P, 1024, Q, P]
         assert not answers[5].started.HasField("start_seqno")
 

@@ -148,7 +148,7 @@ async def test_a_purge_without_room_ends_at_once_and_holds_up_no_reader(
     host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host.compactor, "_room", lambda: 0)
-    with pytest.raises(NoRoomError, match="room for 0 bytes"):
+    with pytest.raises(NoRoomError, match="room on the disk is 0 bytes"):
         await asyncio.wait_for(host.compactor.purge(P), WAIT_SECONDS)
     assert not host.bucket.purging.any()
     assert ends(host) == [2, 4]

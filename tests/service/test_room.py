@@ -22,7 +22,9 @@ def test_writes_that_wait_are_bounded_in_bytes_and_small_ones_have_a_room_of_the
     with ExitStack() as large:
         for _ in range(3):
             large.enter_context(room.waiting(20 * 2**20))
-        with pytest.raises(TooManyError, match="62914560 bytes wait") as refused:
+        with pytest.raises(
+            TooManyError, match="waiting writes would be 83886080 bytes; must be at most 67108864"
+        ) as refused:
             large.enter_context(room.waiting(20 * 2**20))
         assert refused.value.retriable
         with ExitStack() as small:
@@ -64,7 +66,7 @@ async def test_a_full_disk_refuses_writes_before_numbering_and_resumes_by_itself
         room = room_module.BUCKET_BYTES
         refusal = (await writer.write([(b"a", b"2")], number=2)).refused
         assert (refusal.reason, refusal.retriable) == ("NO_ROOM", True)
-        assert "room for 0 bytes above the reserve" in refusal.message
+        assert "room on the disk is 0 bytes above the reserve" in refusal.message
         # A write behind the refused one may not overtake it.
         writer.previous = 2
         later = (await writer.write([(b"a", b"3")], number=3)).refused

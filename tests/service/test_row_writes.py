@@ -108,9 +108,9 @@ async def test_numbers_count_whether_rows_or_a_block_carry_them(
 def bad_rows() -> list[tuple[list[kv.WriteRow], str]]:
     return [
         ([], "neither a block nor rows"),
-        ([row(b"")], "a key of 0 bytes, a key has 1 to 4096"),
-        ([row(b"k" * 4097)], "a key of 4097 bytes"),
-        ([row(b"k", b"v" * (20 * MIB + 1))], "the limit is 20971520"),
+        ([row(b"")], "key is 0 bytes; must be 1 to 4096"),
+        ([row(b"k" * 4097)], "key is 4097 bytes"),
+        ([row(b"k", b"v" * (20 * MIB + 1))], "must be at most 20971520"),
         ([row(b"k", partition=1024)], "partition is 1024, it must be from 0 to 1023"),
         ([row(b"k"), kv.WriteRow(key=b"k", value=b"v", deleted=True)], "row 1 is a delete"),
         ([row(b"k")] * (WRITE_ROWS_MAX + 1), f"10001 rows; must be at most {WRITE_ROWS_MAX}"),
