@@ -111,7 +111,7 @@ def bad_rows() -> list[tuple[list[kv.WriteRow], str]]:
         ([row(b"")], "key is 0 bytes; must be 1 to 4096"),
         ([row(b"k" * 4097)], "key is 4097 bytes"),
         ([row(b"k", b"v" * (20 * MIB + 1))], "must be at most 20971520"),
-        ([row(b"k", partition=1024)], "partition is 1024, it must be from 0 to 1023"),
+        ([row(b"k", partition=1024)], "partition is 1024; must be 0 to 1023"),
         ([row(b"k"), kv.WriteRow(key=b"k", value=b"v", deleted=True)], "row 1 is a delete"),
         ([row(b"k")] * (WRITE_ROWS_MAX + 1), f"10001 rows; must be at most {WRITE_ROWS_MAX}"),
         ([row(b"k", b"v" * (MIB // 2))] * 2, f"must be at most {WRITE_ROWS_BYTES_MAX}"),
