@@ -381,7 +381,8 @@ class Consumer:
                 f"bucket of the stored position of partition {partition} is {position.bucket!r}; must be {self.bucket!r}",
                 hint="keep the positions, and the data, of each bucket in a place of their own",
             )
-        self._begun[partition] = False
+        # With nothing received an id of data says only that it began at 0; see ``_begin_at``.
+        self._begun[partition] = not position.seqno and position.data_id is not None
         self._version[partition] = position.bucket_version
         self._seqno[partition] = position.seqno
         self._horizon[partition] = UNKNOWN_HORIZON if position.horizon is None else position.horizon
@@ -582,7 +583,7 @@ class Consumer:
             self._changed[partition] = True
         if log is not None:
             self._set_log(partition, log)
-        if start_seqno and self._beginning is not None:
+        if start_seqno is not None and self._beginning is not None:
             self._begin_at(partition, start_seqno, failover_id)
         # Also at 0, in an empty partition: what is written while the connection is lost is not to be missed.
         self._begun[partition] = True
@@ -618,7 +619,7 @@ class Consumer:
             )
         self._seqno[partition] = self._horizon[partition] = seqno
         self._data[partition] = failover_id
-        self._markers.replace(partition, (seqno,))
+        self._markers.replace(partition, (seqno,) if seqno else ())
         self._changed[partition] = True
 
     def rollback(

@@ -38,9 +38,9 @@ class Totals:
         self._dies = dies
         self._transactions = 0
 
-    def claim(self, partitions: list[int]) -> dict[int, Position]:
+    def claim(self, partitions: list[int]) -> dict[int, Position | None]:
         """Own partitions, so that the owner before can commit nothing more of them; return where they are."""
-        found = {}
+        found: dict[int, Position | None] = {}
         self.database.execute("BEGIN IMMEDIATE")
         for partition in partitions:
             (text,) = self.database.execute(
@@ -48,8 +48,8 @@ class Totals:
                 "ON CONFLICT (partition) DO UPDATE SET owner = excluded.owner RETURNING position",
                 (partition, self.owner),
             ).fetchone()
-            if text is not None:
-                found[partition] = Position.from_json(text)
+            # None: from the beginning. The position that the server has may be ahead of this database.
+            found[partition] = text and Position.from_json(text)
         self._note("assigned", partitions)
         self.database.execute("COMMIT")
         return found

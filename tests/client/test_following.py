@@ -464,6 +464,24 @@ def test_a_partition_that_began_now_at_0_goes_on_from_there() -> None:
     assert starts() == [(0, False)]
 
 
+def test_a_stored_position_tells_that_its_partition_began_now_at_0() -> None:
+    options = ChangesOptions(start="now", only=Only([1]))
+    made = World(options)
+    made.open()
+    made.following.due()
+    answer = started(1, 7, ID_A)
+    answer.started.start_seqno = 0
+    made.take(answers(answer))
+    stored = Position.from_json(made.following.position(1).to_json())
+    again = World(options)
+    again.following.load({1: stored})
+    again.open()
+    messages, _ = again.following.due()
+    (start,) = (one for message in messages for one in message.start.partitions)
+    assert (start.seqno, start.from_now) == (0, False)
+    assert not any(start.HasField(name) for name in ("failover_id", "data_id"))
+
+
 # What can be asked.
 
 

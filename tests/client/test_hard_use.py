@@ -127,6 +127,35 @@ def test_run_needs_somebody_who_takes_rollbacks(
 # ``ready``.
 
 
+def test_a_rollback_that_could_not_be_undone_is_told_again(server: ScriptedServer) -> None:
+    index, told = Index(), list[int]()
+    for key in KEYS:
+        server.write(key, b"old")
+
+    def handle(change: Change) -> None:
+        index.put(change)
+        if change.key == KEYS[-1]:
+            history_is_lost(server)
+        elif change.value == b"new":
+            changes.stop()
+
+    def undo(rollback: Rollback) -> None:
+        told.append(rollback.seqno)
+        if len(told) == 1:
+            raise OSError("the index cannot be written")
+
+    options: dict[str, Any] = {"acknowledge": "manual", "on_rollback": "event"}
+    with (
+        Client(server.target) as client,
+        client.bucket().changes(only=Only([P]), **options) as changes,
+    ):
+        with pytest.raises(OSError, match="cannot be written"):
+            changes.run(handle, on_rollback_event=undo)
+        changes.run(handle, on_rollback_event=undo)
+    assert len(told) == 2
+    assert told[0] == told[1]
+
+
 def test_what_is_written_once_it_is_ready_is_never_missed(server_process: StartServer) -> None:
     server = server_process()
     with Client(server.target) as writer:
@@ -189,6 +218,26 @@ def test_ready_gives_up_in_time_and_for_a_rollback(server: ScriptedServer) -> No
 
 
 # ``stop``.
+
+
+def test_nothing_is_ready_once_it_was_stopped(server: ScriptedServer) -> None:
+    with Client(server.target) as client, client.bucket().changes(only=Only([P])) as changes:
+        assert changes.ready(20)
+        changes.stop()
+        assert list(changes) == []
+        assert not changes.ready(20)
+
+
+def test_two_wait_for_ready_at_once(server_process: StartServer) -> None:
+    server = server_process()
+    found: list[bool] = []
+    with Client(server.target) as client, client.bucket().changes(start="now") as changes:
+        both = [threading.Thread(target=lambda: found.append(changes.ready(60))) for _ in range(2)]
+        for one in both:
+            one.start()
+        for one in both:
+            one.join()
+    assert found == [True, True]
 
 
 def stop_from_thread(changes: Changes) -> None:

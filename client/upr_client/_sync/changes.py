@@ -170,7 +170,11 @@ class Handling:
             for item in self._changes.batches():
                 if isinstance(item, Rollback):
                     assert self._options.on_rollback_event is not None
-                    maybe_await(self._options.on_rollback_event(item))
+                    try:
+                        maybe_await(self._options.on_rollback_event(item))
+                    except BaseException:
+                        self._changes._not_undone()
+                        raise
                 else:
                     self._share(item)
         finally:
@@ -266,6 +270,8 @@ _logger = logging.getLogger("upr_client")
 
 STOP_SECONDS: Final = 1.0
 """For so long the server may take to end a call that was stopped, where positions are not kept in it."""
+POLL_SECONDS: Final = 0.5
+"""Longest wait of ``ready`` before it looks again at who receives."""
 
 
 class Changes:
@@ -299,6 +305,7 @@ class Changes:
         self._closed = False
         # Held while something is received, so that ``ready`` does not do so beside an iteration.
         self._receiving = Semaphore(1)
+        self._asked = 0
         self._moved = Event()
         self._handling: Handling | None = None
 
@@ -534,7 +541,8 @@ class Changes:
         """Wait until every partition was started: whatever is written from then on will be handed out.
 
         With ``start="now"`` that is when now is. It connects by itself, so that it may come before the iteration, and
-        beside one of another task or thread it waits for that one to go on.
+        beside one of another task or thread it waits for that one to go on. Between two items of its own task's iteration
+        it would wait for itself.
 
         Args:
             seconds: how long to wait at most, about; None for ever.
@@ -551,25 +559,30 @@ class Changes:
             # Before the look at what it tells of, so that nothing is missed in between.
             self._moved.clear()
             with self._mutex:
-                if self._following.is_started:
+                if self._following.is_started and not self._ending.is_set():
                     return True
+                # What is in hand is not in its position yet: only the task that has it receives and connects again.
+                busy = self._asked or self._following.taken is not None
             if self._ending.is_set() or (until is not None and now() >= until):
                 return False
-            if not self._receiving.try_take():
-                self._moved.wait(None if until is None else until - now())
+            if busy or not self._receiving.try_take():
+                self._moved.wait(
+                    POLL_SECONDS if until is None else min(until - now(), POLL_SECONDS)
+                )
                 continue
             try:
                 if not self._start(until):
                     return False
             finally:
                 self._receiving.give_back()
+                self._moved.set()
 
     def _start(self, until: float | None) -> bool:
         """Do what comes before the first frame; False when the application has to undo something first."""
         following = self._following
         following.holding = True
         try:
-            while not following.is_started and not self._ending.is_set():
+            while not (following.is_started or self._ending.is_set() or self._asked):
                 self._report()
                 self._tell_revoked()
                 left = None if until is None else until - now()
@@ -577,7 +590,9 @@ class Changes:
                     break
                 with self._mutex:
                     step = following.next_step(self._follow is not None)
-                if step is Step.UNDO and self._options.on_rollback in ("event", "restart"):
+                if step is Step.FINISH or (
+                    step is Step.UNDO and self._options.on_rollback in ("event", "restart")
+                ):
                     return False
                 self._do(step, left)
         finally:
@@ -587,7 +602,17 @@ class Changes:
     def _next_item(self) -> ChangeBatch | Rollback | None:
         """Return what is handed out next; None at the end."""
         self._check_usable()
-        self._receiving.take()
+        with self._mutex:
+            self._asked += 1
+            follow = self._follow
+        try:
+            if follow is not None:
+                # Whoever receives in ``ready`` makes room.
+                follow.wake()
+            self._receiving.take()
+        finally:
+            with self._mutex:
+                self._asked -= 1
         try:
             return self._go_on()
         finally:
@@ -617,12 +642,21 @@ class Changes:
             self._handling.drain()
         # First, so that the last acknowledgement still goes over this call.
         self.save()
+        if self._ending.is_set() and self._entered and self._following.ownership is not None:
+            # ``close`` ends the call: what is acknowledged until then counts, and a member lets its partitions go before
+            # the next owner begins.
+            return None
         seconds = self._bucket.connection.connect_timeout
         if self._ending.is_set() and self._following.ownership is None:
             # What is said last is of use and not needed: a server that hangs holds up nobody who was stopped.
             seconds = min(seconds, STOP_SECONDS)
         self._drop_call(seconds)
         return None
+
+    def _not_undone(self) -> None:
+        """Take back a rollback that was handed out and not undone: it comes again."""
+        with self._mutex:
+            self._following.let_go()
 
     def _do(self, step: Step, seconds: float | None = None) -> ChangeBatch | Rollback | None:
         """Do a step; waits for a message no longer than ``seconds``."""

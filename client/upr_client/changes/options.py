@@ -64,7 +64,7 @@ class Group:
         lease_seconds: 1 to 3600; how long a member's partitions stay its own while the server does not hear from it.
             After that nothing more is handed out until the server assigns partitions again.
         on_assigned: called with partitions that became this member's, before the first change of them; may return a
-            dict of positions to go on from instead of those in the server. Called again for those that an operator
+            dict of positions to go on from instead of those in the server, None where ``start`` counts. Called again for those that an operator
             sets back.
         on_revoked: called with partitions that are this member's no more: after what it acknowledged of them was
             stored and before the next owner begins, or as soon as it is known that they are lost.
@@ -113,6 +113,10 @@ class Only:
     def __post_init__(self) -> None:
         if self.partitions is not None:
             chosen = tuple(check_partition(partition) for partition in self.partitions)
+            if not chosen:
+                raise InvalidArgumentError(
+                    "partitions is empty; must name one or more, or be None for all"
+                )
             object.__setattr__(self, "partitions", chosen)
         if not isinstance(self.key_prefix, bytes):
             raise InvalidArgumentError(f"key_prefix is {self.key_prefix!r}; must be bytes")
@@ -226,6 +230,11 @@ class ChangesOptions:
                 f'acknowledge is {self.acknowledge!r}; must be "auto" or "manual"'
             )
         object.__setattr__(self, "beginning", _beginning(self.start))
+        if self.on_rollback == "restart" and self.beginning is not None:
+            raise InvalidArgumentError(
+                f'start is {self.start!r}; must be "beginning" with on_rollback="restart"',
+                hint='after a restart all of a partition comes again; pass "event" or a function',
+            )
         object.__setattr__(self, "ends", _exact_ends(self.until))
         object.__setattr__(self, "partitions", self._followed())
         self._check_resume()
@@ -352,7 +361,7 @@ def _beginning(start: Start) -> Beginning:
                 f"start is {start}; must have a time zone", hint="for example datetime.now(UTC)"
             )
         start = start.timestamp()
-    if isinstance(start, bool | str) or not 0 <= start < 2**43:
+    if isinstance(start, bool) or not isinstance(start, int | float) or not 0 <= start < 2**43:
         raise InvalidArgumentError(
             f'start is {start!r}; must be "beginning", "now", a datetime or seconds since the epoch'
         )

@@ -481,6 +481,9 @@ class Following:
         ownership, membership = self.ownership, self._membership
         if membership is not None and not membership.is_told:
             return False
+        if self._saving.must:
+            # Where it began is not stored yet: after a crash now would be later.
+            return False
         return not (ownership is not None and ownership.to_load) and self.session.all_started
 
     @property
