@@ -101,6 +101,8 @@ GROUPS_UNDER_WAY_MAX: Final = 2
 GROUP_ROWS_MAX: Final = 4096
 """Single writes of one bucket object go together in groups of so many rows, and BLOCK_COLUMN_BYTES or one row, while so
 many groups are under way."""
+GATHERED_ROWS_MAX: Final = 4 * GROUP_ROWS_MAX
+"""Unanswered single writes of one bucket object; further ones wait before they are taken."""
 WRITE_CALLS_MAX: Final = 1250
 FOLLOW_CALLS_MAX: Final = 1250
 OTHER_CALLS_MAX: Final = 1250

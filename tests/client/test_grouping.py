@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,15 +22,25 @@ from tests.client.scripted import (
     write_refused,
 )
 from upr_client import AsyncBucket, AsyncClient, WriteResult
+from upr_client._async import writer as writer_module
+from upr_client._async.io import Background
+from upr_client._async.writer import AsyncBlockWriter
 from upr_client.errors import (
+    ClosedError,
     InvalidArgumentError,
     NoRoomError,
     PartitionNotActiveError,
+    StorageFailedError,
     UnknownOutcomeError,
     UprError,
 )
-from upr_client.writing import Gathering, Row
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, GROUP_ROWS_MAX
+from upr_client.writing import Gathering, Group, Row
+from upr_protocol.limits import (
+    BLOCK_COLUMN_BYTES,
+    GATHERED_ROWS_MAX,
+    GROUP_ROWS_MAX,
+    WRITES_IN_FLIGHT_MAX,
+)
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.codec import block_from_message
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
@@ -74,6 +85,17 @@ async def outcomes(
             for heard in server.calls["write"]
         ]
         return told, rows
+
+
+async def free_room(writer: AsyncBlockWriter) -> tuple[int, int]:
+    """Take what room there is: return of how many writes it was, and of how many single ones."""
+    found = []
+    for room in (writer._room, writer._row_room):
+        taken = 0
+        while await room.try_take():
+            taken += 1
+        found.append(taken)
+    return found[0], found[1]
 
 
 def went(partition: int, seqno: int = 1) -> WriteResult:
@@ -167,6 +189,134 @@ async def test_a_row_for_which_its_group_is_refused_fails_alone() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_group_is_not_divided_when_no_row_can_be_the_reason() -> None:
+    first = [*BEGIN, write_refused(3, StorageFailedError("no disk")), HalfClosed()]
+    told, rows = await outcomes([first])
+    assert told[:2] == [went(A), went(B)]
+    assert {type(one) for one in told[2:]} == {StorageFailedError}
+    assert len({id(one) for one in told[2:]}) == 3
+    assert rows == [[1, 1, 3]]
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_was_refused_for_now_and_then_for_good_is_told_the_latter() -> None:
+    parts = sorted([(C, 0, 1), (E, 0, 1)])
+    refused = (D, PartitionNotActiveError("for now", retriable=True))
+    first: list[Step] = [*BEGIN, applied(3, *parts, refused=refused), HalfClosed()]
+    second: list[Step] = [Expect("open"), write_opened(last_number=3), Expect("write")]
+    second += [write_refused(4, StorageFailedError("no disk")), HalfClosed()]
+    told, rows = await outcomes([first, second])
+    assert [one for one in told if isinstance(one, WriteResult)] == [went(p) for p in (A, B, C, E)]
+    assert isinstance(told[3], StorageFailedError)
+    assert rows == [[1, 1, 3], [1]]
+
+
+@pytest.mark.asyncio
+async def test_rows_wait_for_room_and_whoever_is_cancelled_then_is_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cancelled one that was taken keeps its room: else there is no bound while the server is slow."""
+    monkeypatch.setattr(writer_module, "GATHERED_ROWS_MAX", 3)
+    script = [*BEGIN, applied(3, (C, 0, 1)), Expect("write"), applied(4, (E, 0, 1)), HalfClosed()]
+
+    def cancelled(tasks: list[asyncio.Task[WriteResult]]) -> None:
+        tasks[2].cancel()
+        tasks[3].cancel()
+
+    told, rows = await outcomes([script], beside=cancelled)
+    assert [type(one) for one in told[2:4]] == [asyncio.CancelledError] * 2
+    assert [*told[:2], told[4]] == [went(A), went(B), went(E)]
+    assert rows == [[1, 1, 1, 1]]
+
+
+@pytest.mark.asyncio
+async def test_those_who_wait_for_room_are_told_of_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "GATHERED_ROWS_MAX", 2)
+    async with serve(write=[[Expect("open"), write_opened(), HalfClosed()]]) as server:
+        client = AsyncClient(server.target)
+        tasks = await begun(client.bucket(), KEYS)
+        await client.close()
+        async with asyncio.timeout(10):
+            told = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {type(one) for one in told[2:]} == {ClosedError}
+
+
+@pytest.mark.asyncio
+async def test_what_was_not_sent_is_told_without_being_made_into_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = 0
+    request = Group.request
+
+    def counted(group: Group) -> kv_pb2.WriteRequest:
+        nonlocal made
+        made += 1
+        return request(group)
+
+    monkeypatch.setattr(Group, "request", counted)
+    script = [*OPENED, Abort(StorageFailedError("no disk"))]
+    async with serve(write=[script]) as server, AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        tasks = await begun(bucket, KEYS)
+        told = await asyncio.gather(*tasks, return_exceptions=True)
+        assert await free_room(bucket._writer()) == (WRITES_IN_FLIGHT_MAX, GATHERED_ROWS_MAX)
+    assert [type(one) for one in told] == [UnknownOutcomeError] * 2 + [StorageFailedError] * 3
+    assert made == 2
+
+
+@pytest.mark.asyncio
+async def test_a_writer_whose_background_did_not_start_starts_it_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures = 4
+
+    def background(*arguments: Any) -> Background:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise RuntimeError("can't start new thread")
+        return Background(*arguments)
+
+    monkeypatch.setattr(writer_module, "Background", background)
+    script = [Expect("open"), write_opened(), Expect("write"), applied(1, (A, 0, 1)), HalfClosed()]
+    async with serve(write=[script]) as server, AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start"):
+                await bucket.set(b"b", b"v")
+            with pytest.raises(RuntimeError, match="can't start"):
+                await bucket.write_many([(b"b", b"v")])
+        async with asyncio.timeout(10):
+            assert await bucket.set(b"a", b"v") == went(A)
+        assert await free_room(bucket._writer()) == (WRITES_IN_FLIGHT_MAX, GATHERED_ROWS_MAX)
+
+
+@pytest.mark.asyncio
+async def test_rows_of_which_no_write_can_be_made_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Group.request
+
+    def scarce(group: Group) -> kv_pb2.WriteRequest:
+        if len(group.rows) > 1:
+            raise MemoryError("3 rows")
+        return request(group)
+
+    monkeypatch.setattr(Group, "request", scarce)
+    script = [Expect("open"), write_opened(), Expect("write"), applied(1, (A, 0, 1)), HalfClosed()]
+    async with serve(write=[script]) as server, AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        async with asyncio.timeout(10):
+            told = await asyncio.gather(
+                *(bucket.set(key, b"v") for key in KEYS[1:4]), return_exceptions=True
+            )
+            assert await bucket.set(b"a", b"v") == went(A)
+        assert await free_room(bucket._writer()) == (WRITES_IN_FLIGHT_MAX, GATHERED_ROWS_MAX)
+    # Whose turn it was sees the reason itself.
+    assert isinstance(told[0], MemoryError)
+    assert {type(one) for one in told[1:]} == {UprError}
+    assert "could not be made" in str(told[1])
+
+
+@pytest.mark.asyncio
 async def test_a_cancelled_write_leaves_the_others_alone() -> None:
     parts = sorted([(C, 0, 1), (D, 0, 1), (E, 0, 1)])
     told, rows = await outcomes(
@@ -191,6 +341,21 @@ async def test_closing_sends_what_was_begun() -> None:
         assert await writer._opened.wait() or writer._accepted
         await client.close()
         assert await asyncio.gather(*tasks) == [went(p) for p in (A, B, C, D, E)]
+
+
+@pytest.mark.asyncio
+async def test_what_the_window_does_not_take_before_closing_is_not_told_as_unknown() -> None:
+    script: list[Step] = [Expect("open"), write_opened(in_flight=1), Expect("write"), HalfClosed()]
+    async with serve(write=[[*script, applied(1, (A, 0, 1))]]) as server:
+        client = AsyncClient(server.target)
+        bucket = client.bucket()
+        tasks = await begun(bucket, KEYS)
+        writer = bucket._writer()
+        assert await writer._opened.wait() or writer._accepted
+        await client.close()
+        told = await asyncio.gather(*tasks, return_exceptions=True)
+    assert told[0] == went(A)
+    assert {type(one) for one in told[1:]} == {ClosedError}
 
 
 ROWS = st.lists(

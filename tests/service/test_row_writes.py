@@ -140,6 +140,15 @@ async def test_bad_rows_are_refused_and_the_call_goes_on(server_process: StartSe
         assert sum(end - start for start, end in seqnos_of(result).values()) == WRITE_ROWS_MAX
 
 
+def test_a_number_of_ten_bytes_is_as_large_as_parsing_says() -> None:
+    """A number above 64 bits cannot be answered: the call would end with an error of the server."""
+    raw = kv.WriteRequest(write=kv.WriteBlock(number=2**64 - 1)).SerializeToString()
+    assert raw.endswith(b"\xff\x01")
+    raw = raw[:-1] + b"\x7f"
+    number = kv.WriteRequest.FromString(raw).write.number
+    assert outline_of(raw).number == number == 2**64 - 1
+
+
 @given(
     st.integers(0, 2**63 - 1),
     st.lists(st.binary(max_size=300), max_size=4),

@@ -560,7 +560,8 @@ def _varint_at(raw: bytes, at: int) -> tuple[int, int]:
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            # Ten bytes hold 70 bits; as in parsing, those above 64 do not count.
+            return value & (2**64 - 1), at
     raise IndexError
 
 

@@ -6,6 +6,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -34,6 +35,7 @@ from upr_protocol.block import Block, build_block, check_row
 from upr_protocol.errors import (
     BucketGoneError,
     ClosedError,
+    InvalidArgumentError,
     OutOfOrderError,
     PartlyWrittenError,
     UnavailableError,
@@ -41,6 +43,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.limits import (
+    GATHERED_ROWS_MAX,
     GROUPS_UNDER_WAY_MAX,
     KEY_BYTES_MAX,
     VALUE_BYTES_MAX,
@@ -148,6 +151,7 @@ class BlockWriter:
         self._version = 0
         self._window = WRITES_IN_FLIGHT_MAX
         self._room = Semaphore(WRITES_IN_FLIGHT_MAX)
+        self._row_room = Semaphore(GATHERED_ROWS_MAX)
         self._work = Event()
         self._closing = Event()
         self._progress_at = 0.0
@@ -185,12 +189,14 @@ class BlockWriter:
         write = Write(write_request(block, durability), on_done)
         self._room.take()
         with self._mutex:
-            if self._closing.is_set():
+            try:
+                self._start()
+                # What was begun before must not come behind it.
+                self._send_groups(everything=True)
+            except BaseException:
                 # Pass the place on, so that the next waiter sees the same error.
                 self._room.give_back()
-                raise ClosedError("the client was closed", hint="open a new one")
-            # What was begun before must not come behind it.
-            self._send_groups(everything=True)
+                raise
             self._add(write)
         return write
 
@@ -199,18 +205,26 @@ class BlockWriter:
     ) -> WriteResult:
         """Write one row that ``check_row`` has passed, together with what others write at the same time.
 
-        It goes out at once unless GROUPS_UNDER_WAY_MAX groups are under way. Whoever is cancelled only waits no more:
-        the row is written all the same.
+        It goes out at once unless GROUPS_UNDER_WAY_MAX groups are under way, and waits before it is taken while
+        GATHERED_ROWS_MAX rows are unanswered. Whoever is cancelled later only waits no more: the row is written all
+        the same.
 
         Raises:
+            ClosedError: the writer was closed.
             UprError: why this row was not written, or may not have been.
         """
         done = Event()
         row = Row(key, value, done.set)
+        # Those who were cancelled must not pile up behind a slow server.
+        self._row_room.take()
         with self._mutex:
-            if self._closing.is_set():
-                raise ClosedError("the client was closed", hint="open a new one")
-            self._gathering.add(row, durability)
+            try:
+                self._start()
+                self._gathering.add(row, durability)
+            except BaseException:
+                # As in ``submit``.
+                self._row_room.give_back()
+                raise
         try:
             # A message costs more than a turn of the loop: those who are about to write come along.
             give_way()
@@ -223,12 +237,45 @@ class BlockWriter:
         assert row.outcome is not None
         return row.outcome
 
+    def _start(self) -> None:
+        """See that the runner runs, before anything is taken: without it what is taken waits for ever.
+
+        Raises:
+            ClosedError: the writer was closed.
+        """
+        if self._closing.is_set():
+            raise ClosedError("the client was closed", hint="open a new one")
+        if self._runner is None:
+            self._runner = Background(self._run, "upr-writer")
+
     def _send_groups(self, *, everything: bool = False) -> None:
+        failed: BaseException | None = None
         while everything or self._groups_under_way < GROUPS_UNDER_WAY_MAX:
             group = self._gathering.take()
             if group is None:
-                return
-            self._add(Write(group.request(), group=group))
+                break
+            try:
+                write = Write(group.request(), group=group)
+            except BaseException as failure:
+                # Nothing else would end the waiting of these rows, nor send the groups behind them.
+                self._tell(group, [], {}, UprError(f"the write could not be made: {failure!r}"))
+                failed = failed or failure
+            else:
+                self._add(write)
+        if failed is not None:
+            raise failed
+
+    def _tell(
+        self,
+        group: Group,
+        runs: list[Run],
+        refused: dict[int, types_pb2.Problem],
+        error: UprError | None,
+    ) -> None:
+        """Tell the rows of a group their outcome, and give their room back."""
+        group.tell(runs, refused, error)
+        for _ in group.rows:
+            self._row_room.give_back()
 
     def _add(self, write: Write) -> None:
         if not self._pending:
@@ -244,8 +291,6 @@ class BlockWriter:
         self._unsent.append((self._order, write))
         self._send_some()
         self._work.set()
-        if self._runner is None:
-            self._runner = Background(self._run, "upr-writer")
 
     def _send_some(self) -> None:
         """Send what may be sent now, in order."""
@@ -267,7 +312,11 @@ class BlockWriter:
     def close(self, seconds: float) -> None:
         """Wait at most so long for the outstanding answers, then end the call."""
         with self._mutex:
-            self._send_groups(everything=True)
+            with suppress(Exception):
+                # Rows of which no write could be made were told so.
+                self._send_groups(everything=True)
+            # What the window did not take is not sent any more: behind the half-close it would be dropped unseen.
+            self._accepted = False
             self._closing.set()
             self._work.set()
             call, runner = self._call, self._runner
@@ -478,7 +527,9 @@ class BlockWriter:
             # Refused this time: an earlier call may have applied it.
             error = self._failure(write, error)
         behind = bool(self._expected)
-        if write.group is None or not self._split(order, write):
+        if write.group is None or not self._split(order, write, error):
+            # Where a partition refused its part only for now, this is what became of it.
+            write.problems = {p: why for p, why in write.problems.items() if not why.retriable}
             self._finish(order, error)
         if self._places:
             self._fail_behind(error)
@@ -489,18 +540,24 @@ class BlockWriter:
             self._previous, self._broken = self._taken, False
             self._send_some()
 
-    def _split(self, order: int, write: Write) -> bool:
-        """Send a group that was refused for good again as two, for one row may be the reason; False if it cannot be."""
+    def _split(self, order: int, write: Write, error: UprError) -> bool:
+        """Send a group that was refused for good again as two if one row may be the reason; False if it cannot be."""
         assert write.group is not None
         rows = write.group.rows
+        # Any other reason would refuse each part as well, one lost call after the other.
+        if not isinstance(error, InvalidArgumentError):
+            return False
         if write.unknown or write.runs or write.problems or len(rows) == 1:
             return False
         half = len(rows) // 2
-        del self._pending[order]
+        parts = []
         for place, part in ((order, rows[half:]), (order - len(rows) + half, rows[:half])):
             group = Group(write.group.number, write.group.kind, rows=part)
-            self._pending[place] = Write(group.request(), group=group)
-            self._unsent.appendleft((place, self._pending[place]))
+            parts.append((place, Write(group.request(), group=group)))
+        # Only now, when nothing can fail any more: what is not pending is never told.
+        del self._pending[order]
+        self._pending.update(parts)
+        self._unsent.extendleft(parts)
         self._pending = dict(sorted(self._pending.items()))
         self._groups_under_way += 1
         self._progress_at = now()
@@ -521,14 +578,15 @@ class BlockWriter:
         refused = {
             p: why for p, why in write.problems.items() if not (write.unknown and why.retriable)
         }
-        write.group.tell(write.runs, refused, error)
+        self._tell(write.group, write.runs, refused, error)
 
     def _fail_all(self, error: UprError) -> None:
-        # What waits for its turn would be tried no longer than what is in front of it.
-        self._send_groups(everything=True)
         self._dead = error if self._places else None
         for order, write in list(self._pending.items()):
             self._finish(order, self._failure(write, error))
+        # What waits for its turn would be tried no longer than what is in front of it.
+        while (group := self._gathering.take()) is not None:
+            self._tell(group, [], {}, _not_sent(error))
 
     def _failure(self, write: Write, error: UprError) -> UprError:
         if write.unknown:
@@ -545,9 +603,14 @@ class BlockWriter:
                 f"partitions refused their part of a write at each retry; the rest was applied: {write.refused.message}",
                 hint=write.refused.hint,
             )
-        if not error.retriable:
-            return error
-        return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
+        return _not_sent(error)
+
+
+def _not_sent(error: UprError) -> UprError:
+    """Return the error of a write that was never sent, because of this one."""
+    if not error.retriable:
+        return error
+    return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
 
 
 class Writer:
