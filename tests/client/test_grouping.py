@@ -22,9 +22,9 @@ from tests.client.scripted import (
     write_refused,
 )
 from upr_client import AsyncBucket, AsyncClient, WriteResult
-from upr_client._async import writer as writer_module
+from upr_client._async import block_writer as writer_module
+from upr_client._async.block_writer import AsyncBlockWriter
 from upr_client._async.io import Background
-from upr_client._async.writer import AsyncBlockWriter
 from upr_client.errors import (
     ClosedError,
     InvalidArgumentError,

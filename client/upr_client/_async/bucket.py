@@ -4,12 +4,13 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
 
+from upr_client._async.block_writer import AsyncBlockWriter, Write
 from upr_client._async.call import BucketHandle, Connection
 from upr_client._async.changes import AsyncChanges
 from upr_client._async.cuts import AsyncHeldCut
 from upr_client._async.io import give_way, mutex
 from upr_client._async.view import AsyncView
-from upr_client._async.writer import AsyncBlockWriter, AsyncWriter, Write
+from upr_client._async.writer import AsyncWriter
 from upr_client.changes.options import (
     ChangesOptions,
     Only,

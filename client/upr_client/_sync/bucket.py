@@ -5,12 +5,13 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
 
+from upr_client._sync.block_writer import BlockWriter, Write
 from upr_client._sync.call import BucketHandle, Connection
 from upr_client._sync.changes import Changes
 from upr_client._sync.cuts import HeldCut
 from upr_client._sync.io import give_way, mutex
 from upr_client._sync.view import View
-from upr_client._sync.writer import BlockWriter, Write, Writer
+from upr_client._sync.writer import Writer
 from upr_client.changes.options import (
     ChangesOptions,
     Only,

@@ -1,0 +1,600 @@
+"""Block writer: one call on which writes are numbered, sent in order, answered, and sent again after a lost connection."""
+
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from upr_client import backoff
+from upr_client._async.call import Call, Stubs
+from upr_client._async.io import Background, Event, Semaphore, give_way, mutex, now
+from upr_client.endpoints import moves_on
+from upr_client.writing import (
+    Gathering,
+    Group,
+    Row,
+    WriteResult,
+    part_of,
+    partly_refused,
+    result_runs,
+    window_of,
+    write_request,
+)
+from upr_protocol.block import Block
+from upr_protocol.errors import (
+    BucketGoneError,
+    ClosedError,
+    InvalidArgumentError,
+    OutOfOrderError,
+    PartlyWrittenError,
+    UnavailableError,
+    UnknownOutcomeError,
+    UprError,
+)
+from upr_protocol.limits import (
+    GATHERED_ROWS_MAX,
+    GROUPS_UNDER_WAY_MAX,
+    WRITES_IN_FLIGHT_MAX,
+)
+from upr_protocol.wire.grpc import error_of
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
+from upr_protocol.wire.v1 import types_pb2
+
+_logger = logging.getLogger("upr_client")
+
+Run = tuple[int, int, int, int]
+
+
+class Write:
+    """One write under way."""
+
+    __slots__ = (
+        "done",
+        "error",
+        "failed",
+        "group",
+        "number",
+        "on_done",
+        "problems",
+        "refused",
+        "request",
+        "runs",
+        "unknown",
+    )
+
+    def __init__(
+        self,
+        request: kv_pb2.WriteRequest,
+        on_done: Callable[[], object] | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self.request = request
+        self.on_done = on_done
+        self.group = group
+        """The single writes that it consists of; None for a block."""
+        self.number = 0
+        """0 while it has none: it gets one when it is sent."""
+        self.unknown = False
+        """True if a call ended, or was answered, without its outcome: then its number stays."""
+        self.refused: UprError | None = None
+        """Retriable refusal after which the write, or the rest of it, is sent again."""
+        self.failed: UprError | None = None
+        """Why partitions refused their part for good."""
+        self.problems: dict[int, types_pb2.Problem] = {}
+        """Of each partition that refused its part: why it did so last."""
+        self.runs: list[Run] = []
+        self.error: UprError | None = None
+        self.done = Event()
+
+    async def result(self) -> list[Run]:
+        """Wait for the outcome: the runs that were applied, or the error is raised."""
+        await self.done.wait()
+        if self.error is not None:
+            raise self.error
+        return self.runs
+
+
+class AsyncBlockWriter:
+    """Writes of one producer into one bucket, in order.
+
+    Args:
+        stubs: returns the services of the endpoint to use now.
+        failed: called with the error of a lost call, and the way it was opened.
+        bucket: the bucket's name.
+        producer: name of the writer, by which the server recognises retries.
+        connect_seconds: how long the server may take to accept a call.
+        retry_seconds: how long to try without any progress; None for ever.
+        on_version: called with the bucket's version.
+        first_number: of the first write; None for the one after the last that the server knows of the producer. With
+            it a number is a write's place: it stays also after a refusal, and when a write fails all behind it do.
+    """
+
+    def __init__(
+        self,
+        stubs: Callable[[], Stubs],
+        failed: Callable[[UprError, Stubs], None],
+        bucket: str,
+        producer: str,
+        connect_seconds: float,
+        retry_seconds: float | None,
+        on_version: Callable[[int], None],
+        first_number: int | None = None,
+    ) -> None:
+        self._stubs = stubs
+        self._failed = failed
+        self._bucket = bucket
+        self._producer = producer
+        self._connect_seconds = connect_seconds
+        self._retry_seconds = retry_seconds
+        self._on_version = on_version
+        self._mutex = mutex()
+        self._gathering = Gathering()
+        self._groups_under_way = 0
+        self._pending: dict[int, Write] = {}
+        self._order = 0
+        self._next_number = first_number
+        self._places = first_number is not None
+        self._version = 0
+        self._window = WRITES_IN_FLIGHT_MAX
+        self._room = Semaphore(WRITES_IN_FLIGHT_MAX)
+        self._row_room = Semaphore(GATHERED_ROWS_MAX)
+        self._work = Event()
+        self._closing = Event()
+        self._progress_at = 0.0
+        self._runner: Background | None = None
+        # Of the call that is open.
+        self._call: Call | None = None
+        self._accepted = False
+        self._opened = Event()
+        self._ended = Event()
+        self._end: UprError | None = None
+        self._unsent: deque[tuple[int, Write]] = deque()
+        self._expected: deque[tuple[int, Write]] = deque()
+        self._previous = 0
+        """The number sent last, and of the write that the server took last, both 0 for none."""
+        self._taken = 0
+        self._broken = False
+        """True if a write was refused completely: then this call applied nothing behind it."""
+        self._dead: UprError | None = None
+        """Why a sequence of places goes no further."""
+
+    async def submit(
+        self,
+        block: Block,
+        durability: types_pb2.Durability.ValueType,
+        on_done: Callable[[], object] | None = None,
+    ) -> Write:
+        """Queue a write behind those before it; waits while as many are outstanding as may be.
+
+        Args:
+            on_done: called when the outcome is known, in the background; must not block.
+
+        Raises:
+            ClosedError: the writer was closed.
+        """
+        write = Write(write_request(block, durability), on_done)
+        await self._room.take()
+        with self._mutex:
+            try:
+                self._start()
+                # What was begun before must not come behind it.
+                self._send_groups(everything=True)
+            except BaseException:
+                # Pass the place on, so that the next waiter sees the same error.
+                self._room.give_back()
+                raise
+            self._add(write)
+        return write
+
+    async def write_row(
+        self, key: bytes, value: bytes | None, durability: types_pb2.Durability.ValueType
+    ) -> WriteResult:
+        """Write one row that ``check_row`` has passed, together with what others write at the same time.
+
+        It goes out at once unless GROUPS_UNDER_WAY_MAX groups are under way, and waits before it is taken while
+        GATHERED_ROWS_MAX rows are unanswered. Whoever is cancelled later only waits no more: the row is written all
+        the same.
+
+        Raises:
+            ClosedError: the writer was closed.
+            UprError: why this row was not written, or may not have been.
+        """
+        done = Event()
+        row = Row(key, value, done.set)
+        # Those who were cancelled must not pile up behind a slow server.
+        await self._row_room.take()
+        with self._mutex:
+            try:
+                self._start()
+                self._gathering.add(row, durability)
+            except BaseException:
+                # As in ``submit``.
+                self._row_room.give_back()
+                raise
+        try:
+            # A message costs more than a turn of the loop: those who are about to write come along.
+            await give_way()
+        finally:
+            with self._mutex:
+                self._send_groups()
+        await done.wait()
+        if isinstance(row.outcome, UprError):
+            raise row.outcome
+        assert row.outcome is not None
+        return row.outcome
+
+    def _start(self) -> None:
+        """See that the runner runs, before anything is taken: without it what is taken waits for ever.
+
+        Raises:
+            ClosedError: the writer was closed.
+        """
+        if self._closing.is_set():
+            raise ClosedError("the client was closed", hint="open a new one")
+        if self._runner is None:
+            self._runner = Background(self._run, "upr-writer")
+
+    def _send_groups(self, *, everything: bool = False) -> None:
+        failed: BaseException | None = None
+        while everything or self._groups_under_way < GROUPS_UNDER_WAY_MAX:
+            group = self._gathering.take()
+            if group is None:
+                break
+            try:
+                write = Write(group.request(), group=group)
+            except BaseException as failure:
+                # Nothing else would end the waiting of these rows, nor send the groups behind them.
+                self._tell(group, [], {}, UprError(f"the write could not be made: {failure!r}"))
+                failed = failed or failure
+            else:
+                self._add(write)
+        if failed is not None:
+            raise failed
+
+    def _tell(
+        self,
+        group: Group,
+        runs: list[Run],
+        refused: dict[int, types_pb2.Problem],
+        error: UprError | None,
+    ) -> None:
+        """Tell the rows of a group their outcome, and give their room back."""
+        group.tell(runs, refused, error)
+        for _ in group.rows:
+            self._row_room.give_back()
+
+    def _add(self, write: Write) -> None:
+        if not self._pending:
+            self._progress_at = now()
+        rows = 0 if write.group is None else len(write.group.rows)
+        self._groups_under_way += rows > 0
+        # Each row has a place in the order, for when its group is split.
+        self._order += max(rows, 1)
+        self._pending[self._order] = write
+        if self._dead is not None:
+            self._finish(self._order, self._dead)
+            return
+        self._unsent.append((self._order, write))
+        self._send_some()
+        self._work.set()
+
+    def _send_some(self) -> None:
+        """Send what may be sent now, in order."""
+        while self._accepted and self._unsent and len(self._expected) < self._window:
+            self._send(*self._unsent.popleft())
+
+    def _send(self, order: int, write: Write) -> None:
+        assert self._call is not None
+        if not write.number:
+            assert self._next_number is not None
+            write.number = write.request.write.number = self._next_number
+            self._next_number += 1
+        write.refused = None
+        write.request.write.previous_number = self._previous
+        self._previous = write.number
+        self._expected.append((order, write))
+        self._call.send(write.request)
+
+    async def close(self, seconds: float) -> None:
+        """Wait at most so long for the outstanding answers, then end the call."""
+        with self._mutex:
+            with suppress(Exception):
+                # Rows of which no write could be made were told so.
+                self._send_groups(everything=True)
+            # What the window did not take is not sent any more: behind the half-close it would be dropped unseen.
+            self._accepted = False
+            self._closing.set()
+            self._work.set()
+            call, runner = self._call, self._runner
+        if call is not None:
+            await call.finish(seconds if self._expected else min(seconds, 1.0))
+        if runner is not None:
+            await runner.join()
+
+    # In the background.
+
+    async def _run(self) -> None:
+        attempt = 0
+        while True:
+            await self._work.wait()
+            if self._closing.is_set():
+                break
+            answered_at = self._progress_at
+            try:
+                stubs = self._stubs()
+                error = await self._one_call(stubs)
+                if not self._closing.is_set():
+                    self._failed(error, stubs)
+            except UprError as failure:
+                error = failure
+            except Exception as failure:
+                # For example a channel closed by its owner: waiters for writes must get the error.
+                error = UprError(f"writing failed: {failure!r}")
+            with self._mutex:
+                if self._progress_at != answered_at:
+                    attempt = 0
+                if not self._pending:
+                    if not self._closing.is_set():
+                        self._work.clear()
+                    continue
+                refused = next((w.refused for w in self._pending.values() if w.refused), None)
+                error = refused or error
+                waited = now() - self._progress_at
+                limit = self._retry_seconds
+                if not error.retriable or (limit is not None and waited >= limit):
+                    self._fail_all(error)
+                    self._unsent.clear()
+                    if not self._closing.is_set():
+                        self._work.clear()
+                    continue
+            seconds = backoff.delay(attempt, random.random(), away=moves_on(error))
+            attempt += 1
+            _logger.info(
+                "%s: writing stopped with %s (%s); again in %.2f s",
+                self._bucket,
+                error.reason,
+                error,
+                seconds,
+            )
+            await self._closing.wait(seconds)
+        with self._mutex:
+            self._fail_all(ClosedError("the client was closed while the write was under way"))
+
+    async def _one_call(self, stubs: Stubs) -> UprError:
+        """Open a call, send what is pending, and stay until it ends. Return why it ended."""
+        self._opened.clear()
+        self._ended.clear()
+        self._end, self._broken = None, False
+        self._previous = self._taken = 0
+        call = Call(stubs.keys.Write, "upr-write", self._on_message, self._on_end)
+        with self._mutex:
+            self._call = call
+            closing = self._closing.is_set()
+        if closing:
+            # ``close`` came before there was a call that it could end.
+            await call.cancel()
+        call.send(
+            kv_pb2.WriteRequest(
+                open=kv_pb2.WriteOpen(
+                    bucket=self._bucket,
+                    bucket_version=self._version or None,
+                    producer=self._producer,
+                    results_together=True,
+                )
+            )
+        )
+        if not await self._opened.wait(self._connect_seconds):
+            await call.cancel()
+            self._end = UnavailableError(
+                f"the server did not accept the call within {self._connect_seconds:g} s"
+            )
+        await self._ended.wait()
+        await call.cancel()
+        with self._mutex:
+            self._call, self._accepted = None, False
+            self._renumber()
+        return self._end or UnavailableError("the server ended the call")
+
+    def _renumber(self) -> None:
+        """After a call: what it may have applied keeps its number, the rest of what is pending gets new ones.
+
+        What is in front of a write of unknown outcome keeps its own as well: a new one would be above that write's,
+        and the server would take that write for a repetition.
+        """
+        if not self._broken:
+            for _, write in self._expected:
+                write.unknown = True
+        self._expected.clear()
+        if self._places:
+            return
+        for write in reversed(self._pending.values()):
+            if write.unknown:
+                break
+            write.number = 0
+
+    def _on_end(self, error: UprError | None) -> None:
+        with self._mutex:
+            self._accepted = False
+            self._end = self._end or error
+        self._ended.set()
+        self._opened.set()
+
+    def _on_message(self, message: kv_pb2.WriteResponse) -> None:
+        with self._mutex:
+            kind = message.WhichOneof("message")
+            if kind == "opened":
+                self._on_opened(message.opened)
+            else:
+                for result in message.results.results if kind == "results" else [message.result]:
+                    self._on_result(result)
+                self._send_groups()
+
+    def _on_opened(self, opened: kv_pb2.WriteOpened) -> None:
+        if self._version not in (0, opened.bucket_version):
+            self._break_off(
+                BucketGoneError(
+                    f"bucket {self._bucket} was dropped and created again since this writer began",
+                    hint="ask the client for the bucket again, to write into the new one",
+                )
+            )
+            return
+        self._version = opened.bucket_version
+        self._on_version(opened.bucket_version)
+        self._window = window_of(opened)
+        if self._next_number is None:
+            self._next_number = opened.last_number + 1
+        self._accepted = not self._closing.is_set()
+        self._unsent = deque(self._pending.items())
+        self._send_some()
+        self._opened.set()
+
+    def _break_off(self, error: UprError) -> None:
+        """Send nothing more over this call, and try again with another one if the error allows."""
+        self._end = self._end or error
+        self._accepted = False
+        if self._call is not None:
+            self._call.half_close()
+        self._opened.set()
+
+    def _on_result(self, result: kv_pb2.WriteResult) -> None:
+        if not self._expected or self._expected[0][1].number != result.number:
+            self._break_off(
+                UnavailableError(f"the server answered write {result.number} out of turn")
+            )
+            return
+        order, write = self._expected.popleft()
+        if result.HasField("refused") and not result.refused_partitions:
+            self._on_refused(order, write, error_of(result.refused))
+            return
+        self._taken = write.number
+        if self._broken:
+            # A server that took it all the same: what was refused must not come behind it any more.
+            for earlier, other in list(self._pending.items()):
+                if earlier < order and other.refused is not None:
+                    self._finish(earlier, other.refused)
+        write.runs += result_runs(result)
+        again = [one for one in result.refused_partitions if one.problem.retriable]
+        failed = [one for one in result.refused_partitions if not one.problem.retriable]
+        write.problems |= {one.partition: one.problem for one in result.refused_partitions}
+        if failed:
+            write.failed = write.failed or partly_refused(failed, applied=bool(write.runs or again))
+        if again:
+            write.request = part_of(write.request, {one.partition for one in again})
+            write.refused = error_of(again[0].problem)
+            self._break_off(write.refused)
+        else:
+            self._settled(order, write.failed)
+
+    def _settled(self, order: int, error: UprError | None) -> None:
+        """A write was taken by the call, and its outcome is known."""
+        self._finish(order, error)
+        if error is not None and self._places:
+            self._fail_behind(error)
+        self._send_some()
+
+    def _fail_behind(self, error: UprError) -> None:
+        """Fail the writes behind a failed place: a retry of the same writes resumes with that one."""
+        self._break_off(error)
+        self._renumber()
+        self._fail_all(error)
+        self._unsent.clear()
+
+    def _on_refused(self, order: int, write: Write, error: UprError) -> None:
+        """The call did not take a write, so it refuses those that were sent behind it as well."""
+        if error.reason == UnknownOutcomeError.default_reason:
+            write.unknown = True
+        else:
+            self._broken = True
+        if error.retriable:
+            write.refused = error
+            self._break_off(error)
+            return
+        if self._broken and write.unknown:
+            # Refused this time: an earlier call may have applied it.
+            error = self._failure(write, error)
+        behind = bool(self._expected)
+        if write.group is None or not self._split(order, write, error):
+            # Where a partition refused its part only for now, this is what became of it.
+            write.problems = {p: why for p, why in write.problems.items() if not why.retriable}
+            self._finish(order, error)
+        if self._places:
+            self._fail_behind(error)
+        elif behind:
+            self._break_off(OutOfOrderError("an earlier write was refused; this one is retried"))
+        else:
+            # What is sent from here on names the last one that was taken, and so may be applied.
+            self._previous, self._broken = self._taken, False
+            self._send_some()
+
+    def _split(self, order: int, write: Write, error: UprError) -> bool:
+        """Send a group that was refused for good again as two if one row may be the reason; False if it cannot be."""
+        assert write.group is not None
+        rows = write.group.rows
+        # Any other reason would refuse each part as well, one lost call after the other.
+        if not isinstance(error, InvalidArgumentError):
+            return False
+        if write.unknown or write.runs or write.problems or len(rows) == 1:
+            return False
+        half = len(rows) // 2
+        parts = []
+        for place, part in ((order, rows[half:]), (order - len(rows) + half, rows[:half])):
+            group = Group(write.group.number, write.group.kind, rows=part)
+            parts.append((place, Write(group.request(), group=group)))
+        # Only now, when nothing can fail any more: what is not pending is never told.
+        del self._pending[order]
+        self._pending.update(parts)
+        self._unsent.extendleft(parts)
+        self._pending = dict(sorted(self._pending.items()))
+        self._groups_under_way += 1
+        self._progress_at = now()
+        return True
+
+    def _finish(self, order: int, error: UprError | None) -> None:
+        write = self._pending.pop(order)
+        write.error = error
+        self._progress_at = now()
+        write.done.set()
+        if write.on_done is not None:
+            write.on_done()
+        if write.group is None:
+            self._room.give_back()
+            return
+        self._groups_under_way -= 1
+        # What is refused only for now may have been applied by a later attempt of unknown outcome.
+        refused = {
+            p: why for p, why in write.problems.items() if not (write.unknown and why.retriable)
+        }
+        self._tell(write.group, write.runs, refused, error)
+
+    def _fail_all(self, error: UprError) -> None:
+        self._dead = error if self._places else None
+        for order, write in list(self._pending.items()):
+            self._finish(order, self._failure(write, error))
+        # What waits for its turn would be tried no longer than what is in front of it.
+        while (group := self._gathering.take()) is not None:
+            self._tell(group, [], {}, _not_sent(error))
+
+    def _failure(self, write: Write, error: UprError) -> UprError:
+        if write.unknown:
+            return UnknownOutcomeError(
+                f"write {write.number} was sent and not answered: {error.message}",
+                hint="read the key to see whether it was applied, or write again if that does no harm",
+            )
+        if write.failed is not None:
+            return write.failed
+        if write.refused is not None:
+            if not write.runs:
+                return write.refused
+            return PartlyWrittenError(
+                f"partitions refused their part of a write at each retry; the rest was applied: {write.refused.message}",
+                hint=write.refused.hint,
+            )
+        return _not_sent(error)
+
+
+def _not_sent(error: UprError) -> UprError:
+    """Return the error of a write that was never sent, because of this one."""
+    if not error.retriable:
+        return error
+    return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
