@@ -249,9 +249,7 @@ def gen() -> None:
 
 
 def test(arguments: list[str]) -> None:
-    """Lint and the tests; ``--all`` for the long ones too and a tenth of the mutants; with arguments for pytest, only
-    what they choose.
-    """
+    """Lint and the tests; ``--all`` for the long ones too; with arguments for pytest, only what they choose."""
     everything = arguments == [EVERYTHING]
     if arguments and not everything:
         setup()
@@ -268,8 +266,6 @@ def test(arguments: list[str]) -> None:
             os.environ.setdefault("UPR_SIMULATION_SEEDS", "30")
         arguments = ["-n", "3", "--dist", "worksteal", *chosen]
     MAIN.run("tests", ["-m", "pytest", *arguments])
-    if everything:
-        MAIN.run("a tenth of the mutants", ["-m", "tools.mutants", "--sample", "--jobs", "2"])
 
 
 def demo(repo: Path) -> None:

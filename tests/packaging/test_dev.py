@@ -93,17 +93,17 @@ def test_steps_do_not_see_another_environment_s_modules(
     dev.step("ask", [sys.executable, "-c", ask])
 
 
-def test_all_the_tests_end_with_a_tenth_of_the_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_the_tests_bring_node_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setenv("UPR_SIMULATION_SEEDS", "1")
-    for name in ("lint", "node_packages"):
-        monkeypatch.setattr(dev, name, lambda: None)
+    monkeypatch.setattr(dev, "lint", lambda: done.append("lint"))
+    monkeypatch.setattr(dev, "node_packages", lambda: done.append("packages of Node"))
     monkeypatch.setattr(dev.Program, "bring", lambda _: None)
     monkeypatch.setattr(dev.Environment, "run", lambda _, words, arguments: done.append(words))
     dev.test([])
-    assert done == ["tests"]
+    assert done == ["lint", "tests"]
     dev.test(["--all"])
-    assert done[1:] == ["tests", "a tenth of the mutants"]
+    assert done[2:] == ["packages of Node", "lint", "tests"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["setup", "--wrong"]])
