@@ -16,6 +16,8 @@ import numpy as np
 
 from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.errors import BucketNotFoundError, DataDamagedError, UprError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.position import Position
 from upr_protocol.wire.codec import encode_block, encode_frame, encode_runs, problem_of
 from upr_protocol.wire.grpc import code_of, metadata_of
 from upr_protocol.wire.v1 import admin_service_pb2, types_pb2
@@ -366,4 +368,23 @@ def applied(
 def write_refused(number: int, error: UprError) -> Send:
     return Send(
         kv_pb2.WriteResponse(result=kv_pb2.WriteResult(number=number, refused=problem_of(error)))
+    )
+
+
+BEGIN = [Expect("open"), opened(), Expect("start")]
+"""Steps in front of the answers to a Start."""
+END = [ended("FINISHED", (1, 7)), HalfClosed()]
+
+
+def at(seqno: int, *markers: int, failover_id: int = ID_A, horizon: int | None = None) -> Position:
+    """A position under one failover id, with a log of that alone."""
+    return Position(
+        VERSION,
+        failover_id,
+        failover_id,
+        seqno,
+        seqno if horizon is None else horizon,
+        markers,
+        FailoverLog.from_pairs([(failover_id, 0)]),
+        bucket="default",
     )

@@ -56,6 +56,19 @@ def history_is_lost(server: ScriptedServer) -> None:
     server.write(KEYS[3], b"new")
 
 
+def indexing(index: Index, server: ScriptedServer, changes: Changes) -> Callable[[Change], None]:
+    """A handler: with the last key the history is lost, with the new value it has seen all."""
+
+    def handle(change: Change) -> None:
+        index.put(change)
+        if change.key == KEYS[-1]:
+            history_is_lost(server)
+        elif change.value == b"new":
+            changes.stop()
+
+    return handle
+
+
 # Rollbacks.
 
 
@@ -101,13 +114,6 @@ def test_run_needs_somebody_who_takes_rollbacks(
         with pytest.raises(InvalidArgumentError, match="on_rollback_event is None"):
             changes.run(index.put)
 
-        def handle(change: Change) -> None:
-            index.put(change)
-            if change.key == KEYS[-1]:
-                history_is_lost(server)
-            elif change.value == b"new":
-                changes.stop()
-
         def undo(rollback: Rollback) -> None:
             told.append(rollback.seqno)
             assert index.documents.keys() == set(KEYS), "undone before all was handled"
@@ -117,27 +123,17 @@ def test_run_needs_somebody_who_takes_rollbacks(
                 for key in rollback.keys:
                     index.documents.pop(key, None)
 
-        changes.run(handle, on_rollback_event=undo)
+        changes.run(indexing(index, server, changes), on_rollback_event=undo)
     assert len(told) == 1
     assert index.documents == {k: v for k, v in server.state().items() if k in index.documents}
     assert index.documents[KEYS[3]] == b"new"
     assert not {KEYS[4], KEYS[5]} & index.documents.keys()
 
 
-# ``ready``.
-
-
 def test_a_rollback_that_could_not_be_undone_is_told_again(server: ScriptedServer) -> None:
-    index, told = Index(), list[int]()
+    told = list[int]()
     for key in KEYS:
         server.write(key, b"old")
-
-    def handle(change: Change) -> None:
-        index.put(change)
-        if change.key == KEYS[-1]:
-            history_is_lost(server)
-        elif change.value == b"new":
-            changes.stop()
 
     def undo(rollback: Rollback) -> None:
         told.append(rollback.seqno)
@@ -149,11 +145,15 @@ def test_a_rollback_that_could_not_be_undone_is_told_again(server: ScriptedServe
         Client(server.target) as client,
         client.bucket().changes(only=Only([P]), **options) as changes,
     ):
+        handle = indexing(Index(), server, changes)
         with pytest.raises(OSError, match="cannot be written"):
             changes.run(handle, on_rollback_event=undo)
         changes.run(handle, on_rollback_event=undo)
     assert len(told) == 2
     assert told[0] == told[1]
+
+
+# ``ready``.
 
 
 def test_what_is_written_once_it_is_ready_is_never_missed(server_process: StartServer) -> None:

@@ -1,8 +1,6 @@
 """Readers at every seqno, over any sequence of lawful merges, against the reference model."""
 
 import functools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lmdb
@@ -36,22 +34,6 @@ changes_strategy = st.lists(
     min_size=1,
     max_size=9,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = store_of(tmp_path / "store")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Blocks of a few rows, and groups of a few blocks."""
-    monkeypatch.setattr(compact, "BLOCK_COLUMN_BYTES", 120)
-    monkeypatch.setattr(compact, "GROUP_BYTES", 700)
-    monkeypatch.setattr(compact, "SMALL_BYTES", 0)
-    return monkeypatch
 
 
 class Readers:

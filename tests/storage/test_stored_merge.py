@@ -1,8 +1,7 @@
 """Merging what is stored: whoever reads on from anywhere ends with the right state."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from tests.storage.stored_blocks import (
     put,
     read_above,
     rows_of,
-    store_of,
     stored_rows,
     whole_range,
 )
@@ -43,22 +41,6 @@ from upr_protocol.limits import RUN_SPAN_MAX
 from upr_protocol.wire.codec import compress_block, decode_block
 
 P, Q = 5, 6
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = store_of(tmp_path / "store")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Blocks of a few rows, and groups of a few blocks."""
-    monkeypatch.setattr(compact, "BLOCK_COLUMN_BYTES", 120)
-    monkeypatch.setattr(compact, "GROUP_BYTES", 700)
-    monkeypatch.setattr(compact, "SMALL_BYTES", 0)
-    return monkeypatch
 
 
 def rewrite_all(store: Store, examined: Examined) -> None:

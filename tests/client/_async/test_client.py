@@ -8,6 +8,7 @@ import pytest
 
 from tests.client._async.adapter import serve
 from tests.client.scripted import (
+    BEGIN,
     ID_A,
     ID_B,
     VERSION,
@@ -18,7 +19,6 @@ from tests.client.scripted import (
     answers,
     ended,
     frame,
-    opened,
     rollback,
     run_block,
     started,
@@ -43,8 +43,6 @@ from upr_client.errors import (
 )
 from upr_client.lowlevel import hello
 from upr_protocol.failover import FailoverLog
-
-BEGIN = [Expect("open"), opened(), Expect("start")]
 
 
 @pytest.mark.asyncio

@@ -9,6 +9,7 @@ import pytest
 
 from tests.client._sync.adapter import serve
 from tests.client.scripted import (
+    BEGIN,
     ID_A,
     ID_B,
     VERSION,
@@ -19,7 +20,6 @@ from tests.client.scripted import (
     answers,
     ended,
     frame,
-    opened,
     rollback,
     run_block,
     started,
@@ -44,8 +44,6 @@ from upr_client.errors import (
 )
 from upr_client.lowlevel import hello
 from upr_protocol.failover import FailoverLog
-
-BEGIN = [Expect("open"), opened(), Expect("start")]
 
 
 def test_hello_asks_for_many_partitions_at_once() -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.client._sync.adapter import serve
 from tests.client.scripted import (
+    BEGIN,
+    END,
     ID_A,
     ID_B,
     VERSION,
@@ -16,6 +18,7 @@ from tests.client.scripted import (
     HalfClosed,
     Hold,
     answers,
+    at,
     ended,
     frame,
     heartbeat,
@@ -47,22 +50,6 @@ from upr_client.errors import (
 from upr_protocol.errors import ShuttingDownError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import encode_block
-
-BEGIN = [Expect("open"), opened(), Expect("start")]
-END = [ended("FINISHED", (1, 7)), HalfClosed()]
-
-
-def at(seqno: int, *markers: int, failover_id: int = ID_A, horizon: int | None = None) -> Position:
-    return Position(
-        VERSION,
-        failover_id,
-        failover_id,
-        seqno,
-        seqno if horizon is None else horizon,
-        markers,
-        FailoverLog.from_pairs([(failover_id, 0)]),
-        bucket="default",
-    )
 
 
 def test_changes_one_by_one_until_now() -> None:

@@ -6,14 +6,16 @@ import pytest
 
 from tests.client._sync.adapter import serve
 from tests.client.scripted import (
+    BEGIN,
+    END,
     ID_A,
     ID_B,
     VERSION,
     Abort,
     Expect,
-    HalfClosed,
     Hold,
     answers,
+    at,
     ended,
     opened,
     rollback,
@@ -22,22 +24,6 @@ from tests.client.scripted import (
 from upr_client import Client, MemoryPositions, Only, Position, Rollback
 from upr_client.errors import BucketGoneError, BucketNotFoundError, RollbackError
 from upr_protocol.failover import FailoverLog
-
-BEGIN = [Expect("open"), opened(), Expect("start")]
-END = [ended("FINISHED", (1, 7)), HalfClosed()]
-
-
-def at(seqno: int, *markers: int, failover_id: int = ID_A, horizon: int | None = None) -> Position:
-    return Position(
-        VERSION,
-        failover_id,
-        failover_id,
-        seqno,
-        seqno if horizon is None else horizon,
-        markers,
-        FailoverLog.from_pairs([(failover_id, 0)]),
-        bucket="default",
-    )
 
 
 @pytest.mark.parametrize("asked_again", [False, True])
