@@ -255,7 +255,7 @@ def test(arguments: list[str]) -> None:
         setup()
     else:
         JAVA.bring()
-        if arguments:
+        if everything:
             NODE.bring()
             node_packages()
         lint()

@@ -30,13 +30,13 @@ GROUP_SEQNOS: Final = 2_000_000
 """About how many seqnos a group spans at most, while there are fewer than GROUPS_MAX: so much a killed task loses."""
 
 GROUP_SEQNOS_MIN: Final = 100_000
-"""What spans less is not worth a file and a task of its own."""
+"""Smallest span of seqnos that is worth a file and a task of its own."""
 
 _TASKS_EACH: Final = 2
 """Groups for each place to run them, so that the places end at about the same time."""
 
 PATIENCE_SECONDS: Final = 60.0
-"""How long a server that went away is waited for."""
+"""Longest wait for a server that went away."""
 
 _ATTEMPTS: Final = 4
 

@@ -12,7 +12,7 @@ from typing import Final
 PACKAGES: Final = ("upr_protocol", "upr_client", "upr_spark", "upr_cli_kit", "upr_backup")
 MODULES: Final = ("pyspark_upr",)
 NEEDED: Final = ("grpcio", "protobuf", "numpy", "google-crc32c", "pyarrow", "obstore")
-"""What executors must have installed."""
+"""Packages that executors must have installed."""
 
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 

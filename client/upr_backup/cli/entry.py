@@ -5,7 +5,7 @@ import os
 from upr_cli_kit.entry import run
 
 MODULES = ("click", "pyarrow")
-"""What the extra ``backup`` brings."""
+"""Modules that the extra ``backup`` brings."""
 
 
 def main() -> None:

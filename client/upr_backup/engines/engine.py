@@ -12,7 +12,7 @@ from upr_protocol.errors import UprError
 from upr_spark.errors import FoundError, UprSparkError, find_error
 
 TICK_SECONDS: Final = 1.0
-"""How long an engine may say nothing."""
+"""Longest silence of an engine."""
 
 
 @dataclass(frozen=True, slots=True)

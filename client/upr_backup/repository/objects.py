@@ -208,9 +208,9 @@ _ALLOW_HTTP: Final = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "
 _BUCKET: Final = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]*")
 
 _FIRST_SECONDS: Final = 5.0
-"""How long the first request is tried again: a wrong endpoint is told soon."""
+"""Time for retries of the first request: a wrong endpoint is reported soon."""
 _RETRY_SECONDS: Final = 60.0
-"""How long the later ones are."""
+"""Time for retries of later requests."""
 _TIMEOUT: Final = "120s"
 """Of one request, so one part needs 1 Mbit/s."""
 

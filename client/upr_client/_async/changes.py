@@ -641,12 +641,12 @@ class AsyncChanges:
             await self._handling.drain()
         # First, so that the last acknowledgement still goes over this call.
         await self.save()
-        if self._ending.is_set() and self._entered and self._following.ownership is not None:
-            # ``close`` ends the call: what is acknowledged until then counts, and a member lets its partitions go before
-            # the next owner begins.
-            return None
         seconds = self._bucket.connection.connect_timeout
-        if self._ending.is_set() and self._following.ownership is None:
+        if self._ending.is_set():
+            if self._following.ownership is not None:
+                # ``close`` ends the call: what is acknowledged until then counts, and a member lets its partitions go
+                # before the next owner begins.
+                return None
             # What is said last is of use and not needed: a server that hangs holds up nobody who was stopped.
             seconds = min(seconds, STOP_SECONDS)
         await self._drop_call(seconds)

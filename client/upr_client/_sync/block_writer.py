@@ -345,7 +345,6 @@ class BlockWriter:
                 limit = self._retry_seconds
                 if not error.retriable or (limit is not None and waited >= limit):
                     self._fail_all(error)
-                    self._unsent.clear()
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
@@ -499,7 +498,6 @@ class BlockWriter:
         self._break_off(error)
         self._renumber()
         self._fail_all(error)
-        self._unsent.clear()
 
     def _on_refused(self, order: int, write: Write, error: UprError) -> None:
         """The call did not take a write, so it refuses those that were sent behind it as well."""
@@ -572,6 +570,7 @@ class BlockWriter:
         self._dead = error if self._places else None
         for order, write in list(self._pending.items()):
             self._finish(order, self._failure(write, error))
+        self._unsent.clear()
         # What waits for its turn would be tried no longer than what is in front of it.
         while (group := self._gathering.take()) is not None:
             self._tell(group, [], {}, _not_sent(error))

@@ -17,7 +17,6 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from upr_client.arrow import schema as block_schema
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import PARTITIONS
 from upr_spark.errors import UprSparkError
@@ -144,11 +143,6 @@ class Columns:
         }
         arrays = [columns.get(field.name, pa.nulls(len(rows), field.type)) for field in self.schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
-
-
-def no_changes() -> pa.RecordBatch:
-    """Return a batch without mutations."""
-    return pa.RecordBatch.from_pylist([], block_schema())
 
 
 def _ops(deleted: pa.Array) -> pa.Array:
