@@ -79,7 +79,7 @@ def test_many_threads_over_lost_connections() -> None:
 async def test_a_row_is_written_also_when_its_call_is_cancelled() -> None:
     server = KeyValueServer(Faults(unanswered=2))
     async with running_async(server):
-        async with AsyncClient(server.target, request_timeout=0.1, retry_seconds=None) as client:
+        async with AsyncClient(server.target, request_timeout=1, retry_seconds=None) as client:
             bucket = client.bucket()
             async with bucket.writer(
                 linger_seconds=FAR_SECONDS, max_outstanding_bytes=30

@@ -41,7 +41,7 @@ WRITE = [Expect("open"), write_opened(), Expect("write"), applied(1, (P, 0, 1)),
 async def test_no_task_is_left() -> None:
     async with serve_async([FOLLOW] * 2, [WRITE]) as server:
         before = asyncio.all_tasks()
-        async with AsyncClient(server.target, request_timeout=0.1) as client:
+        async with AsyncClient(server.target, request_timeout=1) as client:
             await client.bucket().set(b"k", b"v")
             for _ in range(2):
                 async with client.bucket().changes(only=Only([1])) as changes:
@@ -72,7 +72,7 @@ async def test_a_task_that_is_cancelled_closes_its_stream() -> None:
 def test_no_thread_is_left() -> None:
     with serve([FOLLOW] * 2, [WRITE]) as server:
         before = set(threading.enumerate())
-        with Client(server.target, request_timeout=0.1) as client:
+        with Client(server.target, request_timeout=1) as client:
             client.bucket().set(b"k", b"v")
             for _ in range(2):
                 with client.bucket().changes(only=Only([1])) as changes:

@@ -105,7 +105,7 @@ def test_unary_calls(server: ScriptedServer) -> None:
     write_keys(server, 4)
     old = server.failover_log(P).newest.failover_id
     new = server.roll_back(P, 2)
-    with Client(server.target, request_timeout=0.3) as client:
+    with Client(server.target) as client, Client(server.target, request_timeout=0.3) as hasty:
         bucket = client.bucket()
         answer, fresh = hello(bucket, {P: old, P + 1: None}, with_log=True)
         assert (answer.rollback_seqno, answer.failover_id, answer.rule) == (2, new, "next_record")
@@ -122,7 +122,7 @@ def test_unary_calls(server: ScriptedServer) -> None:
             client.admin.status()
         server.stall()
         with pytest.raises(UnavailableError):
-            client.admin.partitions(bucket, [P])
+            hasty.admin.partitions("default", [P])
         server.resume()
         with server.unreachable(), pytest.raises(UnavailableError):
             client.admin.partitions(bucket, [P])

@@ -317,7 +317,7 @@ async def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
 @pytest.mark.asyncio
 async def test_closing_waits_for_answers_and_then_says_so() -> None:
     async with serve(write=[[*BEGIN, applied(1, (P, 0, 1)), Hold()]]) as server:
-        client = AsyncClient(server.target, request_timeout=0.05)
+        client = AsyncClient(server.target, request_timeout=1)
         bucket = client.bucket()
         assert (await bucket.set(KEY, b"value")).seqno == 1
         await client.close()

@@ -299,7 +299,7 @@ def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
 
 def test_closing_waits_for_answers_and_then_says_so() -> None:
     with serve(write=[[*BEGIN, applied(1, (P, 0, 1)), Hold()]]) as server:
-        client = Client(server.target, request_timeout=0.05)
+        client = Client(server.target, request_timeout=1)
         bucket = client.bucket()
         assert (bucket.set(KEY, b"value")).seqno == 1
         client.close()
