@@ -169,6 +169,9 @@ class World:
     # Its work
 
     def step_write(self) -> bool:
+        if not self.model:
+            # Every partition is dead.
+            return False
         rng = self.rng
         if self.bucket.proven:
             self.store.clear_proof()
