@@ -280,6 +280,10 @@ def bench(arguments: list[str]) -> None:
     if arguments[:1] == ["spark"]:
         JAVA.bring()
         MAIN.run("bench", ["-m", "tools.bench.spark_source", *arguments[1:]])
+    elif arguments[:1] == ["peers"]:
+        pip = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--group", "peers"]
+        MAIN.run("clients of the peers", pip)
+        MAIN.run("bench", ["-m", "tools.bench.peers", *arguments[1:]])
     elif arguments[:1] in (["backup"], ["cpu"], ["hostile"]):
         MAIN.run("bench", ["-m", f"tools.bench.{arguments[0]}", *arguments[1:]])
     else:

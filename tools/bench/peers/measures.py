@@ -1,0 +1,286 @@
+"""Measures that are the same for every store: each yields figures, and compares what it read with what was written."""
+
+import asyncio
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from tools.bench.common import VALUE_BYTES, Row, zipfian_rows
+from tools.bench.peers.servers import KINDS, Running, running
+from tools.bench.peers.stores import Store, write_all
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.partitioning import partition_of
+
+TASKS: Final = {1: 1_000, 16: 8_000, 64: 16_000, 256: 32_000}
+"""Tasks that each await one write after the other, and the writes of all of them."""
+PER_SECOND: Final = 1_000
+TAIL_SECONDS: Final = 5.0
+TAIL_LIMIT_SECONDS: Final = 60.0
+CONSUMERS: Final = 8
+RESUMES: Final = 25
+_MILLI: Final = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Figure of one store; ``server_cores`` and ``client_cores`` are those that were busy meanwhile."""
+
+    measure: str
+    value: float
+    unit: str
+    server_cores: float = 0.0
+    client_cores: float = 0.0
+
+
+class Timer:
+    """The time and the CPU of both ends, between two moments."""
+
+    def __init__(self, peer: Running) -> None:
+        self._peer = peer
+        self._server, self._client = peer.cpu_seconds(), time.process_time()
+        self._began = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the time since it was made."""
+        return time.perf_counter() - self._began
+
+    def figure(self, measure: str, value: float, unit: str) -> Measured:
+        """Return a figure with the cores that were busy; children of the measuring process are not in it."""
+        seconds = self.seconds()
+        return Measured(
+            measure,
+            value,
+            unit,
+            (self._peer.cpu_seconds() - self._server) / seconds,
+            (time.process_time() - self._client) / seconds,
+        )
+
+
+class WrongResultError(Exception):
+    """What was read is not what was written: the figures beside it mean nothing."""
+
+
+@asynccontextmanager
+async def connected(name: str, address: str) -> AsyncIterator[Store]:
+    """Connect to a store."""
+    store = KINDS[name].store(address)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+# Writing.
+
+
+async def _singles(name: str, peer: Running, tasks: int, rows: int) -> Iterator[Measured]:
+    value = b"v" * VALUE_BYTES
+    delays: list[float] = []
+
+    async def write(store: Store, task: int, count: int) -> None:
+        for number in range(count):
+            began = time.perf_counter()
+            await store.set(b"key-%05d-%06d" % (task, number), value)
+            delays.append(time.perf_counter() - began)
+
+    async with connected(name, peer.address) as store:
+        # What is sent first meets cold code and connections that are not there yet.
+        await asyncio.gather(*(write(store, task, 5) for task in range(tasks)))
+        delays.clear()
+        timer = Timer(peer)
+        await asyncio.gather(*(write(store, task, rows // tasks) for task in range(tasks)))
+        rate = timer.figure(f"set, {tasks} tasks", len(delays) / timer.seconds(), "rows/s")
+    p50, p99 = np.percentile(delays, (50, 99)) * _MILLI
+    name = f"set, {tasks} tasks, "
+    return iter([rate, Measured(name + "p50", p50, "ms"), Measured(name + "p99", p99, "ms")])
+
+
+def singles(name: str) -> Iterator[Measured]:
+    """Writes that are awaited one by one, in one process of many tasks."""
+    with running(name) as peer:
+        for tasks, rows in TASKS.items():
+            yield from asyncio.run(_singles(name, peer, tasks, rows))
+
+
+# In bulk.
+
+
+def _check(rows: list[Row], state: dict[bytes, bytes]) -> None:
+    wanted = dict(rows)
+    live = {key: value for key, value in wanted.items() if value is not None}
+    if state != live:
+        wrong = sum(state.get(key) != value for key, value in live.items())
+        raise WrongResultError(f"{wrong} of {len(live)} keys are wrong, and {len(state)} were read")
+
+
+async def _drain(store: Store, total: int) -> dict[bytes, bytes | None]:
+    """Fold all changes; the deletions stay in it as None, which costs no second look at a row."""
+    state: dict[bytes, bytes | None] = {}
+    async for rows in store.drain(total):
+        state.update(rows)
+    return state
+
+
+async def _bulk(name: str, peer: Running, rows: list[Row]) -> Iterator[Measured]:
+    async with connected(name, peer.address) as store:
+        timer = Timer(peer)
+        await write_all(store, rows)
+        ingest = timer.figure("bulk ingest", len(rows) / timer.seconds(), "rows/s")
+    timer = Timer(peer)
+    async with connected(name, peer.address) as store:
+        state = await _drain(store, len(rows))
+        drain = timer.figure("drain to objects", len(rows) / timer.seconds(), "rows/s")
+    _check(rows, {key: value for key, value in state.items() if value is not None})
+    return iter([ingest, drain])
+
+
+def _consume(name: str, address: str, total: int, pipe: Connection) -> None:
+    """Drain once when told to, in a process of its own."""
+
+    async def consume() -> None:
+        async with connected(name, address) as store:
+            await _drain(store, total)
+
+    pipe.send("ready")
+    pipe.recv()
+    asyncio.run(consume())
+    pipe.send("done")
+
+
+def _consumers(name: str, peer: Running, total: int) -> Measured:
+    spawn = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    processes = []
+    for _ in range(CONSUMERS):
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=_consume, args=(name, peer.address, total, there))
+        process.start()
+        pipes.append(here)
+        processes.append(process)
+    for pipe in pipes:
+        pipe.recv()
+    timer = Timer(peer)
+    for pipe in pipes:
+        pipe.send("go")
+    for pipe in pipes:
+        pipe.recv()
+    rate = CONSUMERS * total / timer.seconds()
+    figure = timer.figure(f"{CONSUMERS} consumers, all of them", rate, "rows/s")
+    for process in processes:
+        process.join()
+    return figure
+
+
+def bulk(name: str) -> Iterator[Measured]:
+    """The workload of all benchmarks written in bulk, and read from the beginning by one and by eight."""
+    rows = zipfian_rows()
+    with running(name) as peer:
+        yield from asyncio.run(_bulk(name, peer, rows))
+        yield _consumers(name, peer, len(rows))
+
+
+# One row at a time, from end to end.
+
+
+def _produce(name: str, address: str) -> None:
+    """Write at a steady rate, each value with the time at which it was handed to the client."""
+
+    async def produce() -> None:
+        async with connected(name, address) as store:
+            tasks = set[asyncio.Task[None]]()
+            began = time.monotonic()
+            for number in range(int(TAIL_SECONDS * PER_SECOND)):
+                late = began + number / PER_SECOND - time.monotonic()
+                if late > 0:
+                    await asyncio.sleep(late)
+                value = time.monotonic_ns().to_bytes(8, "little") + bytes(VALUE_BYTES - 8)
+                task = asyncio.create_task(store.set(b"key-%012d" % number, value))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            await asyncio.gather(*tasks)
+
+    asyncio.run(produce())
+
+
+async def _tail(name: str, peer: Running) -> Iterator[Measured]:
+    total = int(TAIL_SECONDS * PER_SECOND)
+    delays = list[int]()
+    keys = set[bytes]()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_produce, args=(name, peer.address)
+    )
+    async with asyncio.timeout(TAIL_LIMIT_SECONDS), connected(name, peer.address) as store:
+        changes = store.follow()
+        assert await anext(changes) == []
+        process.start()
+        timer: Timer | None = None
+        async for rows in changes:
+            now = time.monotonic_ns()
+            # Not before the first: a Python process takes a second to begin.
+            timer = timer or Timer(peer)
+            for key, value in rows:
+                assert value is not None
+                delays.append(now - int.from_bytes(value[:8], "little"))
+                keys.add(key)
+            if len(keys) == total:
+                break
+        assert timer is not None
+        reached = timer.figure("end to end, rate reached", total / timer.seconds(), "rows/s")
+    await asyncio.to_thread(process.join)
+    p50, p99 = np.percentile(delays[len(delays) // 10 :], (50, 99)) / 1e6
+    what = f"end to end at {PER_SECOND:,}/s, "
+    return iter([reached, Measured(what + "p50", p50, "ms"), Measured(what + "p99", p99, "ms")])
+
+
+def tail(name: str) -> Iterator[Measured]:
+    """One process writes single rows, this one follows: from the call until the change is in hand."""
+    with running(name) as peer:
+        yield from asyncio.run(_tail(name, peer))
+
+
+# Coming back.
+
+
+async def _resume(name: str, peer: Running, folder: Path) -> Measured:
+    keys = list[bytes]()
+    for partition in range(PARTITIONS):
+        number = 0
+        while partition_of(b"%d-%d" % (partition, number)) != partition:
+            number += 1
+        keys.append(b"%d-%d" % (partition, number))
+    async with connected(name, peer.address) as store:
+        await write_all(store, [(key, b"old") for key in keys])
+        await store.remember(str(folder / "stored"))
+        await write_all(store, [(key, b"new") for key in keys])
+    delays = []
+    timer = Timer(peer)
+    for number in range(RESUMES):
+        # A consumer may move on in its file.
+        stored = folder / str(number)
+        shutil.copyfile(folder / "stored", stored)
+        began = time.perf_counter()
+        async with connected(name, peer.address) as store:
+            assert await store.resume(str(stored))
+            delays.append(time.perf_counter() - began)
+    p50 = float(np.median(delays)) * _MILLI
+    return timer.figure("resume, from connect to the first change, p50", p50, "ms")
+
+
+def resume(name: str) -> Iterator[Measured]:
+    """A consumer whose position is stored in a file connects again; this server's has 1,024 partitions."""
+
+    with running(name) as peer, tempfile.TemporaryDirectory() as folder:
+        yield asyncio.run(_resume(name, peer, Path(folder)))
+
+
+MEASURES: Final = {"singles": singles, "bulk": bulk, "tail": tail, "resume": resume}

@@ -1,0 +1,340 @@
+"""Connections to this server and to its peers, all of one shape, so that one piece of code measures all of them."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import asyncpg
+import nats
+import nats.js.api
+import psycopg2.extras
+from redis import asyncio as redis
+
+from tools.bench.common import Row, batches
+from upr_client import AsyncClient, FilePositions
+
+ROWS_AT_ONCE: Final = 1_000
+"""Rows of one bulk write, and of one read of Redis."""
+WRITES_AT_ONCE: Final = 8
+"""Bulk writes under way at a time."""
+
+_NAME: Final = "changes"
+_SECONDS: Final = 30.0
+_CONNECTIONS: Final = 16
+"""Of one client of Redis or PostgreSQL, whose connections do one thing at a time; more are slower on two cores."""
+_NONE: Final = b""
+"""Value of a deletion, for peers that have none."""
+
+
+def _store(path: str, position: str) -> None:
+    Path(path).write_text(position)
+
+
+def _stored(path: str) -> str:
+    return Path(path).read_text()
+
+
+class Store(Protocol):
+    """Connection of one client. Each write returns when the store has acknowledged it."""
+
+    async def open(self) -> None:
+        """Connect."""
+
+    async def close(self) -> None:
+        """End the connection."""
+
+    async def create(self) -> None:
+        """Make what changes are kept in; called once, on an empty store."""
+
+    async def set(self, key: bytes, value: bytes) -> None:
+        """Write one change."""
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        """Write many changes, in the way of the store that is meant for it."""
+
+    def drain(self, total: int) -> AsyncIterator[list[Row]]:
+        """Yield all changes from the beginning; ``total`` were written."""
+
+    def follow(self) -> AsyncIterator[list[Row]]:
+        """Yield an empty list once nothing can be missed, and then each change that is written from there on."""
+
+    async def remember(self, path: str) -> None:
+        """Follow until something has come, and store where a consumer of it resumes."""
+
+    async def resume(self, path: str) -> int:
+        """Load that, follow from there, and return the number of changes that came first; at least 1."""
+
+
+class Upr:
+    """This server. A write is acknowledged after fsync."""
+
+    def __init__(self, address: str) -> None:
+        self._client = AsyncClient(address)
+        self._bucket = self._client.bucket()
+
+    async def open(self) -> None:
+        """The first call connects."""
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def create(self) -> None:
+        """The bucket is there."""
+
+    async def set(self, key: bytes, value: bytes) -> None:
+        await self._bucket.set(key, value)
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        await self._bucket.write_many(rows)
+
+    async def drain(self, total: int) -> AsyncIterator[list[Row]]:
+        async with self._bucket.changes(until="now") as changes:
+            async for batch in changes.batches():
+                yield [(change.key, change.value) for change in batch.changes]
+
+    async def follow(self) -> AsyncIterator[list[Row]]:
+        async with self._bucket.changes(start="now") as changes:
+            await changes.ready()
+            yield []
+            async for batch in changes.batches():
+                yield [(change.key, change.value) for change in batch.changes]
+
+    async def remember(self, path: str) -> None:
+        async with self._bucket.changes(resume=FilePositions(path), until="now") as changes:
+            async for _ in changes.batches():
+                pass
+
+    async def resume(self, path: str) -> int:
+        async with self._bucket.changes(resume=FilePositions(path)) as changes:
+            async for batch in changes.batches():
+                if batch.rows:
+                    return batch.rows
+        raise AssertionError("the stream ended")
+
+
+class Redis:
+    """One stream of Redis; how often it is synced is set at its start."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.split(":")
+        self._redis: Any = redis.Redis.from_pool(
+            redis.BlockingConnectionPool(
+                host=host,
+                port=int(port),
+                max_connections=_CONNECTIONS,
+                timeout=None,
+                socket_timeout=None,
+            )
+        )
+
+    async def open(self) -> None:
+        await self._redis.ping()
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def create(self) -> None:
+        """The first entry makes it."""
+
+    async def set(self, key: bytes, value: bytes) -> None:
+        await self._redis.xadd(_NAME, {b"k": key, b"v": value})
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        for key, value in rows:
+            pipeline.xadd(_NAME, {b"k": key, b"v": value or _NONE})
+        await pipeline.execute()
+
+    async def _read(self, after: bytes | str, block: int | None) -> tuple[bytes, list[Row]]:
+        answer = await self._redis.xread({_NAME: after}, count=ROWS_AT_ONCE, block=block)
+        if not answer:
+            return b"", []
+        # A list in the second version of its protocol, a mapping in the third.
+        pairs = answer.items() if isinstance(answer, dict) else answer
+        [(_, entries)] = pairs
+        if isinstance(answer, dict):
+            [entries] = entries
+        rows = [(fields[b"k"], fields[b"v"] or None) for _, fields in entries]
+        return entries[-1][0], rows
+
+    async def drain(self, total: int) -> AsyncIterator[list[Row]]:
+        after: bytes | str = "0"
+        while total:
+            after, rows = await self._read(after, None)
+            total -= len(rows)
+            yield rows
+
+    async def follow(self) -> AsyncIterator[list[Row]]:
+        newest = await self._redis.xrevrange(_NAME, count=1)
+        after = newest[0][0] if newest else "0"
+        yield []
+        while True:
+            after, rows = await self._read(after, 0)
+            yield rows
+
+    async def remember(self, path: str) -> None:
+        [(newest, _)] = await self._redis.xrevrange(_NAME, count=1)
+        _store(path, newest.decode())
+
+    async def resume(self, path: str) -> int:
+        after = _stored(path)
+        return len((await self._read(after, 0))[1])
+
+
+class Postgres:
+    """A table of changes in PostgreSQL; who follows it is a logical replica."""
+
+    _INSERT = "INSERT INTO changes (key, value) VALUES ($1, $2)"
+    _READ = "SELECT seq, key, value FROM changes WHERE seq > $1 ORDER BY seq LIMIT $2"
+    _INSERTED: Final = re.compile(rb"key\[bytea\]:'\\x(\w+)' value\[bytea\]:'\\x(\w+)'")
+    _ROWS: Final = 10_000
+
+    def __init__(self, address: str) -> None:
+        self._address = f"postgresql://postgres@{address}/postgres"
+
+    async def open(self) -> None:
+        self._pool = await asyncpg.create_pool(
+            self._address, min_size=1, max_size=_CONNECTIONS, ssl=False
+        )
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def create(self) -> None:
+        await self._pool.execute(
+            "CREATE TABLE changes (seq bigserial PRIMARY KEY, key bytea NOT NULL, value bytea)"
+        )
+
+    async def set(self, key: bytes, value: bytes) -> None:
+        await self._pool.execute(self._INSERT, key, value)
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        async with self._pool.acquire() as connection:
+            await connection.copy_records_to_table(_NAME, records=rows, columns=["key", "value"])
+
+    async def drain(self, total: int) -> AsyncIterator[list[Row]]:
+        after = 0
+        while total:
+            records = await self._pool.fetch(self._READ, after, self._ROWS)
+            after = records[-1][0]
+            total -= len(records)
+            yield [(key, value) for _, key, value in records]
+
+    async def follow(self) -> AsyncIterator[list[Row]]:
+        # The numbers of concurrent inserts become visible in any order, so only logical replication misses none.
+        connection = await asyncio.to_thread(
+            psycopg2.connect,
+            self._address,
+            connection_factory=psycopg2.extras.LogicalReplicationConnection,
+        )
+        cursor = connection.cursor()
+        cursor.create_replication_slot("follower", output_plugin="test_decoding")
+        cursor.start_replication("follower", decode=False)
+        arrived = asyncio.Event()
+        asyncio.get_running_loop().add_reader(connection.fileno(), arrived.set)
+        try:
+            yield []
+            while True:
+                await arrived.wait()
+                arrived.clear()
+                rows: list[Row] = []
+                while (message := cursor.read_message()) is not None:
+                    found = self._INSERTED.search(message.payload)
+                    if found:
+                        key, value = (bytes.fromhex(column.decode()) for column in found.groups())
+                        rows.append((key, value))
+                if rows:
+                    yield rows
+        finally:
+            asyncio.get_running_loop().remove_reader(connection.fileno())
+            connection.close()
+
+    async def remember(self, path: str) -> None:
+        newest = await self._pool.fetchval("SELECT coalesce(max(seq), 0) FROM changes")
+        _store(path, str(newest))
+
+    async def resume(self, path: str) -> int:
+        records = await self._pool.fetch(self._READ, int(_stored(path)), ROWS_AT_ONCE)
+        return len(records)
+
+
+class Nats:
+    """A stream of NATS JetStream with a file store."""
+
+    def __init__(self, address: str) -> None:
+        self._address = f"nats://{address}"
+
+    async def open(self) -> None:
+        self._connection = await nats.connect(self._address, pending_size=64 * 2**20)
+        self._stream = self._connection.jetstream(
+            timeout=_SECONDS, publish_async_max_pending=ROWS_AT_ONCE * WRITES_AT_ONCE
+        )
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def create(self) -> None:
+        await self._stream.add_stream(name=_NAME, subjects=[_NAME])
+
+    @staticmethod
+    def _row(data: bytes) -> Row:
+        return data[1 : 1 + data[0]], data[1 + data[0] :] or None
+
+    async def set(self, key: bytes, value: bytes) -> None:
+        await self._stream.publish(_NAME, bytes([len(key)]) + key + value)
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        answers = [
+            await self._stream.publish_async(
+                _NAME, bytes([len(key)]) + key + (value or _NONE), wait_stall=_SECONDS
+            )
+            for key, value in rows
+        ]
+        await asyncio.gather(*answers)
+
+    async def _messages(self, **options: Any) -> AsyncIterator[list[Row]]:
+        subscription = await self._stream.subscribe(
+            _NAME, ordered_consumer=True, pending_bytes_limit=-1, pending_msgs_limit=-1, **options
+        )
+        yield []
+        async for message in subscription.messages:
+            yield [self._row(message.data)]
+
+    async def drain(self, total: int) -> AsyncIterator[list[Row]]:
+        async for rows in self._messages():
+            total -= len(rows)
+            yield rows
+            if not total:
+                return
+
+    async def follow(self) -> AsyncIterator[list[Row]]:
+        new = nats.js.api.ConsumerConfig(deliver_policy=nats.js.api.DeliverPolicy.NEW)
+        async for rows in self._messages(config=new):
+            yield rows
+
+    async def remember(self, path: str) -> None:
+        info = await self._stream.stream_info(_NAME)
+        _store(path, str(info.state.last_seq))
+
+    async def resume(self, path: str) -> int:
+        first = nats.js.api.ConsumerConfig(
+            deliver_policy=nats.js.api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=int(_stored(path)) + 1,
+        )
+        async for rows in self._messages(config=first):
+            if rows:
+                return len(rows)
+        raise AssertionError("the stream ended")
+
+
+async def write_all(store: Store, rows: list[Row]) -> None:
+    """Write all rows in bulk, WRITES_AT_ONCE batches under way."""
+    places = asyncio.Semaphore(WRITES_AT_ONCE)
+
+    async def write(batch: list[Row]) -> None:
+        async with places:
+            await store.write(batch)
+
+    await asyncio.gather(*map(write, batches(rows, ROWS_AT_ONCE)))
