@@ -120,9 +120,9 @@ def test_a_key_in_another_partition_than_its_own_is_not_it(store: Store) -> None
     run(TailSearch(found, TailKeys(), 0, [Entry(block.runs, encode_block(block))]))
     run(StoreSearch(found, store, NOTHING))
     assert found.found == {}
-    assert found.pending[P]
+    assert found.pending == [P]
     found.settle(np.ones(1024, bool))
-    assert not found.pending.any()
+    assert found.pending == []
     store.close()
 
 
@@ -179,7 +179,7 @@ def test_a_damaged_block_is_a_problem_of_what_lies_behind_it(store: Store, damag
     assert sorted(found.found) == [2, 3]
     assert isinstance(found.problems[P], DataDamagedError)
     assert list(found.problems) == [P]
-    assert not found.pending.any()
+    assert found.pending == []
     store.close()
 
 

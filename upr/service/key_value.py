@@ -76,11 +76,11 @@ async def find_newest(host: BucketService, lookup: Lookup) -> None:
     """
     bucket = host.bucket
     table = bucket.partitions
-    for partition in np.flatnonzero(lookup.pending).tolist():
+    for partition in lookup.pending:
         if not table.serves(partition):
             lookup.fail([partition], table.refusal(partition))
     floors = np.zeros(PARTITIONS, np.uint64)
-    while lookup.pending.any():
+    while lookup.pending:
         stored = table.stored.copy()
         bite = _search(host, lookup, floors)
         while not await host.disk.in_reader(bite):

@@ -44,7 +44,6 @@ from upr.storage.blocks import (
 from upr.storage.store import Store
 from upr_protocol.block import I64, OP_DELETE, U32, U64, Runs, row_bounds
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
-from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partitions_of
 from upr_protocol.wire.codec import check_encoded, open_columns
 
@@ -92,11 +91,9 @@ class Lookup:
             self._open.setdefault(partition, {})[key] = number
 
     @property
-    def pending(self) -> npt.NDArray[np.bool_]:
-        """Return the partitions with keys that are not found yet, bool, shape (1024,)."""
-        pending = np.zeros(PARTITIONS, bool)
-        pending[list(self._open)] = True
-        return pending
+    def pending(self) -> list[int]:
+        """Return the partitions with keys that are not found yet."""
+        return list(self._open)
 
     def sought(self, partition: int | None = None) -> set[int]:
         """Return the hashes of the keys that are not found yet: of one partition, or of all."""
@@ -422,7 +419,7 @@ class StoreSearch:
         Between two bites blocks may be compacted: the search continues with the block that contains its seqno.
         """
         if self._left is None:
-            self._left = np.flatnonzero(self._lookup.pending).tolist()
+            self._left = self._lookup.pending
         if not self._left:
             return True
         size = 0
