@@ -51,6 +51,7 @@ OP_SET: Final = 0
 OP_DELETE: Final = 1
 
 Runs = npt.NDArray[np.void]
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 

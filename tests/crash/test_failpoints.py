@@ -18,6 +18,7 @@ from tests.raw import RawClient, seqnos_of
 from tests.service import test_positions as positions
 from upr import failpoints
 from upr_client import Client
+from upr_protocol.limits import GET_KEYS_MAX
 
 pytestmark = pytest.mark.crash
 
@@ -120,6 +121,13 @@ async def check_load(server: RunningServer, load: Load) -> None:
     state = await state_of(server.target)
     assert all(state.get(key) == value for key, value in load.acknowledged.items())
     assert set(state) <= set(load.acknowledged) | set(load.unknown)
+    keys = sorted(set(load.acknowledged) | set(load.unknown))
+    async with RawClient(server.target) as client:
+        for first in range(0, len(keys), GET_KEYS_MAX):
+            asked = keys[first : first + GET_KEYS_MAX]
+            for key, answer in zip(asked, await client.get(*asked), strict=True):
+                got = answer.value if answer.HasField("value") else None
+                assert got == state.get(key), key
 
 
 @pytest.mark.asyncio

@@ -270,7 +270,10 @@ class World:
             part = self.slices.pop(0)
             merged = self.plan.merge(part)
             self.store.put_flush(
-                merged.blocks, self.bucket.flush_rows(merged), self.plan.producer_rows(part, merged)
+                merged.blocks,
+                self.bucket.flush_rows(merged),
+                self.plan.producer_rows(part, merged),
+                merged.hashes,
             )
             self.bucket.slice_stored(merged)
             return True

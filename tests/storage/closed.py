@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from upr.service.buckets.catalog import create_bucket
+from upr.storage.blocks import hashes_of
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Commit, Journal, JournalEntry
 from upr.storage.keyspace import (
@@ -18,6 +19,7 @@ from upr.storage.keyspace import (
     Pin,
     ProducerNumbers,
     ProducerRow,
+    pack_hashes,
 )
 from upr.storage.store import Store
 from upr_protocol.block import Block, make_runs, sealed
@@ -87,7 +89,18 @@ class Closed:
         rows = {partition: replace(old, **{**told, **row})}
         ends = [int(block.runs["end_seqno"][0]) for block in blocks]
         store.put_flush(
-            [(partition, e, encode_block(b)) for e, b in zip(ends, blocks, strict=True)], rows, {}
+            [(partition, e, encode_block(b)) for e, b in zip(ends, blocks, strict=True)],
+            rows,
+            {},
+            [
+                pack_hashes(
+                    partition,
+                    int(b.runs["start_seqno"][0]),
+                    e,
+                    hashes_of(np.frombuffer(b.key_offsets or bytes(4), "<i4").astype(int), b.keys),
+                )
+                for e, b in zip(ends, blocks, strict=True)
+            ],
         )
         store.clear_proof()
         store.close()

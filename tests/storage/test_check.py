@@ -26,9 +26,11 @@ from upr.storage.keyspace import (
     ProducerNumbers,
     ProducerRow,
     block_key,
+    pack_hashes,
     partition_key,
 )
 from upr.storage.lmdb_file import PageFile, check_length
+from upr.storage.store import HASHED
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import encode_block
@@ -148,6 +150,48 @@ def test_contradicting_blocks_and_rows(
     findings = checked(closed).findings
     assert any(words in finding.what for finding in findings), findings
     assert {finding.partition for finding in findings} == {3}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (b"rotten", "the index of its keys is damaged"),
+        (pack_hashes(5, 0, 3, np.arange(3, dtype=np.uint32)), "the index of its keys is damaged"),
+        (None, ""),
+    ],
+)
+def test_an_index_that_is_not_of_its_block(closed: Closed, value: bytes | None, words: str) -> None:
+    closed.put(block_of(5, 0, 3), block_of(5, 3, 6))
+    change(closed, b"hashes", block_key(5, 3), value)
+    # Another program wrote last: the next start drops all of it.
+    assert checked(closed).findings == []
+    vouch(closed)
+    if value is None:
+        assert checked(closed).findings == []
+        return
+    finding = only(checked(closed))
+    assert words in finding.what
+    assert (finding.partition, finding.above, finding.end) == (5, 0, 3)
+
+
+def test_an_index_without_its_block(closed: Closed) -> None:
+    closed.put(block_of(5, 0, 3))
+    store = closed.store()
+    store.put_flush([], {}, {})
+    store.close()
+    change(closed, b"hashes", block_key(5, 7), b"left over")
+    vouch(closed)
+    finding = only(checked(closed))
+    assert (finding.partition, finding.end) == (5, 7)
+    assert "no block" in finding.what
+
+
+def vouch(closed: Closed) -> None:
+    """Let the last transaction be one of a program that knows the index of keys."""
+    with lmdb.open(str(closed.bucket / "store"), max_dbs=16, map_size=2**30) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            txn.put(HASHED, keyspace.seal(txn.id().to_bytes(8, "little"), HASHED), db=meta)
 
 
 def test_a_block_under_the_key_of_another(closed: Closed) -> None:

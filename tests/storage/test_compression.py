@@ -84,7 +84,7 @@ def test_a_stretch_is_cut_by_what_it_has_before_compressing(
     chunk = make_chunk([Encoded(decode_block(data).runs, data)])
     for found in (
         merge_slice([chunk], ALL, nothing_stored(), compress=compress_block).blocks,
-        list(rebuild(chunk, np.arange(1000), (3, 0, 1000, 1000), compress_block)),
+        list(rebuild(chunk, np.arange(1000), (3, 0, 1000, 1000), [], compress_block)),
     ):
         assert len(found) > 5
         assert all(is_compressed(data) for _, _, data in found)

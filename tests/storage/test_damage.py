@@ -31,6 +31,7 @@ TABLES = (
     b"cuts",
     b"consumers",
     b"aside",
+    b"hashes",
 )
 _PAGE = 4096
 _META_BYTES = 152

@@ -12,7 +12,7 @@ from tests.service.keys import some_keys
 from tests.storage.stored_blocks import block_of, store_of
 from upr.storage import search as lookup_module
 from upr.storage.blocks import Replacement
-from upr.storage.search import Lookup, Newest, StoreSearch, TailSearch
+from upr.storage.search import Lookup, Newest, StoreSearch, TailKeys, TailSearch
 from upr.storage.store import Store
 from upr_protocol.block import Runs, build_block, make_runs
 from upr_protocol.errors import DataDamagedError
@@ -99,13 +99,13 @@ def test_it_finds_what_was_written_last(
         blocks.append((partition, high[partition], data))
     store.put_flush(blocks, {}, {})
     found = Lookup(keys, 10**6)
-    run(TailSearch(found, entries))
+    run(TailSearch(found, TailKeys(), 0, entries))
     in_tail = dict(found.found)
     run(StoreSearch(found, store, NOTHING))
     assert {keys[i]: newest for i, newest in found.found.items()} == expected
     # What lies above the floors was found already.
     above = Lookup(keys, 10**6)
-    run(TailSearch(above, entries))
+    run(TailSearch(above, TailKeys(), 0, entries))
     run(StoreSearch(above, store, np.full(1024, 10**6, np.uint64)))
     assert above.found == in_tail
     store.close()
@@ -117,12 +117,12 @@ def test_a_key_in_another_partition_than_its_own_is_not_it(store: Store) -> None
     block = build_block([key], [b"elsewhere"])
     block.runs = make_runs([Q], [1], [1], [2], [2], 9)
     found = Lookup([key], 100)
-    run(TailSearch(found, [Entry(block.runs, encode_block(block))]))
+    run(TailSearch(found, TailKeys(), 0, [Entry(block.runs, encode_block(block))]))
     run(StoreSearch(found, store, NOTHING))
     assert found.found == {}
-    assert found.pending[P]
+    assert found.pending == [P]
     found.settle(np.ones(1024, bool))
-    assert not found.pending.any()
+    assert found.pending == []
     store.close()
 
 
@@ -179,7 +179,7 @@ def test_a_damaged_block_is_a_problem_of_what_lies_behind_it(store: Store, damag
     assert sorted(found.found) == [2, 3]
     assert isinstance(found.problems[P], DataDamagedError)
     assert list(found.problems) == [P]
-    assert not found.pending.any()
+    assert found.pending == []
     store.close()
 
 
@@ -195,7 +195,7 @@ def test_a_damaged_entry_of_the_tail_is_a_problem_of_its_partitions() -> None:
     data[data.index(b"needle")] ^= 1
     entries[1].data = bytes(data)
     found = Lookup([first, second, other], 100)
-    run(TailSearch(found, entries))
+    run(TailSearch(found, TailKeys(), 0, entries))
     assert sorted(found.found) == [1, 2]
     assert list(found.problems) == [P]
 
@@ -205,6 +205,6 @@ def test_large_tails_are_looked_through_in_bites(monkeypatch: pytest.MonkeyPatch
     keys = some_keys(P, 2)
     entries = [entry((P, [Row(i + 1, keys[i > 0], b"%d" % i)])) for i in range(35)]
     found = Lookup(keys, 100)
-    assert run(TailSearch(found, entries)) == 4
+    assert run(TailSearch(found, TailKeys(), 0, entries)) == 4
     assert [found.found[i].value for i in range(2)] == [b"0", b"34"]
     assert decode_block(entries[0].data).rows == 1

@@ -1,9 +1,11 @@
 """The processes beside the measuring one: ``children.py bare`` and ``children.py produce TARGET SECONDS DURABILITY``."""
 
 import asyncio
+import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,15 +17,21 @@ from upr_protocol.wire.grpc import SERVER_OPTIONS
 
 CHILDREN: Final = Path(__file__)
 BARE_METHOD: Final = "/bench.Bare/Stream"
+BARE_UNARY: Final = "/bench.Bare/Unary"
 PER_SECOND: Final = 1000
 KEYS: Final = 4096
 
 
 class _Bare(grpc.GenericRpcHandler):
-    """Streams what was asked for: "COUNT SIZE" in, messages of bytes out."""
+    """Streams what was asked for: "COUNT SIZE" in, messages of bytes out. The unary call returns its request."""
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if details.method == BARE_UNARY:
+            return grpc.unary_unary_rpc_method_handler(self._unary)
         return grpc.unary_stream_rpc_method_handler(self._stream)
+
+    async def _unary(self, request: bytes, context: object) -> bytes:
+        return request
 
     async def _stream(self, request: bytes, context: object) -> AsyncIterator[bytes]:
         count, size = map(int, request.split())
@@ -40,6 +48,22 @@ async def serve_bare() -> None:
     await server.start()
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)
+
+
+@contextmanager
+def bare_server() -> Iterator[str]:
+    """Run the bare server; its target."""
+    process = subprocess.Popen(
+        [sys.executable, str(CHILDREN), "bare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield f"127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(10)
 
 
 async def produce(target: str, seconds: float, durability: str) -> None:

@@ -7,20 +7,19 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Final
 
 import grpc.aio
 
 from tests.harness import RunningServer
-from tools.bench.children import BARE_METHOD, CHILDREN
+from tools.bench.children import BARE_METHOD, bare_server
 from tools.bench.common import MUTATIONS, Figure, Row, batches, encoded, say, server, zipfian_rows
 from tools.bench.delays import measure_latency, measure_starts
+from tools.bench.gets import measure_gets
 from tools.bench.merging import measure_merging
 from tools.bench.singles import measure_singles
 from upr_client import AsyncClient
@@ -121,22 +120,6 @@ async def drain(target: str, decode: bool) -> tuple[float, float, int]:
         return late / taken, size / taken, rows
 
 
-@contextmanager
-def bare_server() -> Iterator[str]:
-    """Run the bare streaming server; its target."""
-    process = subprocess.Popen(
-        [sys.executable, str(CHILDREN), "bare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield f"127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.wait(10)
-
-
 async def bare(target: str, kib: int) -> float:
     """Receive messages over bare gRPC. Return bytes a second after the first one."""
     count = BARE_MESSAGES[kib]
@@ -192,7 +175,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument(
         "--only",
-        choices=("ingest", "singles", "reading", "latency", "merging"),
+        choices=("ingest", "singles", "reading", "get", "latency", "merging"),
         help="a part of it",
     )
     options = parser.parse_args()
@@ -202,6 +185,7 @@ def main() -> int:
         "ingest": lambda: measure_ingest(rows),
         "singles": measure_singles,
         "reading": lambda: measure_reading(rows),
+        "get": measure_gets,
         "latency": measure_latency,
         "merging": measure_merging,
     }

@@ -18,6 +18,8 @@ from upr_protocol.wire.codec import decode_block
 MARK_EVERY = 256
 MARK_RUNS = 2048
 _ENTRY_OVERHEAD_BYTES = 600
+_ROW_OVERHEAD_BYTES = 4
+"""The hash of a row's key, in the index that a search makes."""
 
 
 @dataclass(slots=True)
@@ -41,7 +43,8 @@ class TailEntry:
 
     @property
     def size(self) -> int:
-        return len(self.data) + self.runs.nbytes + _ENTRY_OVERHEAD_BYTES
+        rows = int(self.runs["count"].sum()) * _ROW_OVERHEAD_BYTES
+        return len(self.data) + self.runs.nbytes + _ENTRY_OVERHEAD_BYTES + rows
 
     def block(self) -> Block:
         """Parse the bytes and verify them again, because they may have been in memory for long."""

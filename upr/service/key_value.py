@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from upr.service.overload.intake import LARGE_BYTES, Context, Intake, abort, she
 from upr.service.overload.process import SAMPLE_SECONDS, LoopDelays
 from upr.service.trouble import words_of
 from upr.storage.search import Lookup, StoreSearch, TailSearch
-from upr_protocol.block import Block
+from upr_protocol.block import U64, Block
 from upr_protocol.errors import (
     BucketGoneError,
     DataDamagedError,
@@ -76,21 +76,29 @@ async def find_newest(host: BucketService, lookup: Lookup) -> None:
     """
     bucket = host.bucket
     table = bucket.partitions
-    for partition in np.flatnonzero(lookup.pending).tolist():
+    for partition in lookup.pending:
         if not table.serves(partition):
             lookup.fail([partition], table.refusal(partition))
     floors = np.zeros(PARTITIONS, np.uint64)
-    while lookup.pending.any():
+    while lookup.pending:
         stored = table.stored.copy()
-        tail = bucket.tail
-        in_tail = TailSearch(lookup, tail.range(tail.first, tail.end))
-        while not await host.disk.in_reader(in_tail.bite):
-            pass
-        in_store = StoreSearch(lookup, host.disk.store, floors)
-        while not await host.disk.in_reader(in_store.bite):
+        bite = _search(host, lookup, floors)
+        while not await host.disk.in_reader(bite):
             pass
         lookup.settle(table.stored == stored)
         floors = stored
+
+
+def _search(host: BucketService, lookup: Lookup, floors: U64) -> Callable[[], bool]:
+    """Begin a search of tail and store; return its step, which returns whether the search is done.
+
+    A step goes on from the tail into the store: for most keys one is enough.
+    """
+    tail = host.bucket.tail
+    first = max(host.tail_keys.end, tail.first)
+    in_tail = TailSearch(lookup, host.tail_keys, first, tail.range(first, tail.end))
+    in_store = StoreSearch(lookup, host.disk.store, floors)
+    return lambda: in_tail.bite() and in_store.bite()
 
 
 async def _get(host: BucketService, keys: list[bytes]) -> wire.GetResponse:

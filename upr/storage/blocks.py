@@ -3,14 +3,14 @@
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from upr.storage import keyspace
-from upr_protocol.block import I64, RUN, U64, Runs
+from upr_protocol.block import I64, RUN, U32, U64, Runs
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import KEY_BYTES_MAX
 from upr_protocol.wire.codec import (
@@ -179,12 +179,14 @@ class Replacement:
         old: ends of the removed blocks.
         new: (end_seqno, bytes) of the new blocks.
         purge: the purge seqno that must be stored with it; 0 for none.
+        hashes: of the new blocks' keys, as ``keyspace.pack_hashes``; blocks without any are read by every search.
     """
 
     partition: int
     old: list[int]
     new: list[tuple[int, bytes]]
     purge: int = 0
+    hashes: Sequence[bytes] = ()
 
 
 _TIME = struct.Struct("<Q")
@@ -213,15 +215,32 @@ class StoredBlock:
     table_crc: int
 
 
+class BlockHashes(NamedTuple):
+    """Hashes of neighbouring stored blocks' keys.
+
+    Attributes:
+        starts, ends: of the blocks, newest first.
+        row_ends: rows of a block and of those before it.
+        hashes: one a row, of all the blocks.
+    """
+
+    starts: list[int]
+    ends: list[int]
+    row_ends: I64
+    hashes: U32
+
+
 class BlockCursor:
     """Cursor over the blocks of one read transaction, for the thread that began it.
 
     Args:
         cursor: over the blocks, of a transaction with buffers.
+        hashes: over the hashes of their keys, of the same transaction.
     """
 
-    def __init__(self, cursor: Any) -> None:
+    def __init__(self, cursor: Any, hashes: Any) -> None:
         self._cursor = cursor
+        self._hashes = hashes
 
     def newest_end(self, partition: int) -> int:
         """Return the end of a partition's newest block, 0 if it has none."""
@@ -259,6 +278,33 @@ class BlockCursor:
             bytes(value[2:HEAD_BYTES]),
             int.from_bytes(value[first:last], "little"),
         )
+
+    def hashes(self, partition: int, end: int, above: int, most: int) -> BlockHashes:
+        """Return the hashes of neighbouring blocks, newest first, from the block that ends at a seqno on.
+
+        They end before a block whose hashes are not there or fail their checksum: that block must be read.
+
+        Args:
+            above: blocks that end at or below are not needed.
+            most: bytes; more blocks follow when their hashes reach it.
+        """
+        starts, ends, found = list[int](), list[int](), list[bytes]()
+        cursor, size = self._hashes, 0
+        key = keyspace.block_key(partition, end)
+        more = cursor.set_key(key)
+        while more and size < most and end > above and cursor.key() == key:
+            try:
+                start, hashes = keyspace.unpack_hashes(key, bytes(cursor.value()))
+            except DataDamagedError:
+                break
+            starts.append(start)
+            ends.append(end)
+            found.append(hashes)
+            size += len(hashes)
+            key, end = keyspace.block_key(partition, start), start
+            more = cursor.prev()
+        row_ends = np.cumsum([len(hashes) // 4 for hashes in found], dtype=np.int64)
+        return BlockHashes(starts, ends, row_ends, np.frombuffer(b"".join(found), "<u4"))
 
     def data(self, partition: int, end: int) -> bytes:
         """Return a copy of the block that ends at a seqno.
@@ -304,7 +350,6 @@ def compressor(compression: str) -> Compress | None:
 
 SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES, TIMES = range(2, 9)
 ABSENT = (0, 0)
-_WEIGHTS = np.random.default_rng(0).integers(2**63, 2**64 - 1, KEY_BYTES_MAX, np.uint64) | 1
 
 
 @dataclass(slots=True)
@@ -363,16 +408,66 @@ def keys_of(*blocks: Encoded) -> Any:
     return cells_of([block.opened() for block in blocks], KEY_OFFSETS, KEYS, rows)
 
 
-def key_classes(block: Encoded, count: int) -> I64:
-    """Return the class of each row's key, 0 to ``count`` - 1; equal keys have the same class."""
+def key_hashes(block: Encoded) -> U32:
+    """Return the hash of each row's key."""
     columns = block.opened()
     offsets = np.frombuffer(column_of(columns, KEY_OFFSETS), "<i4")
-    data = np.frombuffer(column_of(columns, KEYS), np.uint8)
-    if not len(data):
-        return np.zeros(0, np.int64)
-    places = np.arange(len(data)) - np.repeat(offsets[:-1], np.diff(offsets))
-    sums = np.add.reduceat(_WEIGHTS[places] * data, offsets[:-1])
-    return ((sums >> np.uint64(32)) % np.uint64(count)).astype(np.int64)
+    return hashes_of(offsets.astype(np.int64), column_of(columns, KEYS))
+
+
+def hashes_of(offsets: I64, data: bytes) -> U32:
+    """Return a hash of each key of a column, 32 bits. The store holds such hashes: they must never change.
+
+    The sum of the key's words of 8 bytes, each times an odd weight of its place. Keys that collide can be forged, so
+    equal hashes say that keys may be equal, and different hashes that they are not.
+
+    Args:
+        offsets: where each key begins, and the end of the last.
+        data: bytes of all keys.
+    """
+    if len(offsets) < 2:
+        return np.zeros(0, np.uint32)
+    lengths = np.diff(offsets)
+    # A word at each byte; behind the last there are bytes for its word.
+    padded = data + bytes(8)
+    longest = int(lengths.max())
+    if longest == lengths.min():
+        count = max(longest + 7 >> 3, 1)
+        table: U64 = np.ndarray(
+            (len(lengths), count), "<u8", padded, int(offsets[0]), (longest, 8)
+        ).copy()
+        table[:, -1] &= _FIRST_BYTES[longest - 8 * (count - 1)]
+        table ^= table >> _HALF
+        table *= _WEIGHTS[:count]
+        sums: U64 = table.sum(axis=1)
+    else:
+        words = np.maximum(lengths + 7 >> 3, 1)
+        ends = np.cumsum(words)
+        places = np.arange(ends[-1]) - np.repeat(ends - words, words)
+        every: U64 = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))
+        found = every[np.repeat(offsets[:-1], words) + 8 * places]
+        found[ends - 1] &= _FIRST_BYTES[lengths - 8 * (words - 1)]
+        found ^= found >> _HALF
+        found *= _WEIGHTS[places]
+        sums = np.add.reduceat(found, ends - words)
+    sums += lengths.astype(np.uint64) * _WEIGHTS[-1]
+    sums ^= sums >> _HALF
+    hashes: U32 = (sums * _WEIGHTS[-2] >> _HALF).astype(np.uint32)
+    return hashes
+
+
+def _weights(count: int) -> U64:
+    """Return odd numbers whose bits look random: the output of splitmix64, which is the same everywhere."""
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        mixed = (mixed ^ mixed >> np.uint64(shift)) * np.uint64(factor)
+    return mixed | np.uint64(1)
+
+
+_HALF = np.uint64(32)
+_WEIGHTS = _weights(KEY_BYTES_MAX // 8 + 2)
+_FIRST_BYTES = np.array([2 ** (8 * count) - 1 for count in range(9)], np.uint64)
+"""Masks of the first bytes of a word, by their number."""
 
 
 def tombstones_of(block: Encoded) -> tuple[I64, U64, I64]:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from upr.storage import keyspace
 from upr.storage.blocks import (
     KEY_OFFSETS,
     KEYS,
@@ -41,7 +42,8 @@ from upr.storage.blocks import (
     cells_of,
     checked,
     column_of,
-    key_classes,
+    hashes_of,
+    key_hashes,
     keys_of,
     tombstones_of,
 )
@@ -148,6 +150,7 @@ class Merged:
         ends, horizons: each partition's new end, and the largest horizon up to there.
         purges: the dropped tombstones, by partition.
         rows: how many rows the blocks have.
+        hashes: of the blocks' keys, in order, as ``keyspace.pack_hashes``.
     """
 
     blocks: list[tuple[int, int, bytes]]
@@ -155,6 +158,7 @@ class Merged:
     purges: dict[int, Purge] = field(default_factory=dict)
     rows: int = 0
     horizons: dict[int, int] = field(default_factory=dict)
+    hashes: list[bytes] = field(default_factory=list)
 
 
 def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
@@ -295,19 +299,24 @@ def merge_slice(
         if end > stored[partition]:
             span = (int(bounds[i]), int(bounds[i + 1]))
             run = (partition, int(stored[partition]), end, int(horizons[partition]))
-            merged.blocks += columns.stretch(span, run, compress)
+            merged.blocks += columns.stretch(span, run, merged.hashes, compress)
             merged.ends[partition], merged.horizons[partition] = end, run[3]
     return merged
 
 
 def rebuild(
-    chunk: Chunk, rows: I64, run: tuple[int, int, int, int], compress: Compress | None = None
+    chunk: Chunk,
+    rows: I64,
+    run: tuple[int, int, int, int],
+    hashes: list[bytes],
+    compress: Compress | None = None,
 ) -> Iterator[Any]:
     """Yield blocks, as (partition, end_seqno, bytes), built of chosen rows of a chunk of one partition.
 
     Args:
         rows: row numbers of the chunk, ascending.
         run: partition, start, end and horizon of the resulting stretch.
+        hashes: gets the packed hashes of each block's keys.
         compress: applied to each block before it is stored.
     """
     picked = pa.array(rows)
@@ -318,7 +327,7 @@ def rebuild(
         chunk.seqnos[rows],
         chunk.times[rows],
     )
-    yield from columns.stretch((0, len(rows)), run, compress)
+    yield from columns.stretch((0, len(rows)), run, hashes, compress)
 
 
 def _purged(
@@ -374,12 +383,14 @@ class _Columns:
     ) -> None:
         self._key_offsets, self._keys = _raw(keys)
         self._value_offsets, self._values = _raw(values)
+        self._hashes = hashes_of(self._key_offsets, self._keys)
         self._ops, self._seqnos, self._times = ops, seqnos, times
 
     def stretch(
         self,
         rows: tuple[int, int],
         run: tuple[int, int, int, int],
+        hashes: list[bytes],
         compress: Compress | None = None,
     ) -> Iterator[tuple[int, int, bytes]]:
         """Yield a partition's blocks: one, or a stretch of several that share the horizon."""
@@ -393,6 +404,8 @@ class _Columns:
                 reached = np.searchsorted(self._seqnos[first:cut], np.uint64(run_end), side="right")
                 cut = first + int(reached)
             data = encode_block(self._block((first, cut), (partition, start, run_end, horizon)))
+            mine = self._hashes[first:cut]
+            hashes.append(keyspace.pack_hashes(partition, start, run_end, mine))
             yield partition, run_end, data if compress is None else compress(data)
             if run_end == end:
                 return
@@ -491,8 +504,10 @@ def merge_direct(
     window = FlushSlice(merged_ranges[0].partition, merged_ranges[-1].partition + 1, 0, 1)
     merged = merge_slice([make_chunk(blocks)], window, starts, limits=limits, compress=compress)
     new: dict[int, list[tuple[int, bytes]]] = {one.partition: [] for one in merged_ranges}
-    for partition, end, data in merged.blocks:
+    hashes: dict[int, list[bytes]] = {one.partition: [] for one in merged_ranges}
+    for (partition, end, data), of_block in zip(merged.blocks, merged.hashes, strict=True):
         new[partition].append((end, data))
+        hashes[partition].append(of_block)
     result.purges, result.rows = merged.purges, merged.rows
     for one in merged_ranges:
         purge = merged.purges.get(one.partition)
@@ -502,6 +517,7 @@ def merge_direct(
                 [head.end for head in one.heads],
                 new[one.partition],
                 purge.seqno if purge else 0,
+                hashes[one.partition],
             )
         )
     return result
@@ -623,7 +639,7 @@ def _compare(
             column = keys_of(block)
             mine = np.arange(len(column))
             if passes > 1:
-                mine = np.flatnonzero(key_classes(block, passes) == number)
+                mine = np.flatnonzero(key_hashes(block) % np.uint32(passes) == number)
                 column = column.take(pa.array(mine))
             size += column.nbytes
             taken += len(column)
@@ -738,10 +754,13 @@ def rewrite_group(
             f"partition {examined.partition}: the blocks up to {heads[-1].end} changed while they were merged"
         )
     run = (examined.partition, heads[0].start, heads[-1].end, examined.horizon)
-    new = [(end, data) for _, end, data in rebuild(chunk, np.flatnonzero(keep), run, compress)]
+    hashes: list[bytes] = []
+    rows = np.flatnonzero(keep)
+    new = [(end, data) for _, end, data in rebuild(chunk, rows, run, hashes, compress)]
     return Replacement(
         examined.partition,
         [head.end for head in heads],
         new,
         examined.purge.seqno if examined.purge else 0,
+        hashes,
     )

@@ -12,6 +12,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from upr_protocol.block import U32
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError
 from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.limits import PARTITIONS, REASON_BYTES_MAX
@@ -27,6 +28,8 @@ _TIME = struct.Struct(">Q")
 _CONSUMER = struct.Struct("<BQQQQ")
 _CUT = struct.Struct("<QQQH")
 _PIN = struct.Struct("<HQQ")
+_HASHES = struct.Struct("<IQ")
+_HASHES_KIND = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +217,22 @@ def block_key(partition: int, end_seqno: int) -> bytes:
 def unpack_block_key(key: bytes) -> tuple[int, int]:
     partition, end_seqno = _BLOCK_KEY.unpack(key)
     return partition, end_seqno
+
+
+def pack_hashes(partition: int, start: int, end: int, hashes: U32) -> bytes:
+    """Return the stored form of the hashes of a block's keys, one a row; see ``blocks.hashes_of``."""
+    return seal(_HASHES.pack(_HASHES_KIND, start) + hashes.tobytes(), block_key(partition, end))
+
+
+def unpack_hashes(key: bytes, value: bytes) -> tuple[int, bytes]:
+    """Return the start of the block under a key, and its hashes as "<u4"; or raise DataDamagedError."""
+    body = unseal(value, key, "hashes of keys")
+    if len(body) < _HASHES.size or len(body) % 4 != _HASHES.size % 4:
+        raise DataDamagedError(f"hashes of keys: the stored row has {len(body)} bytes")
+    kind, start = _HASHES.unpack_from(body)
+    if kind != _HASHES_KIND:
+        raise DataDamagedError(f"kind of hashes is {kind}; must be {_HASHES_KIND}")
+    return start, body[_HASHES.size :]
 
 
 def aside_key(partition: int, commit: int, sequence: int) -> bytes:

@@ -1,14 +1,18 @@
 """Searches in stored blocks: the newest mutations of some keys, and the seqno at which a time was passed.
 
-*Keys.* There is no index over keys: all keys of a block are compared with the wanted ones in one vectorised step, from
-the newest block to the oldest. The values in memory are bounded: when they exceed the limit of the answer, the last
-keys are dropped from the search with their values, and the answer ends before them.
+*Keys.* Blocks are searched from the newest to the oldest. Of most blocks the hashes of their keys are known: in memory
+for the tail, in a table of their own for the store. So only the blocks are read that may have a wanted key, and a hash
+decides nothing: the keys are compared. A block without hashes is read and compared whole. The values in memory are
+bounded: when they exceed the limit of the answer, the last keys are dropped from the search with their values, and the
+answer ends before them.
 
 *Times.* Commit times rise with seqnos unless the clock was set back. So a binary search over heads of blocks finds the
 block, and its column of times the row. If the clock was set back, the time is crossed several times, and the search
 finds one of the crossings.
 """
 
+import struct
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,23 +25,30 @@ import pyarrow.compute as pc
 
 from upr.storage.blocks import (
     ABSENT,
+    KEY_OFFSETS,
+    KEYS,
     OPS,
     SEQNOS,
     VALUE_OFFSETS,
     VALUES,
     BlockCursor,
+    BlockHashes,
     Encoded,
     StoredBlock,
     checked,
+    hashes_of,
+    key_hashes,
     keys_of,
+    own_head,
 )
 from upr.storage.store import Store
-from upr_protocol.block import I64, OP_DELETE, RUN, U64, Runs, row_bounds
+from upr_protocol.block import I64, OP_DELETE, U32, U64, Runs, row_bounds
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
-from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partitions_of
 from upr_protocol.wire.codec import check_encoded, open_columns
 
+FEW = 8
+"""Number of hashes up to which one comparison for each is cheaper than a hash table."""
 BITE_BYTES = 2 * 2**20
 BITE_BLOCKS = 1000
 """Most bytes and blocks searched before other requests have their turn; one block may be larger."""
@@ -66,95 +77,136 @@ class Lookup:
     """
 
     def __init__(self, keys: Sequence[bytes], max_bytes: int) -> None:
-        self._keys = keys
+        self._numbers = {key: number for number, key in enumerate(keys)}
         self._left = max_bytes
         self.partitions: I64 = partitions_of(keys).astype(np.int64)
         self.found: dict[int, Newest] = {}
         self.problems: dict[int, UprError] = {}
         self.end = len(keys)
-        self._open = np.ones(len(keys), bool)
+        self._hashes = hashes_of(np.cumsum([0, *map(len, keys)]), b"".join(keys)).tolist()
+        self._open: dict[int, dict[bytes, int]] = {}
+        for (key, number), partition in zip(
+            self._numbers.items(), self.partitions.tolist(), strict=True
+        ):
+            self._open.setdefault(partition, {})[key] = number
 
     @property
-    def pending(self) -> npt.NDArray[np.bool_]:
-        """Return the partitions with keys that are not found yet, bool, shape (1024,)."""
-        pending = np.zeros(PARTITIONS, bool)
-        pending[self.partitions[self._open]] = True
-        return pending
+    def pending(self) -> list[int]:
+        """Return the partitions with keys that are not found yet."""
+        return list(self._open)
+
+    def sought(self, partition: int | None = None) -> set[int]:
+        """Return the hashes of the keys that are not found yet: of one partition, or of all."""
+        hashes = self._hashes
+        if partition is not None:
+            return {hashes[number] for number in self._open.get(partition, {}).values()}
+        return {hashes[number] for keys in self._open.values() for number in keys.values()}
 
     def fail(self, partitions: Iterable[int], why: UprError) -> None:
         """Fail the keys of partitions that are not found yet."""
         for partition in partitions:
-            gone = self._open & (self.partitions == partition)
-            if gone.any():
+            if self._open.pop(partition, None):
                 self.problems[partition] = why
-                self._open[gone] = False
 
     def settle(self, partitions: npt.NDArray[np.bool_]) -> None:
         """End the search in partitions (bool, shape (1024,)): keys not found do not exist."""
-        self._open[partitions[self.partitions]] = False
+        for partition in [p for p in self._open if partitions[p]]:
+            del self._open[partition]
 
-    def search(self, blocks: Sequence[Encoded], among: npt.NDArray[np.bool_]) -> None:
-        """Search consecutive blocks, oldest first, for the keys of some partitions.
+    def search(self, block: Encoded) -> None:
+        """Search all rows of a block of one partition, which is newer than those that are searched later.
 
         Args:
-            blocks: checked.
-            among: the partitions, bool, shape (1024,).
+            block: checked.
         """
-        counts = [int(block.runs["count"].sum()) for block in blocks]
-        blocks = [block for block, count in zip(blocks, counts, strict=True) if count]
-        wanted = np.flatnonzero(self._open & among[self.partitions])
-        if not blocks or not len(wanted):
-            return
-        sought = pa.array([self._keys[i] for i in wanted.tolist()], pa.binary())
-        keys = keys_of(*blocks)
-        matches = pc.fill_null(pc.index_in(keys, value_set=sought), -1).to_numpy()
-        rows = np.flatnonzero(matches >= 0)
-        numbers = wanted[matches[rows]]
-        runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
-        run_ends = row_bounds(runs)[1:]
-        # A writer may put a key into a partition that is not its own; such a row does not match.
-        owners = runs["partition"][np.searchsorted(run_ends, rows, side="right")]
-        mine = owners == self.partitions[numbers]
-        newest = np.full(len(self._keys), -1, np.int64)
-        # For a repeated index numpy keeps the last assignment, which is the newest row of the key.
-        newest[numbers[mine]] = rows[mine]
-        first_rows = np.cumsum([0, *filter(None, counts)])
-        for number in np.flatnonzero(newest >= 0).tolist():
-            row = int(newest[number])
-            at = int(np.searchsorted(first_rows, row, side="right")) - 1
-            self._take(number, blocks[at], row - int(first_rows[at]))
+        keys = self._open.get(int(block.runs["partition"][0]))
+        if keys and int(block.runs["count"][0]):
+            rows = pc.is_in(keys_of(block), value_set=pa.array(list(keys), pa.binary()))
+            self.take(block, np.flatnonzero(rows.to_numpy(zero_copy_only=False)).tolist())
 
-    def _take(self, number: int, block: Encoded, row: int) -> None:
-        self._open[number] = False
+    def take(self, block: Encoded, rows: Sequence[int]) -> None:
+        """Take the keys out of rows of a block that may have them, ascending; other rows do not matter.
+
+        Args:
+            block: checked, and newer than those that are searched later.
+        """
+        data, spans = block.opened()
+        first, end = spans.get(KEY_OFFSETS, ABSENT)
+        edges = np.frombuffer(data, "<i4", (end - first) // 4, first)
+        at = spans.get(KEYS, ABSENT)[0]
+        run_ends = row_bounds(block.runs)[1:] if len(block.runs) > 1 else None
+        for row in reversed(rows):
+            key = data[at + int(edges[row]) : at + int(edges[row + 1])]
+            # A writer may put a key into a partition that is not its own; such a row does not match.
+            run = 0 if run_ends is None else int(np.searchsorted(run_ends, row, side="right"))
+            owner = int(block.runs["partition"][run])
+            number = self._open.get(owner, {}).get(key)
+            if number is not None:
+                self._close(owner, key)
+                self._keep(number, _mutation(block, row, run))
+
+    def _close(self, partition: int, key: bytes) -> None:
+        keys = self._open.get(partition, {})
+        if keys.pop(key, None) is not None and not keys:
+            del self._open[partition]
+
+    def _keep(self, number: int, found: Newest) -> None:
         if number >= self.end:
             return
-        found = _mutation(block, row)
         self.found[number] = found
         self._left -= len(found.value or b"")
         while self._left < 0 and len(self.found) > 1:
             # The values up to the last held key exceed the limit, so the answer ends before that key.
             self.end = max(self.found)
             self._left += len(self.found.pop(self.end).value or b"")
-            self._open[self.end :] = False
+            for key, other in self._numbers.items():
+                if other >= self.end:
+                    self._close(int(self.partitions[other]), key)
 
 
-def _mutation(block: Encoded, row: int) -> Newest:
+def _mutation(block: Encoded, row: int, run: int) -> Newest:
     data, spans = block.opened()
-
-    def column(field: int, dtype: str) -> npt.NDArray[np.int64]:
-        first, end = spans.get(field, ABSENT)
-        return np.frombuffer(data, dtype, (end - first) // np.dtype(dtype).itemsize, first)
-
-    bounds = row_bounds(block.runs)
-    number = int(np.searchsorted(bounds, row, side="right")) - 1
-    offsets, ops = column(SEQNOS, "<u4"), column(OPS, "u1")
-    offset = int(offsets[row]) if len(offsets) else row - int(bounds[number]) + 1
-    seqno = int(block.runs["start_seqno"][number]) + offset
-    if len(ops) and ops[row] == OP_DELETE:
+    first, end = spans.get(SEQNOS, ABSENT)
+    if end > first:
+        (offset,) = _U32.unpack_from(data, first + 4 * row)
+    else:
+        offset = row - int(row_bounds(block.runs)[run]) + 1
+    seqno = int(block.runs["start_seqno"][run]) + offset
+    first, end = spans.get(OPS, ABSENT)
+    if end > first and data[first + row] == OP_DELETE:
         return Newest(seqno, None)
-    edges = column(VALUE_OFFSETS, "<i4")
+    edges = _EDGES.unpack_from(data, spans.get(VALUE_OFFSETS, ABSENT)[0] + 4 * row)
     first = spans.get(VALUES, ABSENT)[0]
-    return Newest(seqno, bytes(data[first + int(edges[row]) : first + int(edges[row + 1])]))
+    return Newest(seqno, data[first + edges[0] : first + edges[1]])
+
+
+_U32, _EDGES = struct.Struct("<I"), struct.Struct("<ii")
+
+
+def rows_with(hashes: U32, sought: set[int]) -> I64:
+    """Return the rows, ascending, whose hashes are among some."""
+    if len(sought) > FEW:
+        wanted = pa.array(list(sought), pa.uint32())
+        found = pc.is_in(pa.array(hashes), value_set=wanted).to_numpy(zero_copy_only=False)
+    else:
+        found = np.zeros(len(hashes), bool)
+        for one in sought:
+            found |= hashes == np.uint32(one)
+    return np.flatnonzero(found)
+
+
+def places_of(rows: I64, row_ends: I64) -> dict[int, list[int]]:
+    """Return the rows of several blocks by the block's place, counted from its first row.
+
+    Args:
+        rows: ascending, counted from the first block's first row.
+        row_ends: rows of a block and those before it.
+    """
+    places = np.searchsorted(row_ends, rows, side="right").tolist()
+    found: dict[int, list[int]] = {}
+    for place, row in zip(places, rows.tolist(), strict=True):
+        found.setdefault(place, []).append(row - (int(row_ends[place - 1]) if place else 0))
+    return found
 
 
 class InTail(Protocol):
@@ -164,37 +216,187 @@ class InTail(Protocol):
     data: bytes
 
 
-class TailSearch:
-    """Search of the tail's entries of one moment.
+@dataclass(frozen=True, slots=True)
+class TailPart:
+    """Consecutive entries of the tail with the hashes of their keys.
 
-    Args:
-        blocks: the tail's entries, oldest first.
+    Attributes:
+        first: number of the first entry.
+        entries: oldest first.
+        row_ends: rows in an entry and those before it.
+        hashes: of the rows' keys, 4 bytes each.
+        damaged: numbers of entries that failed their checks, ascending; they have no rows here.
     """
 
-    def __init__(self, lookup: Lookup, blocks: Sequence[InTail]) -> None:
+    first: int
+    entries: list[InTail]
+    row_ends: I64
+    hashes: U32
+    damaged: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.entries)
+
+    @classmethod
+    def of(cls, first: int, entries: list[InTail]) -> "TailPart":
+        """Check entries, and build their part."""
+        good: list[Encoded] = []
+        counts, damaged = [], []
+        for number, entry in enumerate(entries, first):
+            try:
+                good.append(checked(entry.data))
+                counts.append(int(entry.runs["count"].sum()))
+            except CorruptBlockError:
+                damaged.append(number)
+                counts.append(0)
+        hashes = [key_hashes(block) for block in good] or [np.zeros(0, np.uint32)]
+        return cls(first, entries, np.cumsum(counts), np.concatenate(hashes), damaged)
+
+    def joined(self, after: "TailPart") -> "TailPart":
+        """Return this part and the one after it as one."""
+        ends = np.concatenate((self.row_ends, after.row_ends + len(self.hashes)))
+        hashes = np.concatenate((self.hashes, after.hashes))
+        entries = self.entries + after.entries
+        return TailPart(self.first, entries, ends, hashes, self.damaged + after.damaged)
+
+    def from_entry(self, number: int) -> "TailPart":
+        """Return the part without the entries below a number."""
+        gone = number - self.first
+        if gone <= 0:
+            return self
+        rows = int(self.row_ends[gone - 1])
+        damaged = [one for one in self.damaged if one >= number]
+        # A copy, because a view would keep what it leaves out.
+        hashes = self.hashes[rows:].copy()
+        return TailPart(number, self.entries[gone:], self.row_ends[gone:] - rows, hashes, damaged)
+
+    def candidates(self, sought: set[int], *, newest: bool) -> list[tuple[InTail, list[int]]]:
+        """Return entries that may have keys of some hashes, newest first, and which of their rows.
+
+        Damaged entries are among them, without rows.
+
+        Args:
+            newest: only the newest row of each hash, which is taken out of ``sought``.
+        """
+        rows = rows_with(self.hashes, sought)
+        if newest and len(rows):
+            hashes, last = np.unique(self.hashes[rows[::-1]], return_index=True)
+            rows = np.sort(rows[::-1][last])
+            sought.difference_update(hashes.tolist())
+        found: dict[int, list[int]] = {number - self.first: [] for number in self.damaged}
+        found.update(places_of(rows, self.row_ends))
+        return [(self.entries[place], found[place]) for place in sorted(found, reverse=True)]
+
+
+class TailKeys:
+    """Index of the keys in a tail, made by searches: whoever only writes pays nothing.
+
+    Reader threads extend it, and the flush drops from it what it drops from the tail.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._floor = 0
+        self.parts: list[TailPart] = []
+        """Oldest first, without a gap. A list is never changed, but replaced."""
+
+    @property
+    def end(self) -> int:
+        """Return the number of the first entry behind the index."""
+        parts = self.parts
+        return parts[-1].end if parts else self._floor
+
+    def extend(self, first: int, entries: Sequence[InTail]) -> bool:
+        """Add some entries behind the end; return whether all are in the index.
+
+        Args:
+            first: number of the first one.
+            entries: consecutive.
+        """
+        parts = before = self.parts
+        at = max(first, parts[-1].end if parts else self._floor)
+        new: list[InTail] = []
+        size = 0
+        for entry in entries[at - first :]:
+            new.append(entry)
+            size += len(entry.data)
+            if size >= BITE_BYTES or len(new) >= BITE_BLOCKS:
+                break
+        if not new:
+            return True
+        parts = parts if parts and parts[-1].end == at else []
+        part = TailPart.of(at, new)
+        # A part is at least twice as large as the one after it, so that there are few.
+        while parts and len(parts[-1].entries) < 2 * len(part.entries):
+            part = parts[-1].joined(part)
+            parts = parts[:-1]
+        with self._lock:
+            # Else another thread or the flush was faster, and the next call tries again.
+            if self.parts is before:
+                self.parts = [*parts, part]
+        return self.end >= first + len(entries)
+
+    def drop_before(self, number: int) -> None:
+        """Drop the entries below a number, which are in the store."""
+        with self._lock:
+            self._floor = number
+            self.parts = [part.from_entry(number) for part in self.parts if part.end > number]
+
+
+class TailSearch:
+    """Search of the tail of one moment.
+
+    Args:
+        keys: the index of the tail.
+        first: number of the first of some entries that reach from the index's end, or below, to the tail's end.
+        entries: these.
+    """
+
+    def __init__(
+        self, lookup: Lookup, keys: TailKeys, first: int, entries: Sequence[InTail]
+    ) -> None:
         self._lookup = lookup
-        self._blocks = list(blocks)
+        self._keys = keys
+        self._first = first
+        self._entries = entries
+        self._left: list[tuple[InTail, list[int]]] | None = None
+        self._matched: set[int] = set()
 
     def bite(self) -> bool:
-        """Search some entries, from the newest on; return whether the search is done."""
-        pending = self._lookup.pending
-        good: list[Encoded] = []
-        size = passed = 0
-        while self._blocks and size < BITE_BYTES and passed < BITE_BLOCKS:
-            block = self._blocks.pop()
-            passed += 1
-            touched = block.runs["partition"]
-            if not pending[touched].any():
-                continue
-            size += len(block.data)
+        """Index or search some entries, from the newest on; return whether the search is done."""
+        if self._left is None:
+            if not self._keys.extend(self._first, self._entries):
+                return False
+            sought = self._lookup.sought()
+            self._matched = set(sought)
+            self._left = self._places(sought, newest=True)
+            self._matched -= sought
+        size = 0
+        while self._left and size < BITE_BYTES:
+            entry, rows = self._left.pop()
+            size += len(entry.data)
             try:
-                good.append(checked(block.data))
+                block = checked(entry.data)
             except CorruptBlockError as error:
-                self._lookup.search(good[::-1], pending)
-                good = []
-                self._lookup.fail(touched.tolist(), DataDamagedError(error.message))
-        self._lookup.search(good[::-1], pending)
-        return not self._blocks or not self._lookup.pending.any()
+                partitions = entry.runs["partition"].tolist()
+                self._lookup.fail(partitions, DataDamagedError(error.message))
+                continue
+            # A damaged entry has no rows in the index.
+            self._lookup.take(block, rows or range(int(block.runs["count"].sum())))
+        if not self._left and self._matched:
+            # The newest row of a hash was of another key: look at all its rows.
+            again = self._matched & self._lookup.sought()
+            self._matched = set()
+            self._left = self._places(again, newest=False) if again else []
+        return not self._left
+
+    def _places(self, sought: set[int], *, newest: bool) -> list[tuple[InTail, list[int]]]:
+        """Return the entries to look at, and their rows; the newest entry is the last."""
+        found: list[tuple[InTail, list[int]]] = []
+        for part in reversed(self._keys.parts):
+            found += part.candidates(sought, newest=newest)
+        return found[::-1]
 
 
 class StoreSearch:
@@ -208,7 +410,7 @@ class StoreSearch:
         self._lookup = lookup
         self._store = store
         self._floors = floors
-        self._left: list[int] = np.flatnonzero(lookup.pending).tolist()
+        self._left: list[int] | None = None
         self._at: int | None = None
 
     def bite(self) -> bool:
@@ -216,6 +418,10 @@ class StoreSearch:
 
         Between two bites blocks may be compacted: the search continues with the block that contains its seqno.
         """
+        if self._left is None:
+            self._left = self._lookup.pending
+        if not self._left:
+            return True
         size = 0
         with self._store.look() as cursor:
             while self._left and size < BITE_BYTES:
@@ -232,21 +438,47 @@ class StoreSearch:
         return not self._left
 
     def _step(self, cursor: BlockCursor, partition: int) -> int:
-        """Search the next block of a partition, and return its size."""
+        """Search the next blocks of a partition, and return the size of what was read."""
         if self._at is None:
             self._at = cursor.newest_end(partition)
-        if self._at <= self._floors[partition] or not self._lookup.pending[partition]:
+        floor, sought = int(self._floors[partition]), self._lookup.sought(partition)
+        if self._at <= floor or not sought:
             self._next_partition()
             return 0
-        there = cursor.containing(partition, self._at)
-        block = checked(cursor.data(partition, there.end))
-        among = np.zeros(PARTITIONS, bool)
-        among[partition] = True
-        self._lookup.search([block], among)
-        self._at = there.start
-        return there.size
+        known = cursor.hashes(partition, self._at, floor, BITE_BYTES)
+        if known.ends:
+            return self._step_known(cursor, partition, known, sought)
+        return self._search_whole(cursor, partition, cursor.containing(partition, self._at).end)
+
+    def _search_whole(self, cursor: BlockCursor, partition: int, end: int) -> int:
+        data = cursor.data(partition, end)
+        head, _ = own_head(data, partition)
+        self._lookup.search(checked(data))
+        self._at = head.start
+        return len(data)
+
+    def _step_known(
+        self, cursor: BlockCursor, partition: int, known: BlockHashes, sought: set[int]
+    ) -> int:
+        """Search blocks whose hashes are known: those are read that may have a key."""
+        size = known.hashes.nbytes
+        for place, rows in places_of(rows_with(known.hashes, sought), known.row_ends).items():
+            end, start = known.ends[place], known.starts[place]
+            count = int(known.row_ends[place]) - (int(known.row_ends[place - 1]) if place else 0)
+            data = cursor.data(partition, end)
+            head, _ = own_head(data, partition)
+            if (head.start, head.rows) != (start, count):
+                return size + self._search_whole(cursor, partition, end)
+            size += len(data)
+            self._lookup.take(checked(data), rows)
+            if size >= BITE_BYTES or not self._lookup.sought(partition):
+                self._at = start
+                return size
+        self._at = known.starts[-1]
+        return size
 
     def _next_partition(self) -> None:
+        assert self._left is not None
         self._left.pop()
         self._at = None
 

@@ -80,6 +80,7 @@ _ASIDE_BYTES = 8 * 2**20
 _PROOF = b"clean_shutdown_proof"
 _IDENTITY = b"identity"
 _QUOTA = b"quota"
+HASHED = b"hashed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,16 @@ class Forgotten(NamedTuple):
 
     names: int
     more: bool
+
+
+def hashes_hold(told: bytes | None, transaction: int) -> bool:
+    """Return whether the last transaction of a store was made by a program that knows the hashes of keys.
+
+    Args:
+        told: what the table ``meta`` has under ``hashed``.
+        transaction: the number of the last one.
+    """
+    return told == keyspace.seal(transaction.to_bytes(8, "little"), HASHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +158,7 @@ class Store:
 
     def __init__(self, folder: Path, size: int | None = None) -> None:
         folder.mkdir(exist_ok=True)
+        self._folder = folder
         check_length(folder)
         try:
             self._env = lmdb.open(
@@ -173,12 +185,32 @@ class Store:
             self._cuts = self._env.open_db(b"cuts")
             self._consumers = self._env.open_db(b"consumers")
             self._aside = self._env.open_db(b"aside")
+            self._hashes = self._env.open_db(b"hashes")
+            self._drop_old_hashes()
             self._page = int(self._env.stat()["psize"])
         except lmdb.Error as error:
             self._env.close()
             raise DataDamagedError(f"{folder}: the store is damaged: {error}") from error
-        self._folder = folder
         self._file = _identity_of(folder / "data.mdb")
+
+    def _drop_old_hashes(self) -> None:
+        """Drop the hashes of keys if a program that does not know them wrote after them: they may be of other blocks."""
+        with self._env.begin() as txn:
+            if not txn.stat(self._hashes)["entries"] or hashes_hold(
+                txn.get(HASHED, db=self._meta), self._env.info()["last_txnid"]
+            ):
+                return
+        log.warning("the index of keys is dropped", extra={"folder": str(self._folder)})
+        with self._writing() as txn:
+            txn.drop(self._hashes, delete=False)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """Begin a write transaction, which vouches for the hashes of keys."""
+        with self._env.begin(write=True) as txn:
+            yield txn
+            told = keyspace.seal(txn.id().to_bytes(8, "little"), HASHED)
+            txn.put(HASHED, told, db=self._meta)
 
     def lost(self) -> str:
         """Return how the environment's file was lost (deleted, replaced or unmounted), in words; empty if it was
@@ -233,7 +265,7 @@ class Store:
 
     def put_quota(self, quota: int) -> None:
         """Store the quota in bytes, durably."""
-        with self._env.begin(write=True) as txn:
+        with self._writing() as txn:
             txn.put(_QUOTA, keyspace.seal(quota.to_bytes(8, "little"), _QUOTA), db=self._meta)
 
     def partitions(self) -> dict[int, PartitionRow | DataDamagedError]:
@@ -278,7 +310,7 @@ class Store:
 
     def clear_proof(self) -> None:
         """Remove the proof, durably. Must be done before the first mutation is numbered."""
-        with self._env.begin(write=True) as txn:
+        with self._writing() as txn:
             txn.delete(_PROOF, db=self._meta)
 
     def write_proof(self, highs: U64) -> None:
@@ -291,7 +323,7 @@ class Store:
         """Begin a transaction that ends with a new proof."""
         file = make_file(self._folder)
         try:
-            with self._env.begin(write=True) as txn:
+            with self._writing() as txn:
                 yield txn
                 value = keyspace.seal(Proof(highs, flushed, file).pack(), _PROOF)
                 txn.put(_PROOF, value, db=self._meta)
@@ -324,6 +356,7 @@ class Store:
                 self._remove_above(txn, partition, seqno)
             for partition, end, block in blocks:
                 txn.put(keyspace.block_key(partition, end), block, db=self._blocks)
+                txn.delete(keyspace.block_key(partition, end), db=self._hashes)
             for name, numbers in producers:
                 self._put_producer(txn, name, numbers)
             self._put_partitions(txn, rows)
@@ -334,7 +367,9 @@ class Store:
                 txn.delete(name, db=self._cuts)
 
     def _remove_above(self, txn: Any, partition: int, seqno: int) -> None:
-        self._remove_from(txn, self._blocks, keyspace.block_key(partition, seqno + 1))
+        first = keyspace.block_key(partition, seqno + 1)
+        self._remove_from(txn, self._blocks, first)
+        self._remove_from(txn, self._hashes, first)
 
     @staticmethod
     def _remove_from(txn: Any, database: Any, first: bytes) -> None:
@@ -352,7 +387,7 @@ class Store:
         left = list(blocks.items())
         while left:
             size = 0
-            with self._env.begin(write=True) as txn:
+            with self._writing() as txn:
                 while left and size < _ASIDE_BYTES:
                     key, block = left.pop()
                     txn.put(keyspace.aside_key(*key), block, db=self._aside)
@@ -372,12 +407,19 @@ class Store:
         blocks: Iterable[tuple[int, int, bytes]],
         rows: Mapping[int, PartitionRow],
         producers: Mapping[bytes, ProducerNumbers],
+        hashes: Sequence[bytes] = (),
     ) -> None:
-        """Store blocks (partition, end_seqno, bytes) and their partitions' rows in one transaction."""
-        with self._env.begin(write=True) as txn:
+        """Store blocks (partition, end_seqno, bytes) and their partitions' rows in one transaction.
+
+        Args:
+            hashes: of the blocks' keys, as ``keyspace.pack_hashes``; blocks without any are read by every search.
+        """
+        with self._writing() as txn:
             items = [(keyspace.block_key(p, end), block) for p, end, block in blocks]
             with txn.cursor(db=self._blocks) as cursor:
                 cursor.putmulti(items)
+            with txn.cursor(db=self._hashes) as cursor:
+                cursor.putmulti([(key, one) for (key, _), one in zip(items, hashes, strict=False)])
             self._put_partitions(txn, rows)
             for name, numbers in producers.items():
                 self._put_producer(txn, name, numbers)
@@ -415,8 +457,12 @@ class Store:
     @contextmanager
     def look(self) -> Iterator[BlockCursor]:
         """Open a cursor over the blocks in one read transaction, which must be short."""
-        with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
-            yield BlockCursor(cursor)
+        with (
+            self._env.begin(buffers=True) as txn,
+            txn.cursor(db=self._blocks) as blocks,
+            txn.cursor(db=self._hashes) as hashes,
+        ):
+            yield BlockCursor(blocks, hashes)
 
     def heads(self, partition: int) -> list[Head]:
         """Return the heads of a partition's blocks, oldest first.
@@ -474,15 +520,18 @@ class Store:
             DataDamagedError: a compacted block is missing, or the row of a partition whose purge seqno rises is
                 damaged; nothing is changed.
         """
-        with self._env.begin(write=True) as txn:
+        with self._writing() as txn:
             for one in replacements:
                 for end in one.old:
                     if not txn.delete(keyspace.block_key(one.partition, end), db=self._blocks):
                         raise DataDamagedError(
                             f"partition {one.partition}: the block that ends at {end} is missing"
                         )
+                    txn.delete(keyspace.block_key(one.partition, end), db=self._hashes)
                 for end, block in one.new:
                     txn.put(keyspace.block_key(one.partition, end), block, db=self._blocks)
+                for (end, _), hashes in zip(one.new, one.hashes, strict=False):
+                    txn.put(keyspace.block_key(one.partition, end), hashes, db=self._hashes)
                 if one.purge:
                     self._raise_purge(txn, one.partition, one.purge)
 
@@ -509,6 +558,7 @@ class Store:
             self._cuts,
             self._consumers,
             self._aside,
+            self._hashes,
         )
         with self._env.begin() as txn:
             stats = [self._env.stat(), *(txn.stat(db) for db in databases)]
@@ -604,7 +654,7 @@ class Store:
 
     def put_cuts(self, changes: Mapping[bytes, CutRow | None]) -> None:
         """Write cuts, and remove those that map to None, in one transaction."""
-        with self._env.begin(write=True) as txn:
+        with self._writing() as txn:
             for name, row in changes.items():
                 if row is None:
                     txn.delete(name, db=self._cuts)
@@ -649,7 +699,7 @@ class Store:
 
     def put_consumers(self, rows: Mapping[tuple[bytes, int], ConsumerRow | None]) -> None:
         """Write positions, and remove those that map to None, in one transaction."""
-        with self._env.begin(write=True) as txn:
+        with self._writing() as txn:
             for (name, partition), row in rows.items():
                 key = keyspace.consumer_key(name, partition)
                 if row is None:
@@ -676,7 +726,7 @@ class Store:
             if self._oldest(txn, before, keep) is None:
                 return Forgotten(0, False)
         names = rows = 0
-        with self._env.begin(write=True) as txn:
+        with self._writing() as txn:
             while (key := self._oldest(txn, before, keep)) is not None:
                 if rows >= most:
                     return Forgotten(names, True)

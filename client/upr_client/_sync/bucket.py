@@ -240,9 +240,8 @@ class Bucket:
     def get(self, key: bytes, *, seconds: float | None = None) -> bytes | None:
         """Return a key's newest value, durable or not; None when it was never written, or is deleted.
 
-        For convenience: the server has no index over keys. A key that was written lately comes from memory; for any
-        other its partition is read backwards down to the key's newest mutation, or to the beginning when there is
-        none. To look up many keys again and again, follow the changes and keep them.
+        The server reads the block that has the key, and rules the others out by an index. To look up keys all the time,
+        follow the changes and keep them.
 
         Args:
             seconds: how long it may take; None for the client's ``request_timeout``.

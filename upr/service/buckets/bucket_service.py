@@ -44,6 +44,7 @@ from upr.service.clock import Clock
 from upr.service.trouble import words_of
 from upr.storage.journal import Commit, record_bytes
 from upr.storage.read import ReadResult, Showing, read_blocks
+from upr.storage.search import TailKeys
 from upr.storage.store import Identity, ReadRequest
 from upr_protocol.block import OP_DELETE, Block
 from upr_protocol.errors import (
@@ -128,7 +129,10 @@ class BucketService:
         self.cuts = CutKeeper(disk, bucket, disk.clock.now, self.durable)
         self.leases = LeaseKeeper(bucket.owners)
         self.compactor = Compactor(disk, bucket, config, self._merge_room)
-        self.flusher = Flusher(disk, bucket, config, self.compactor.note)
+        self.tail_keys = TailKeys()
+        self.flusher = Flusher(
+            disk, bucket, config, self.compactor.note, self.tail_keys.drop_before
+        )
         self.producers = ProducerKeeper(disk, bucket, self.flusher.wanted.set)
         disk.room.add(bucket.tail, self.flusher.wanted.set)
         self._work = asyncio.Event()

@@ -26,6 +26,7 @@ class Flusher:
 
     Args:
         stored: called with the partitions of a slice that was stored.
+        dropped: called with the number of the tail's first entry after entries were dropped.
 
     Attributes:
         wanted: set to request a flush now.
@@ -39,11 +40,13 @@ class Flusher:
         bucket: Bucket,
         config: ServerConfig,
         stored: Callable[[Iterable[int]], None],
+        dropped: Callable[[int], None],
     ) -> None:
         self._disk = disk
         self._bucket = bucket
         self._store = disk.store
         self._stored = stored
+        self._dropped = dropped
         self._tail_bytes = config.tail_bytes
         self._flush_seconds = config.flush_seconds
         self.wanted = asyncio.Event()
@@ -128,6 +131,7 @@ class Flusher:
                 complete = True
             finally:
                 through = self._bucket.end_flush(complete)
+                self._dropped(self._bucket.tail.first)
             await self._disk.in_journal_thread(lambda: self._disk.journal.drop_through(through))
         finally:
             self.busy = False
@@ -145,7 +149,7 @@ class Flusher:
 
         def store() -> None:
             failpoints.hit("flush.before_commit")
-            self._store.put_flush(merged.blocks, rows, producers)
+            self._store.put_flush(merged.blocks, rows, producers, merged.hashes)
             failpoints.hit("flush.after_commit")
 
         await self._disk.in_store_thread(store)

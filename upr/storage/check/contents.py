@@ -21,6 +21,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from upr.storage import keyspace
+from upr.storage.blocks import hashes_of
 from upr.storage.directory import FORMAT, unknown_format
 from upr.storage.journal import Commit, Inspected, Journal
 from upr.storage.keyspace import CutRow, PartitionRow
@@ -101,15 +102,19 @@ def check_blocks(
     pins: Sequence[tuple[str, int, int]],
     report: Report,
     readable: Readable,
+    hashes: Mapping[int, bytes] | None = None,
 ) -> Ends:
     """Check a partition's blocks, given as (end_seqno of the key, bytes) in order.
 
     Args:
+        hashes: packed hashes of the blocks' keys, by the seqno of their key.
         row: the partition's row, None when it cannot be read.
         pins: cuts that pin the partition: (name, failover id, seqno).
     """
     ends = Ends()
+    left = dict(hashes or {})
     for key_end, data in blocks:
+        packed = left.pop(key_end, None)
         try:
             block = decode_block(data)
         except UprError as error:
@@ -119,6 +124,11 @@ def check_blocks(
             ends.high, ends.unread = key_end, True
             continue
         _check_one(partition, row, key_end, block, pins, report, ends, readable)
+        if packed is not None and packed != _hashes_of(partition, key_end, block):
+            words = "the index of its keys is damaged, and ignored until the block is compacted"
+            _say(report, partition, int(block.runs[0]["start_seqno"]), key_end, words)
+    for key_end in left:
+        _say(report, partition, 0, key_end, "there is an index of keys, and no block")
     if row is not None and row.stored_high != ends.high:
         words = f"its row says that {row.stored_high} is stored, the blocks end at {ends.high}"
         low, high = sorted((row.stored_high, ends.high))
@@ -129,6 +139,13 @@ def check_blocks(
             words = f"its row says that the last complete marker and the horizon are {told}, of the blocks they are {found}"
             _say(report, partition, min(told[0], found[0]), ends.high, words)
     return ends
+
+
+def _hashes_of(partition: int, end: int, block: Block) -> bytes:
+    """Return the packed hashes that a block must have."""
+    offsets = np.frombuffer(block.key_offsets, "<i4").astype(np.int64)
+    start = int(block.runs[0]["start_seqno"])
+    return keyspace.pack_hashes(partition, start, end, hashes_of(offsets, block.keys))
 
 
 def _say(report: Report, partition: int, above: int, end: int, words: str) -> None:

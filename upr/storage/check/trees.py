@@ -35,6 +35,7 @@ TABLES = frozenset(
         b"cuts",
         b"consumers",
         b"aside",
+        b"hashes",
     )
 )
 _DEPTH_MAX = 32

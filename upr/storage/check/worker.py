@@ -42,7 +42,7 @@ from upr.storage.check.contents import (
 from upr.storage.check.trees import TABLES, check_pages
 from upr.storage.keyspace import PartitionRow, block_key, partition_key, unpack_block_key
 from upr.storage.lmdb_file import DATA_FILE, PageFile, check_length
-from upr.storage.store import map_bytes
+from upr.storage.store import HASHED, hashes_hold, map_bytes
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 
 _TICK_SECONDS = 1.0
@@ -209,6 +209,7 @@ class _Worker:
                 pins.get(partition, ()),
                 self._report,
                 readable,
+                self._hashes(partition),
             )
             if partition in readable.ranges:
                 self._send(readable={partition: readable.ranges[partition]})
@@ -221,7 +222,22 @@ class _Worker:
             self._report(Finding(words))
         return ends
 
+    def _hashes(self, partition: int) -> dict[int, bytes]:
+        """Return the hashes of a partition's keys; none when the next start drops them all."""
+        table, meta = self._table(b"hashes"), self._table(b"meta")
+        if table is None or meta is None:
+            return {}
+        told = self._txn.get(HASHED, db=meta)
+        if not hashes_hold(told, self._env.info()["last_txnid"]):
+            return {}
+        return dict(self._rows(table, partition))
+
     def _blocks(self, table: Any, partition: int) -> Iterator[tuple[int, bytes]]:
+        for end, value in self._rows(table, partition):
+            self._seen += 1
+            yield end, value
+
+    def _rows(self, table: Any, partition: int) -> Iterator[tuple[int, bytes]]:
         prefix = partition_key(partition)
         try:
             with self._txn.cursor(db=table) as cursor:
@@ -230,7 +246,6 @@ class _Worker:
                     key, value = bytes(cursor.key()), bytes(cursor.value())
                     self._tick()
                     if len(key) == _BLOCK_KEY_BYTES:
-                        self._seen += 1
                         yield unpack_block_key(key)[1], value
                     more = cursor.next()
         except lmdb.Error as error:

@@ -59,8 +59,8 @@ class KeyValueServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Returns the newest value of each key, durable or not. For convenience: there is no index over keys, so that a
-        key costs about as much as reading its partition down to the newest mutation of it.
+        """Returns the newest value of each key, durable or not. For each key that is there its block is read; an index
+        rules the others out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,8 +36,8 @@ class KeyValueServiceStub:
     Write: _grpc.StreamStreamMultiCallable[_key_value_service_pb2.WriteRequest, _key_value_service_pb2.WriteResponse]
     """Blocks of mutations in, seqnos out. Answers come in the order of the requests. The first message is Open."""
     Get: _grpc.UnaryUnaryMultiCallable[_key_value_service_pb2.GetRequest, _key_value_service_pb2.GetResponse]
-    """Returns the newest value of each key, durable or not. For convenience: there is no index over keys, so that a
-    key costs about as much as reading its partition down to the newest mutation of it.
+    """Returns the newest value of each key, durable or not. For each key that is there its block is read; an index
+    rules the others out.
     """
 
 @_typing.type_check_only
@@ -48,8 +48,8 @@ class KeyValueServiceAsyncStub(KeyValueServiceStub):
     Write: _aio.StreamStreamMultiCallable[_key_value_service_pb2.WriteRequest, _key_value_service_pb2.WriteResponse]  # type: ignore[assignment]
     """Blocks of mutations in, seqnos out. Answers come in the order of the requests. The first message is Open."""
     Get: _aio.UnaryUnaryMultiCallable[_key_value_service_pb2.GetRequest, _key_value_service_pb2.GetResponse]  # type: ignore[assignment]
-    """Returns the newest value of each key, durable or not. For convenience: there is no index over keys, so that a
-    key costs about as much as reading its partition down to the newest mutation of it.
+    """Returns the newest value of each key, durable or not. For each key that is there its block is read; an index
+    rules the others out.
     """
 
 class KeyValueServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -69,8 +69,8 @@ class KeyValueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _key_value_service_pb2.GetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_key_value_service_pb2.GetResponse, _abc.Awaitable[_key_value_service_pb2.GetResponse]]:
-        """Returns the newest value of each key, durable or not. For convenience: there is no index over keys, so that a
-        key costs about as much as reading its partition down to the newest mutation of it.
+        """Returns the newest value of each key, durable or not. For each key that is there its block is read; an index
+        rules the others out.
         """
 
 def add_KeyValueServiceServicer_to_server(servicer: KeyValueServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,401 @@
+"""The index of keys: a search that uses it finds what a dictionary has, whatever happened to the blocks."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from tests.model import Row
+from tests.service.keys import some_keys
+from tests.storage.stored_blocks import block_of, limits_of, store_of, whole_range
+from tests.storage.test_lookup import NOTHING, Entry, entry, run
+from upr.storage import blocks as blocks_module
+from upr.storage import keyspace
+from upr.storage.blocks import BlockCursor, Encoded, hashes_of
+from upr.storage.compact import (
+    FlushSlice,
+    examine,
+    make_chunk,
+    merge_direct,
+    merge_slice,
+    rewrite_group,
+)
+from upr.storage.search import InTail, Lookup, Newest, StoreSearch, TailKeys, TailPart, TailSearch
+from upr.storage.store import Store
+from upr_protocol.wire.codec import compress_block
+
+P, Q = 7, 900
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = store_of(tmp_path / "store")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ends of the blocks that searches read."""
+    ends: list[int] = []
+    data = BlockCursor.data
+
+    def noting(cursor: BlockCursor, partition: int, end: int) -> bytes:
+        ends.append(end)
+        return data(cursor, partition, end)
+
+    monkeypatch.setattr(BlockCursor, "data", noting)
+    return ends
+
+
+def flush(store: Store, *entries: Entry, compressed: bool = False) -> None:
+    """Store entries as a flush does: with the hashes of their keys."""
+    stored = np.zeros(1024, np.uint64)
+    for partition in {int(p) for one in entries for p in one.runs["partition"]}:
+        heads = store.heads(partition)
+        stored[partition] = heads[-1].end if heads else 0
+    chunk = make_chunk([Encoded(one.runs, one.data) for one in entries])
+    merged = merge_slice(
+        [chunk],
+        FlushSlice(0, 1024, 0, 1),
+        stored,
+        compress=compress_block if compressed else None,
+    )
+    store.put_flush(merged.blocks, {}, {}, merged.hashes)
+
+
+def found(store: Store, keys: list[bytes]) -> dict[bytes, Newest]:
+    lookup = Lookup(keys, 10**9)
+    run(StoreSearch(lookup, store, NOTHING))
+    assert not lookup.problems
+    return {keys[number]: newest for number, newest in lookup.found.items()}
+
+
+def hashes_at(store: Store, partition: int) -> list[int]:
+    """The ends of a partition's blocks that have hashes, newest first; each is checked against its block."""
+    heads = store.heads(partition)
+    ends: list[int] = []
+    with store.look() as cursor:
+        for head in heads[::-1]:
+            known = cursor.hashes(partition, head.end, head.start, 1)
+            if known.ends:
+                block = blocks_module.checked(cursor.data(partition, head.end))
+                assert known.starts == [head.start]
+                assert known.hashes.tolist() == blocks_module.key_hashes(block).tolist()
+                ends.append(head.end)
+    return ends
+
+
+def change_hashes(store: Store, end: int, how: Callable[[bytes], bytes]) -> None:
+    """Change the packed hashes of a block of P behind the store's back, with the mark of a program that knows them."""
+    key = keyspace.block_key(P, end)
+    with store._writing() as txn:
+        txn.put(key, how(bytes(txn.get(key, db=store._hashes))), db=store._hashes)
+
+
+def test_hashes_are_those_of_every_release() -> None:
+    keys = [b"a", b"key-000000000001", b"key-000000000002", bytes(range(100)), b"k" * 4096]
+    known = [535352397, 36391312, 1201032292, 1621813397, 392345314]
+    offsets = np.cumsum([0, *map(len, keys)])
+    assert hashes_of(offsets, b"".join(keys)).tolist() == known
+    # A column of keys of one length goes another way.
+    for key, one in zip(keys, known, strict=True):
+        assert hashes_of(np.array([0, len(key)]), key).tolist() == [one]
+        assert hashes_of(np.array([2, 2 + len(key)]), b"xx" + key + b"y").tolist() == [one]
+
+
+FORGED = {
+    "as they are": lambda hashes: hashes,
+    "all the same": lambda hashes: hashes & np.uint32(0),
+    "of three bits": lambda hashes: hashes & np.uint32(7),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+@pytest.mark.parametrize("seed", range(4))
+def test_it_finds_what_a_dictionary_has(
+    seed: int, forged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashing = blocks_module.hashes_of
+    for module in ("blocks", "compact", "search"):
+        monkeypatch.setattr(
+            f"upr.storage.{module}.hashes_of", lambda *args: FORGED[forged](hashing(*args))
+        )
+    rng = random.Random(seed)
+    store = store_of(tmp_path / "store")
+    monkeypatch.setattr("upr.storage.search.BITE_BYTES", rng.choice([1, 500, 10**6]))
+    keys = {P: some_keys(P, 25), Q: some_keys(Q, 25)}
+    model: dict[bytes, Newest] = {}
+    high = {P: 0, Q: 0}
+    tail: list[Entry] = []
+    first = 0
+    index = TailKeys()
+    for step in range(60):
+        what = rng.choice(
+            [
+                "write",
+                "write",
+                "write",
+                "flush",
+                "merge",
+                "large merge",
+                "purge",
+                "truncate",
+                "restart",
+            ]
+        )
+        if what == "write":
+            changes = []
+            for partition in (P, Q) if rng.random() < 0.5 else (rng.choice([P, Q]),):
+                rows = []
+                for _ in range(rng.randint(1, 5)):
+                    high[partition] += 1
+                    value = None if rng.random() < 0.25 else b"%d" % step
+                    row = Row(high[partition], rng.choice(keys[partition][:20]), value)
+                    model[row.key] = Newest(row.seqno, row.value)
+                    rows.append(row)
+                changes.append((partition, rows))
+            tail.append(entry(*changes))
+        elif what == "flush" and tail:
+            part = rng.randint(1, len(tail))
+            flush(store, *tail[:part], compressed=rng.random() < 0.3)
+            del tail[:part]
+            first += part
+            index.drop_before(first)
+        elif what in ("merge", "purge", "large merge"):
+            for partition in (P, Q):
+                merge(store, partition, what, model)
+        elif what == "truncate" and not tail:
+            truncate(store, rng, high, model)
+        elif what == "restart":
+            store.close()
+            store = Store(tmp_path / "store")
+            index = TailKeys()
+            index.drop_before(first)
+        every = [*keys[P], *keys[Q]]
+        for asked in ([rng.choice(every)], every):
+            lookup = Lookup(asked, 10**9)
+            run(TailSearch(lookup, index, first, tail))
+            run(StoreSearch(lookup, store, NOTHING))
+            told = {asked[number]: newest for number, newest in lookup.found.items()}
+            assert told == {key: model[key] for key in asked if key in model}, (step, what)
+    for partition in (P, Q):
+        assert hashes_at(store, partition) == [h.end for h in store.heads(partition)][::-1]
+    store.close()
+
+
+def merge(store: Store, partition: int, what: str, model: dict[bytes, Newest]) -> None:
+    """Compact all that a partition has stored; a purge forgets the tombstones that it drops."""
+    heads = store.heads(partition)
+    if not heads:
+        return
+    limits = limits_of(heads[-1].end - 1) if what == "purge" else None
+    chosen = whole_range(store, partition)
+    if what == "large merge":
+        examined = examine(chosen, store.blocks, None)
+        for group in examined.groups():
+            store.replace([rewrite_group(examined, group, store.blocks)])
+        return
+    result = merge_direct([chosen], store.blocks, limits)
+    store.replace(result.replacements)
+    if partition in result.purges:
+        for key in [k for k, one in model.items() if purged(store, partition, k, one)]:
+            del model[key]
+
+
+def purged(store: Store, partition: int, key: bytes, newest: Newest) -> bool:
+    """Whether a key's tombstone was dropped: no row of its seqno is stored."""
+    if newest.value is not None or Lookup([key], 1).partitions[0] != partition:
+        return False
+    ends = [head.end for head in store.heads(partition)]
+    if newest.seqno > ends[-1]:
+        return False
+    rows = make_chunk([blocks_module.checked(data) for data in store.blocks(partition, ends)])
+    return newest.seqno not in rows.seqnos.tolist()
+
+
+def truncate(
+    store: Store, rng: random.Random, high: dict[int, int], model: dict[bytes, Newest]
+) -> None:
+    """Undo a partition's last block, and what the model has of it; older rows of its keys are read from the store."""
+    partition = rng.choice([P, Q])
+    heads = store.heads(partition)
+    if not heads:
+        return
+    start = heads[-1].start
+    store.write_recovery({}, [], {partition: start}, np.zeros(1024, np.uint64))
+    high[partition] = start
+    for key in [k for k in model if Lookup([k], 1).partitions[0] == partition]:
+        del model[key]
+    ends = [head.end for head in store.heads(partition)]
+    for data in store.blocks(partition, ends):
+        chunk = make_chunk([blocks_module.checked(data)])
+        for key, value, op, seqno in zip(
+            chunk.keys.to_pylist(),
+            chunk.values.to_pylist(),
+            chunk.ops.tolist(),
+            chunk.seqnos.tolist(),
+            strict=True,
+        ):
+            model[key] = Newest(seqno, None if op else value)
+
+
+def six_blocks(store: Store) -> tuple[list[bytes], dict[bytes, Newest]]:
+    """Flush six keys of P, each into a block of its own."""
+    keys = some_keys(P, 6)
+    for seqno, key in enumerate(keys, 1):
+        flush(store, entry((P, [Row(seqno, key, b"v%d" % seqno)])))
+    return keys, {key: Newest(n, b"v%d" % n) for n, key in enumerate(keys, 1)}
+
+
+def test_only_blocks_that_may_have_the_key_are_read(store: Store, read: list[int]) -> None:
+    keys, model = six_blocks(store)
+    assert found(store, [keys[1]]) == {keys[1]: model[keys[1]]}
+    assert read == [2]
+    assert found(store, [b"never", *some_keys(P, 9)[6:]]) == {}
+    assert read == [2]
+
+
+def test_blocks_that_were_stored_without_hashes_are_read_until_they_are_merged(
+    store: Store, read: list[int]
+) -> None:
+    keys, model = six_blocks(store)
+    with store._writing() as txn:
+        for end in (2, 5):
+            txn.delete(keyspace.block_key(P, end), db=store._hashes)
+    assert found(store, keys) == model
+    read.clear()
+    assert found(store, [keys[0]]) == {keys[0]: model[keys[0]]}
+    assert read == [5, 2, 1]
+    store.replace(merge_direct([whole_range(store, P)], store.blocks, None).replacements)
+    assert hashes_at(store, P) == [6]
+    read.clear()
+    assert found(store, some_keys(P, 9)[6:]) == {}
+    assert read == []
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "a bit": lambda value: value[:-5] + bytes([value[-5] ^ 1]) + value[-4:],
+    "short": lambda value: value[:-1],
+    "empty": lambda value: b"",
+    "of another block": lambda value: keyspace.pack_hashes(P, 2, 4, np.zeros(1, np.uint32)),
+    "of an unknown kind": lambda value: keyspace.seal(
+        bytes([2]) + value[1:-4], keyspace.block_key(P, 3)
+    ),
+    "of more rows": lambda value: keyspace.pack_hashes(
+        P, 2, 3, np.full(2, np.frombuffer(value, "<u4", 1, 12)[0])
+    ),
+    "of an earlier start": lambda value: keyspace.pack_hashes(
+        P, 1, 3, np.frombuffer(value, "<u4", 1, 12)
+    ),
+    "of half a row": lambda value: keyspace.seal(value[:-6], keyspace.block_key(P, 3)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_hashes_are_as_none(store: Store, damage: str) -> None:
+    keys, model = six_blocks(store)
+    change_hashes(store, 3, DAMAGE[damage])
+    for asked in (keys, keys[2:3], some_keys(P, 9)[6:]):
+        assert found(store, asked) == {key: model[key] for key in asked if key in model}
+
+
+def test_hashes_go_with_their_blocks(store: Store) -> None:
+    six_blocks(store)
+    flush(store, entry((Q, [Row(1, some_keys(Q, 1)[0], b"v")])))
+
+    def rows() -> list[tuple[int, int]]:
+        with store._env.begin() as txn, txn.cursor(db=store._hashes) as cursor:
+            return [keyspace.unpack_block_key(bytes(key)) for key in cursor.iternext(values=False)]
+
+    assert rows() == [(P, end) for end in range(1, 7)] + [(Q, 1)]
+    store.write_recovery({}, [], {P: 4}, np.zeros(1024, np.uint64))
+    assert rows() == [(P, end) for end in range(1, 5)] + [(Q, 1)]
+    # A block that recovery stores under the key of another has no hashes, and not those of the other.
+    store.write_recovery(
+        {}, [block_of(P, 3, [Row(4, some_keys(P, 9)[8], b"v")])], {}, np.zeros(1024, np.uint64)
+    )
+    assert rows() == [(P, end) for end in range(1, 4)] + [(Q, 1)]
+    assert list(found(store, some_keys(P, 9)[8:])) == some_keys(P, 9)[8:]
+    store.replace(merge_direct([whole_range(store, P)], store.blocks, None).replacements)
+    assert rows() == [(P, 4), (Q, 1)]
+
+
+def test_hashes_are_dropped_after_a_program_that_does_not_know_them(
+    tmp_path: Path, read: list[int]
+) -> None:
+    folder = tmp_path / "store"
+    store = store_of(folder)
+    keys, model = six_blocks(store)
+    store.close()
+    store = Store(folder)
+    assert hashes_at(store, P) == [6, 5, 4, 3, 2, 1], "a restart keeps them"
+    store.close()
+    # It undoes the last block and stores another one in its place.
+    new = some_keys(P, 7)[6]
+    with lmdb.open(str(folder), max_dbs=16, map_size=2**30) as env:
+        blocks = env.open_db(b"blocks")
+        with env.begin(write=True) as txn:
+            txn.put(keyspace.block_key(P, 6), block_of(P, 5, [Row(6, new, b"new")])[2], db=blocks)
+    store = Store(folder)
+    assert hashes_at(store, P) == []
+    model[new] = Newest(6, b"new")
+    del model[keys[5]]
+    assert found(store, [*keys, new]) == model
+    store.replace(merge_direct([whole_range(store, P)], store.blocks, None).replacements)
+    assert hashes_at(store, P) == [6]
+    assert found(store, [*keys, new]) == model
+    store.close()
+
+
+def tail_of(count: int) -> tuple[list[bytes], list[Entry]]:
+    keys = some_keys(P, 10)
+    return keys, [entry((P, [Row(n + 1, keys[n % 10], b"%d" % n)])) for n in range(count)]
+
+
+def in_tail(index: TailKeys, first: int, entries: list[Entry], *keys: bytes) -> list[int]:
+    """The seqnos of keys that the tail has."""
+    lookup = Lookup(list(keys), 10**9)
+    run(TailSearch(lookup, index, first, entries))
+    return [lookup.found[number].seqno for number in sorted(lookup.found)]
+
+
+def test_the_index_of_the_tail_grows_and_goes_with_it() -> None:
+    keys, entries = tail_of(400)
+    index = TailKeys()
+    for end in range(1, 301):
+        assert (
+            in_tail(index, index.end, entries[index.end : end], keys[0])[-1]
+            == (end - 1) // 10 * 10 + 1
+        )
+    assert len(index.parts) < 12, "an entry makes no part of its own"
+    index.drop_before(250)
+    assert sum(len(part.entries) for part in index.parts) == 50
+    assert sum(len(part.hashes) for part in index.parts) == 50
+    assert (index.parts[0].first, index.end) == (250, 300)
+    assert in_tail(index, 300, entries[300:], keys[9], keys[0]) == [400, 391]
+    index.drop_before(400)
+    assert (index.parts, index.end) == ([], 400)
+    # What a search took along of a tail that was flushed meanwhile is not kept.
+    assert in_tail(index, 300, entries[300:], keys[9]) == []
+    assert index.parts == []
+
+
+def test_searches_that_extend_the_index_at_once_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys, entries = tail_of(30)
+    index = TailKeys()
+    of = TailPart.of
+
+    def overtaken(first: int, some: list[InTail]) -> TailPart:
+        monkeypatch.setattr(TailPart, "of", of)
+        assert in_tail(index, 0, entries[:20], keys[9]) == [20]
+        return of(first, some)
+
+    monkeypatch.setattr(TailPart, "of", overtaken)
+    assert in_tail(index, 0, entries, keys[9]) == [30]
+    assert sum(len(part.hashes) for part in index.parts) == 30
