@@ -1,7 +1,6 @@
 """Changes as Arrow record batches."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pyarrow as pa
 import pytest
 
 from tests.client.scripted import run_block
-from tests.harness import RunningServer
 from upr_client import ChangeBatch, Client
 from upr_client.arrow import record_batch, schema
 from upr_client.changes.events import block_changes
@@ -104,10 +102,9 @@ def test_without_pyarrow_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch)
         ChangeBatch([run_block(1, 0, 3)], []).to_arrow()
 
 
-def test_changes_of_a_server(server_process: Callable[..., RunningServer], tmp_path: Path) -> None:
-    server = server_process()
+def test_changes_of_a_server(target: str, tmp_path: Path) -> None:
     rows = {b"key-%d" % row: b"v%d" % row for row in range(3000)}
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many(rows.items())
         bucket.write_many((b"key-%d" % row, None) for row in range(0, 3000, 10))

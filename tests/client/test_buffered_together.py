@@ -7,14 +7,12 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 
 import pytest
 
 from tests.client._async.adapter import running as running_async
 from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
-from tests.harness import RunningServer
 from upr_client import AsyncClient, Client
 
 FAR_SECONDS = 600.0
@@ -160,11 +158,10 @@ client.close()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_so_at_every_entrance(
-    server_process: Callable[..., RunningServer],
+    target: str,
 ) -> None:
-    server = server_process()
     run = subprocess.run(
-        [sys.executable, "-c", _FORKED, server.target],
+        [sys.executable, "-c", _FORKED, target],
         capture_output=True,
         text=True,
         timeout=60,

@@ -126,17 +126,18 @@ def test_follow_goes_on_where_it_stood(server_process: StartServer, tmp_path: Pa
         assert len(example.lines) <= 5
 
 
-def test_follow_from_now_and_by_prefix(server_process: StartServer, tmp_path: Path) -> None:
-    server = server_process()
-    write(server, (b"user:1", b"old"), (b"other", b"old"))
-    command = command_of("follow.py", server.target)
+def test_follow_from_now_and_by_prefix(
+    shared_server: RunningServer, target: str, tmp_path: Path
+) -> None:
+    write(shared_server, (b"user:1", b"old"), (b"other", b"old"))
+    command = command_of("follow.py", target)
     options = ["--start", "now", "--prefix", "user:", "--positions", "others"]
     with running(tmp_path, command, *options) as example:
         # From when on "now" is, is not printed: write until something is seen.
         number = 0
         while not example.lines:
             number += 1
-            write(server, (b"user:1", b"%d" % number), (b"other", b"%d" % number))
+            write(shared_server, (b"user:1", b"%d" % number), (b"other", b"%d" % number))
             assert example.process.poll() is None, example.words
         example.wait_until(lambda: any(line.endswith(f"b'{number}'") for line in example.lines))
         assert example.end(signal.SIGINT) == 0
@@ -170,27 +171,26 @@ def test_the_search_index_is_in_step(tmp_path: Path) -> None:
 
 
 def test_members_of_the_group_share_and_take_over(
-    server_process: StartServer, tmp_path: Path
+    shared_server: RunningServer, target: str, tmp_path: Path
 ) -> None:
-    server = server_process()
     rows = [(b"key %d" % number, b"1") for number in range(2000)]
-    write(server, *rows)
-    command = command_of("group.py", server.target)
+    write(shared_server, *rows)
+    command = command_of("group.py", target)
     with running(tmp_path / "a", command, "--member", "a") as a:
         a.wait_until(lambda: len(a.lines) >= len(rows))
         with running(tmp_path / "b", command, "--member", "b") as b:
             b.wait_until(lambda: ": 512 partitions" in b.words)
-            write(server, *rows)
+            write(shared_server, *rows)
             a.wait_until(lambda: len(places(a) | places(b)) == 2 * len(rows))
             assert a.end(signal.SIGINT) == 0
             b.wait_until(lambda: ": 1024 partitions" in b.words)
-            write(server, *rows)
+            write(shared_server, *rows)
             b.wait_until(lambda: len(places(a) | places(b)) == 3 * len(rows))
             # What the interrupt came between may have been printed by both.
             assert 0 < len(places(a)) < 2 * len(rows)
             assert len(places(b)) < 3 * len(rows)
             assert b.end(signal.SIGTERM) == 0
-    with Client(server.target) as client:
+    with Client(target) as client:
         (info,) = client.admin.consumers("default")
         assert (info.name, info.lag, info.members) == ("indexer", 0, ())
 
@@ -200,26 +200,22 @@ def places(example: Example) -> set[tuple[str, ...]]:
     return {tuple(line.split()[1:3]) for line in example.lines}
 
 
-def test_write_fast_writes_all(server_process: StartServer, tmp_path: Path) -> None:
-    server = server_process()
-    command = command_of("write_fast.py", server.target)
+def test_write_fast_writes_all(target: str, tmp_path: Path) -> None:
+    command = command_of("write_fast.py", target)
     with running(tmp_path, command, "--rows", "50000", "--keys", "20000") as example:
         assert example.end() == 0
         (line,) = example.lines
         assert line.startswith("50000 rows in ")
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         assert sum(info.high_seqno for info in client.admin.partitions(bucket)) == 50_000
         assert bucket.get(b"row:19999") == b"x" * 100
         assert bucket.get(b"row:20000") is None
 
 
-def test_write_fast_writes_what_it_took_when_interrupted(
-    server_process: StartServer, tmp_path: Path
-) -> None:
-    server = server_process()
-    command = command_of("write_fast.py", server.target)
-    with running(tmp_path, command, "--rows", "1000000000") as example, Client(server.target) as c:
+def test_write_fast_writes_what_it_took_when_interrupted(target: str, tmp_path: Path) -> None:
+    command = command_of("write_fast.py", target)
+    with running(tmp_path, command, "--rows", "1000000000") as example, Client(target) as c:
         example.wait_until(
             lambda: any(info.high_seqno for info in c.admin.partitions("default", range(64)))
         )
@@ -239,9 +235,10 @@ def test_write_fast_says_what_failed(tmp_path: Path) -> None:
             assert f"[{partition}" in example.words or f" {partition}" in example.words
 
 
-def test_the_mirror_has_what_the_bucket_has(server_process: StartServer, tmp_path: Path) -> None:
-    server = server_process()
-    write(server, (b"a", b"1"), (b"b", b"2"), (b"a", None))
-    with running(tmp_path, command_of("sqlite_mirror.py", server.target), "--until-now") as example:
+def test_the_mirror_has_what_the_bucket_has(
+    shared_server: RunningServer, target: str, tmp_path: Path
+) -> None:
+    write(shared_server, (b"a", b"1"), (b"b", b"2"), (b"a", None))
+    with running(tmp_path, command_of("sqlite_mirror.py", target), "--until-now") as example:
         assert example.end() == 0
         assert (tmp_path / "mirror.db").exists()

@@ -171,11 +171,10 @@ def slow_member(bucket: AsyncBucket, said: list[str]) -> AsyncChanges:
 
 
 @pytest.mark.asyncio
-async def test_a_slow_member_that_iterates_keeps_its_lease(server_process: StartServer) -> None:
-    server = server_process()
+async def test_a_slow_member_that_iterates_keeps_its_lease(target: str) -> None:
     said: list[str] = []
     handed: list[tuple[int, int]] = []
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((b"key %d" % i, b"v") for i in range(CHANGES))
         async with slow_member(bucket, said) as changes, asyncio.timeout(30):
@@ -192,12 +191,11 @@ async def test_a_slow_member_that_iterates_keeps_its_lease(server_process: Start
 
 @pytest.mark.asyncio
 async def test_a_slow_member_that_takes_batches_does_none_twice(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
     said: list[str] = []
     keys: list[bytes] = []
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((b"key %d" % i, b"v") for i in range(CHANGES))
         async with slow_member(bucket, said) as changes, asyncio.timeout(30):

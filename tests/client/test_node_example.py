@@ -133,8 +133,8 @@ def test_a_rollback_that_start_tells_is_one_too(tmp_path: Path) -> None:
             assert example.end(signal.SIGINT) == 0
 
 
-def test_a_bucket_that_is_not_there_is_said(server_process: StartServer, tmp_path: Path) -> None:
-    command = command_of(server_process().target, "--bucket", "nowhere")
+def test_a_bucket_that_is_not_there_is_said(target: str, tmp_path: Path) -> None:
+    command = command_of(target, "--bucket", "nowhere")
     with running(tmp_path, command) as example:
         assert example.end() == 1
         assert example.words.startswith("follow: NOT_FOUND: ")

@@ -6,13 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.client.test_positions import file_size_limit
 from upr_client import FilePositions, MemoryPositions, Position, PositionStore, SqlitePositions
+from upr_client.testing import positions as suite
 from upr_client.testing.positions import check_position_store
+from upr_protocol.limits import PARTITIONS
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite with 64 partitions: all of them, of the largest size, are written by one test of each store."""
+    monkeypatch.setattr(suite, "PARTITIONS", 64)
 
 
 def test_memory() -> None:
@@ -30,35 +37,43 @@ def no_power() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("failing", [no_power, lambda: file_size_limit(20_000)])
-def test_files(tmp_path: Path, failing: Any) -> None:
+def test_files(tmp_path: Path) -> None:
     check_position_store(
         lambda: FilePositions(tmp_path / "one"),
         make_other=lambda: FilePositions(tmp_path / "other"),
-        failing=failing,
+        failing=lambda: file_size_limit(20_000),
     )
 
 
-@pytest.mark.parametrize("journal", ["DELETE", "WAL"])
-def test_sqlite_by_path(tmp_path: Path, journal: str) -> None:
+def test_files_when_a_new_one_cannot_take_the_place_of_the_old(tmp_path: Path, few: None) -> None:
+    check_position_store(lambda: FilePositions(tmp_path / "one"), failing=no_power)
+
+
+@pytest.mark.parametrize(
+    ("journal", "partitions", "room"), [("DELETE", PARTITIONS, 100_000), ("WAL", 64, 10_000)]
+)
+def test_sqlite_by_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal: str, partitions: int, room: int
+) -> None:
+    monkeypatch.setattr(suite, "PARTITIONS", partitions)
     path = tmp_path / "db"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA journal_mode={journal}")
     check_position_store(
         lambda: SqlitePositions(path, consumer="a"),
         make_other=lambda: SqlitePositions(path, consumer="b"),
-        failing=lambda: file_size_limit(100_000),
+        failing=lambda: file_size_limit(room),
     )
 
 
-def test_sqlite_by_connection(tmp_path: Path) -> None:
+def test_sqlite_by_connection(tmp_path: Path, few: None) -> None:
     path = tmp_path / "db"
     with closing(sqlite3.connect(path)) as connection:
 
         @contextmanager
         def failing() -> Iterator[None]:
             connection.execute(
-                "CREATE TRIGGER broken BEFORE UPDATE ON upr_positions WHEN NEW.partition = 700 "
+                "CREATE TRIGGER broken BEFORE UPDATE ON upr_positions WHEN NEW.partition = 50 "
                 "BEGIN SELECT RAISE(FAIL, 'broken'); END"
             )
             yield
@@ -86,7 +101,7 @@ class InTransactions:
             self._store.save_in(self._connection, positions)
 
 
-def test_sqlite_in_transactions_of_the_application() -> None:
+def test_sqlite_in_transactions_of_the_application(few: None) -> None:
     with closing(sqlite3.connect(":memory:")) as connection:
         check_position_store(lambda: InTransactions(connection))
 
@@ -214,7 +229,7 @@ def test_a_store_that_forgets_at_the_end_of_the_program_is_found() -> None:
         check_position_store(MemoryPositions)
 
 
-def test_consumers_that_are_not_apart_are_found(tmp_path: Path) -> None:
+def test_consumers_that_are_not_apart_are_found(tmp_path: Path, few: None) -> None:
     def make() -> PositionStore:
         return FilePositions(tmp_path / "p")
 

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +11,6 @@ import pytest
 from google.protobuf import json_format
 
 import upr_client
-from tests.harness import RunningServer
 from upr_client import Client, admin, errors
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2_grpc as stream_grpc
@@ -41,18 +40,17 @@ def promised(example: str) -> list[str]:
 
 
 def test_the_examples_run(
-    server_process: Callable[..., RunningServer],
+    target: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One after the other in one bucket: what one writes another may read."""
     monkeypatch.chdir(tmp_path)
-    server = server_process()
     examples = examples_of(GUIDE)
     assert len(examples) == 11
     for example in examples:
-        exec(example.replace(TARGET, server.target), {"__name__": "example"})
+        exec(example.replace(TARGET, target), {"__name__": "example"})
         printed = capsys.readouterr().out.splitlines()
         lines = iter(printed)
         for line in promised(example):
@@ -79,46 +77,43 @@ def test_every_heading_that_is_named_is_there() -> None:
 
 
 def test_the_example_of_the_project_runs(
-    server_process: Callable[..., RunningServer],
+    target: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    server = server_process()
     (example,) = examples_of(README)
     assert TARGET in example
     # As it is printed it never ends.
     ending = example.replace("changes(resume", "changes(until='now', resume")
-    exec(ending.replace(TARGET, server.target), {"__name__": "example"})
+    exec(ending.replace(TARGET, target), {"__name__": "example"})
     (changed,) = capsys.readouterr().out.splitlines()
     assert changed.endswith("1 set b'user:2' b'Grace'")
     assert (tmp_path / "position").exists()
 
 
-def test_the_requests_for_grpcurl_bring_rows(server_process: Callable[..., RunningServer]) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_the_requests_for_grpcurl_bring_rows(target: str) -> None:
+    with Client(target) as client:
         result = client.bucket().set(b"user:1", b"Ada")
     requests = re.findall(r"^ *'(\{.*\})'", README, re.MULTILINE)
     assert len(requests) == 2
     said = [json_format.Parse(text, stream_pb2.FollowRequest()) for text in requests]
     assert said[1].start.partitions[0].partition == result.partition
-    with grpc.insecure_channel(server.target) as channel:
+    with grpc.insecure_channel(target) as channel:
         call = stream_grpc.ChangeStreamServiceStub(channel).Follow(staying(said))
         rows = next(m.frame.plain_runs[0].rows for m in call if m.frame.plain_runs)
         assert [(row.key, row.value) for row in rows] == [(b"user:1", b"Ada")]
         call.cancel()
 
 
-def test_the_requests_for_grpcurl_write_rows(server_process: Callable[..., RunningServer]) -> None:
-    server = server_process()
+def test_the_requests_for_grpcurl_write_rows(target: str) -> None:
     requests = re.findall(r"^ *'(\{.*\})'", WIRE, re.MULTILINE)
     said = [json_format.Parse(text, kv_pb2.WriteRequest()) for text in requests]
-    with grpc.insecure_channel(server.target) as channel:
+    with grpc.insecure_channel(target) as channel:
         answers = list(kv_grpc.KeyValueServiceStub(channel).Write(iter(said)))
     assert [answer.WhichOneof("message") for answer in answers] == ["opened", "result"]
     assert not answers[1].result.HasField("refused")
-    with Client(server.target) as client, client.bucket().changes(until="now") as changes:
+    with Client(target) as client, client.bucket().changes(until="now") as changes:
         rows = {(c.key, c.op, c.value) for batch in changes.batches() for c in batch.changes}
     assert rows == {(b"user:1", "set", b"Ada"), (b"user:2", "delete", None)}

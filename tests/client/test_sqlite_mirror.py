@@ -298,15 +298,16 @@ def test_each_change_is_applied_once_whatever_is_killed(
         assert mirror.count("audit") > 0
 
 
-def test_a_signal_ends_it_cleanly(server_process: StartServer, tmp_path: Path) -> None:
-    server = server_process()
-    with mirrored(server, tmp_path) as mirror, Writer(server.target, 3) as writer:
+def test_a_signal_ends_it_cleanly(
+    shared_server: RunningServer, target: str, tmp_path: Path
+) -> None:
+    with mirrored(shared_server, tmp_path) as mirror, Writer(target, 3) as writer:
         for number in (signal.SIGINT, signal.SIGTERM):
             mirror.start()
             mirror.wait_for_changes()
             assert mirror.end(number) == 0, mirror.words()
         writer.__exit__()
-        equal_now(mirror, server)
+        equal_now(mirror, shared_server)
 
 
 def test_what_is_wrong_is_said_in_words(tmp_path: Path) -> None:

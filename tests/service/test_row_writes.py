@@ -62,8 +62,8 @@ async def test_rows_become_what_their_block_would_be(server_process: StartServer
 
 
 @pytest.mark.asyncio
-async def test_a_row_may_name_its_partition(server_process: StartServer) -> None:
-    async with RawClient(server_process().target) as client:
+async def test_a_row_may_name_its_partition(target: str) -> None:
+    async with RawClient(target) as client:
         writer = await client.writer("")
         own = partition_of(b"b")
         rows = [row(b"a", b"1", partition=P), row(b"b", b"2"), row(b"c", None, partition=P)]
@@ -81,9 +81,9 @@ async def test_a_row_may_name_its_partition(server_process: StartServer) -> None
 
 @pytest.mark.asyncio
 async def test_numbers_count_whether_rows_or_a_block_carry_them(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    async with RawClient(server_process().target) as client:
+    async with RawClient(target) as client:
         writer = await client.writer("p")
         first = await write(writer, row(b"a", b"1"), number=5)
         second = await write(writer, row(b"a", b"2"), number=6, previous=5)
@@ -119,8 +119,8 @@ def bad_rows() -> list[tuple[list[kv.WriteRow], str]]:
 
 
 @pytest.mark.asyncio
-async def test_bad_rows_are_refused_and_the_call_goes_on(server_process: StartServer) -> None:
-    async with RawClient(server_process().target) as client:
+async def test_bad_rows_are_refused_and_the_call_goes_on(target: str) -> None:
+    async with RawClient(target) as client:
         writer = await client.writer("careful")
         for number, (rows, words) in enumerate(bad_rows(), start=1):
             result = await write(writer, *rows, number=number)

@@ -209,8 +209,8 @@ async def test_plain_rows_cost_the_credit_what_their_blocks_do(server_process: S
 
 
 @pytest.mark.asyncio
-async def test_a_window_above_the_limit_is_granted_up_to_it(server_process: StartServer) -> None:
-    async with RawClient(server_process().target) as client:
+async def test_a_window_above_the_limit_is_granted_up_to_it(target: str) -> None:
+    async with RawClient(target) as client:
         follow = await client.follow(credit_bytes=2**63)
         assert follow.opened.credit_bytes == CREDIT_BYTES_MAX
 

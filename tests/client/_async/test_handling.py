@@ -18,13 +18,10 @@ class Flaky(Exception):
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("order", ["partition", "key"])
-async def test_each_change_is_handled_once_and_in_order(
-    server_process: StartServer, order: str
-) -> None:
-    server = server_process()
+async def test_each_change_is_handled_once_and_in_order(target: str, order: str) -> None:
     positions = MemoryPositions()
     handled: dict[bytes, list[bytes | None]] = {key: [] for key in KEYS}
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         for value in (b"1", b"2", b"3"):
             await bucket.write_many((key, value) for key in KEYS)
@@ -45,8 +42,7 @@ async def test_each_change_is_handled_once_and_in_order(
 
 
 @pytest.mark.asyncio
-async def test_a_change_that_fails_is_tried_again(server_process: StartServer) -> None:
-    server = server_process()
+async def test_a_change_that_fails_is_tried_again(target: str) -> None:
     tries: dict[bytes, int] = {}
     letters: list[tuple[bytes, str]] = []
 
@@ -55,7 +51,7 @@ async def test_a_change_that_fails_is_tried_again(server_process: StartServer) -
         if change.key == KEYS[0] or (change.key == KEYS[1] and tries[change.key] < 3):
             raise Flaky("no")
 
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((key, b"1") for key in KEYS)
         changes = bucket.changes(until="now", acknowledge="manual")
@@ -72,9 +68,8 @@ async def test_a_change_that_fails_is_tried_again(server_process: StartServer) -
 
 @pytest.mark.asyncio
 async def test_without_anybody_to_take_it_a_failure_ends_all_and_comes_again(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
     positions = MemoryPositions()
     handled: list[bytes] = []
     broken = [True]
@@ -84,7 +79,7 @@ async def test_without_anybody_to_take_it_a_failure_ends_all_and_comes_again(
             raise Flaky("no")
         handled.append(change.key)
 
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((key, b"1") for key in KEYS)
         # It would go on for ever.
@@ -102,9 +97,8 @@ async def test_without_anybody_to_take_it_a_failure_ends_all_and_comes_again(
 
 
 @pytest.mark.asyncio
-async def test_what_it_needs_is_said(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_what_it_needs_is_said(target: str) -> None:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         async with bucket.changes(until="now") as changes:
             assert changes.status().unacknowledged == 0

@@ -41,11 +41,10 @@ async def first_change(changes: AsyncChanges) -> Change:
 
 @pytest.mark.asyncio
 async def test_ten_acknowledged_before_nine_and_nine_comes_again(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
     positions = MemoryPositions()
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((key, b"value") for key in KEYS)
         async with bucket.changes(
@@ -70,10 +69,9 @@ async def test_ten_acknowledged_before_nine_and_nine_comes_again(
 
 
 @pytest.mark.asyncio
-async def test_whole_batches_are_acknowledged_in_any_order(server_process: StartServer) -> None:
-    server = server_process()
+async def test_whole_batches_are_acknowledged_in_any_order(target: str) -> None:
     positions = MemoryPositions()
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         for key in KEYS[:3]:
             await bucket.set(key, b"value")
@@ -97,9 +95,8 @@ async def test_whole_batches_are_acknowledged_in_any_order(server_process: Start
 
 
 @pytest.mark.asyncio
-async def test_acknowledging_by_hand_has_to_be_asked_for(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_acknowledging_by_hand_has_to_be_asked_for(target: str) -> None:
+    async with AsyncClient(target) as client:
         async with client.bucket().changes(until="now", only=Only([P])) as changes:
             with pytest.raises(InvalidArgumentError, match="automatic"):
                 changes.ack(Change(P, 1, "set", b"k", b"v"))
@@ -133,9 +130,8 @@ async def test_positions_are_kept_in_the_server(server_process: StartServer) -> 
 
 
 @pytest.mark.asyncio
-async def test_a_former_owner_stores_nothing(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_a_former_owner_stores_nothing(target: str) -> None:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((key, b"1") for key in KEYS)
         former = bucket.changes(
@@ -158,9 +154,8 @@ async def test_a_former_owner_stores_nothing(server_process: StartServer) -> Non
 
 
 @pytest.mark.asyncio
-async def test_from_now_shows_what_is_written_later(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_from_now_shows_what_is_written_later(target: str) -> None:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((key, b"old") for key in KEYS)
         positions = MemoryPositions()
@@ -177,9 +172,8 @@ async def test_from_now_shows_what_is_written_later(server_process: StartServer)
 
 
 @pytest.mark.asyncio
-async def test_from_a_time(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_from_a_time(target: str) -> None:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((key, b"old") for key in KEYS)
         between = time.time()
@@ -195,9 +189,8 @@ async def test_from_a_time(server_process: StartServer) -> None:
 
 
 @pytest.mark.asyncio
-async def test_only_keys_of_a_prefix(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_only_keys_of_a_prefix(target: str) -> None:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many(
             (b"%s:%d" % (kind, i), b"v%d" % i) for i in range(500) for kind in (b"user", b"order")
@@ -214,9 +207,8 @@ async def test_only_keys_of_a_prefix(server_process: StartServer) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_status_tells_where_it_stands(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_the_status_tells_where_it_stands(target: str) -> None:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((key, b"1") for key in KEYS)
         async with bucket.changes(only=Only([P, P + 1])) as changes:

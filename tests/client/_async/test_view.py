@@ -14,9 +14,8 @@ StartServer = Callable[..., RunningServer]
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("at_markers", [False, True])
-async def test_a_view_shows_what_is_written(server_process: StartServer, at_markers: bool) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
+async def test_a_view_shows_what_is_written(target: str, at_markers: bool) -> None:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.write_many((b"user:%d" % i, b"%d" % i) for i in range(500))
         await bucket.set(b"order:1", b"1")

@@ -33,15 +33,14 @@ P, Q = partition_of(KEY), partition_of(OTHER)
 
 
 @pytest.mark.asyncio
-async def test_blocks_of_a_name_are_applied_once(server_process: StartServer) -> None:
-    server = server_process()
+async def test_blocks_of_a_name_are_applied_once(target: str) -> None:
     blocks = [build_block([KEY], [b"1"]), build_block([KEY, OTHER], [b"2", None])]
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         first = await write_blocks(bucket, iter(blocks), once="a name")
         assert (first.rows, len(first.runs)) == (3, 3)
         await bucket.set(KEY, b"of somebody else")
-    async with AsyncClient(server.target) as client:
+    async with AsyncClient(target) as client:
         bucket = client.bucket()
         assert await write_blocks(bucket, blocks, once="a name") == first
         assert await bucket.get(KEY) == b"of somebody else"

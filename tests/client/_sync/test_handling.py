@@ -18,11 +18,10 @@ class Flaky(Exception):
 
 
 @pytest.mark.parametrize("order", ["partition", "key"])
-def test_each_change_is_handled_once_and_in_order(server_process: StartServer, order: str) -> None:
-    server = server_process()
+def test_each_change_is_handled_once_and_in_order(target: str, order: str) -> None:
     positions = MemoryPositions()
     handled: dict[bytes, list[bytes | None]] = {key: [] for key in KEYS}
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         for value in (b"1", b"2", b"3"):
             bucket.write_many((key, value) for key in KEYS)
@@ -42,8 +41,7 @@ def test_each_change_is_handled_once_and_in_order(server_process: StartServer, o
     }
 
 
-def test_a_change_that_fails_is_tried_again(server_process: StartServer) -> None:
-    server = server_process()
+def test_a_change_that_fails_is_tried_again(target: str) -> None:
     tries: dict[bytes, int] = {}
     letters: list[tuple[bytes, str]] = []
 
@@ -52,7 +50,7 @@ def test_a_change_that_fails_is_tried_again(server_process: StartServer) -> None
         if change.key == KEYS[0] or (change.key == KEYS[1] and tries[change.key] < 3):
             raise Flaky("no")
 
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"1") for key in KEYS)
         changes = bucket.changes(until="now", acknowledge="manual")
@@ -68,9 +66,8 @@ def test_a_change_that_fails_is_tried_again(server_process: StartServer) -> None
 
 
 def test_without_anybody_to_take_it_a_failure_ends_all_and_comes_again(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
     positions = MemoryPositions()
     handled: list[bytes] = []
     broken = [True]
@@ -80,7 +77,7 @@ def test_without_anybody_to_take_it_a_failure_ends_all_and_comes_again(
             raise Flaky("no")
         handled.append(change.key)
 
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"1") for key in KEYS)
         # It would go on for ever.
@@ -97,9 +94,8 @@ def test_without_anybody_to_take_it_a_failure_ends_all_and_comes_again(
     assert set(handled) == set(KEYS)
 
 
-def test_what_it_needs_is_said(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_what_it_needs_is_said(target: str) -> None:
+    with Client(target) as client:
         bucket = client.bucket()
         with bucket.changes(until="now") as changes:
             assert changes.status().unacknowledged == 0

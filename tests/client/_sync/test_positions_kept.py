@@ -41,11 +41,10 @@ def first_change(changes: Changes) -> Change:
 
 
 def test_ten_acknowledged_before_nine_and_nine_comes_again(
-    server_process: StartServer,
+    target: str,
 ) -> None:
-    server = server_process()
     positions = MemoryPositions()
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"value") for key in KEYS)
         with bucket.changes(
@@ -69,10 +68,9 @@ def test_ten_acknowledged_before_nine_and_nine_comes_again(
         assert positions.load([P])[P].markers == (10,)
 
 
-def test_whole_batches_are_acknowledged_in_any_order(server_process: StartServer) -> None:
-    server = server_process()
+def test_whole_batches_are_acknowledged_in_any_order(target: str) -> None:
     positions = MemoryPositions()
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         for key in KEYS[:3]:
             bucket.set(key, b"value")
@@ -95,9 +93,8 @@ def test_whole_batches_are_acknowledged_in_any_order(server_process: StartServer
             assert changes.position(P).seqno == 3
 
 
-def test_acknowledging_by_hand_has_to_be_asked_for(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_acknowledging_by_hand_has_to_be_asked_for(target: str) -> None:
+    with Client(target) as client:
         with client.bucket().changes(until="now", only=Only([P])) as changes:
             with pytest.raises(InvalidArgumentError, match="automatic"):
                 changes.ack(Change(P, 1, "set", b"k", b"v"))
@@ -129,9 +126,8 @@ def test_positions_are_kept_in_the_server(server_process: StartServer) -> None:
             assert changes.position(P).seqno == 11
 
 
-def test_a_former_owner_stores_nothing(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_a_former_owner_stores_nothing(target: str) -> None:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"1") for key in KEYS)
         former = bucket.changes(
@@ -153,9 +149,8 @@ def test_a_former_owner_stores_nothing(server_process: StartServer) -> None:
         assert consumer.positions[P].seqno == 10
 
 
-def test_from_now_shows_what_is_written_later(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_from_now_shows_what_is_written_later(target: str) -> None:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"old") for key in KEYS)
         positions = MemoryPositions()
@@ -167,9 +162,8 @@ def test_from_now_shows_what_is_written_later(server_process: StartServer) -> No
             assert changes_of(changes) == [Change(P, 11, "set", KEYS[3], b"new")]
 
 
-def test_from_a_time(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_from_a_time(target: str) -> None:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"old") for key in KEYS)
         between = time.time()
@@ -184,9 +178,8 @@ def test_from_a_time(server_process: StartServer) -> None:
             bucket.changes(start=-1.0)
 
 
-def test_only_keys_of_a_prefix(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_only_keys_of_a_prefix(target: str) -> None:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many(
             (b"%s:%d" % (kind, i), b"v%d" % i) for i in range(500) for kind in (b"user", b"order")
@@ -202,9 +195,8 @@ def test_only_keys_of_a_prefix(server_process: StartServer) -> None:
         assert markers >= sum(info.high_seqno > 0 for info in client.admin.partitions(bucket))
 
 
-def test_the_status_tells_where_it_stands(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_the_status_tells_where_it_stands(target: str) -> None:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many((key, b"1") for key in KEYS)
         with bucket.changes(only=Only([P, P + 1])) as changes:

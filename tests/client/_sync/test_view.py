@@ -14,9 +14,8 @@ StartServer = Callable[..., RunningServer]
 
 
 @pytest.mark.parametrize("at_markers", [False, True])
-def test_a_view_shows_what_is_written(server_process: StartServer, at_markers: bool) -> None:
-    server = server_process()
-    with Client(server.target) as client:
+def test_a_view_shows_what_is_written(target: str, at_markers: bool) -> None:
+    with Client(target) as client:
         bucket = client.bucket()
         bucket.write_many((b"user:%d" % i, b"%d" % i) for i in range(500))
         bucket.set(b"order:1", b"1")

@@ -33,15 +33,14 @@ KEY, OTHER = b"key", b"another"
 P, Q = partition_of(KEY), partition_of(OTHER)
 
 
-def test_blocks_of_a_name_are_applied_once(server_process: StartServer) -> None:
-    server = server_process()
+def test_blocks_of_a_name_are_applied_once(target: str) -> None:
     blocks = [build_block([KEY], [b"1"]), build_block([KEY, OTHER], [b"2", None])]
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         first = write_blocks(bucket, iter(blocks), once="a name")
         assert (first.rows, len(first.runs)) == (3, 3)
         bucket.set(KEY, b"of somebody else")
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         assert write_blocks(bucket, blocks, once="a name") == first
         assert bucket.get(KEY) == b"of somebody else"

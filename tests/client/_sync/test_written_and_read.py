@@ -11,10 +11,9 @@ from upr_client import Change, Client
 StartServer = Callable[..., RunningServer]
 
 
-def test_what_was_buffered_is_there_in_order(server_process: StartServer) -> None:
-    server = server_process()
+def test_what_was_buffered_is_there_in_order(target: str) -> None:
     rows = [(b"%d" % (i % 501), None if i % 7 == 6 else b"v%d" % i) for i in range(20_000)]
-    with Client(server.target) as client:
+    with Client(target) as client:
         bucket = client.bucket()
         with bucket.writer(batch_rows=700, max_outstanding_bytes=200_000) as writer:
             for key, value in rows:
