@@ -75,7 +75,7 @@ def say(words: str) -> None:
 def server(*options: str) -> Iterator[RunningServer]:
     """Run a new server on an empty directory, with further options of the command."""
     with tempfile.TemporaryDirectory(prefix="upr-bench-") as folder:
-        running = RunningServer(Path(folder), *options).start()
+        running = RunningServer(Path(folder), *options).start(prefix=["env"])
         try:
             yield running
         finally:

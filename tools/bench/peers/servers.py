@@ -134,7 +134,7 @@ def running(name: str) -> Iterator[Running]:
     """
     with tempfile.TemporaryDirectory(prefix=f"upr-bench-{name}-") as folder:
         if not KINDS[name].command:
-            server = RunningServer(Path(folder)).start()
+            server = RunningServer(Path(folder)).start(prefix=["env"])
             try:
                 yield Running(server.target, server.pid)
             finally:
