@@ -28,14 +28,24 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of the Spark session first: one of several processes then gets them all, with one JVM."""
-    items.sort(key=lambda item: "spark" not in getattr(item, "fixturenames", ()))
+    """Put the tests of the Spark session first: one of several processes then gets them all, with one JVM.
+
+    Behind them come those that are long, so that the end is not one of them with the other processes idle.
+    """
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        marks = {mark.name for mark in item.iter_markers()}
+        session = "spark" in marks or "spark" in getattr(item, "fixturenames", ())
+        return not session, not marks & {"long", "crash"}
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One server process for all tests of this process that neither end nor configure it."""
-    server = RunningServer(tmp_path_factory.mktemp("shared")).start()
+    # The command itself, from its start to its end.
+    server = RunningServer(tmp_path_factory.mktemp("shared")).start(prefix=["env"])
     try:
         yield server
         assert server.terminate() == 0

@@ -1,6 +1,7 @@
 """A real server process for tests."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,11 +10,17 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 WAIT_SECONDS = 90.0
 """For what comes in an instant on an idle machine: a wait that ends is a failure, on a busy one as well."""
 _POLL_SECONDS = 0.01
 _T = TypeVar("_T")
+
+# What a server imports takes it several times as long as all else at its start. So it is imported once, in a process
+# of its own that is no server, and each server is a fork of that.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["upr.cli.server", "upr.service.server"])
 
 
 async def poll(ask: Callable[[], Awaitable[_T]], enough: Callable[[_T], object] = bool) -> _T:
@@ -30,6 +37,54 @@ async def poll(ask: Callable[[], Awaitable[_T]], enough: Callable[[_T], object] 
 
 class ServerFailed(Exception):
     """The server ended, or was not ready in time."""
+
+
+def _serve(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    """Do what ``python -m upr.cli`` does with these arguments, in a process that was forked for it."""
+    # A Ctrl-C at the terminal is for pytest, which then stops the server itself.
+    os.setsid()
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["upr.cli", *arguments]
+    from upr import failpoints
+    from upr.cli.__main__ import main
+
+    # They were read when the module was imported.
+    failpoints.arm(os.environ.get("UPR_FAILPOINTS", ""))
+    main()
+
+
+class _Forked:
+    """A forked server, with as much of Popen as is needed."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self._process = _FORKS.Process(
+            target=_serve, args=(arguments, log, environment), daemon=True
+        )
+        # What is forked is made at the first start. gRPC reads this when it is imported; the command sets it before.
+        with mock.patch.dict(os.environ, GRPC_VERBOSITY="NONE"):
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, seconds: float) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("upr.cli", seconds)
+        return self._process.exitcode
 
 
 class RunningServer:
@@ -56,7 +111,7 @@ class RunningServer:
         self.options = list(options)
         self.target = "127.0.0.1:0"
         self._ready = folder / "ready"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | _Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -76,7 +131,8 @@ class RunningServer:
 
         Args:
             environment: for this start only, added to what the object was made with.
-            prefix: a command that starts it, such as ``prlimit``.
+            prefix: a command that starts it, such as ``prlimit`` or ``env``; without one it is a fork, which is
+                there sooner.
 
         Raises:
             ServerFailed: it ended, or was not ready in time; with its log.
@@ -98,16 +154,19 @@ class RunningServer:
     ) -> None:
         """Start the server without waiting, for one that is expected to end by itself."""
         self._ready.unlink(missing_ok=True)
-        command = [*prefix, sys.executable, "-m", "upr.cli", "server", "--data", str(self.data)]
-        command += ["--listen", self.target, "--ready-file", str(self._ready), *self.options]
+        arguments = ["server", "--data", str(self.data), "--listen", self.target]
+        arguments += ["--ready-file", str(self._ready), *self.options]
+        variables = {**os.environ, **self.environment, **(environment or {})}
+        if not prefix:
+            self._process = _Forked(arguments, self.log, variables)
+            return
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                [*prefix, sys.executable, "-m", "upr.cli", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.environment, **(environment or {})},
-                # A Ctrl-C at the terminal is for pytest, which then stops the server itself.
+                env=variables,
                 start_new_session=True,
             )
 

@@ -262,8 +262,6 @@ def test(arguments: list[str]) -> None:
         # Half of them wait for something most of the time. Whatever the machine has, three are what the tests are
         # tried with: that keeps two cores busy.
         chosen = [] if everything else ["-m", "not long"]
-        if everything:
-            os.environ.setdefault("UPR_SIMULATION_SEEDS", "30")
         arguments = ["-n", "3", "--dist", "worksteal", *chosen]
     MAIN.run("tests", ["-m", "pytest", *arguments])
 

@@ -95,7 +95,6 @@ def test_steps_do_not_see_another_environment_s_modules(
 
 def test_all_the_tests_bring_node_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setenv("UPR_SIMULATION_SEEDS", "1")
     monkeypatch.setattr(dev, "lint", lambda: done.append("lint"))
     monkeypatch.setattr(dev, "node_packages", lambda: done.append("packages of Node"))
     monkeypatch.setattr(dev.Program, "bring", lambda _: None)

@@ -167,7 +167,8 @@ async def measured(watched: Watched, load: Awaitable[None]) -> list[tuple[float,
 
 async def run(folder: Path, load: Load, count: int) -> None:
     watched = Watched(folder)
-    server = watched.server.start()
+    # A fork would not look for sitecustomize.
+    server = watched.server.start(prefix=["env"])
     try:
         async with AsyncClient(server.target) as writer:
             rows = [(b"%d" % number, b"x" * 100) for number in range(5000)]
