@@ -12,6 +12,7 @@ from tests.model import Row
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import block_of, limits_of, store_of, whole_range
 from tests.storage.test_lookup import NOTHING, Entry, entry, run
+from upr.engine.tail import TailEntry
 from upr.storage import blocks as blocks_module
 from upr.storage import keyspace
 from upr.storage.blocks import BlockCursor, Encoded, hashes_of
@@ -24,7 +25,7 @@ from upr.storage.compact import (
     rewrite_group,
 )
 from upr.storage.search import InTail, Lookup, Newest, StoreSearch, TailKeys, TailPart, TailSearch
-from upr.storage.store import Store
+from upr.storage.store import HASHED, Store
 from upr_protocol.wire.codec import compress_block
 
 P, Q = 7, 900
@@ -399,3 +400,38 @@ def test_searches_that_extend_the_index_at_once_lose_nothing(
     monkeypatch.setattr(TailPart, "of", overtaken)
     assert in_tail(index, 0, entries, keys[9]) == [30]
     assert sum(len(part.hashes) for part in index.parts) == 30
+
+
+def test_a_row_of_the_tail_counts_its_hash() -> None:
+    keys = some_keys(P, 50)
+    one, many = (
+        entry((P, [Row(n + 1, key, b"v") for n, key in enumerate(some)]))
+        for some in (keys[:1], keys)
+    )
+    sizes = [TailEntry(e.runs, e.data, b"", 0, 1).size - len(e.data) for e in (one, many)]
+    assert sizes[1] - sizes[0] >= 49 * TailPart.of(0, [many]).hashes.itemsize
+
+
+def test_a_store_from_before_the_index_opens_and_gets_it_with_compaction(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    store = store_of(folder)
+    keys, model = six_blocks(store)
+    store.close()
+    with lmdb.open(str(folder), max_dbs=16, map_size=2**30) as env:
+        hashes, meta = env.open_db(b"hashes"), env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            txn.drop(hashes)
+            assert txn.delete(HASHED, db=meta)
+    store = Store(folder)
+    assert hashes_at(store, P) == []
+    assert found(store, keys) == model
+    flush(store, entry((P, [Row(7, keys[0], b"new")])))
+    model[keys[0]] = Newest(7, b"new")
+    store.close()
+    store = Store(folder)
+    assert hashes_at(store, P) == [7], "what this program wrote is kept"
+    assert found(store, keys) == model
+    store.replace(merge_direct([whole_range(store, P)], store.blocks, None).replacements)
+    assert hashes_at(store, P) == [7]
+    assert found(store, keys) == model
+    store.close()

@@ -26,8 +26,8 @@ from upr_protocol.wire.compression import zstd_available
 HEAD_BYTES = 2 + RUN.itemsize
 PEEK_BYTES = 128
 """Bytes in front of a block that also hold its uncompressed size."""
-_RUN = struct.Struct("<IIQQQ")
-"""First five fields of a record of the run table."""
+RUN_HEAD = struct.Struct("<IIQQQ")
+"""First five fields of a record of the run table: partition, rows, start, end, horizon."""
 _BEGINNING = b"\x0a" + bytes([RUN.itemsize])
 """An encoded block begins with field 1, its run table; a stored block has one run."""
 
@@ -67,7 +67,7 @@ def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> H
     """
     if len(value) < HEAD_BYTES or value[:2] != _BEGINNING:
         raise DataDamagedError(f"partition {partition}: the block that ends at {end} has no head")
-    owner, rows, start, told_end, horizon = _RUN.unpack_from(value, 2)
+    owner, rows, start, told_end, horizon = RUN_HEAD.unpack_from(value, 2)
     plain = plain_bytes(bytes(value), size)
     head = Head(start, told_end, horizon, rows, size, plain if plain != size else 0)
     if owner != partition or told_end != end or not start < end <= horizon:
@@ -83,7 +83,7 @@ def own_head(data: bytes, partition: int) -> tuple[Head, Runs]:
     """
     if len(data) < HEAD_BYTES:
         raise DataDamagedError(f"partition {partition}: a stored block of {len(data)} bytes")
-    end = _RUN.unpack_from(data, 2)[3]
+    end = RUN_HEAD.unpack_from(data, 2)[3]
     return head_of(data, len(data), partition, end), np.frombuffer(data, RUN, 1, 2)
 
 

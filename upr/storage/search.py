@@ -28,6 +28,7 @@ from upr.storage.blocks import (
     KEY_OFFSETS,
     KEYS,
     OPS,
+    RUN_HEAD,
     SEQNOS,
     VALUE_OFFSETS,
     VALUES,
@@ -131,12 +132,11 @@ class Lookup:
             block: checked, and newer than those that are searched later.
         """
         data, spans = block.opened()
-        first, end = spans.get(KEY_OFFSETS, ABSENT)
-        edges = np.frombuffer(data, "<i4", (end - first) // 4, first)
-        at = spans.get(KEYS, ABSENT)[0]
+        edges, at = spans.get(KEY_OFFSETS, ABSENT)[0], spans.get(KEYS, ABSENT)[0]
         run_ends = row_bounds(block.runs)[1:] if len(block.runs) > 1 else None
         for row in reversed(rows):
-            key = data[at + int(edges[row]) : at + int(edges[row + 1])]
+            first, end = _EDGES.unpack_from(data, edges + 4 * row)
+            key = data[at + first : at + end]
             # A writer may put a key into a partition that is not its own; such a row does not match.
             run = 0 if run_ends is None else int(np.searchsorted(run_ends, row, side="right"))
             owner = int(block.runs["partition"][run])
@@ -466,11 +466,11 @@ class StoreSearch:
             end, start = known.ends[place], known.starts[place]
             count = int(known.row_ends[place]) - (int(known.row_ends[place - 1]) if place else 0)
             data = cursor.data(partition, end)
-            head, _ = own_head(data, partition)
-            if (head.start, head.rows) != (start, count):
+            block = checked(data)
+            if RUN_HEAD.unpack_from(data, 2)[:4] != (partition, count, start, end):
                 return size + self._search_whole(cursor, partition, end)
             size += len(data)
-            self._lookup.take(checked(data), rows)
+            self._lookup.take(block, rows)
             if size >= BITE_BYTES or not self._lookup.sought(partition):
                 self._at = start
                 return size
