@@ -243,6 +243,7 @@ def test_until_in_the_tail_sends_nothing_above_its_end() -> None:
     b = bucket()
     for _ in range(5):
         write(b, MINE)
+        b.tail.close_open()
     follower = Follower(b, FollowOptions(memory=True), CreditWindow(1 << 20), lambda: None)
     follower.start([StartRequest(MINE, None, 0, None, until_seqno=3)])
     frame = follower.next_frame()
