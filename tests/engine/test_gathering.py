@@ -273,19 +273,14 @@ def test_who_is_behind_gets_single_commits_as_bulk(
     assert max(late) < GATHER_MICROS
 
 
-def test_a_window_does_not_reach_beyond_the_end_of_a_stream() -> None:
+@pytest.mark.parametrize("end", ["until_exact", "until_seqno"])
+def test_a_window_does_not_reach_beyond_the_end_of_a_stream(end: str) -> None:
     b = many_commits(3000, 1)
     follower = Follower(b, FollowOptions(), CreditWindow(1 << 23), lambda: None)
-    high = b.partitions.high
-    follower.start(
-        [
-            StartRequest(p, None, 0, None, until_exact=int(high[p] // 2))
-            for p in range(1024)
-            if high[p] > 1
-        ]
-    )
-    ends: dict[object, object] = {row[0]: row[1] for row in rows_of(blocks_of(follower))}
-    assert ends == {p: int(high[p] // 2) for p in range(1024) if high[p] > 1}
+    ends = {p: int(high // 2) for p, high in enumerate(b.partitions.high) if high > 1}
+    for p, until in ends.items():
+        follower.start([replace(StartRequest(p, None, 0, None), **{end: until})])  # type: ignore[arg-type]
+    assert {row[0]: row[1] for row in rows_of(blocks_of(follower))} == ends
     assert {ended.why.reason for ended in follower.take_ended()} == {"FINISHED"}
 
 
