@@ -19,7 +19,7 @@ from upr.cli.jsonl import parse_line
 from upr.engine.consumers import read_positions
 from upr.storage import keyspace
 from upr.storage.blocks import HEAD_BYTES, head_of
-from upr.storage.journal import Commit, JournalEntry, encode_record
+from upr.storage.journal import Commit, JournalEntry, NumberedWrite, encode_record
 from upr.storage.keyspace import (
     ConsumerRow,
     CutRow,
@@ -195,7 +195,9 @@ def targets() -> list[Target]:
     position = Position(3, 4, 4, 9, 9, (2, 9), FailoverLog.from_pairs([(4, 0)]))
     runs = types_pb2.Block.FromString(samples[1]).runs
     problem = types_pb2.Problem(reason="NO_ROOM", retriable=True, message="m", hint="h")
-    record = b"".join(encode_record(Commit(7, (JournalEntry(b"p", 1, samples[0]),))))
+    record = b"".join(
+        encode_record(Commit(7, (JournalEntry(samples[0], (NumberedWrite(b"p", 1),)),)))
+    )
     return [
         Target("a block", codec.decode_block, samples, mend=mend_block),
         Target("a stored block", _open, samples, mend=mend_block),

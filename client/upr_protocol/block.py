@@ -382,6 +382,66 @@ def select_runs(block: Block, keep: npt.NDArray[np.bool_]) -> Block:
     return _take_rows(block, block.runs[keep], spans, seqnos)
 
 
+def join_blocks(blocks: Sequence[Block], *, dated: bool = False) -> Block:
+    """Return one block of the rows of several, which must have values, and neither seqnos nor times.
+
+    The runs of a partition, each of which begins where the one before ends, become one, with the newest time. Each
+    block must have been checked: the CRC is made anew.
+
+    Args:
+        dated: whether rows keep the times of their runs; otherwise the newest of their partition counts for all.
+    """
+    if len(blocks) == 1:
+        return blocks[0]
+    # Joined as bytes: numpy is slow to concatenate records.
+    runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
+    order = np.argsort(runs["partition"], kind="stable")
+    firsts = row_bounds(runs)[:-1][order]
+    runs = runs[order]
+    bounds = row_bounds(runs)
+    lasts = firsts + np.diff(bounds)
+    rows = np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], runs["count"])
+    ops = b""
+    if any(block.ops for block in blocks):
+        told = b"".join([block.ops or bytes(block.rows) for block in blocks])
+        ops = np.frombuffer(told, np.uint8)[rows].tobytes()
+    keys = _join_cells([(b.key_offsets, b.keys) for b in blocks], firsts, lasts, rows)
+    values = _join_cells([(b.value_offsets, b.values) for b in blocks], firsts, lasts, rows)
+    times = np.repeat(runs["time"], runs["count"]).tobytes() if dated else b""
+    return sealed(Block(_join_runs(runs), b"", ops, *keys, *values, times, 0))
+
+
+def _join_runs(runs: Runs) -> Runs:
+    """Return one run for the neighbours of each partition."""
+    partitions = runs["partition"]
+    first = np.flatnonzero(np.concatenate(([True], partitions[1:] != partitions[:-1])))
+    joined: Runs = runs[np.append(first[1:], len(runs)) - 1]
+    joined["start_seqno"] = runs["start_seqno"][first]
+    joined["count"] = np.add.reduceat(runs["count"], first)
+    joined["time"] = np.maximum.reduceat(runs["time"], first)
+    return joined
+
+
+def _join_cells(
+    columns: Sequence[tuple[bytes, bytes]], firsts: I64, lasts: I64, rows: I64
+) -> tuple[bytes, bytes]:
+    """Join offset columns and their data, with the rows in another order.
+
+    Args:
+        firsts, lasts: the rows, over all columns, that stay together; from the first to before the last.
+        rows: the same, one by one.
+    """
+    offsets = np.frombuffer(b"".join([told for told, _ in columns]), "<i4")
+    ends = np.cumsum([len(told) // 4 for told, _ in columns])[:-1]
+    # Where one block's offsets end and the next one's begin there is no cell.
+    lengths = np.delete(np.diff(offsets), ends - 1)
+    edges = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    data = b"".join([data for _, data in columns])
+    spans = zip(edges[firsts].tolist(), edges[lasts].tolist(), strict=True)
+    return _offsets(lengths[rows]), b"".join([data[a:b] for a, b in spans])
+
+
 def slice_above(block: Block, seqno: int) -> Block:
     """Return what a one-run block tells above ``seqno``: the run ``(seqno, end_seqno]`` and its rows.
 

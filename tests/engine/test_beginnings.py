@@ -22,7 +22,7 @@ from upr.engine.streams import (
     Started,
     StartRequest,
 )
-from upr.engine.tail import MARK_EVERY
+from upr.engine.tail import GATHER_MICROS, MARK_EVERY
 from upr.storage.compact import FlushSlice
 from upr.storage.read import read_blocks
 from upr.storage.search import StoredBeginning, search_time
@@ -33,6 +33,8 @@ from upr_protocol.flow import CreditWindow
 from upr_protocol.wire.codec import decode_block
 
 WINDOW = 1 << 22
+APART = GATHER_MICROS + 1
+"""Microseconds: writes so far apart are dated each by itself."""
 
 
 def following(
@@ -220,7 +222,7 @@ class World:
         kind = self.rng.choice(["write"] * 6 + ["commit"] * 3 + ["flush", "slice", "many"])
         if kind in ("write", "many"):
             for _ in range(MARK_EVERY // 2 if kind == "many" else 1):
-                self.now += self.rng.choice([0, 1, 5])
+                self.now += self.rng.choice([0, 1, 5]) * APART
                 partition, rows = self.rng.choice([MINE, MINE, OTHER]), self.rng.randint(1, 3)
                 put(self.bucket, partition, rows, self.now)
                 self.times[partition] += [self.now] * rows
@@ -251,7 +253,7 @@ def test_from_a_time_misses_nothing_and_is_exact_without_a_flush(seed: int, tmp_
     for _ in range(40):
         world.step()
         partition = world.rng.choice([MINE, OTHER])
-        time = world.rng.randint(95, world.now + 5)
+        time = 100 + world.rng.randint(-5 * APART, world.now + 5 * APART) // APART * APART
         (found,) = search_time(world.store, [(partition, time)])
         assert isinstance(found, StoredBeginning)
         stored = b.partitions.stored.copy()
@@ -288,6 +290,7 @@ def test_what_was_flushed_between_search_and_start_makes_it_begin_earlier(tmp_pa
     world = World(store_of(tmp_path / "store"), random.Random(1))
     b = world.bucket
     put(b, MINE, 2, 10)
+    b.tail.close_open()
     put(b, MINE, 2, 20)
     (found,) = search_time(world.store, [(MINE, 15)])
     assert found == StoredBeginning(0, False)
@@ -306,6 +309,21 @@ def test_what_was_flushed_between_search_and_start_makes_it_begin_earlier(tmp_pa
     (again,) = search_time(world.store, [(MINE, 15)])
     assert isinstance(again, StoredBeginning)
     assert Beginnings(b.markers.seqno, b.tail).at_time(MINE, 15, again) >= 2
+    world.store.close()
+
+
+def test_rows_that_gathered_are_dated_alike_and_none_is_missed(tmp_path: Path) -> None:
+    world = World(store_of(tmp_path / "store"), random.Random(1))
+    b = world.bucket
+    begin = 1_000_000
+    for step in (0, GATHER_MICROS, GATHER_MICROS + 1):
+        put(b, MINE, 2, begin + step)
+    commit(b)
+    assert [entry.time - begin for entry in b.tail.range(0, b.tail.end)] == [GATHER_MICROS, APART]
+    (found,) = search_time(world.store, [(MINE, 0)])
+    assert isinstance(found, StoredBeginning)
+    at_time = Beginnings(b.markers.seqno, b.tail).at_time
+    assert [at_time(MINE, begin + step, found) for step in (0, 1, APART)] == [0, 0, 4]
     world.store.close()
 
 

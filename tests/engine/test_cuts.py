@@ -36,7 +36,7 @@ def entry(*runs: tuple[int, int, int, int]) -> TailEntry:
     rows = [b"k%d" % seqno for run in runs for seqno in range(run[1], run[2])]
     table = make_runs(partitions, counts, starts, ends, horizons, 1)
     block = sealed(replace(build_block(rows, [b"v"] * len(rows)), runs=table))
-    return TailEntry(table, encode_block(block), b"", 0, 1)
+    return TailEntry(table, encode_block(block), (), 1)
 
 
 def flushed(of: Bucket) -> list[tuple[int, int, int]]:

@@ -88,6 +88,7 @@ def test_a_frame_found_at_the_last_look_is_sent() -> None:
         follower, wake = following(b, MINE)
         for _ in range(passed_over * ENTRIES_AT_ONCE):
             write(b, OTHER)
+            b.tail.close_open()
         write(b, MINE)
         assert [r[1] for r in all_rows(sent_while_awake(follower, wake))] == [1], passed_over
 
@@ -219,6 +220,7 @@ def test_a_stream_that_starts_anywhere_in_a_long_tail_gets_all_above() -> None:
     # Every entry around the marks of the tail is of interest: all are of this partition.
     for _ in range(3 * MARK_EVERY + 2):
         write(b, MINE)
+        commit(b)
     for seqno in (0, 1, *range(MARK_EVERY - 2, MARK_EVERY + 3), 2 * MARK_EVERY, 3 * MARK_EVERY):
         wake = Wake()
         follower = Follower(b, FollowOptions(memory=True), CreditWindow(1 << 20), wake)
@@ -243,6 +245,7 @@ def test_until_in_the_tail_sends_nothing_above_its_end() -> None:
     b = bucket()
     for _ in range(5):
         write(b, MINE)
+        b.tail.close_open()
     follower = Follower(b, FollowOptions(memory=True), CreditWindow(1 << 20), lambda: None)
     follower.start([StartRequest(MINE, None, 0, None, until_seqno=3)])
     frame = follower.next_frame()

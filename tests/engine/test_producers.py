@@ -9,7 +9,7 @@ from upr.engine.bucket import Bucket, Written
 from upr.engine.partitions import ACTIVE, DEAD, Partitions
 from upr.engine.producers import NewestNumbers, ProducerCall
 from upr.engine.recovery import recover
-from upr.storage.journal import Commit, JournalEntry
+from upr.storage.journal import Commit, JournalEntry, NumberedWrite
 from upr.storage.keyspace import PartitionRow, ProducerRow
 from upr.storage.store import Identity
 from upr_protocol.block import build_block, make_runs, sealed
@@ -246,8 +246,12 @@ def test_recovery_keeps_the_numbers_of_what_it_keeps() -> None:
 
     rows = {p: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)}
     commits = [
-        Commit(1, (JournalEntry(NAME, 1, encoded([(P, 0, 1, 1), (Q, 0, 1, 1)])),)),
-        Commit(2, (JournalEntry(NAME, 2, encoded([(P, 1, 2, 4), (Q, 1, 2, 2)])),)),
+        Commit(
+            1, (JournalEntry(encoded([(P, 0, 1, 1), (Q, 0, 1, 1)]), (NumberedWrite(NAME, 1),)),)
+        ),
+        Commit(
+            2, (JournalEntry(encoded([(P, 1, 2, 4), (Q, 1, 2, 2)]), (NumberedWrite(NAME, 2),)),)
+        ),
     ]
     ids = iter(range(10**6, 10**7))
     found = recover(rows, lambda _: [], commits, proven=None, new_id=lambda: next(ids))

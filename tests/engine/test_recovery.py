@@ -31,7 +31,7 @@ def run(partition: int, start: int, end: int, horizon: int) -> Block:
 
 def commits(*blocks: Block) -> list[Commit]:
     return [
-        Commit(number, (JournalEntry(b"", 0, encode_block(block)),))
+        Commit(number, (JournalEntry(encode_block(block)),))
         for number, block in enumerate(blocks, start=1)
     ]
 
@@ -79,7 +79,7 @@ def test_a_record_is_at_the_last_complete_marker_and_what_is_above_goes() -> Non
 def test_what_was_cut_off_stays_away_at_the_next_start() -> None:
     first = recovered(stored(), JOURNAL)
     # Written under the new record, in the next commit; the journal still has the old ones.
-    later = Commit(first.next_commit, (JournalEntry(b"", 0, encode_block(run(CUT, 3, 4, 4))),))
+    later = Commit(first.next_commit, (JournalEntry(encode_block(run(CUT, 3, 4, 4))),))
     again = recovered(first.rows, [*JOURNAL, later])
     assert not again.partitions.problems
     assert [record.seqno for record in again.partitions.logs[CUT]] == [0, 3, 4]
@@ -119,7 +119,7 @@ def test_the_stored_high_is_no_marker_within_a_stretch() -> None:
     assert bucket.markers.seqno[CUT] == 3
     # The rest of the stretch: only its end is a marker.
     for number, block in enumerate((run(CUT, 6, 9, 12), run(CUT, 9, 12, 12)), start=1):
-        bucket.recovered([TailEntry(block.runs, encode_block(block), b"", 0, 1, number)])
+        bucket.recovered([TailEntry(block.runs, encode_block(block), (), 1, number)])
         assert (table.complete[CUT], bucket.markers.seqno[CUT]) == ((3, 3), (12, 12))[number - 1]
 
 
@@ -264,7 +264,7 @@ def test_an_accepted_loss_is_a_record_at_the_last_marker_before_the_gap() -> Non
     assert [(p, end) for p, end, _ in found.blocks] == [(CUT, 3)]
     assert found.cut_off == {CUT: 3}
     # What is numbered next lies behind the old journal, which does not count any more.
-    later = Commit(found.next_commit, (JournalEntry(b"", 0, encode_block(run(CUT, 3, 4, 4))),))
+    later = Commit(found.next_commit, (JournalEntry(encode_block(run(CUT, 3, 4, 4))),))
     again = recovered({**stored(), CUT: row}, [*GONE, later], proven=True)
     assert not again.aside
     assert not again.partitions.problems

@@ -60,6 +60,7 @@ def test_from_the_tail_it_ends_at_the_marker(memory: bool, window: int) -> None:
     for _ in range(5):
         write(b, MINE)
         write(b, OTHER)
+        b.tail.close_open()
     follower, answer = exact(b, 3, memory=memory, window=window)
     assert isinstance(answer, Started)
     assert answer.until_seqno == 3
@@ -164,6 +165,7 @@ def test_a_flush_under_the_stream_sends_it_to_the_store_and_back_to_its_end() ->
     b = bucket()
     for _ in range(3):
         write(b, MINE)
+        b.tail.close_open()
     follower, _ = exact(b, 3, window=50)
     assert sent(follower) == [1]
     commit(b)
@@ -218,6 +220,7 @@ def test_a_stream_started_anew_without_it_goes_on_above() -> None:
     b = bucket()
     for _ in range(4):
         write(b, MINE)
+        b.tail.close_open()
     follower, _ = exact(b, 2)
     assert sent(follower) == [1, 2]
     follower.start([StartRequest(MINE, MINE + 1, 2, MINE + 1)])

@@ -47,7 +47,7 @@ def opened(closed: Closed) -> BucketService:
 async def receive(host: BucketService, *blocks: Block) -> None:
     """Take blocks as they came from elsewhere, and wait until they are durable."""
     for block in blocks:
-        number = host.bucket.tail.append(TailEntry(block.runs, encode_block(block), b"", 0, 1))
+        number = host.bucket.tail.append(TailEntry(block.runs, encode_block(block), (), 1))
         host.bucket.partitions.received(block.runs)
     host._work.set()
     await asyncio.wait_for(host.durable(number), WAIT_SECONDS)

@@ -14,7 +14,16 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.model import ModelBucket, State
-from upr_client import AsyncClient, Change, Client, FilePositions, Marker, Only, Rollback
+from upr_client import (
+    AsyncClient,
+    Change,
+    ChangeBatch,
+    Client,
+    FilePositions,
+    Marker,
+    Only,
+    Rollback,
+)
 
 KEYS = 4000
 Rows = list[tuple[bytes, bytes | None]]
@@ -69,6 +78,34 @@ class Truth:
         assert merged == self.model.state()
         assert self.markers > 1024
         assert self.deletes > 100
+
+
+@pytest.mark.asyncio
+async def test_single_writes_of_many_connections_drain_like_bulk(
+    server_process: StartServer,
+) -> None:
+    connections, each = 24, 50
+    server = server_process()
+
+    async def write(writer: int) -> None:
+        async with AsyncClient(server.target) as client:
+            bucket = client.bucket()
+            for number in range(each):
+                await bucket.set(b"%d of %d" % (number, writer), b"%d" % number)
+
+    await asyncio.gather(*map(write, range(connections)))
+    async with AsyncClient(server.target) as client, client.bucket().changes(until="now") as seen:
+        blocks = 0
+        state: dict[bytes, bytes | None] = {}
+        async for batch in seen.batches():
+            assert isinstance(batch, ChangeBatch)
+            blocks += len(batch.blocks)
+            state |= {change.key: change.value for change in batch.changes}
+    assert state == {
+        b"%d of %d" % (n, writer): b"%d" % n for writer in range(connections) for n in range(each)
+    }
+    # However few of them a commit holds.
+    assert blocks <= connections * each / 4
 
 
 def undone(rollback: Rollback) -> None:

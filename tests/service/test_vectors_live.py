@@ -82,7 +82,7 @@ def seed(server: RunningServer, vectors: list[dict[str, Any]]) -> None:
         store.clear_proof()
         journal = Journal(folder / "journal", identity.version)
         list(journal.replay())
-        journal.append(Commit(1, tuple(JournalEntry(b"", 0, tail) for tail in tails)))
+        journal.append(Commit(1, tuple(JournalEntry(tail) for tail in tails)))
         journal.close()
     else:
         highs = np.zeros(PARTITIONS, np.uint64)

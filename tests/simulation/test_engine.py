@@ -2,18 +2,29 @@
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.simulation import worlds
+from upr.engine import tail
+from upr.engine.tail import TailEntry
 
 SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "20"))
 FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
 
 
-def test_every_seed_ends_right(tmp_path: Path) -> None:
+def test_every_seed_ends_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
+    join = tail.join_entries
+
+    def joined(entries: Sequence[TailEntry]) -> TailEntry | None:
+        window = join(entries)
+        counts["windows"] += window is not None
+        return window
+
+    monkeypatch.setattr(tail, "join_entries", joined)
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
         counts.update(worlds.run("plain", tmp_path / str(seed), seed).counts)
     # A run in which none of this happened proves nothing.
@@ -24,6 +35,8 @@ def test_every_seed_ends_right(tmp_path: Path) -> None:
         "rollbacks",
         "store reads",
         "duplicates",
+        "writes that gathered",
+        "windows",
         "direct merges",
         "large merges",
         "purges",

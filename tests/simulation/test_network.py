@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.simulation import worlds
 
 SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 10
-FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
+FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "3"))
 
 
 def test_clients_over_a_failing_network_have_what_is_true(tmp_path: Path) -> None:

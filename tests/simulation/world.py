@@ -16,6 +16,7 @@ from tests.model import ModelPartition, partition_of
 from tests.simulation.merging import SimulatedMerger
 from tests.simulation.reader import KEYS, USED, Reader
 from tests.simulation.recording import Recorder
+from upr.engine import tail, tail_readers
 from upr.engine.bucket import Bucket, FlushPlan, Written
 from upr.engine.follower import Follower
 from upr.engine.producers import ProducerCall
@@ -36,10 +37,20 @@ __all__ = ["KEYS", "USED", "Reader", "World"]
 Batch = list[tuple[bytes, bytes | None]]
 
 
+def choose_sizes(seed: int) -> None:
+    """Choose what gathers in one entry of the tail, and what readers are given as one; a write has some hundred bytes."""
+    rng = random.Random(seed + 2)
+    tail.GATHER_MICROS = rng.choice((0, 2_000, 100_000))
+    tail.SMALL_BYTES = rng.choice((150, 2**16, 2**16))
+    tail.WINDOW_BYTES = rng.choice((3_000, 8_000, 20_000))
+    tail_readers.WINDOW_MEMBERS_MIN = 1
+
+
 class World:
     """One run. ``counts`` says how often what happened."""
 
     def __init__(self, folder: Path, seed: int) -> None:
+        choose_sizes(seed)
         self.rng = random.Random(seed)
         # Apart, so that what readers store does not change what else a seed does.
         self.reader_rng = random.Random(seed)
@@ -243,6 +254,8 @@ class World:
         if not self.append(self.commit):
             return self.bucket.failure is None
         for entry in self.commit.entries:
+            if entry.has_table:
+                self.count("writes that gathered")
             for run in decode_block(entry.block).runs:
                 self.durable_model[int(run["partition"])] = int(run["end_seqno"])
         if whole or self.rng.random() < 0.95:

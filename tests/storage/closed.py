@@ -11,7 +11,7 @@ import numpy as np
 from upr.service.buckets.catalog import create_bucket
 from upr.storage.blocks import hashes_of
 from upr.storage.directory import DataDirectory
-from upr.storage.journal import Commit, Journal, JournalEntry
+from upr.storage.journal import Commit, Journal, JournalEntry, NumberedWrite
 from upr.storage.keyspace import (
     ConsumerRow,
     CutRow,
@@ -110,7 +110,10 @@ class Closed:
         journal = Journal(self.bucket / "journal", self.version)
         list(journal.replay())
         for number, blocks in commits:
-            entries = tuple(JournalEntry(b"p", number, encode_block(block)) for block in blocks)
+            entries = tuple(
+                JournalEntry(encode_block(block), (NumberedWrite(b"p", number),))
+                for block in blocks
+            )
             journal.append(Commit(number, entries))
         journal.close()
 

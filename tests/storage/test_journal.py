@@ -8,15 +8,18 @@ import pytest
 
 from upr import failpoints
 from upr.storage import journal as journal_module
-from upr.storage.journal import Commit, Journal, JournalEntry, encode_record
+from upr.storage.journal import Commit, Journal, JournalEntry, NumberedWrite, encode_record
 from upr_protocol.errors import DataDamagedError, StorageFailedError
 
 VERSION = 7
 
 
 def commit(number: int, size: int = 10) -> Commit:
+    """Two entries of one write each, one of several, and one without a producer."""
     blocks = [bytes([number % 256]) * size, b"second"]
-    return Commit(number, tuple(JournalEntry(b"p%d" % i, number, b) for i, b in enumerate(blocks)))
+    whole = [JournalEntry(b, (NumberedWrite(b"p%d" % i, number),)) for i, b in enumerate(blocks)]
+    parts = (NumberedWrite(b"p0", number + 1, b"r" * 40), NumberedWrite(b"", 7, b"s" * 80))
+    return Commit(number, (*whole, JournalEntry(b"joined", parts), JournalEntry(b"nobody's")))
 
 
 def filled(folder: Path, count: int) -> list[Path]:
@@ -38,6 +41,46 @@ def replayed(folder: Path) -> tuple[list[Commit], int]:
 def test_commits_come_back_in_order(tmp_path: Path) -> None:
     filled(tmp_path / "j", 5)
     assert replayed(tmp_path / "j") == ([commit(n) for n in range(1, 6)], 0)
+
+
+def test_one_write_with_runs_of_its_own_keeps_them(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", VERSION)
+    assert list(journal.replay()) == []
+    alone = Commit(1, (JournalEntry(b"block", (NumberedWrite(b"p", 3, b"r" * 40),)),))
+    journal.append(alone)
+    journal.close()
+    assert replayed(tmp_path / "j") == ([alone], 0)
+    (segment,) = (tmp_path / "j").iterdir()
+    assert journal_module.record_bytes(alone) == len(b"".join(encode_record(alone)))
+    assert segment.stat().st_size == journal.size
+
+
+def test_a_segment_of_format_1_is_read_and_not_appended_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_FORMAT", 1)
+    (old,) = filled(tmp_path / "j", 2)
+    monkeypatch.undo()
+    before = old.read_bytes()
+    for number in (3, 4):
+        journal = Journal(tmp_path / "j", VERSION)
+        assert list(journal.replay()) == [commit(n) for n in range(1, number)]
+        journal.append(commit(number))
+        journal.close()
+    assert old.read_bytes() == before
+    names = sorted(path.name for path in (tmp_path / "j").iterdir())
+    assert names == [f"{n:016d}.journal" for n in (1, 2)]
+    assert [commit.number for commit in replayed(tmp_path / "j")[0]] == [1, 2, 3, 4]
+
+
+def test_a_segment_of_an_unknown_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_FORMAT", 3)
+    filled(tmp_path / "j", 1)
+    monkeypatch.undo()
+    with pytest.raises(DataDamagedError, match="the segment is of format 3"):
+        replayed(tmp_path / "j")
 
 
 def test_segments_rotate_and_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

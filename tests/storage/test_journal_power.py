@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.disk import CALLS, Fault, Killed, SimulatedDisk
 from upr.storage import journal as journal_module
-from upr.storage.journal import Commit, Journal, JournalEntry
+from upr.storage.journal import Commit, Journal, JournalEntry, NumberedWrite
 from upr_protocol.errors import StorageFailedError
 
 SEEDS = 200
@@ -49,7 +49,9 @@ class Life:
             return
         if not self.doubtful:
             data = self.rng.randbytes(self.rng.randint(1, 300))
-            self.content[number] = Commit(number, (JournalEntry(b"p", number, data),))
+            self.content[number] = Commit(
+                number, (JournalEntry(data, (NumberedWrite(b"p", number),)),)
+            )
         self.doubtful = True
         try:
             self.journal.append(self.content[number])

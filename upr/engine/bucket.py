@@ -36,7 +36,7 @@ from upr_protocol.errors import (
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS, PRODUCER_MEMORY_BYTES, SEQNO_MAX
 from upr_protocol.places import FIRST_PLACE_NUMBER
-from upr_protocol.wire.codec import check_encoded, encode_block
+from upr_protocol.wire.codec import check_encoded
 
 
 @dataclass(slots=True)
@@ -203,22 +203,22 @@ class Bucket:
             producer.last_number = max(producer.last_number, last_number)
             producer.loaded = True
         producer.calls += 1
-        return ProducerCall(name, producer)
+        return ProducerCall(producer)
 
     def _add_producer(self, name: bytes) -> Producer:
-        producer = self._producers[name] = Producer()
+        producer = self._producers[name] = Producer(name)
         self.producer_memory += producer_bytes(name)
         return producer
 
     def close_producer(self, call: ProducerCall) -> None:
         """Record the end of a producer's Write call."""
         call.producer.calls -= 1
-        self._drop_if_idle(call.name, call.producer)
+        self._drop_if_idle(call.producer)
 
-    def _drop_if_idle(self, name: bytes, producer: Producer) -> None:
+    def _drop_if_idle(self, producer: Producer) -> None:
         if not producer.calls and not producer.in_tail:
-            del self._producers[name]
-            self.producer_memory -= producer_bytes(name)
+            del self._producers[producer.name]
+            self.producer_memory -= producer_bytes(producer.name)
 
     def knows_producer(self, name: bytes) -> bool:
         """Return whether memory has all of a producer, so that the store need not be read."""
@@ -270,17 +270,17 @@ class Bucket:
             return Written(
                 runs, self._ids(runs), -1 if known is None else known.entry, True, refused
             )
-        entry, number_in_tail = self._append(block, name, number, now)
-        runs = entry.runs
+        runs = self._numbered(block.runs, now)
+        entry = self.tail.write(replace(block, runs=runs), name, number, now)
         if call is not None:
-            call.producer.applied(entry, number_in_tail)
+            call.producer.applied(number, runs, entry)
         self._wake(memory=True)
         if known is None or not known.seen.any():
             ids = self.partitions.newest_id[runs["partition"]]
-            return Written(runs, ids, number_in_tail, False, refused)
+            return Written(runs, ids, entry, False, refused)
         runs = np.concatenate((runs, known.runs))
         runs = runs[np.argsort(runs["partition"])]
-        return Written(runs, self._ids(runs), number_in_tail, False, refused)
+        return Written(runs, self._ids(runs), entry, False, refused)
 
     def known(
         self,
@@ -303,19 +303,18 @@ class Bucket:
         valid = {p: row for p, row in stored.items() if p < PARTITIONS and _is_on(logs[p], row)}
         return call.producer.known(number, runs, self.tail, valid)
 
-    def _append(self, block: Block, name: bytes, number: int, now: int) -> tuple[TailEntry, int]:
+    def _numbered(self, runs: Runs, now: int) -> Runs:
+        """Give seqnos to the rows of a table, and return it with them."""
         table = self.partitions
-        partitions = block.runs["partition"]
-        runs = block.runs.copy()
+        partitions = runs["partition"]
+        runs = runs.copy()
         runs["start_seqno"] = table.high[partitions]
         runs["end_seqno"] = runs["start_seqno"] + runs["count"]
         runs["horizon"] = runs["end_seqno"]
         runs["time"] = now
-        data = encode_block(replace(block, runs=runs))
         table.high[partitions] = runs["end_seqno"]
         table.complete[partitions] = runs["end_seqno"]
-        entry = TailEntry(runs, data, name, number, now)
-        return entry, self.tail.append(entry)
+        return runs
 
     def _admit(self, block: Block, call: ProducerCall | None) -> tuple[Block, dict[int, UprError]]:
         """Return which runs of a block can be numbered, and the errors of the others."""
@@ -437,9 +436,9 @@ class Bucket:
             # The commit has entries that are not stored yet.
             through -= 1
         self.tail.drop_before(end)
-        for name, producer in list(self._producers.items()):
+        for producer in list(self._producers.values()):
             producer.drop_before(end)
-            self._drop_if_idle(name, producer)
+            self._drop_if_idle(producer)
         return through
 
     # Cuts
@@ -505,11 +504,11 @@ class Bucket:
         for entry in entries:
             number = self.tail.append(entry)
             self.partitions.received(entry.runs)
-            if entry.producer:
-                producer = self._producers.get(entry.producer)
+            for write in entry.writes:
+                producer = self._producers.get(write.producer)
                 if producer is None:
-                    producer = self._add_producer(entry.producer)
-                producer.applied(entry, number)
+                    producer = self._add_producer(write.producer)
+                producer.applied(write.number, entry.runs_of(write), number)
         self.tail.taken = self.tail.end
         self._became_durable(self.tail.mark_durable(self.tail.end - self.tail.durable))
 

@@ -14,7 +14,7 @@ applied is undone: then only the same content may come there again.
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from upr.engine.tail import Tail, TailEntry
 from upr.storage.keyspace import PRODUCER, ProducerNumbers, ProducerRow
-from upr_protocol.block import Runs
+from upr_protocol.block import RUN, Runs
 from upr_protocol.errors import ContentDiffersError, InvalidArgumentError, OutOfOrderError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS, PRODUCER_BYTES, WRITE_NUMBER_MAX
@@ -49,15 +49,17 @@ class Producer:
     """A producer with an open call, or with entries in the tail.
 
     Attributes:
+        name: its name.
         last_number: the largest number applied in any partition.
         calls: open Write calls.
         loaded: whether ``last_number`` counts what the store knows.
     """
 
-    __slots__ = ("_entries", "_newest", "_numbers", "calls", "last_number", "loaded")
+    __slots__ = ("_entries", "_newest", "_numbers", "calls", "last_number", "loaded", "name")
 
-    def __init__(self) -> None:
-        # Of its entries in the tail, ascending by number.
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        # Of its writes in the tail, ascending by number, and of the entries that they are in.
         self._numbers, self._entries = array("Q"), array("Q")
         self._newest: npt.NDArray[np.int64] | None = None
         self.last_number = 0
@@ -68,9 +70,8 @@ class Producer:
     def in_tail(self) -> bool:
         return bool(self._entries)
 
-    def applied(self, entry: TailEntry, number_in_tail: int) -> None:
-        """Record a Write that became a tail entry."""
-        number = entry.number
+    def applied(self, number: int, runs: Runs, number_in_tail: int) -> None:
+        """Record a Write that is in a tail entry, and what it wrote."""
         if number > self.last_number:
             self.last_number = number
             self._numbers.append(number)
@@ -80,7 +81,7 @@ class Producer:
             self._numbers.insert(at, number)
             self._entries.insert(at, number_in_tail)
         if self._newest is not None:
-            self._newest[entry.runs["partition"]] = number_in_tail
+            self._newest[:, runs["partition"]] = [[number_in_tail], [number]]
 
     def drop_before(self, first: int) -> None:
         """Drop the tail entries below a number, which are in the store."""
@@ -119,15 +120,16 @@ class Producer:
             stored: what the store knows of the producer by partition, read since the tail was last shortened.
         """
         partitions = runs["partition"]
-        at = self._newest_entries(tail)[partitions].tolist()
-        numbers = {entry: tail[entry].number for entry in set(at) if entry >= 0}
+        newest = self._newest_of(tail)[:, partitions].tolist()
         seen = np.zeros(len(runs), bool)
         told = runs.copy()
         told["start_seqno"] = told["end_seqno"] = 0
         durable_with = -1
-        for i, (partition, entry) in enumerate(zip(partitions.tolist(), at, strict=True)):
+        for i, (partition, entry, applied) in enumerate(
+            zip(partitions.tolist(), *newest, strict=True)
+        ):
             if entry >= 0:
-                if numbers[entry] >= number:
+                if applied >= number:
                     seen[i] = True
                     durable_with = max(durable_with, entry)
                 continue
@@ -137,26 +139,35 @@ class Producer:
                 if row.number == number:
                     told["start_seqno"][i], told["end_seqno"][i] = row.start_seqno, row.end_seqno
         first, last = bisect_left(self._numbers, number), bisect_right(self._numbers, number)
-        for entry in self._entries[first:last]:
-            given = tail[entry].runs
+        for given in self._runs_in(tail, set(self._entries[first:last]), number):
             here = np.minimum(np.searchsorted(given["partition"], partitions), len(given) - 1)
             same = given["partition"][here] == partitions
             for column in ("start_seqno", "end_seqno"):
                 told[column][same] = given[column][here[same]]
         return Known(seen, told[seen], durable_with)
 
-    def _newest_entries(self, tail: Tail) -> npt.NDArray[np.int64]:
-        """Return for each partition the newest of the producer's entries in the tail, -1 for none; shape (1024,).
+    def _runs_in(self, tail: Tail, entries: Iterable[int], number: int) -> Iterator[Runs]:
+        """Yield what the writes of a number wrote in entries of the tail."""
+        for entry in map(tail.__getitem__, entries):
+            for write in entry.writes:
+                if write.number == number and write.producer == self.name:
+                    yield entry.runs_of(write)
 
-        Built when a producer retries, and cached until the next flush.
+    def _newest_of(self, tail: Tail) -> npt.NDArray[np.int64]:
+        """Return for each partition the newest entry with rows of the producer, and its newest number there.
+
+        Both are -1 where the tail has none; shape (2, 1024). Built when a producer retries, and cached until the next
+        flush.
         """
         if self._newest is None:
-            newest = np.full(PARTITIONS, -1, np.int64)
-            entries = sorted(self._entries)
-            if entries:
-                tables = [tail[entry].runs["partition"] for entry in entries]
-                owners = np.repeat(np.array(entries, np.int64), [len(table) for table in tables])
-                newest[np.concatenate(tables)] = owners
+            newest = np.full((2, PARTITIONS), -1, np.int64)
+            for number_in_tail in sorted(set(self._entries)):
+                entry = tail[number_in_tail]
+                own = [write for write in entry.writes if write.producer == self.name]
+                table = np.frombuffer(b"".join([entry.runs_of(w).tobytes() for w in own]), RUN)
+                newest[0, table["partition"]] = number_in_tail
+                counts = [len(entry.runs_of(write)) for write in own]
+                newest[1, table["partition"]] = np.repeat([write.number for write in own], counts)
             self._newest = newest
         return self._newest
 
@@ -170,20 +181,23 @@ class ProducerCall:
     """One open Write call of a producer: what it carried so far.
 
     Attributes:
-        name: the producer's.
         producer: shared with its other calls.
         carried: the number of the newest write that the call took, 0 for none.
         refusing: partitions that refused their part of a write. They take nothing more of this call: an older value
             must not come behind a newer one, and a write that was refused must not be below one that was applied.
     """
 
-    __slots__ = ("carried", "name", "producer", "refusing")
+    __slots__ = ("carried", "producer", "refusing")
 
-    def __init__(self, name: bytes, producer: Producer) -> None:
-        self.name = name
+    def __init__(self, producer: Producer) -> None:
         self.producer = producer
         self.carried = 0
         self.refusing: set[int] = set()
+
+    @property
+    def name(self) -> bytes:
+        """Return the producer's name."""
+        return self.producer.name
 
     def check(self, number: int, previous_number: int) -> None:
         """Check that a write follows the one before it.
@@ -211,12 +225,15 @@ class NewestNumbers:
 
     def __init__(self, entries: Sequence[TailEntry], logs: Sequence[FailoverLog]) -> None:
         self._logs = logs
-        by_name: dict[bytes, list[TailEntry]] = {}
+        by_name: dict[bytes, list[_Write]] = {}
+        times: dict[bytes, int] = {}
         for entry in entries:
-            if entry.producer:
-                by_name.setdefault(entry.producer, []).append(entry)
+            for write in entry.writes:
+                runs = write.runs or entry.runs.tobytes()
+                by_name.setdefault(write.producer, []).append((write.number, runs))
+                times[write.producer] = entry.time
         self._names = list(by_name)
-        self._times = [several[-1].time for several in by_name.values()]
+        self._times = list(times.values())
         tables = [_newest_of(several) for several in by_name.values()]
         self._owners = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         self._table = np.concatenate(tables) if tables else np.zeros(0, PRODUCER)
@@ -254,33 +271,30 @@ class NewestNumbers:
         }
 
 
-def _newest_of(entries: Sequence[TailEntry]) -> npt.NDArray[np.void]:
-    """Return the newest number in each partition of one producer's entries, ascending by partition."""
-    runs = entries[0].runs
-    numbers = np.full(len(runs), entries[0].number, np.uint64)
-    if len(entries) > 1:
-        counts = [len(entry.runs) for entry in entries]
-        runs = np.concatenate([entry.runs for entry in entries])
-        numbers = np.repeat(np.array([entry.number for entry in entries], np.uint64), counts)
-        newest = np.full(PARTITIONS, -1, np.int64)
-        newest[runs["partition"]] = np.arange(len(runs))
-        newest = newest[newest >= 0]
-        runs, numbers = runs[newest], numbers[newest]
+_Write = tuple[int, bytes]
+"""Number of a write, and the table of its runs as bytes: numpy is slow to concatenate records."""
+
+
+def _newest_of(writes: Sequence[_Write]) -> npt.NDArray[np.void]:
+    """Return the newest number in each partition of one producer's writes, ascending by partition."""
+    runs = np.frombuffer(b"".join([table for _, table in writes]), RUN)
+    counts = [len(table) // RUN.itemsize for _, table in writes]
+    numbers = np.repeat(np.array([number for number, _ in writes], np.uint64), counts)
+    newest = np.full(PARTITIONS, -1, np.int64)
+    newest[runs["partition"]] = np.arange(len(runs))
+    newest = newest[newest >= 0]
+    runs = runs[newest]
     table = np.zeros(len(runs), PRODUCER)
     table["partition"] = runs["partition"]
-    table["number"] = numbers
+    table["number"] = numbers[newest]
     table["start_seqno"] = runs["start_seqno"]
     table["end_seqno"] = runs["end_seqno"]
     return table
 
 
-def _places_of(entries: Sequence[TailEntry]) -> npt.NDArray[np.void]:
+def _places_of(writes: Sequence[_Write]) -> npt.NDArray[np.void]:
     """Return the contents of one producer's places as rows of further partitions, ascending."""
-    places = {
-        place_of(entry.number): entry.number
-        for entry in entries
-        if entry.number >= FIRST_PLACE_NUMBER
-    }
+    places = {place_of(number): number for number, _ in writes if number >= FIRST_PLACE_NUMBER}
     return np.array(
         [(PARTITIONS + place, number, 0, 0, 0) for place, number in sorted(places.items())],
         PRODUCER,

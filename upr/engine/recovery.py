@@ -7,7 +7,7 @@ specification).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from upr.storage.blocks import Encoded, Head, last_complete
 from upr.storage.compact import FlushSlice, make_chunk, merge_slice
 from upr.storage.journal import Commit
 from upr.storage.keyspace import PartitionRow, ProducerNumbers
-from upr_protocol.block import U64, Block, select_runs
+from upr_protocol.block import U64, Block, Runs, select_runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, InvalidArgumentError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import FAILOVER_LOG_RECORDS, PARTITIONS
@@ -189,22 +189,15 @@ class _Replay:
                     f"journal commit {commit.number} holds a damaged block: {error.message}",
                     hint="restore the data directory from a replica or a backup",
                 ) from error
-            kept = self._keep(block, commit.number, place)
-            if kept is not None:
-                data = entry.block if kept is block else encode_block(kept)
-                time = int(kept.runs["time"].max())
-                self.entries.append(
-                    TailEntry(
-                        kept.runs,
-                        data,
-                        entry.producer,
-                        entry.number,
-                        time,
-                        commit.number,
-                    )
-                )
+            live = self._live(block, commit.number, place)
+            if live.any():
+                time = int(block.runs["time"][live].max())
+                whole = TailEntry(block.runs, entry.block, entry.writes, time, commit.number)
+                self.entries.append(whole.only(live))
+                self._note(block.runs[live])
 
-    def _keep(self, block: Block, commit: int, place: int) -> Block | None:
+    def _live(self, block: Block, commit: int, place: int) -> npt.NDArray[np.bool_]:
+        """Return which runs of a block continue their partitions."""
         runs = block.runs
         partitions = runs["partition"]
         live = (runs["end_seqno"] > self.high[partitions]) & (
@@ -213,12 +206,8 @@ class _Replay:
         gap = live & (self._broken[partitions] | (runs["start_seqno"] != self.high[partitions]))
         if gap.any():
             self._put_aside(select_runs(block, gap), commit, place)
-        live &= ~gap
-        if not live.any():
-            return None
-        kept = select_runs(block, live)
-        self._note(kept)
-        return kept
+        continuing: npt.NDArray[np.bool_] = live & ~gap
+        return continuing
 
     def _put_aside(self, block: Block, commit: int, place: int) -> None:
         """Keep journal blocks behind a gap or an overlap: they are no history to serve, but must not be lost."""
@@ -233,8 +222,7 @@ class _Replay:
             self._broken[partition] = True
             self.aside[partition, commit, place] = encode_block(select_runs(block, own))
 
-    def _note(self, block: Block) -> None:
-        runs = block.runs
+    def _note(self, runs: Runs) -> None:
         partitions = runs["partition"]
         self.high[partitions] = runs["end_seqno"]
         self._horizon[partitions] = np.maximum(self._horizon[partitions], runs["horizon"])
@@ -336,8 +324,5 @@ def _up_to(entries: Iterable[TailEntry], limit: U64) -> Iterable[TailEntry]:
     """Yield the entries without the runs that end above their partition's limit, shape (1024,)."""
     for entry in entries:
         keep = entry.runs["end_seqno"] <= limit[entry.runs["partition"]]
-        if keep.all():
-            yield entry
-        elif keep.any():
-            block = select_runs(entry.block(), keep)
-            yield replace(entry, runs=block.runs, data=encode_block(block))
+        if keep.any():
+            yield entry.only(keep)

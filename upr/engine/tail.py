@@ -1,23 +1,43 @@
 """The tail: numbered blocks that are not yet in the store, in the order in which they were numbered.
 
+Small writes that follow each other gather in one entry, the open one, until somebody asks for it, or for the end of the
+tail: the committer, when the commit before is on disk; a follower that reads what is not durable; a cut. Then their
+blocks become one, so that journal, flush and readers pay for a block once a commit and not once a write. Who knows an
+entry's number never sees it change.
+
+A commit may still be small. So readers that are behind are given many small entries as one, a window, which is made
+when the first of them comes by.
+
 Entries are numbered from 0 for as long as the process lives; readers remember the number of the next entry
 they want, never an entry. Every MARK_EVERY entries, or MARK_RUNS runs, the high seqnos of all partitions are kept, so that the
 entry from which a partition must be read is found without looking at all of them.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from upr.storage.journal import JournalEntry
-from upr_protocol.block import U64, Block, Runs
-from upr_protocol.limits import PARTITIONS
-from upr_protocol.wire.codec import decode_block
+from upr.storage.journal import JournalEntry, NumberedWrite
+from upr_protocol.block import RUN, U64, Block, Runs, join_blocks, select_runs
+from upr_protocol.errors import CorruptBlockError
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, PARTITIONS
+from upr_protocol.wire.codec import decode_block, encode_block, reopen_block
 
 MARK_EVERY = 256
 MARK_RUNS = 2048
+SMALL_BYTES = 64 * 2**10
+"""Columns of this size or more are an entry of their own."""
+GATHER_MICROS = 100_000
+"""Longest time over which writes gather, because their rows are dated alike."""
+WINDOW_BYTES = 256 * 2**10
+"""Most bytes of the entries that readers are given as one."""
+WINDOWS_KEPT = 16
+"""Windows that are kept for further readers; 4 MiB together."""
 _ENTRY_OVERHEAD_BYTES = 600
+_WRITE_OVERHEAD_BYTES = 200
 _ROW_OVERHEAD_BYTES = 4
 """The hash of a row's key, in the index that a search makes."""
 
@@ -29,29 +49,76 @@ class TailEntry:
     Attributes:
         runs: its run table.
         data: its encoded bytes, which journal, frames and flush use as they are.
-        producer, number: who wrote it; empty and 0 without a producer.
-        time: when it was numbered, microseconds since the epoch.
+        writes: of producers, in the order in which they were numbered. One without runs of its own is the whole block.
+        time: when the newest of it was numbered, microseconds since the epoch.
         commit: the journal commit it belongs to, 0 while none was taken.
     """
 
     runs: Runs
     data: bytes
-    producer: bytes
-    number: int
+    writes: Sequence[NumberedWrite]
     time: int
     commit: int = 0
 
     @property
     def size(self) -> int:
         rows = int(self.runs["count"].sum()) * _ROW_OVERHEAD_BYTES
-        return len(self.data) + self.runs.nbytes + _ENTRY_OVERHEAD_BYTES + rows
+        writes = sum([len(write.runs) + _WRITE_OVERHEAD_BYTES for write in self.writes])
+        return len(self.data) + self.runs.nbytes + _ENTRY_OVERHEAD_BYTES + rows + writes
 
     def block(self) -> Block:
         """Parse the bytes and verify them again, because they may have been in memory for long."""
         return decode_block(self.data)
 
     def journal_entry(self) -> JournalEntry:
-        return JournalEntry(self.producer, self.number, self.data)
+        return JournalEntry(self.data, self.writes)
+
+    def runs_of(self, write: NumberedWrite) -> Runs:
+        """Return the table of what one of the writes wrote."""
+        return np.frombuffer(write.runs, RUN) if write.runs else self.runs
+
+    def only(self, keep: npt.NDArray[np.bool_]) -> "TailEntry":
+        """Return the entry of the runs where ``keep``, one a run, is true."""
+        if keep.all():
+            return self
+        block = select_runs(self.block(), keep)
+        kept = np.zeros(PARTITIONS, bool)
+        kept[block.runs["partition"]] = True
+        writes = [write._replace(runs=_of_partitions(write.runs, kept)) for write in self.writes]
+        alone = len(self.writes) == 1 and not self.writes[0].runs
+        return TailEntry(
+            block.runs,
+            encode_block(block),
+            self.writes if alone else [write for write in writes if write.runs],
+            self.time,
+            self.commit,
+        )
+
+
+def _of_partitions(runs: bytes, kept: npt.NDArray[np.bool_]) -> bytes:
+    table = np.frombuffer(runs, RUN)
+    data: bytes = table[kept[table["partition"]]].tobytes()
+    return data
+
+
+def join_entries(entries: Sequence[TailEntry]) -> TailEntry | None:
+    """Return the entries as one; None if not each is all rows of complete runs, or bytes have changed."""
+    try:
+        blocks = [reopen_block(entry.data) for entry in entries]
+    except CorruptBlockError:
+        # Each entry by itself ends only the streams that read it.
+        return None
+    if any(
+        block.seqnos
+        or block.times
+        or not block.value_offsets
+        or (runs["horizon"] != runs["end_seqno"]).any()
+        for block, runs in ((block, block.runs) for block in blocks)
+    ):
+        return None
+    newest = entries[-1].time
+    block = join_blocks(blocks, dated=newest - entries[0].time > GATHER_MICROS)
+    return TailEntry(block.runs, encode_block(block), (), newest)
 
 
 class Tail:
@@ -76,13 +143,25 @@ class Tail:
         self.bytes = 0
         self.volatile_bytes = 0
         self._unmarked_runs = 0
+        # The open entry: its blocks, numbered, the writes in it, its size, columns and rows, and when it was begun.
+        self._open: list[Block] = []
+        self._writes: list[NumberedWrite] = []
+        self._open_size = self._open_columns = self._open_rows = 0
+        self._opened = self._newest = 0
+        # Where windows begin, ascending; the size through the newest of them; the windows made last, None: not possible.
+        self._bounds = [0]
+        self._bound_size = 0
+        self._windows: dict[int, TailEntry | None] = {}
 
     @property
     def end(self) -> int:
-        """The number that the next entry will get."""
+        """The number that the next entry will get; what is numbered later has it, or a larger one."""
+        self.close_open()
         return self.first + len(self._entries)
 
     def __getitem__(self, number: int) -> TailEntry:
+        if number == self.first + len(self._entries):
+            self.close_open()
         return self._entries[number - self.first]
 
     def range(self, first: int, end: int) -> list[TailEntry]:
@@ -104,6 +183,60 @@ class Tail:
             return self._appended - self.bytes
         return self._sums[number - self.first - 1]
 
+    def write(self, block: Block, producer: bytes, number: int, now: int) -> int:
+        """Add a numbered block and return the number of the entry that it is in, or will be.
+
+        Args:
+            producer, number: whose write it is; empty and 0 without a producer.
+            now: microseconds since the epoch, never below that of the block before.
+        """
+        columns, rows = block.column_bytes, block.rows
+        if self._open and (
+            columns >= SMALL_BYTES
+            or self._open_columns + columns > BLOCK_COLUMN_BYTES
+            or self._open_rows + rows > BLOCK_ROWS_MAX
+            or now - self._opened > GATHER_MICROS
+        ):
+            self.close_open()
+        if not self._open:
+            self._opened = now
+            self._open_size = self._open_columns = self._open_rows = 0
+        self._open.append(block)
+        if producer:
+            self._writes.append(NumberedWrite(producer, number, block.runs.tobytes()))
+        self._newest = now
+        self._open_columns += columns
+        self._open_rows += rows
+        # At least what the entry will have, so that room that is promised is there.
+        overhead = _WRITE_OVERHEAD_BYTES + _ENTRY_OVERHEAD_BYTES + rows * _ROW_OVERHEAD_BYTES
+        self._grow(columns + 2 * block.runs.nbytes + overhead)
+        partitions = block.runs["partition"]
+        self._high[partitions] = block.runs["end_seqno"]
+        entry = self.first + len(self._entries)
+        if columns >= SMALL_BYTES:
+            self.close_open()
+        return entry
+
+    def close_open(self) -> None:
+        """Make an entry of what has gathered; what is numbered later comes into another one."""
+        if not self._open:
+            return
+        block = join_blocks(self._open)
+        writes = tuple(self._writes)
+        if len(self._open) == 1:
+            writes = tuple(write._replace(runs=b"") for write in writes)
+        entry = TailEntry(block.runs, encode_block(block), writes, self._newest)
+        self._open, self._writes = [], []
+        self._grow(-self._open_size)
+        self.append(entry)
+
+    def _grow(self, size: int) -> None:
+        """Count bytes of the open entry."""
+        self._open_size += size
+        self._appended += size
+        self.bytes += size
+        self.volatile_bytes += size
+
     def append(self, entry: TailEntry) -> int:
         """Add an entry and return its number."""
         number = self.end
@@ -123,19 +256,46 @@ class Tail:
     def mark_durable(self, count: int) -> list[TailEntry]:
         """Record that the next ``count`` entries are on disk, and return them."""
         entries = self.range(self.durable, self.durable + count)
+        for number in range(self.durable, self.durable + count):
+            if self._sums[number - self.first] - self._bound_size > WINDOW_BYTES:
+                # Before the entry that would not fit; one that is too large is a window alone.
+                if number > self._bounds[-1]:
+                    self._bounds.append(number)
+                self._bound_size = self._size_through(number)
         self.durable += count
         self.volatile_bytes = self._appended - self._size_through(self.durable)
         return entries
 
+    def window(self, number: int) -> tuple[TailEntry, int] | None:
+        """Return neighbouring entries as one, and the number behind them, where a window begins at a number.
+
+        None where none does, or its entries cannot be joined. It has no writes: it is for readers only.
+        """
+        at = bisect_left(self._bounds, number)
+        if self._bounds[at : at + 1] != [number] or at + 1 == len(self._bounds):
+            return None
+        end = self._bounds[at + 1]
+        if number < self.first or end == number + 1:
+            return None
+        if number not in self._windows:
+            if len(self._windows) == WINDOWS_KEPT:
+                del self._windows[next(iter(self._windows))]
+            self._windows[number] = join_entries(self.range(number, end))
+        window = self._windows[number]
+        return None if window is None else (window, end)
+
     def find(self, partition: int, seqno: int) -> int:
         """Return an entry number at or below the first entry with rows above ``seqno``.
 
-        At most MARK_EVERY entries too early; readers skip runs that end at or below their seqno.
+        At most MARK_EVERY entries and a window too early; readers skip runs that end at or below their seqno.
         """
         if seqno >= int(self._high[partition]):
             return self.end
         mark = bisect_left(self._marks, True, key=lambda m: bool(m[1][partition] > seqno))
-        return max(self._marks[mark - 1][0], self.first) if mark else self.first
+        entry = max(self._marks[mark - 1][0], self.first) if mark else self.first
+        # Readers that begin where a window does can be given it, and go on together.
+        window = bisect_right(self._bounds, entry)
+        return max(self._bounds[window - 1], self.first) if window else self.first
 
     def find_time(self, time: int) -> int:
         """Return the number of the first entry that was numbered at or after a time, ``end`` if there is none.
@@ -143,6 +303,7 @@ class Tail:
         Args:
             time: microseconds since the epoch.
         """
+        self.close_open()
         return self.first + bisect_left(self._entries, time, key=lambda entry: entry.time)
 
     def high_at(self, number: int) -> U64:
@@ -165,3 +326,6 @@ class Tail:
         del self._entries[:gone], self._sums[:gone]
         self.first = number
         self._marks = [mark for mark in self._marks if mark[0] > number]
+        # The newest bound stays, also below: the next one is counted from it.
+        self._bounds = [*(b for b in self._bounds[:-1] if b >= number), self._bounds[-1]]
+        self._windows = {b: window for b, window in self._windows.items() if b >= number}

@@ -14,13 +14,23 @@ from upr_protocol.wire.codec import encode_block
 
 EVERYTHING = Showing()
 ENTRIES_AT_ONCE = 256
-"""Entries looked at in one step, so that a tail of tiny writes does not hold the event loop."""
+"""Entries looked at in one step, so that a tail of tiny writes does not hold the event loop; a window is one."""
+SPAN_AT_ONCE = 1024
+"""The same with those in windows, which may have to be made."""
+WINDOW_MEMBERS_MIN = PARTITIONS // 8
+"""Fewer partitions read entry by entry: of a window they would want little."""
+_Pieces = list[tuple[TailEntry, int]]
+"""Entries, and windows of them, with the number behind each."""
 
 
 @dataclass(slots=True)
 class _Group:
     next_entry: int
     members: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(PARTITIONS, bool))
+
+
+_State = tuple[U64, U64, U64, U64 | None]
+"""Seqnos, horizons, ends and limits of the streams, see ``TailReaders.take``."""
 
 
 @dataclass(slots=True)
@@ -110,38 +120,57 @@ class TailReaders:
         group = min(waiting, key=lambda g: g.next_entry)
         others = [g.next_entry for g in self._groups if g.next_entry > group.next_entry]
         # Stopping where the next group stands lets the two become one.
-        end = min(self._limit, group.next_entry + ENTRIES_AT_ONCE, *others)
+        end = min([self._limit, *others])
         first = group.next_entry
+        enough = first + SPAN_AT_ONCE
         while True:
-            entries = self._fitting(first, end)
-            if any((entry.runs["horizon"] != entry.runs["end_seqno"]).any() for entry in entries):
+            state = (seqno, horizon, until, limit)
+            entries = self._fitting(group, first, end, state, max_bytes)
+            if any(
+                (entry.runs["horizon"] != entry.runs["end_seqno"]).any() for entry, _ in entries
+            ):
                 # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
                 entries = entries[:1]
-            state = (seqno, horizon, until, limit)
             taken = self._select(group, first, entries, state, max_bytes)
             if taken.beyond is not None:
                 return taken
-            if taken.blocks or taken.next_entry == end or len(entries) == 1:
+            if taken.blocks or taken.next_entry >= min(end, enough) or len(entries) == 1:
                 return taken
             first = taken.next_entry
 
-    def _fitting(self, first: int, end: int) -> list[TailEntry]:
+    def _fitting(
+        self, group: _Group, first: int, end: int, state: _State, max_bytes: int
+    ) -> _Pieces:
         """Return entries that together fill a frame for a reader of all partitions: at least one."""
-        last, size = first + 1, len(self._tail[first].data)
-        while last < end and (size := size + len(self._tail[last].data)) <= FRAME_BYTES:
-            last += 1
-        return self._tail.range(first, last)
+        many = np.count_nonzero(group.members) >= WINDOW_MEMBERS_MIN
+        pieces: _Pieces = []
+        size = 0
+        while first < end and len(pieces) < ENTRIES_AT_ONCE:
+            window = self._tail.window(first) if many else None
+            if (
+                window is None
+                or window[1] > end
+                or len(window[0].data) > max_bytes
+                or _reaches_beyond(group, window[0].runs, state)
+            ):
+                window = (self._tail[first], first + 1)
+            size += len(window[0].data)
+            if pieces and size > FRAME_BYTES:
+                break
+            pieces.append(window)
+            first = window[1]
+        return pieces
 
     def _select(
         self,
         group: _Group,
         first: int,
-        entries: list[TailEntry],
-        state: tuple[U64, U64, U64, U64 | None],
+        entries: _Pieces,
+        state: _State,
         max_bytes: int,
     ) -> Taken:
         seqno, horizon, until, limit = state
-        runs = _joined(entries)
+        runs = _joined([entry for entry, _ in entries])
         partitions = runs["partition"]
         starts = runs["start_seqno"]
         above = seqno[partitions]
@@ -159,8 +188,8 @@ class TailReaders:
         inside = keep & (starts < above)
         sliced = bool(inside.any())
         blocks: list[bytes] = []
-        size = at = done = used = 0
-        for entry in entries:
+        size = at = used = 0
+        for entry, after in entries:
             last = at + len(entry.runs)
             kept = keep[at:last]
             if kept.any():
@@ -171,8 +200,8 @@ class TailReaders:
                 blocks.append(data)
                 size += len(data)
             at = used = last
-            done += 1
-        taken = Taken(group, first + done, blocks, runs[:used][keep[:used]], size)
+            first = after
+        taken = Taken(group, first, blocks, runs[:used][keep[:used]], size)
         if beyond is not None and beyond[:used].any():
             taken.beyond = runs[:used][beyond[:used]]
         return taken
@@ -191,6 +220,16 @@ class TailReaders:
             if same is not group:
                 same.members |= group.members
         self._groups = list(by_entry.values())
+
+
+def _reaches_beyond(group: _Group, runs: Runs, state: _State) -> bool:
+    """Return whether a run ends above where a stream of the group ends, or above what it may be sent."""
+    _, _, until, limit = state
+    partitions = runs["partition"]
+    beyond = runs["end_seqno"] > until[partitions]
+    if limit is not None:
+        beyond |= runs["horizon"] > limit[partitions]
+    return bool((beyond & group.members[partitions]).any())
 
 
 def _joined(entries: list[TailEntry]) -> Runs:

@@ -4,8 +4,13 @@ A segment begins with a header (magic, format, bucket version, segment number, C
 
     magic uint32 | payload length uint32 | commit number uint64 | CRC32C of the payload | CRC32C of the head | payload
 
-A payload is a sequence of entries: producer length uint16, producer, write number uint64, block length
-uint32, block. All numbers are little-endian.
+A payload is a sequence of entries, and an entry a block with the producers' writes in it. The entry of one write is:
+producer length uint16, producer, write number uint64, block length uint32, block. Without a producer, length and number
+are 0. The entry of a block that several writes became has a table of them in front: 0xffff uint16, number of writes
+uint32, for each of them producer length, producer, write number and length uint32 of its run table, that table; then
+block length and block. All numbers are little-endian.
+
+Segments of format 1 have no tables of writes. They are read, but nothing is appended to them.
 
 An incomplete record at the end of the newest segment was torn by a crash. It was never acknowledged, and is truncated.
 A broken record with a complete one behind it is damage: the journal is refused, because acknowledged writes behind it
@@ -27,20 +32,44 @@ from upr_protocol.errors import DataDamagedError, StorageFailedError
 
 _HEADER = struct.Struct("<4sIQQI")
 _RECORD = struct.Struct("<4sIQII")
-_CRC = struct.Struct("<I")
+_CRC = _SIZE = struct.Struct("<I")
+_LENGTH = struct.Struct("<H")
+_NUMBER = struct.Struct("<Q")
 _SEGMENT_MAGIC = b"UPRJ"
 _RECORD_MAGIC = b"\xf5UR\xfa"
-_FORMAT = 1
+_FORMAT = 2
+_FORMATS_READ = (1, 2)
+_TABLE = 0xFFFF
+"""In the place of a producer's length, which is at most 200."""
 SEGMENT_BYTES = 16 * 2**20
+
+
+class NumberedWrite(NamedTuple):
+    """Write of a producer in a block.
+
+    Attributes:
+        producer, number: whose, and which one.
+        runs: the table of what it wrote, as bytes; empty: all runs of the block.
+    """
+
+    producer: bytes
+    number: int
+    runs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """Journal entry of one Write: producer, number, and the bytes of the numbered block."""
+    """Journal entry: the bytes of a numbered block, and the producers' writes in it.
 
-    producer: bytes
-    number: int
+    One write without runs of its own is the whole block.
+    """
+
     block: bytes
+    writes: Sequence[NumberedWrite] = ()
+
+    @property
+    def has_table(self) -> bool:
+        return len(self.writes) > 1 or any(write.runs for write in self.writes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +84,26 @@ class Commit:
         return sum(len(entry.block) for entry in self.entries)
 
 
+def _entry_head(entry: JournalEntry) -> bytes:
+    """Return the writes of an entry as they lie in front of its block."""
+    if not entry.has_table:
+        return b"".join([_name(*write[:2]) for write in entry.writes]) or _name(b"", 0)
+    heads = [
+        _name(write.producer, write.number) + _SIZE.pack(len(write.runs)) + write.runs
+        for write in entry.writes
+    ]
+    return _LENGTH.pack(_TABLE) + _SIZE.pack(len(heads)) + b"".join(heads)
+
+
+def _name(producer: bytes, number: int) -> bytes:
+    return _LENGTH.pack(len(producer)) + producer + _NUMBER.pack(number)
+
+
 def encode_record(commit: Commit) -> list[bytes]:
     """Return the record's bytes in pieces, which saves a copy of large blocks."""
     pieces: list[bytes] = []
     for entry in commit.entries:
-        head = struct.pack("<H", len(entry.producer)) + entry.producer
-        pieces += (head + struct.pack("<QI", entry.number, len(entry.block)), entry.block)
+        pieces += (_entry_head(entry) + _SIZE.pack(len(entry.block)), entry.block)
     crc = 0
     for piece in pieces:
         crc = google_crc32c.extend(crc, piece)
@@ -70,7 +113,7 @@ def encode_record(commit: Commit) -> list[bytes]:
 
 def record_bytes(commit: Commit) -> int:
     """Return the size of a commit's record."""
-    heads = sum(len(entry.producer) + 14 for entry in commit.entries)
+    heads = sum(len(_entry_head(entry)) + _SIZE.size for entry in commit.entries)
     return _RECORD.size + heads + commit.size
 
 
@@ -78,13 +121,31 @@ def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
     entries = []
     at = 0
     while at < len(payload):
-        (length,) = struct.unpack_from("<H", payload, at)
-        producer = payload[at + 2 : at + 2 + length]
-        number, size = struct.unpack_from("<QI", payload, at + 2 + length)
-        at += 2 + length + 12
-        entries.append(JournalEntry(producer, number, payload[at : at + size]))
-        at += size
+        (length,) = _LENGTH.unpack_from(payload, at)
+        writes: list[NumberedWrite] = []
+        if length == _TABLE:
+            (count,) = _SIZE.unpack_from(payload, at + 2)
+            at += 2 + _SIZE.size
+            for _ in range(count):
+                write, at = _named_at(payload, at)
+                (size,) = _SIZE.unpack_from(payload, at)
+                at += _SIZE.size + size
+                writes.append(write._replace(runs=payload[at - size : at]))
+        else:
+            write, at = _named_at(payload, at)
+            writes += [write] if length else []
+        (size,) = _SIZE.unpack_from(payload, at)
+        at += _SIZE.size + size
+        entries.append(JournalEntry(payload[at - size : at], tuple(writes)))
     return tuple(entries)
+
+
+def _named_at(payload: bytes, at: int) -> tuple[NumberedWrite, int]:
+    """Return the producer and number at an offset, and where they end."""
+    (length,) = _LENGTH.unpack_from(payload, at)
+    end = at + _LENGTH.size + length
+    (number,) = _NUMBER.unpack_from(payload, end)
+    return NumberedWrite(payload[at + _LENGTH.size : end], number), end + _NUMBER.size
 
 
 def _record_at(data: bytes, at: int) -> tuple[Commit, int] | None:
@@ -183,6 +244,8 @@ class Journal:
         self._version = bucket_version
         self._fd: int | None = None
         self._size = 0
+        # Nothing is appended to a segment of an older format: who knows that format alone would misread it.
+        self._full = False
         self._failed = ""
         folder.mkdir(exist_ok=True)
         self._segments = [_Segment(int(p.stem), p) for p in sorted(folder.glob("*.journal"))]
@@ -281,7 +344,7 @@ class Journal:
                 # The file's size reached the disk before its bytes did.
                 return 0
             raise DataDamagedError(f"{segment.path}: the segment's header is damaged")
-        if version != _FORMAT or bucket != self._version or number != segment.number:
+        if version not in _FORMATS_READ or bucket != self._version or number != segment.number:
             raise DataDamagedError(
                 f"{segment.path}: the segment is of format {version}, bucket {bucket:016x}, number {number}"
             )
@@ -324,6 +387,7 @@ class Journal:
             os.close(fd)
             raise
         self._fd = fd
+        self._full = end > 0 and _HEADER.unpack_from(data)[1] != _FORMAT
 
     def _header(self, number: int) -> bytes:
         head = _HEADER.pack(_SEGMENT_MAGIC, _FORMAT, self._version, number, 0)[:-4]
@@ -347,6 +411,7 @@ class Journal:
         if self._fd is not None:
             os.close(self._fd)
         self._fd = fd
+        self._full = False
         self._size = _HEADER.size
         self._segments.append(_Segment(number, path))
 
@@ -361,7 +426,7 @@ class Journal:
         if self._failed:
             raise StorageFailedError(self._failed)
         failpoints.hit("journal.before_append")
-        if self._fd is None or self._size >= SEGMENT_BYTES:
+        if self._fd is None or self._full or self._size >= SEGMENT_BYTES:
             self._begin_segment()
         assert self._fd is not None
         pieces = encode_record(commit)

@@ -190,6 +190,32 @@ def decode_block(data: bytes) -> Block:
     return block_from_message(message)
 
 
+def reopen_block(data: bytes) -> Block:
+    """Return the block in the bytes of a Block message that was checked whole before; its CRCs are checked again.
+
+    Raises:
+        CorruptBlockError: the bytes changed, or are compressed.
+    """
+    try:
+        message = types_pb2.Block.FromString(data)
+    except DecodeError as error:
+        raise CorruptBlockError(f"{len(data)} bytes are not a block") from error
+    if message.zstd:
+        raise CorruptBlockError("the block is compressed")
+    _check_crcs(message)
+    return Block(
+        decode_runs(message.runs),
+        message.seqnos,
+        message.ops,
+        message.key_offsets,
+        message.keys,
+        message.value_offsets,
+        message.values,
+        message.times,
+        message.columns_crc,
+    )
+
+
 def column_spans(data: bytes) -> Spans:
     """Return where each field of an encoded Block lies: field number -> (first byte, end).
 

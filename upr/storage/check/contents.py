@@ -591,8 +591,9 @@ class JournalCheck:
             self._say(found, f"commit {commit.number} follows commit {self._newest}")
         self._newest = commit.number
         for entry in commit.entries:
-            if len(entry.producer) > NAME_BYTES_MAX:
-                self._say(found, f"a producer's name has {len(entry.producer)} bytes")
+            longest = max((len(write.producer) for write in entry.writes), default=0)
+            if longest > NAME_BYTES_MAX:
+                self._say(found, f"a producer's name has {longest} bytes")
             block, problem = problem_of(entry.block)
             if block is None:
                 self._say(found, f"commit {commit.number} holds a damaged block: {problem}")
