@@ -22,6 +22,7 @@ from tools.bench.children import BARE_METHOD, CHILDREN
 from tools.bench.common import MUTATIONS, Figure, Row, batches, encoded, say, server, zipfian_rows
 from tools.bench.delays import measure_latency, measure_starts
 from tools.bench.merging import measure_merging
+from tools.bench.resuming import measure_resuming
 from tools.bench.singles import measure_singles
 from upr_client import AsyncClient
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
@@ -192,7 +193,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument(
         "--only",
-        choices=("ingest", "singles", "reading", "latency", "merging"),
+        choices=("ingest", "singles", "reading", "resume", "latency", "merging"),
         help="a part of it",
     )
     options = parser.parse_args()
@@ -202,6 +203,7 @@ def main() -> int:
         "ingest": lambda: measure_ingest(rows),
         "singles": measure_singles,
         "reading": lambda: measure_reading(rows),
+        "resume": measure_resuming,
         "latency": measure_latency,
         "merging": measure_merging,
     }
