@@ -553,9 +553,7 @@ class Following:
             FencedError: a sole owner is none any more.
         """
         gone = set(refused)
-        kept = positions
-        if gone:
-            kept = {p: at for p, at in positions.items() if p not in gone}
+        kept = {p: at for p, at in positions.items() if p not in gone} if gone else positions
         self._saving.stored(kept)
         ownership = self.ownership
         if ownership is None:
