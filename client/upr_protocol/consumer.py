@@ -421,12 +421,21 @@ class Consumer:
         for at in np.flatnonzero(some & ~born).tolist():
             self._logs[int(partitions[at])] = records[firsts[at] : firsts[at] + counts[at]]
 
+    def _set_log(self, partition: int, log: FailoverLog) -> None:
+        is_born = len(log) == 1 and not log.newest.seqno
+        self._born[partition] = log.newest.failover_id if is_born else 0
+        self._logs.pop(partition, None)
+        if not is_born:
+            self._logs[partition] = log_records(log)
+
     def _take_born(self, partitions: Indexes, ids: U64) -> None:
         """The logs of partitions are these ids at 0; made only when somebody asks."""
         self._born[partitions] = ids
 
     def _log(self, partition: int) -> FailoverLog | None:
-        return log_of_records(self._log_records(partition))
+        if born := int(self._born[partition]):
+            return FailoverLog.born(born)
+        return log_of_records(self._logs.get(partition, NO_RECORDS))
 
     def _log_records(self, partition: int) -> Rows:
         if born := int(self._born[partition]):
@@ -612,7 +621,7 @@ class Consumer:
             self._failover[partition] = failover_id
             self._changed[partition] = True
         if log is not None:
-            self._set_logs(np.array([partition]), np.array([len(log)]), log_records(log))
+            self._set_log(partition, log)
         if start_seqno is not None and self._beginning is not None:
             self._begin_at(partition, start_seqno, failover_id)
         # Also at 0, in an empty partition: what is written while the connection is lost is not to be missed.
@@ -650,7 +659,8 @@ class Consumer:
             )
         self._seqno[partition] = self._horizon[partition] = seqno
         self._data[partition] = failover_id
-        self._markers.replace(np.array([partition]), np.array([1]), np.array([seqno], np.uint64))
+        # At 0 there was no marker.
+        self._markers.add(np.array([partition]), np.array([seqno], np.uint64))
         self._changed[partition] = True
 
     def rollback(

@@ -498,7 +498,8 @@ class MarkerHistories:
 
     def of(self, partition: int) -> tuple[int, ...]:
         """Return a partition's markers, oldest first."""
-        return tuple(self.columns(np.array([partition]))[1].tolist())
+        self._fold()
+        return tuple(self._seqnos[partition, : self._counts[partition]].tolist())
 
     def columns(self, partitions: Indexes) -> tuple[Indexes, U64]:
         """Return how many markers each of the partitions has, and the markers, one partition's after the other's."""
