@@ -13,15 +13,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from upr_protocol.errors import InvalidArgumentError, PositionDamagedError, UprError
 from upr_protocol.failover import check_partition
 from upr_protocol.limits import PARTITIONS, check_name
 from upr_protocol.position import Position
+from upr_protocol.position_table import PositionTable
 
 POSITION_BYTES_MAX: Final = 64 * 2**10
 """One stored position; with all the markers and records that a server gives it has about 3 KiB."""
 
-_FORMAT: Final = 1
+_JSON_FORMAT: Final = 1
 _FILE_BYTES_MAX: Final = PARTITIONS * POSITION_BYTES_MAX
 _LOCK_SECONDS: Final = 5.0
 _LOCK_POLL_SECONDS: Final = 0.01
@@ -66,11 +69,11 @@ class MemoryPositions:
     """Position store in memory: it lasts as long as the object, to resume after closing, not after a crash."""
 
     def __init__(self, positions: Mapping[int, Position] | None = None) -> None:
-        self._positions = dict(positions or {})
+        self._table = PositionTable.of(positions or {})
 
-    def load(self, partitions: Iterable[int]) -> dict[int, Position]:
+    def load(self, partitions: Iterable[int]) -> Mapping[int, Position]:
         """Return the positions of those of the partitions that have one."""
-        return {p: self._positions[p] for p in partitions if p in self._positions}
+        return self._table.only(np.fromiter(partitions, np.int64))
 
     def save(self, positions: Mapping[int, Position]) -> None:
         """Keep these positions.
@@ -78,9 +81,7 @@ class MemoryPositions:
         Raises:
             InvalidArgumentError: a partition is out of range.
         """
-        for partition in positions:
-            check_partition(partition)
-        self._positions.update(positions)
+        self._table = self._table.updated(PositionTable.of(positions))
 
 
 class FilePositions:
@@ -97,11 +98,13 @@ class FilePositions:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._mutex = threading.Lock()
-        self._known: dict[int, str] | None = None
+        self._known: PositionTable | None = None
         self._data: bytes | None = None
 
-    def load(self, partitions: Iterable[int]) -> dict[int, Position]:
+    def load(self, partitions: Iterable[int]) -> Mapping[int, Position]:
         """Return the positions of those of the partitions that have one; none without a file.
+
+        A file of the format before, which was JSON, is read too; the next save replaces it by one of this format.
 
         Raises:
             PositionDamagedError: the file is damaged or of another format.
@@ -109,10 +112,8 @@ class FilePositions:
         """
         with self._mutex:
             data = self._read()
-            texts = self._parse(data)
-            positions = {p: self._position(p, texts[p]) for p in partitions if p in texts}
-            self._known, self._data = texts, data
-            return positions
+            self._known, self._data = self._parse(data), data
+            return self._known.only(np.fromiter(partitions, np.int64))
 
     def save(self, positions: Mapping[int, Position]) -> None:
         """Store these positions; returns when they are on the disk.
@@ -124,7 +125,8 @@ class FilePositions:
             PositionDamagedError: the file that holds the other positions is damaged.
             PositionStoreError: it cannot be written; the old file is untouched.
         """
-        added = {int(p): position_text(p, position) for p, position in positions.items()}
+        added = PositionTable.of(positions)
+        _check_sizes(added)
         with self._mutex, self._locked_folder() as folder:
             data = self._read()
             if self._known is None:
@@ -134,11 +136,11 @@ class FilePositions:
                     f"{self._path} is not the file that was loaded or saved here last",
                     hint="give each consumer a file of its own; after you changed the file yourself, restart the consumer",
                 )
-            texts = {**self._known, **added}
-            document = _document(texts)
-            self._replace(document)
+            table = self._known.updated(added)
+            encoded = table.encode()
+            self._replace(encoded)
             # Before the folder is synced: if that fails, the next save meets the new file all the same.
-            self._known, self._data = texts, document
+            self._known, self._data = table, encoded
             self._sync(folder)
 
     @contextmanager
@@ -193,26 +195,37 @@ class FilePositions:
             raise self._damaged(f"it has more than {_FILE_BYTES_MAX} bytes")
         return data
 
-    def _parse(self, data: bytes | None) -> dict[int, str]:
+    def _parse(self, data: bytes | None) -> PositionTable:
         if data is None:
-            return {}
+            return PositionTable.of({})
+        if data[:1] == b"{":
+            return PositionTable.of(self._parse_json(data))
+        try:
+            return PositionTable.decode(data)
+        except PositionDamagedError as error:
+            raise self._damaged(error.message) from error
+
+    def _parse_json(self, data: bytes) -> dict[int, Position]:
+        """Read the format before."""
         try:
             document = json.loads(data)
-            stored_format, crc, positions = (
-                document["format"],
-                document["crc32"],
-                document["positions"],
-            )
-            texts = {int(partition): _compact(value) for partition, value in positions.items()}
+            stored_format, crc = document["format"], document["crc32"]
+            texts = {
+                int(partition): json.dumps(value, sort_keys=True, separators=(",", ":"))
+                for partition, value in document["positions"].items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f"it is not a file of positions ({error!r})") from error
-        if type(stored_format) is not int or stored_format != _FORMAT:
-            raise self._damaged(f"it has format {stored_format!r}, this program reads {_FORMAT}")
-        if crc != _crc32(texts):
+        if type(stored_format) is not int or stored_format != _JSON_FORMAT:
+            raise self._damaged(
+                f"it has format {stored_format!r}, this program reads {_JSON_FORMAT} as JSON"
+            )
+        body = ",\n".join(f'"{partition}":{texts[partition]}' for partition in sorted(texts))
+        if crc != f"{zlib.crc32(body.encode()):08x}":
             raise self._damaged("its CRC32 does not fit its content")
         if not all(0 <= partition < PARTITIONS for partition in texts):
             raise self._damaged("it names a partition that does not exist")
-        return texts
+        return {partition: self._position(partition, text) for partition, text in texts.items()}
 
     def _position(self, partition: int, text: str) -> Position:
         try:
@@ -246,6 +259,17 @@ def position_text(partition: int, position: Position) -> str:
     return text
 
 
+def _check_sizes(table: PositionTable) -> None:
+    sizes = table.sizes()
+    if len(sizes) and int(sizes.max()) > POSITION_BYTES_MAX:
+        largest = int(sizes.argmax())
+        raise InvalidArgumentError(
+            f"position of partition {table.rows['partition'][largest]} is {sizes[largest]} bytes; "
+            f"must be at most {POSITION_BYTES_MAX}",
+            hint="thin its markers with upr_protocol.position.thin_markers",
+        )
+
+
 def _try_lock(folder: int) -> bool:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,23 +279,6 @@ def _try_lock(folder: int) -> bool:
         # A file system without locks: what the other one saved is still noticed, only not at the same instant.
         return True
     return True
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _body(texts: Mapping[int, str]) -> str:
-    return ",\n".join(f'"{partition}":{texts[partition]}' for partition in sorted(texts))
-
-
-def _crc32(texts: Mapping[int, str]) -> str:
-    return f"{zlib.crc32(_body(texts).encode()):08x}"
-
-
-def _document(texts: Mapping[int, str]) -> bytes:
-    head = f'"format":{_FORMAT},"crc32":"{_crc32(texts)}"'
-    return f'{{{head},"positions":{{\n{_body(texts)}\n}}}}\n'.encode()
 
 
 _SQLITE_FORMAT: Final = 1

@@ -34,6 +34,16 @@ from upr_protocol.handshake import (
 )
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import MarkerHistories, Position
+from upr_protocol.position_table import (
+    NO_RECORDS,
+    RECORD,
+    ROW,
+    UNKNOWN_HORIZON,
+    PositionTable,
+    Rows,
+    log_of_records,
+    log_records,
+)
 
 Indexes = npt.NDArray[np.int64]
 
@@ -280,9 +290,6 @@ def check_started(
     return partitions
 
 
-UNKNOWN_HORIZON: Final = 2**64 - 1
-
-
 # As plain integers: of an enum each use is a lookup by name, and some are in loops over 1024 partitions.
 _READY: Final = int(State.READY)
 _STARTING: Final = int(State.STARTING)
@@ -343,7 +350,7 @@ class Consumer:
         self._data: U64 = np.zeros(PARTITIONS, np.uint64)
         self._changed = np.zeros(PARTITIONS, np.bool_)
         self._markers = MarkerHistories()
-        self._logs: dict[int, FailoverLog | None] = {}
+        self._logs: dict[int, Rows] = {}
         self._born: U64 = np.zeros(PARTITIONS, np.uint64)
         self._begun = np.zeros(PARTITIONS, np.bool_)
         self.partitions = sorted({check_partition(partition) for partition in partitions})
@@ -362,12 +369,13 @@ class Consumer:
         self._undoing: dict[int, PendingRollback] = {}
         self._open: Delivery | None = None
         self._state[self._followed] = _READY
-        given = positions or {}
-        self._nameless: list[int] = []
-        for partition in given.keys() & set(self.partitions):
-            self._set_position(partition, given[partition])
-            if bucket and not given[partition].bucket:
-                self._nameless.append(partition)
+        self._nameless: Indexes = np.zeros(0, np.int64)
+        if positions:
+            table = PositionTable.of(positions).only(self._followed)
+            self._set_positions(table)
+            if bucket and "" in table.names:
+                nameless = table.rows["bucket"] == table.names.index("")
+                self._nameless = table.rows["partition"][nameless].astype(np.int64)
         versions = np.unique(self._version[self._version != 0])
         if len(versions) == 1:
             # Of two versions nothing is known but that one of them at least is void.
@@ -375,35 +383,64 @@ class Consumer:
 
     # Positions, of all partitions as columns.
 
-    def _set_position(self, partition: int, position: Position) -> None:
-        if self.bucket and position.bucket not in ("", self.bucket):
-            raise PositionBucketError(
-                f"bucket of the stored position of partition {partition} is {position.bucket!r}; must be {self.bucket!r}",
-                hint="keep the positions, and the data, of each bucket in a place of their own",
-            )
+    def _set_positions(self, table: PositionTable) -> None:
+        rows = table.rows
+        partitions, seqnos, data_ids = (
+            rows["partition"].astype(np.int64),
+            rows["seqno"],
+            rows["data_id"],
+        )
+        for index, name in enumerate(table.names):
+            if self.bucket and name not in ("", self.bucket):
+                first = partitions[rows["bucket"] == index][0]
+                raise PositionBucketError(
+                    f"bucket of the stored position of partition {first} is {name!r}; must be {self.bucket!r}",
+                    hint="keep the positions, and the data, of each bucket in a place of their own",
+                )
         # With nothing received an id of data says only that it began at 0; see ``_begin_at``.
-        self._begun[partition] = not position.seqno and position.data_id is not None
-        self._version[partition] = position.bucket_version
-        self._seqno[partition] = position.seqno
-        self._horizon[partition] = UNKNOWN_HORIZON if position.horizon is None else position.horizon
-        self._failover[partition] = position.failover_id or 0
-        self._data[partition] = position.data_id or 0
-        self._markers.replace(partition, position.markers)
-        self._set_log(partition, position.log)
+        self._begun[partitions] = (seqnos == 0) & (data_ids != 0)
+        self._version[partitions] = rows["bucket_version"]
+        self._seqno[partitions], self._horizon[partitions] = seqnos, rows["horizon"]
+        self._failover[partitions], self._data[partitions] = rows["failover_id"], data_ids
+        self._markers.replace(partitions, rows["markers"].astype(np.int64), table.markers)
+        self._set_logs(partitions, rows["records"].astype(np.int64), table.records)
 
-    def _set_log(self, partition: int, log: FailoverLog | None) -> None:
-        self._logs[partition] = log
-        self._born[partition] = 0
+    def _set_position(self, partition: int, position: Position) -> None:
+        self._set_positions(PositionTable.of({partition: position}))
+
+    def _set_logs(self, partitions: Indexes, counts: Indexes, records: Rows) -> None:
+        """Take logs of so many records for each of the partitions; a log of one record at 0 is its id."""
+        firsts, some = np.cumsum(counts) - counts, counts > 0
+        born = counts == 1
+        born[some] &= records["seqno"][firsts[some]] == 0
+        self._born[partitions] = 0
+        self._take_born(partitions[born], records["failover_id"][firsts[born]])
+        if self._logs:
+            for partition in partitions.tolist():
+                self._logs.pop(partition, None)
+        for at in np.flatnonzero(some & ~born).tolist():
+            self._logs[int(partitions[at])] = records[firsts[at] : firsts[at] + counts[at]]
+
+    def _set_log(self, partition: int, log: FailoverLog) -> None:
+        is_born = len(log) == 1 and not log.newest.seqno
+        self._born[partition] = log.newest.failover_id if is_born else 0
+        self._logs.pop(partition, None)
+        if not is_born:
+            self._logs[partition] = log_records(log)
 
     def _take_born(self, partitions: Indexes, ids: U64) -> None:
         """The logs of partitions are these ids at 0; made only when somebody asks."""
         self._born[partitions] = ids
 
     def _log(self, partition: int) -> FailoverLog | None:
-        born = int(self._born[partition])
-        if born:
-            self._set_log(partition, FailoverLog.born(born))
-        return self._logs.get(partition)
+        if born := int(self._born[partition]):
+            return FailoverLog.born(born)
+        return log_of_records(self._logs.get(partition, NO_RECORDS))
+
+    def _log_records(self, partition: int) -> Rows:
+        if born := int(self._born[partition]):
+            return np.array([(born, 0)], RECORD)
+        return self._logs.get(partition, NO_RECORDS)
 
     # Actions.
 
@@ -460,14 +497,16 @@ class Consumer:
             InvalidArgumentError: one is followed already, or out of range.
             PositionBucketError: a position is of a bucket of another name.
         """
-        for partition, position in positions.items():
-            if self.state(check_partition(partition)) is not State.IDLE:
-                raise InvalidArgumentError(f"partition {partition} is followed already")
-            self._set_position(
-                partition, position or Position.fresh(self.bucket_version, self.bucket)
-            )
-            self._high[partition] = self._target[partition] = 0
-            self._state[partition] = _READY
+        fresh = Position.fresh(self.bucket_version, self.bucket)
+        table = PositionTable.of(positions)
+        if new := positions.keys() - table.keys():
+            table = table.updated(PositionTable.of(dict.fromkeys(new, fresh)))
+        partitions = table.rows["partition"].astype(np.int64)
+        for partition in partitions[self._state[partitions] != State.IDLE].tolist():
+            raise InvalidArgumentError(f"partition {partition} is followed already")
+        self._set_positions(table)
+        self._high[partitions] = self._target[partitions] = 0
+        self._state[partitions] = _READY
         self._list_followed()
 
     def unfollow(self, partitions: Iterable[int]) -> None:
@@ -512,8 +551,8 @@ class Consumer:
         for partition in followed[self._version[followed] != bucket_version].tolist():
             self._renew(partition)
         # Positions without a name are this bucket's if they have its version: they are stored with it.
-        self._changed[[p for p in self._nameless if self._version[p] == bucket_version]] = True
-        self._nameless.clear()
+        self._changed[self._nameless[self._version[self._nameless] == bucket_version]] = True
+        self._nameless = self._nameless[:0]
 
     def _renew(self, partition: int) -> None:
         """Make a partition of another version of the bucket new where it has nothing that would have to be undone."""
@@ -596,7 +635,8 @@ class Consumer:
         Raises:
             ProtocolError: no Start was sent for a partition, or an answer contradicts itself.
         """
-        records = records[[not self.is_stale(p) for p in records["partition"].tolist()]]
+        if self._stale.any():
+            records = records[[not self.is_stale(p) for p in records["partition"].tolist()]]
         p = check_started(records, self._state, _STARTING)
         ids, born = records["failover_id"].astype(np.uint64), records["born"] != 0
         if (self._version[p] != self.bucket_version).any():
@@ -619,7 +659,8 @@ class Consumer:
             )
         self._seqno[partition] = self._horizon[partition] = seqno
         self._data[partition] = failover_id
-        self._markers.replace(partition, (seqno,) if seqno else ())
+        # At 0 there was no marker.
+        self._markers.add(np.array([partition]), np.array([seqno], np.uint64))
         self._changed[partition] = True
 
     def rollback(
@@ -795,6 +836,25 @@ class Consumer:
             self._log(partition),
             self.bucket,
         )
+
+    def positions(self, partitions: Sequence[int]) -> PositionTable:
+        """The acknowledged positions of partitions that are followed, ascending, as they are now."""
+        at = np.array(partitions, np.int64)
+        rows = np.zeros(len(at), ROW)
+        rows["partition"], rows["bucket_version"] = at, self._version[at]
+        rows["failover_id"], rows["data_id"] = self._failover[at], self._data[at]
+        rows["seqno"], rows["horizon"] = self._seqno[at], self._horizon[at]
+        rows["markers"], markers = self._markers.columns(at)
+        if self._logs:
+            logs = [self._log_records(partition) for partition in partitions]
+            rows["records"] = [len(log) for log in logs]
+            records = np.concatenate([NO_RECORDS, *logs])
+        else:
+            born = self._born[at]
+            rows["records"] = born != 0
+            records = np.zeros(int(np.count_nonzero(born)), RECORD)
+            records["failover_id"] = born[born != 0]
+        return PositionTable(rows, [self.bucket], markers, records)
 
     def take_changed(self) -> list[int]:
         """The partitions whose position changed since this was asked last."""

@@ -24,11 +24,11 @@ from upr_protocol.failover import (
     format_failover_id,
     parse_failover_id,
 )
-from upr_protocol.limits import MARKERS_MAX, MARKERS_NEWEST, NAME_BYTES_MAX
+from upr_protocol.limits import MARKERS_MAX, MARKERS_NEWEST, NAME_BYTES_MAX, PARTITIONS
 
 _FORMAT: Final = 1
 _VERSION_MAX: Final = 2**64 - 1
-_DAMAGED_HINT: Final = "restore the stored position, together with the data, from a copy; or delete both to start from zero"
+DAMAGED_HINT: Final = "restore the stored position, together with the data, from a copy; or delete both to start from zero"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Position:
         except InvalidArgumentError as error:
             # The message begins with, or holds, the name of the field.
             raise PositionDamagedError(
-                f"the stored position is damaged: {error.message}", hint=_DAMAGED_HINT
+                f"the stored position is damaged: {error.message}", hint=DAMAGED_HINT
             ) from error
 
 
@@ -264,7 +264,7 @@ def _log_up_to(log: FailoverLog | None, newest_id: int) -> FailoverLog | None:
 
 def _damaged(field: str, what: str) -> PositionDamagedError:
     return PositionDamagedError(
-        f"the stored position is damaged: {field} {what}", hint=_DAMAGED_HINT
+        f"the stored position is damaged: {field} {what}", hint=DAMAGED_HINT
     )
 
 
@@ -471,50 +471,70 @@ GATHERED_MAX: Final = 2**16
 
 
 class MarkerHistories:
-    """Marker histories of all partitions; see ``MarkerHistory``."""
+    """Marker histories of all partitions, thinned as ``thin_markers`` does; see ``MarkerHistory``."""
 
     def __init__(self) -> None:
-        self._histories: dict[int, MarkerHistory] = {}
+        self._seqnos: U64 = np.zeros((PARTITIONS, MARKERS_MAX), np.uint64)
+        self._counts = np.zeros(PARTITIONS, np.int64)
         self._gathered: list[tuple[Indexes, U64]] = []
-        self._count = 0
+        self._waiting = np.zeros(PARTITIONS, np.bool_)
+        self._number = 0
 
     def add(self, partitions: Indexes, seqnos: U64) -> None:
-        """Add markers, for each partition in rising order and above those it has."""
+        """Add markers, for each partition in rising order and not below those it has; equal ones are one."""
         if len(partitions):
             self._gathered.append((partitions, seqnos))
-            self._count += len(partitions)
-            if self._count >= GATHERED_MAX:
+            self._waiting[partitions] = True
+            self._number += len(partitions)
+            if self._number >= GATHERED_MAX:
                 self._fold()
 
-    def replace(self, partition: int, markers: tuple[int, ...]) -> None:
-        """Forget a partition's markers and take these."""
-        self._fold()
-        self._histories[partition] = MarkerHistory(markers)
+    def replace(self, partitions: Indexes, counts: Indexes, seqnos: U64) -> None:
+        """Forget the markers of partitions, each there once, and take these: so many for each, ascending."""
+        if self._waiting[partitions].any():
+            self._fold()
+        self._counts[partitions] = 0
+        self.add(np.repeat(partitions, counts), seqnos)
 
     def of(self, partition: int) -> tuple[int, ...]:
         """Return a partition's markers, oldest first."""
         self._fold()
-        history = self._histories.get(partition)
-        return history.as_tuple() if history is not None else ()
+        return tuple(self._seqnos[partition, : self._counts[partition]].tolist())
+
+    def columns(self, partitions: Indexes) -> tuple[Indexes, U64]:
+        """Return how many markers each of the partitions has, and the markers, one partition's after the other's."""
+        self._fold()
+        counts = self._counts[partitions]
+        return counts, self._seqnos[partitions][_filled(counts)]
 
     def _fold(self) -> None:
         if not self._gathered:
             return
-        partitions = np.concatenate([item[0] for item in self._gathered])
-        seqnos = np.concatenate([item[1] for item in self._gathered])
-        self._gathered, self._count = [], 0
+        touched = np.flatnonzero(self._waiting)
+        counts = self._counts[touched]
+        old = np.repeat(touched, counts), self._seqnos[touched][_filled(counts)]
+        partitions, seqnos = map(np.concatenate, zip(old, *self._gathered, strict=True))
+        self._gathered, self._number = [], 0
+        self._waiting[:] = False
         # Sorting 16 bits is a radix sort.
         order = np.argsort(partitions.astype(np.uint16), kind="stable")
-        partitions, seqnos = _worth_adding(partitions[order], seqnos[order])
-        edges = [0, *(np.flatnonzero(np.diff(partitions)) + 1).tolist(), len(partitions)]
-        firsts = partitions[edges[:-1]].tolist()
-        numbers = seqnos.tolist()
-        for partition, start, stop in zip(firsts, edges[:-1], edges[1:], strict=True):
-            history = self._histories.setdefault(partition, MarkerHistory())
-            history.add_many(numbers[start:stop])
+        partitions, seqnos = partitions[order], seqnos[order]
+        # An idle partition may repeat its marker, and to start from 0 none is needed.
+        new = seqnos > 0
+        new[1:] &= (np.diff(partitions) != 0) | (seqnos[1:] != seqnos[:-1])
+        partitions, seqnos = _worth_keeping(partitions[new], seqnos[new])
+        counts = np.bincount(partitions, minlength=PARTITIONS)[touched]
+        self._counts[touched] = counts
+        within = np.arange(len(partitions)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._seqnos[partitions, within] = seqnos
 
 
-def _worth_adding(partitions: Indexes, seqnos: U64) -> tuple[Indexes, U64]:
+def _filled(counts: Indexes) -> npt.NDArray[np.bool_]:
+    filled: npt.NDArray[np.bool_] = np.arange(MARKERS_MAX) < counts[:, None]
+    return filled
+
+
+def _worth_keeping(partitions: Indexes, seqnos: U64) -> tuple[Indexes, U64]:
     """Thin the markers of many partitions, sorted by both, as ``thin_markers`` does each partition's."""
     lasts = np.flatnonzero(np.diff(partitions, append=-1))
     counts = np.diff(lasts, prepend=-1)

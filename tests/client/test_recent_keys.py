@@ -1,5 +1,6 @@
 """The ring of keys received last: what it says is complete is complete."""
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def test_the_keys_above_a_seqno_each_once() -> None:
 
 def test_what_was_received_before_it_began_is_not_known() -> None:
     keys = RecentKeys()
-    keys.begin(3, 5)
+    keys.begin(np.array([3]), np.array([5], np.uint64))
     keys.add([block_of(3, run_of(5, 6))])
     assert keys.above(3, 5) == ((b"key 6",), True)
     assert keys.above(3, 4) == ((b"key 6",), False)

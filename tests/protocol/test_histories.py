@@ -49,5 +49,6 @@ def test_the_same_markers_are_kept(frames: list[list[tuple[int, int]]], gathered
 def test_replacing_forgets_what_was_gathered() -> None:
     batched = MarkerHistories()
     batched.add(np.array([1, 2]), np.array([5, 6], np.uint64))
-    batched.replace(1, (3,))
-    assert (batched.of(1), batched.of(2), batched.of(3)) == ((3,), (6,), ())
+    batched.replace(np.array([1, 3]), np.array([1, 2]), np.array([3, 7, 9], np.uint64))
+    batched.add(np.array([3, 3]), np.array([9, 11], np.uint64))
+    assert [batched.of(p) for p in range(5)] == [(), (3,), (6,), (7, 9, 11), ()]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.client.test_positions import as_json
 from tests.harness import WAIT_SECONDS
 from tests.service.bucket_state import rows_of
 from tests.service.keys import some_keys
@@ -20,7 +21,6 @@ from upr_client import (
     Rollback,
     SqlitePositions,
 )
-from upr_client import positions as positions_module
 from upr_client.changes.options import Policy
 from upr_client.errors import (
     BucketGoneError,
@@ -210,7 +210,7 @@ async def test_positions_of_a_bucket_of_another_name_are_an_error_that_changes_n
 
 
 @pytest.mark.asyncio
-async def test_positions_that_were_stored_without_a_name_are_completed(
+async def test_positions_of_the_format_before_without_a_name_are_completed(
     target: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "positions"
@@ -220,12 +220,13 @@ async def test_positions_that_were_stored_without_a_name_are_completed(
         async with bucket.changes(resume=FilePositions(path), until="now") as changes:
             async for _ in changes:
                 pass
-        document = json.loads(path.read_text())
+        # As the format before did.
         texts = {}
-        for partition, position in document["positions"].items():
-            del position["bucket"]
-            texts[int(partition)] = positions_module._compact(position)
-        path.write_bytes(positions_module._document(texts))
+        for partition, position in FilePositions(path).load(range(1024)).items():
+            document = position.to_document()
+            del document["bucket"]
+            texts[partition] = json.dumps(document, sort_keys=True, separators=(",", ":"))
+        path.write_text(as_json(texts))
         assert FilePositions(path).load([7])[7].bucket == ""
         async with bucket.changes(resume=FilePositions(path), until="now") as changes:
             assert [event async for event in changes if isinstance(event, Change)] == []

@@ -20,6 +20,7 @@ from upr_protocol.consumer import State as PartitionState
 from upr_protocol.errors import FencedError, UnavailableError, UprError
 from upr_protocol.handshake import Pin
 from upr_protocol.position import Position
+from upr_protocol.position_table import Found
 from upr_protocol.wire.codec import position_from_message
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class Owner(SimulatedClient):
         assert ownership is not None
         found = ownership.found
 
-        def noted(response: Any) -> dict[int, Position | None]:
+        def noted(response: Any) -> Found:
             unknown = found(response)
             self._begin_at_stored(unknown)
             return unknown

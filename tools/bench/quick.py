@@ -21,6 +21,7 @@ from tools.bench.common import MUTATIONS, Figure, Row, batches, encoded, say, se
 from tools.bench.delays import measure_latency, measure_starts
 from tools.bench.gets import measure_gets
 from tools.bench.merging import measure_merging
+from tools.bench.resuming import measure_resuming
 from tools.bench.singles import measure_singles
 from upr_client import AsyncClient
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
@@ -175,7 +176,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument(
         "--only",
-        choices=("ingest", "singles", "reading", "get", "latency", "merging"),
+        choices=("ingest", "singles", "reading", "get", "resume", "latency", "merging"),
         help="a part of it",
     )
     options = parser.parse_args()
@@ -186,6 +187,7 @@ def main() -> int:
         "singles": measure_singles,
         "reading": lambda: measure_reading(rows),
         "get": measure_gets,
+        "resume": measure_resuming,
         "latency": measure_latency,
         "merging": measure_merging,
     }

@@ -41,7 +41,12 @@ from upr_protocol.limits import (
     READER_SECONDS,
     check_name,
 )
-from upr_protocol.wire.codec import log_to_messages, position_from_message, problem_of
+from upr_protocol.wire.codec import (
+    log_to_messages,
+    positions_field,
+    positions_from_messages,
+    problem_of,
+)
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -108,15 +113,16 @@ async def _check_positions(
     """Check positions and return their stored form: with their generation, and logs no longer than the server's."""
     if positions:
         chosen_partitions([message.partition for message in positions])
-    for i, message in enumerate(positions):
-        position_from_message(message, bucket_version)
-        # Drop unknown fields, whose size has no limit.
-        message.DiscardUnknownFields()  # type: ignore[no-untyped-call, unused-ignore]
-        message.generation = generation
-        # Keep the newest records, which are last. Older ones than the server's log are of no use.
-        del message.failover_log[:-log_records]
-        if i % POSITIONS_AT_ONCE == POSITIONS_AT_ONCE - 1:
-            await asyncio.sleep(0)
+    for first in range(0, len(positions), POSITIONS_AT_ONCE):
+        some = positions[first : first + POSITIONS_AT_ONCE]
+        positions_from_messages(some, bucket_version)
+        for message in some:
+            # Drop unknown fields, whose size has no limit.
+            message.DiscardUnknownFields()  # type: ignore[no-untyped-call, unused-ignore]
+            message.generation = generation
+            # Keep the newest records, which are last. Older ones than the server's log are of no use.
+            del message.failover_log[:-log_records]
+        await asyncio.sleep(0)
 
 
 def _begin_save(
@@ -161,6 +167,14 @@ def _check_highs(bucket: Bucket, hold: Hold, positions: Sequence[wire.Position])
 
 def _u64_column(values: list[int]) -> U64:
     return np.array(values, np.uint64)
+
+
+def _is_position(data: bytes) -> bool:
+    try:
+        wire.Position.FromString(data)
+    except DecodeError:
+        return False
+    return True
 
 
 def _damaged_positions(name: str, partitions: list[int]) -> PositionDamagedError:
@@ -306,16 +320,12 @@ class ChangeStreamMethods:
                 hint="see the server's log",
                 retriable=True,
             ) from error
-        damaged = []
-        for partition, data in stored.items():
-            try:
-                position = wire.Position.FromString(data)
-            except DecodeError:
-                damaged.append(partition)
-            else:
-                response.positions.append(position)
-        if damaged:
-            raise _damaged_positions(name, damaged)
+        try:
+            # All in one step: as messages of their own they would be copied once more, one by one.
+            response.MergeFromString(positions_field(stored.values()))
+        except DecodeError:
+            damaged = [partition for partition, data in stored.items() if not _is_position(data)]
+            raise _damaged_positions(name, damaged) from None
         return response
 
     @answering

@@ -5,7 +5,7 @@ import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -40,6 +40,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.position import Position
+from upr_protocol.position_table import Found
 
 
 class Storing:
@@ -106,7 +107,7 @@ class Storing:
         if message is not None:
             self._tell(message)
 
-    async def _save_in_server(self, positions: dict[int, Position]) -> list[int]:
+    async def _save_in_server(self, positions: Mapping[int, Position]) -> list[int]:
         ownership = self._following.ownership
         assert ownership is not None
         version = self._following.session.bucket_version
@@ -115,7 +116,7 @@ class Storing:
         answer = await connection.ask(connection.stubs().streams.SavePositions, request)
         return [refused.partition for refused in answer.refused_partitions]
 
-    async def load(self) -> dict[int, Position | None]:
+    async def load(self) -> Found:
         """Load from the server what is to be loaded; return those that begin where it says.
 
         Raises:
@@ -680,12 +681,13 @@ class AsyncChanges:
 
     async def _load(self) -> None:
         try:
-            anew = await self._storing.load()
+            found = await self._storing.load()
         except InvalidArgumentError:
             raise
         except UprError as error:
             await self._lost(error)
             return
+        anew: Mapping[int, Position | None] = found
         group = self._options.group
         if anew and group is not None and group.on_assigned is not None:
             try:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upr_protocol.block import (
+    U64,
     Block,
     block_keys,
     block_partitions,
@@ -21,6 +22,7 @@ from upr_protocol.block import (
 from upr_protocol.consumer import Delivery
 from upr_protocol.errors import ProtocolError
 from upr_protocol.handshake import PendingRollback
+from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.codec import joined_blocks
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
@@ -216,7 +218,7 @@ class RecentKeys:
         self._limit = limit
         self._blocks: deque[Block] = deque()
         self._bytes = 0
-        self._forgotten: dict[int, int] = {}
+        self._forgotten = np.zeros(PARTITIONS, np.uint64)
 
     def add(self, blocks: list[Block]) -> None:
         """Remember the keys of blocks that were received."""
@@ -233,14 +235,12 @@ class RecentKeys:
 
     def _forget(self, block: Block) -> None:
         runs = block.runs[block.runs["count"] > 0]
-        for partition, end in zip(
-            runs["partition"].tolist(), runs["end_seqno"].tolist(), strict=True
-        ):
-            self._forgotten[partition] = max(self._forgotten.get(partition, 0), end)
+        # At once for all: a partition may be there twice.
+        np.maximum.at(self._forgotten, runs["partition"], runs["end_seqno"].astype(np.uint64))
 
-    def begin(self, partition: int, seqno: int) -> None:
-        """A partition begins at a seqno: what was received up to there before is not known."""
-        self._forgotten[partition] = max(self._forgotten.get(partition, 0), seqno)
+    def begin(self, partitions: npt.NDArray[np.int64], seqnos: U64) -> None:
+        """Partitions, each there once, begin at seqnos: what was received up to there before is not known."""
+        self._forgotten[partitions] = np.maximum(self._forgotten[partitions], seqnos)
 
     def above(self, partition: int, seqno: int) -> KeysAbove:
         """Return the keys of a partition received above a seqno."""
@@ -253,7 +253,7 @@ class RecentKeys:
             if chosen.any():
                 keys = list(block_keys(block))
                 found.update((keys[row], None) for row in np.flatnonzero(chosen).tolist())
-        return KeysAbove(tuple(found), self._forgotten.get(partition, 0) <= seqno)
+        return KeysAbove(tuple(found), int(self._forgotten[partition]) <= seqno)
 
     def rolled_back(self, partition: int, seqno: int) -> None:
         """Drop the keys above the seqno to which a partition rolled back."""
@@ -270,8 +270,7 @@ class RecentKeys:
                 self._bytes += _size(rest)
                 kept.append(rest)
         self._blocks = kept
-        if self._forgotten.get(partition, 0) > seqno:
-            self._forgotten[partition] = seqno
+        self._forgotten[partition] = min(int(self._forgotten[partition]), seqno)
 
 
 def _size(block: Block) -> int:

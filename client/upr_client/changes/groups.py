@@ -3,10 +3,13 @@
 from collections.abc import Container, Iterable, Mapping
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from upr_protocol.errors import FencedError, ProtocolError
 from upr_protocol.failover import check_partition
 from upr_protocol.position import Position
-from upr_protocol.wire.codec import position_from_message, position_to_message
+from upr_protocol.position_table import Found, PositionTable
+from upr_protocol.wire.codec import positions_from_messages, positions_to_messages
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 _RENEWALS: Final = 3
@@ -201,9 +204,6 @@ class _Stored(NamedTuple):
     server_id: int
 
 
-_UNKNOWN: Final = _Stored(None, 0, 0)
-
-
 class Ownership:
     """Ownership of a consumer, or a member's share: its view of the stored positions.
 
@@ -222,8 +222,8 @@ class Ownership:
         self.membership = Membership() if member else None
         self.to_load: set[int] = set()
         self._generation = self._saving = self._server_id = 0
-        self._stored: dict[int, _Stored] = {}
-        self._sent: dict[int, Position] = {}
+        self._under: dict[int, tuple[int, int]] = {}
+        self._stored = self._sent = PositionTable.of({})
 
     @property
     def generation(self) -> int:
@@ -249,12 +249,13 @@ class Ownership:
 
     def lost(self, partitions: Iterable[int]) -> None:
         """Partitions are not owned any more: whatever is stored of them later is another's."""
-        for partition in partitions:
-            self._stored.pop(partition, None)
-            self._sent.pop(partition, None)
-            self.to_load.discard(partition)
+        gone = list(partitions)
+        self.to_load.difference_update(gone)
+        self._sent = self._sent.without(np.array(gone, np.int64))
+        for partition in gone:
+            self._under.pop(partition, None)
 
-    def found(self, response: stream_pb2.LoadPositionsResponse) -> dict[int, Position | None]:
+    def found(self, response: stream_pb2.LoadPositionsResponse) -> Found:
         """Take what is stored of the partitions that are to be loaded. Return what this owner does not know of.
 
         What is older than what it stored itself comes from an old copy of the server's data: to take it would hide
@@ -266,25 +267,26 @@ class Ownership:
             InvalidArgumentError: a position is out of range or contradicts itself.
         """
         version = response.bucket_version
-        stored = {
-            m.partition: (position_from_message(m, version), m.generation)
-            for m in response.positions
-        }
-        unknown: dict[int, Position | None] = {}
+        table = positions_from_messages(response.positions, version)
+        generations = {m.partition: m.generation for m in response.positions}
+        unknown = []
         for partition in sorted(self.to_load):
-            position, generation = stored.get(partition, (None, 0))
-            if not self._knows(partition, position, generation, version):
-                unknown[partition] = position
-                self._stored[partition] = _Stored(position, generation, self._server_id)
+            generation = generations.get(partition, 0)
+            if partition not in self._under or not self._knows(
+                partition, table.get(partition), generation, version
+            ):
+                unknown.append(partition)
+                self._under[partition] = generation, self._server_id
         self.to_load.clear()
-        return unknown
+        columns = np.array(unknown, np.int64)
+        new = table.only(columns)
+        self._stored = self._stored.without(columns).updated(new)
+        return Found(unknown, new)
 
     def _knows(
         self, partition: int, position: Position | None, generation: int, version: int
     ) -> bool:
-        known = self._stored.get(partition, _UNKNOWN)
-        if known is _UNKNOWN:
-            return False
+        known = _Stored(self._stored.get(partition), *self._under[partition])
         if position is None and known.position is not None:
             return known.server_id != self._server_id or known.position.bucket_version != version
         # The last save may be stored although no answer came.
@@ -297,8 +299,8 @@ class Ownership:
 
     def stored(self, positions: Mapping[int, Position]) -> None:
         """Positions were stored."""
-        for partition, position in positions.items():
-            self._stored[partition] = _Stored(position, self._saving, self._server_id)
+        self._stored = self._stored.updated(PositionTable.of(positions))
+        self._under.update(dict.fromkeys(positions, (self._saving, self._server_id)))
 
     @property
     def was_told_meanwhile(self) -> bool:
@@ -321,14 +323,15 @@ class Ownership:
     ) -> stream_pb2.SavePositionsRequest:
         """Return what stores positions."""
         self._saving = self.generation
-        self._sent.update(positions)
+        table = PositionTable.of(positions)
+        self._sent = self._sent.updated(table)
         return stream_pb2.SavePositionsRequest(
             bucket=bucket,
             bucket_version=version,
             consumer=self.consumer,
             member=self.member,
             generation=self.generation,
-            positions=[position_to_message(p, position) for p, position in positions.items()],
+            positions=positions_to_messages(table),
         )
 
 

@@ -1,6 +1,6 @@
 """The link to the server, without I/O: credit and silence of a call, when to try the next one, and what is asked."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from upr_protocol.limits import (
     PARTITIONS,
     SILENT_INTERVALS,
 )
+from upr_protocol.position_table import PositionTable
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 MOMENT_SECONDS: Final = 0.2
@@ -328,7 +329,7 @@ def start_message(
     return stream_pb2.FollowRequest(start=start)
 
 
-def ack_message(positions: Iterable[tuple[int, int]]) -> stream_pb2.FollowRequest:
-    """Return an Ack of (partition, seqno) pairs."""
-    table = np.array(list(positions), POSITION)
+def ack_message(positions: PositionTable) -> stream_pb2.FollowRequest:
+    """Return an Ack of positions."""
+    table = positions.rows[["partition", "seqno"]].astype(POSITION)
     return stream_pb2.FollowRequest(ack=stream_pb2.Ack(positions=table.tobytes()))

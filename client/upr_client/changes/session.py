@@ -6,7 +6,7 @@ server says means for that, is decided here.
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from upr_protocol.consumer import Consumer, Delivery, Fate, State, fate_of
 from upr_protocol.errors import InvalidArgumentError, ProtocolError, RollbackError, UprError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
+from upr_protocol.position_table import Found, PositionTable
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -327,8 +328,6 @@ class Saving:
 
     def news(self, positions: Mapping[int, Position]) -> dict[int, Position]:
         """Return those that are not what was stored last: what is received and not acknowledged moves no position."""
-        if self._ledger is None:
-            return dict(positions)
         return {p: at for p, at in positions.items() if self._stored.get(p) != at}
 
     def stored(self, positions: Mapping[int, Position]) -> None:
@@ -443,15 +442,16 @@ class Following:
             PositionBucketError: a position is of a bucket of another name.
         """
         self._incoming.session = self._options.session(positions, self.session.bucket)
-        for partition in self.session.partitions:
-            self._begin(partition)
+        self._begin(self.session.partitions)
         self._calls.heard()
         self._saving.load()
 
-    def _begin(self, partition: int) -> None:
-        self._keys.begin(partition, self.session.seqno(partition))
+    def _begin(self, partitions: Sequence[int]) -> None:
+        table = self.session.positions(partitions)
+        self._keys.begin(table.rows["partition"].astype(np.int64), table.rows["seqno"])
         if self.ledger is not None:
-            self.ledger.begin(partition, self.session.position(partition))
+            for partition, position in table.items():
+                self.ledger.begin(partition, position)
 
     def next_step(self, connected: bool) -> Step:
         """Return what to do now; ``connected``: there is a call."""
@@ -536,10 +536,13 @@ class Following:
         received = self.session.position(partition)
         return received if self.ledger is None else self.ledger.position(partition, received)
 
-    def begin_save(self) -> dict[int, Position]:
+    def begin_save(self) -> Mapping[int, Position]:
         """Return the positions to store, in one atomic write; ``saved`` or ``not_saved`` follows."""
         self.acknowledge_part()
-        return self._saving.news({p: self.position(p) for p in self._saving.begin()})
+        changed = self._saving.begin()
+        if self.ledger is None:
+            return self.session.positions(changed)
+        return self._saving.news({p: self.position(p) for p in changed})
 
     def saved(
         self, positions: Mapping[int, Position], refused: Iterable[int] = ()
@@ -550,11 +553,11 @@ class Following:
             FencedError: a sole owner is none any more.
         """
         gone = set(refused)
-        kept = {p: at for p, at in positions.items() if p not in gone}
+        kept = {p: at for p, at in positions.items() if p not in gone} if gone else positions
         self._saving.stored(kept)
         ownership = self.ownership
         if ownership is None:
-            return ack_message((p, at.seqno) for p, at in kept.items()) if kept else None
+            return ack_message(PositionTable.of(kept)) if kept else None
         if gone and ownership.membership is None:
             raise fenced(ownership.consumer, gone)
         if gone and ownership.was_told_meanwhile:
@@ -660,7 +663,7 @@ class Following:
 
     # Positions in the server, and groups.
 
-    def loaded(self, response: stream_pb2.LoadPositionsResponse) -> dict[int, Position | None]:
+    def loaded(self, response: stream_pb2.LoadPositionsResponse) -> Found:
         """The server said what it has stored of the partitions that were to be loaded. Return those that begin there;
         ``begin`` or ``not_begun`` follows.
 
@@ -688,8 +691,7 @@ class Following:
         self.session.unfollow(set(anew).intersection(self.session.partitions))
         self.session.follow(anew)
         self._saving.forget(anew)
-        for partition in anew:
-            self._begin(partition)
+        self._begin(sorted(anew))
 
     def revoke_all(self) -> None:
         """This member is about to leave."""
@@ -840,8 +842,8 @@ class Following:
         if kind == "start_answers":
             self._calls.answered()
             fatal = self._incoming.take_answers(message.start_answers)
-            for partition in self._incoming.take_begun():
-                self._begin(partition)
+            if begun := self._incoming.take_begun():
+                self._begin(sorted(begun))
         elif kind == "heartbeat":
             self._calls.beat()
             self.session.highs(np.arange(PARTITIONS), highs)

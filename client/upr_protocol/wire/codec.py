@@ -22,11 +22,22 @@ from upr_protocol.block import (
     row_bounds,
     sealed,
 )
-from upr_protocol.errors import CorruptBlockError, InvalidArgumentError, UprError
-from upr_protocol.failover import FailoverLog, FailoverRecord, check_partition
+from upr_protocol.errors import (
+    CorruptBlockError,
+    InvalidArgumentError,
+    PositionDamagedError,
+    UprError,
+)
+from upr_protocol.failover import (
+    FailoverLog,
+    FailoverRecord,
+    check_failover_id,
+    check_partition,
+)
 from upr_protocol.limits import FAILOVER_LOG_MAX, MARKERS_MAX, MESSAGE_BYTES_MAX, WRITE_ROWS_MAX
 from upr_protocol.partitioning import partitions_of
 from upr_protocol.position import Position
+from upr_protocol.position_table import RECORD, ROW, UNKNOWN_HORIZON, PositionTable
 from upr_protocol.wire.compression import compress, decompress
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
@@ -658,20 +669,93 @@ def position_to_message(partition: int, position: Position) -> wire.Position:
     )
 
 
+def positions_to_messages(table: PositionTable) -> list[wire.Position]:
+    """Return positions as messages, as ``position_to_message`` does one."""
+    markers, records = table.markers.tolist(), table.records.tolist()
+    messages, marker, record = [], 0, 0
+    for row in table.rows.tolist():
+        partition, _, more, logged, _, failover_id, data_id, seqno, horizon = row
+        messages.append(
+            wire.Position(
+                partition=partition,
+                failover_id=failover_id or None,
+                data_id=data_id or None,
+                seqno=seqno,
+                horizon=None if horizon == UNKNOWN_HORIZON else horizon,
+                markers=markers[marker : marker + more],
+                failover_log=[
+                    types_pb2.FailoverRecord(failover_id=failover_id, seqno=seqno)
+                    for failover_id, seqno in records[record : record + logged]
+                ],
+            )
+        )
+        marker += more
+        record += logged
+    return messages
+
+
+def positions_from_messages(
+    messages: Sequence[wire.Position], bucket_version: int
+) -> PositionTable:
+    """Return the positions out of their messages, without the name of the bucket.
+
+    Raises:
+        InvalidArgumentError: a field is out of range or contradicts another, or a partition is there twice.
+    """
+    rows = []
+    markers: list[int] = []
+    records: list[tuple[int, int]] = []
+    for m in sorted(messages, key=_partition_of):
+        log = [(record.failover_id, record.seqno) for record in m.failover_log]
+        _check_counts(m.partition, len(m.markers), len(log))
+        ids = m.failover_id, m.data_id
+        if (m.HasField("failover_id") and not ids[0]) or (m.HasField("data_id") and not ids[1]):
+            check_failover_id(0)
+        horizon = m.horizon if m.HasField("horizon") else UNKNOWN_HORIZON
+        counts = len(m.markers), len(log)
+        rows.append((m.partition, 0, *counts, bucket_version, *ids, m.seqno, horizon))
+        markers += m.markers
+        records += log
+    table = PositionTable(
+        np.array(rows, ROW), [""], np.array(markers, np.uint64), np.array(records, RECORD)
+    )
+    try:
+        table.check()
+    except PositionDamagedError as error:
+        for message in messages:
+            # Names the value and its range.
+            position_from_message(message, bucket_version)
+        raise InvalidArgumentError(error.message) from error
+    return table
+
+
+def _partition_of(message: wire.Position) -> int:
+    return message.partition
+
+
+def _check_counts(partition: int, markers: int, records: int) -> None:
+    for what, count, limit in (
+        ("markers", markers, MARKERS_MAX),
+        ("failover records", records, FAILOVER_LOG_MAX),
+    ):
+        if count > limit:
+            raise InvalidArgumentError(
+                f"{what} in the position of partition {partition} are {count}; must be at most {limit}"
+            )
+
+
+def positions_field(positions: Iterable[bytes]) -> bytes:
+    """Return encoded positions as the field of LoadPositionsResponse that holds them."""
+    return b"".join(part for one in positions for part in _bytes_field(2, one))
+
+
 def position_from_message(message: wire.Position, bucket_version: int) -> Position:
     """Return the position out of its message.
 
     Raises:
         InvalidArgumentError: a field is out of range or contradicts another; the partition is not looked at.
     """
-    for what, count, limit in (
-        ("markers", len(message.markers), MARKERS_MAX),
-        ("failover records", len(message.failover_log), FAILOVER_LOG_MAX),
-    ):
-        if count > limit:
-            raise InvalidArgumentError(
-                f"{what} in the position of partition {message.partition} are {count}; must be at most {limit}"
-            )
+    _check_counts(message.partition, len(message.markers), len(message.failover_log))
     return Position(
         bucket_version,
         message.failover_id if message.HasField("failover_id") else None,
