@@ -21,6 +21,7 @@ from tests.harness import RunningServer
 from tools.bench.children import BARE_METHOD, CHILDREN
 from tools.bench.common import MUTATIONS, Figure, Row, batches, encoded, say, server, zipfian_rows
 from tools.bench.delays import measure_latency, measure_starts
+from tools.bench.live import measure_live
 from tools.bench.merging import measure_merging
 from tools.bench.singles import measure_singles
 from upr_client import AsyncClient
@@ -192,7 +193,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument(
         "--only",
-        choices=("ingest", "singles", "reading", "latency", "merging"),
+        choices=("ingest", "singles", "reading", "latency", "live", "merging"),
         help="a part of it",
     )
     options = parser.parse_args()
@@ -203,6 +204,7 @@ def main() -> int:
         "singles": measure_singles,
         "reading": lambda: measure_reading(rows),
         "latency": measure_latency,
+        "live": measure_live,
         "merging": measure_merging,
     }
     figures: list[Figure] = []
