@@ -166,6 +166,14 @@ def row_seqnos(block: Block) -> U64:
     return starts + (np.arange(1, block.rows + 1, dtype=np.int64) - first_rows).astype(np.uint64)
 
 
+def row_times(block: Block) -> U64:
+    """Return each row's commit time in microseconds since the epoch, shape ``(rows,)``."""
+    if block.times:
+        return np.frombuffer(block.times, "<u8")
+    times: U64 = np.repeat(block.runs["time"], block.runs["count"])
+    return times
+
+
 def check_block(block: Block, *, numbered: bool = True) -> None:
     """Raise unless the block is complete, consistent and within the limits.
 
@@ -379,6 +387,60 @@ def select_runs(block: Block, keep: npt.NDArray[np.bool_]) -> Block:
     if block.seqnos:
         seqnos = b"".join([block.seqnos[a * 4 : b * 4] for a, b in spans.tolist()])
     return _take_rows(block, block.runs[keep], spans, seqnos)
+
+
+def join_blocks(blocks: Sequence[Block]) -> Block:
+    """Return one block with the rows of several, with a CRC of its own; it has one run for each partition.
+
+    Args:
+        blocks: numbered, and together not too large for one. A partition's runs are complete, and each begins where the
+            one before it ended. All blocks have values or none has.
+    """
+    table = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
+    partitions = np.repeat(table["partition"], table["count"])
+    order = np.argsort(partitions, kind="stable")
+    picked = order.tolist()
+    table = table[np.argsort(table["partition"], kind="stable")]
+    heads = np.flatnonzero(np.diff(table["partition"].astype(np.int64), prepend=-1))
+    runs = table[np.append(heads[1:], len(table)) - 1]
+    runs["start_seqno"] = table["start_seqno"][heads]
+    runs["count"] = np.add.reduceat(table["count"], heads)
+    offsets = np.concatenate([row_seqnos(block) for block in blocks])[order]
+    offsets -= np.repeat(runs["start_seqno"], runs["count"])
+    spans = runs["end_seqno"] - runs["start_seqno"]
+    is_dense = bool(((runs["count"] == spans) | (runs["count"] == 0)).all())
+    ops = np.concatenate(
+        [np.frombuffer(block.ops or bytes(block.rows), np.uint8) for block in blocks]
+    )
+    times = np.concatenate([row_times(block) for block in blocks])[order]
+    has_own = bool((times != np.repeat(runs["time"], runs["count"])).any())
+    keys = [key for block in blocks for key in block_keys(block)]
+    key_offsets, key_data = _cells([keys[row] for row in picked])
+    value_offsets, value_data = b"", b""
+    if any(block.value_offsets for block in blocks):
+        values = [value or b"" for block in blocks for value in block_values(block)]
+        value_offsets, value_data = _cells([values[row] for row in picked])
+    joined = Block(
+        runs,
+        b"" if is_dense else offsets.astype("<u4").tobytes(),
+        ops[order].tobytes() if ops.any() else b"",
+        key_offsets,
+        key_data,
+        value_offsets,
+        value_data,
+        times.tobytes() if has_own else b"",
+        0,
+    )
+    return sealed(joined)
+
+
+def _cells(cells: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Return the offsets of cells and their bytes; nothing when there are none."""
+    if not cells:
+        return b"", b""
+    offsets = np.zeros(len(cells) + 1, "<i4")
+    np.cumsum([len(cell) for cell in cells], out=offsets[1:])
+    return offsets.tobytes(), b"".join(cells)
 
 
 def slice_above(block: Block, seqno: int) -> Block:

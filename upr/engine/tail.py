@@ -12,12 +12,39 @@ import numpy as np
 
 from upr.storage.journal import JournalEntry
 from upr_protocol.block import U64, Block, Runs
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import PARTITIONS, SHARED_BYTES
 from upr_protocol.wire.codec import decode_block
 
 MARK_EVERY = 256
 MARK_RUNS = 2048
 _ENTRY_OVERHEAD_BYTES = 600
+
+
+class Shared:
+    """Values that readers of the tail made and others can use: the newest, SHARED_BYTES of them.
+
+    Attributes:
+        bytes: about how much memory they hold.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[object, tuple[object, int]] = {}
+        self.bytes = 0
+
+    def get(self, key: object) -> object:
+        """Return the value of a key, None if there is none."""
+        found = self._values.get(key)
+        return found and found[0]
+
+    def put(self, key: object, value: object, size: int) -> None:
+        """Keep a value of about ``size`` bytes; one that exceeds a quarter of SHARED_BYTES is not kept."""
+        if size > SHARED_BYTES // 4:
+            return
+        size += _ENTRY_OVERHEAD_BYTES
+        self.bytes += size - self._values.pop(key, (None, 0))[1]
+        self._values[key] = value, size
+        while self.bytes > SHARED_BYTES:
+            self.bytes -= self._values.pop(next(iter(self._values)))[1]
 
 
 @dataclass(slots=True)
@@ -60,6 +87,7 @@ class Tail:
         durable: entries below this number are in the journal, fsynced.
         bytes: about how much memory the entries hold.
         volatile_bytes: the part of it that is not durable yet.
+        shared: what its readers share.
     """
 
     def __init__(self) -> None:
@@ -73,6 +101,7 @@ class Tail:
         self.bytes = 0
         self.volatile_bytes = 0
         self._unmarked_runs = 0
+        self.shared = Shared()
 
     @property
     def end(self) -> int:

@@ -1,4 +1,8 @@
-"""Tail readers: the streams of one follower that read the tail together."""
+"""Tail readers: the streams of one follower that read the tail together.
+
+Followers that stand at the same entry and are shown the same runs in the same way share what was selected for the first
+of them, up to the encoded message: see ``Tail.shared``. Entries never change, so it holds as long as it is kept.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,13 +10,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from upr.engine.streams import Messages
 from upr.engine.tail import Tail, TailEntry
 from upr.storage.read import Showing
-from upr_protocol.block import I64, RUN, U64, Runs, select_runs, slice_runs
+from upr_protocol.block import I64, RUN, U64, Runs, join_blocks, select_runs, slice_runs
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
-from upr_protocol.wire.codec import encode_block
+from upr_protocol.wire.codec import encode_block, open_block
+
+_Mask = npt.NDArray[np.bool_]
 
 EVERYTHING = Showing()
+JOINED_BYTES = 128 * 2**10
+"""Most bytes of small blocks that become one."""
 ENTRIES_AT_ONCE = 256
 """Entries looked at in one step, so that a tail of tiny writes does not hold the event loop."""
 
@@ -24,18 +33,47 @@ class _Group:
 
 
 @dataclass(slots=True)
-class Taken:
-    """Blocks of the tail for a group: their runs, end to end, and the entry that the group reads next.
+class Selection:
+    """Blocks of the tail: the entry behind them, their runs, end to end, and their bytes.
 
-    ``beyond`` are the runs left out because they reach above their stream's limit.
+    Attributes:
+        messages: the frame of the blocks, encoded; see ``FrameOut``.
     """
 
-    group: _Group
     next_entry: int
     blocks: list[bytes]
     runs: Runs
     size: int
+    messages: Messages = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Taken:
+    """Selection for a group; ``beyond`` are the runs left out because they reach above their stream's limit."""
+
+    group: _Group
+    selection: Selection
     beyond: Runs | None = None
+
+
+@dataclass(slots=True)
+class _Span:
+    """Consecutive entries that are looked at together, and their runs, end to end, as columns."""
+
+    entries: list[TailEntry]
+    runs: Runs
+    partitions: I64
+    starts: U64
+    ends: U64
+
+    @classmethod
+    def of(cls, entries: list[TailEntry]) -> "_Span":
+        runs = _table_of(entries)
+        if len(entries) > 1 and (runs["horizon"] != runs["end_seqno"]).any():
+            # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
+            return cls.of(entries[:1])
+        partitions = runs["partition"].astype(np.int64)
+        return cls(entries, runs, partitions, runs["start_seqno"].copy(), runs["end_seqno"].copy())
 
 
 class TailReaders:
@@ -56,6 +94,12 @@ class TailReaders:
     def _limit(self) -> int:
         """Return the number of the first entry that may not be shown."""
         return self._tail.end if self._memory else self._tail.durable
+
+    @property
+    def at_end(self) -> bool:
+        """Whether there is nothing to be taken now."""
+        limit = self._limit
+        return all(group.next_entry >= limit for group in self._groups)
 
     def join(self, partitions: Sequence[int] | I64, entry: int) -> None:
         """Let partitions read from an entry on."""
@@ -90,7 +134,7 @@ class TailReaders:
         self,
         seqno: U64,
         horizon: U64,
-        until: U64,
+        until: U64 | None,
         max_bytes: int,
         limit: U64 | None = None,
     ) -> Taken | None:
@@ -99,7 +143,7 @@ class TailReaders:
         Nothing changes until ``commit``. The result may hold no blocks if entries were skipped.
 
         Args:
-            seqno, horizon, until: each stream's state, shape (1024,).
+            seqno, horizon, until: each stream's state, shape (1024,); ``until`` is None when no stream has an end.
             max_bytes: stop before this is exceeded, but not before the first block.
             limit: the largest horizon that each stream may be sent, shape (1024,); None: no stream has one.
         """
@@ -113,43 +157,41 @@ class TailReaders:
         end = min(self._limit, group.next_entry + ENTRIES_AT_ONCE, *others)
         first = group.next_entry
         while True:
-            entries = self._fitting(first, end)
-            if any((entry.runs["horizon"] != entry.runs["end_seqno"]).any() for entry in entries):
-                # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
-                entries = entries[:1]
-            state = (seqno, horizon, until, limit)
-            taken = self._select(group, first, entries, state, max_bytes)
+            span = self._span(first, end)
+            taken = self._select(group, first, span, (seqno, horizon, until, limit), max_bytes)
+            selection = taken.selection
             if taken.beyond is not None:
                 return taken
-            if taken.blocks or taken.next_entry == end or len(entries) == 1:
+            if selection.blocks or selection.next_entry == end or len(span.entries) == 1:
                 return taken
-            first = taken.next_entry
+            first = selection.next_entry
 
-    def _fitting(self, first: int, end: int) -> list[TailEntry]:
+    def _span(self, first: int, end: int) -> _Span:
         """Return entries that together fill a frame for a reader of all partitions: at least one."""
+        known = self._tail.shared.get((first, end))
+        if isinstance(known, _Span):
+            return known
         last, size = first + 1, len(self._tail[first].data)
         while last < end and (size := size + len(self._tail[last].data)) <= FRAME_BYTES:
             last += 1
-        return self._tail.range(first, last)
+        span = _Span.of(self._tail.range(first, last))
+        self._tail.shared.put((first, end), span, sum(entry.size for entry in span.entries))
+        return span
 
     def _select(
         self,
         group: _Group,
         first: int,
-        entries: list[TailEntry],
-        state: tuple[U64, U64, U64, U64 | None],
+        span: _Span,
+        state: tuple[U64, U64, U64 | None, U64 | None],
         max_bytes: int,
     ) -> Taken:
         seqno, horizon, until, limit = state
-        runs = _joined(entries)
-        partitions = runs["partition"]
-        starts = runs["start_seqno"]
+        runs, partitions, starts = span.runs, span.partitions, span.starts
         above = seqno[partitions]
-        keep = (
-            group.members[partitions]
-            & (runs["end_seqno"] > above)
-            & ((starts < until[partitions]) | (horizon[partitions] > starts))
-        )
+        keep = group.members[partitions] & (span.ends > above)
+        if until is not None:
+            keep &= (starts < until[partitions]) | (horizon[partitions] > starts)
         beyond = None
         if limit is not None:
             # A later run of such a stream begins at or above its end: only the first one reaches beyond.
@@ -157,14 +199,38 @@ class TailReaders:
             keep &= ~beyond
         # A position may lie inside a run: rows up to it are not sent again.
         inside = keep & (starts < above)
-        sliced = bool(inside.any())
+        slices = np.where(inside, above, 0) if inside.any() else None
+        selection = self._selection(first, span, keep, slices, max_bytes)
+        taken = Taken(group, selection)
+        if beyond is not None:
+            used = sum(len(entry.runs) for entry in span.entries[: selection.next_entry - first])
+            if beyond[:used].any():
+                taken.beyond = runs[:used][beyond[:used]]
+        return taken
+
+    def _selection(
+        self, first: int, span: _Span, keep: _Mask, above: U64 | None, max_bytes: int
+    ) -> Selection:
+        """Return the kept runs of a span as they are shown, from as many entries as ``max_bytes`` have room for.
+
+        Args:
+            above: for each run the seqno above which it is shown, 0 for all of it; None for all of every run. Only then
+                is the selection shared.
+        """
+        place = (first, len(span.entries), self._showing, keep.tobytes())
+        if above is None:
+            known = self._tail.shared.get(place)
+            if isinstance(known, Selection) and known.size <= max_bytes:
+                return self._joined(place, known)
         blocks: list[bytes] = []
-        size = at = done = used = 0
-        for entry in entries:
+        size = at = used = done = 0
+        for entry in span.entries:
             last = at + len(entry.runs)
             kept = keep[at:last]
             if kept.any():
-                slices = above[at:last] if sliced and inside[at:last].any() else None
+                slices = None if above is None else above[at:last]
+                if slices is not None and not slices.any():
+                    slices = None
                 data = _selected(entry, kept, self._showing, slices)
                 if blocks and size + len(data) > max_bytes:
                     break
@@ -172,14 +238,28 @@ class TailReaders:
                 size += len(data)
             at = used = last
             done += 1
-        taken = Taken(group, first + done, blocks, runs[:used][keep[:used]], size)
-        if beyond is not None and beyond[:used].any():
-            taken.beyond = runs[:used][beyond[:used]]
-        return taken
+        selection = Selection(first + done, blocks, span.runs[:used][keep[:used]], size)
+        if above is None and done == len(span.entries):
+            self._tail.shared.put(place, selection, 2 * size + selection.runs.nbytes)
+        return selection
+
+    def _joined(self, place: object, known: Selection) -> Selection:
+        """Return a shared selection as one block, if that is worth its while.
+
+        Joining small blocks costs about what a client spends on checking them one by one. So it is done for the second
+        follower, and all further ones are sent the result.
+        """
+        if len(known.blocks) < 2 or known.size > JOINED_BYTES:
+            return known
+        block = join_blocks([open_block(data) for data in known.blocks])
+        data = encode_block(block)
+        joined = Selection(known.next_entry, [data], block.runs, len(data))
+        self._tail.shared.put(place, joined, 2 * joined.size + block.runs.nbytes)
+        return joined
 
     def commit(self, taken: Taken) -> None:
         """Move the group behind the blocks it took."""
-        taken.group.next_entry = taken.next_entry
+        taken.group.next_entry = taken.selection.next_entry
         self.moves += 1
 
     def _merge_groups(self) -> None:
@@ -193,7 +273,7 @@ class TailReaders:
         self._groups = list(by_entry.values())
 
 
-def _joined(entries: list[TailEntry]) -> Runs:
+def _table_of(entries: list[TailEntry]) -> Runs:
     """Return the tables end to end; numpy is slow to concatenate records, and bytes are not."""
     if len(entries) == 1:
         return entries[0].runs

@@ -295,9 +295,7 @@ async def test_an_error_in_the_block_is_not_held_up(caplog: pytest.LogCaptureFix
             with pytest.raises(ZeroDivisionError):
                 await fail()
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert (
-        "1 rows were not written, or may not have been: no answer arrived within 1 s" in warning
-    )
+    assert "1 rows were not written, or may not have been: no answer arrived within 1 s" in warning
     assert server.values == {b"a": b"1"}
 
 
