@@ -167,6 +167,14 @@ def row_seqnos(block: Block) -> U64:
     return starts + (np.arange(1, block.rows + 1, dtype=np.int64) - first_rows).astype(np.uint64)
 
 
+def row_times(block: Block) -> U64:
+    """Return each row's commit time in microseconds since the epoch, shape ``(rows,)``."""
+    if block.times:
+        return np.frombuffer(block.times, "<u8")
+    times: U64 = np.repeat(block.runs["time"], block.runs["count"])
+    return times
+
+
 def check_block(block: Block, *, numbered: bool = True) -> None:
     """Raise unless the block is complete, consistent and within the limits.
 
@@ -383,7 +391,7 @@ def select_runs(block: Block, keep: npt.NDArray[np.bool_]) -> Block:
 
 
 def join_blocks(blocks: Sequence[Block], *, dated: bool = False) -> Block:
-    """Return one block of the rows of several, which must have values, and neither seqnos nor times.
+    """Return one block of the rows of several, which must all have values or none, and neither seqnos nor times.
 
     The runs of a partition, each of which begins where the one before ends, become one, with the newest time. Each
     block must have been checked: the CRC is made anew.
@@ -406,7 +414,9 @@ def join_blocks(blocks: Sequence[Block], *, dated: bool = False) -> Block:
         told = b"".join([block.ops or bytes(block.rows) for block in blocks])
         ops = np.frombuffer(told, np.uint8)[rows].tobytes()
     keys = _join_cells([(b.key_offsets, b.keys) for b in blocks], firsts, lasts, rows)
-    values = _join_cells([(b.value_offsets, b.values) for b in blocks], firsts, lasts, rows)
+    values = b"", b""
+    if any(block.value_offsets for block in blocks):
+        values = _join_cells([(b.value_offsets, b.values) for b in blocks], firsts, lasts, rows)
     times = np.repeat(runs["time"], runs["count"]).tobytes() if dated else b""
     return sealed(Block(_join_runs(runs), b"", ops, *keys, *values, times, 0))
 

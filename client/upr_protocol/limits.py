@@ -89,6 +89,11 @@ SILENT_INTERVALS: Final = 3
 READER_SECONDS: Final = 60.0
 """Longest time that a consumer's connection may accept nothing while data waits; then its call ends as too slow."""
 
+ROUND_SECONDS_MAX: Final = 0.25
+"""Longest time that a small frame waits for others while the server is busy."""
+SHARED_BYTES: Final = 2 * 2**20
+"""Memory for what followers of a bucket share because they are at the same place, frames above all."""
+
 MARKERS_NEWEST: Final = 16
 """The newest markers of a position are all kept; older ones are thinned exponentially."""
 MARKERS_MIN: Final = 2

@@ -18,7 +18,9 @@ from upr_protocol.block import (
     block_values,
     build_block,
     check_block,
+    join_blocks,
     make_runs,
+    row_times,
     sealed,
     select_runs,
     slice_above,
@@ -37,6 +39,7 @@ from upr_protocol.wire.codec import (
     decode_block,
     encode_block,
     encode_frame,
+    reopen_block,
 )
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -347,3 +350,46 @@ def test_a_frame_of_encoded_blocks_is_a_follow_response() -> None:
         table(b) for b in blocks
     ]
     assert message.frame.tokens == b"\1\0\0\0\2\0\0\0"
+
+
+@given(st.lists(rows_strategy, min_size=1, max_size=6), st.booleans())
+def test_joined_blocks_have_the_same_rows_and_one_run_a_partition(
+    writes: list[Rows], with_values: bool
+) -> None:
+    highs: dict[int, int] = {}
+    blocks: list[Block] = []
+    for time, rows in enumerate(writes, 1):
+        block = build_block([k for k, _ in rows], [v for _, v in rows])
+        runs = block.runs.copy()
+        partitions = runs["partition"].tolist()
+        runs["start_seqno"] = [highs.get(partition, 0) for partition in partitions]
+        runs["end_seqno"] = runs["start_seqno"] + runs["count"]
+        runs["horizon"] = runs["end_seqno"]
+        runs["time"] = time
+        highs.update(zip(partitions, runs["end_seqno"].tolist(), strict=True))
+        block = sealed(replace(block, runs=runs))
+        blocks.append(block if with_values else without_values(block))
+    joined = join_blocks(blocks, dated=True)
+    check_block(joined)
+    expected = sorted((row for block in blocks for row in told(block)), key=lambda row: row[:2])
+    assert told(joined) == expected
+    assert joined.runs["partition"].tolist() == sorted(highs)
+    assert joined.runs["end_seqno"].tolist() == [highs[p] for p in sorted(highs)]
+    assert joined.runs["horizon"].tolist() == joined.runs["end_seqno"].tolist()
+    assert not joined.runs["start_seqno"].any()
+    data = encode_block(joined)
+    assert encode_block(decode_block(data)) == data == encode_block(reopen_block(data))
+
+
+def told(block: Block) -> list[tuple[int, int, bytes, bytes | None, str, int]]:
+    return list(
+        zip(
+            block_partitions(block),
+            block_seqnos(block),
+            block_keys(block),
+            block_values(block),
+            block_ops(block),
+            row_times(block).tolist(),
+            strict=True,
+        )
+    )

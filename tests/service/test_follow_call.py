@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from upr.service.buckets.catalog import Catalog
 from upr.service.change_stream import ChangeStreamMethods
 from upr.service.overload.intake import Intake
 from upr.storage.directory import DataDirectory
+from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1 import types_pb2 as types
 
 TURNS = 1000
 """Turns of the loop after which everything that can go on without the other side has gone on."""
@@ -176,3 +179,56 @@ async def test_an_idle_server_asks_before_it_gives_a_silent_consumer_up(
     assert set(kinds[1:-1]) == {"heartbeat"}
     transport.half_close()
     await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_small_frame_waits_for_its_round_and_everything_else_does_not(
+    methods: ChangeStreamMethods,
+) -> None:
+    of = methods._catalog.find("default").bucket
+    transport = Transport(stability=types.STABILITY_MEMORY)
+    call = begin(methods, transport)
+
+    def write(*partitions: int) -> None:
+        block = replace(
+            build_block([b"k"] * len(partitions), [b"v"] * len(partitions)),
+            runs=make_runs(list(partitions), [1] * len(partitions)),
+        )
+        of.write(sealed(block), b"", None, 0, 1)
+
+    of.proven = False
+    transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=p) for p in (1, 2)]))
+    await transport.until(lambda: len(of.followers) == 1 and len(transport.told) >= 3)
+    write(1)
+    await transport.until(lambda: len(frames(transport)) == 1)
+    # The next round is far away.
+    methods._rounds.pace.begin(asyncio.get_running_loop().time(), waited=False)
+    methods._rounds.pace.interval = 1000.0
+    write(1)
+    write(2)
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert len(frames(transport)) == 1
+    transport.say(stop=wire.Stop(partitions=[2]))
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert ends(transport) == ["STOPPED"]
+    assert len(frames(transport)) == 1
+    # A stream that opens, with an end or without, is sent what there is.
+    transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=2, until_now=True)]))
+    await transport.until(lambda: len(frames(transport)) >= 2)
+    await transport.until(lambda: "FINISHED" in ends(transport))
+    methods.shut_down()
+    await transport.until(lambda: ends(transport)[-1:] == [SHUTTING_DOWN.reason])
+    transport.half_close()
+    await asyncio.gather(call, return_exceptions=True)
+
+
+def frames(transport: Transport) -> list[bytes]:
+    """Frames go out encoded, other messages do not."""
+    return [message for message in transport.told if isinstance(message, bytes)]
+
+
+def ends(transport: Transport) -> list[str]:
+    others = [message for message in transport.told if not isinstance(message, bytes)]
+    return [m.ended.problem.reason for m in others if m.HasField("ended")]

@@ -1,4 +1,4 @@
-"""The processes beside the measuring one: ``children.py bare`` and ``children.py produce TARGET SECONDS DURABILITY``."""
+"""The processes beside the measuring one: ``children.py bare`` and ``children.py produce TARGET SECONDS DURABILITY [RATE]``."""
 
 import asyncio
 import subprocess
@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from upr_client import AsyncClient
 from upr_protocol.wire.grpc import SERVER_OPTIONS
@@ -20,6 +21,8 @@ BARE_METHOD: Final = "/bench.Bare/Stream"
 BARE_UNARY: Final = "/bench.Bare/Unary"
 PER_SECOND: Final = 1000
 KEYS: Final = 4096
+STAMP: Final = np.dtype([("time", "<i8"), ("number", "<i8"), ("", "V112")])
+"""Value of each row: when it was handed to the SDK, in nanoseconds of the monotonic clock, and its number from 0."""
 
 
 class _Bare(grpc.GenericRpcHandler):
@@ -66,18 +69,19 @@ def bare_server() -> Iterator[str]:
         process.wait(10)
 
 
-async def produce(target: str, seconds: float, durability: str) -> None:
-    """Write PER_SECOND keys a second, each with the time at which it was handed to the SDK."""
+async def produce(target: str, seconds: float, durability: str, rate: int = PER_SECOND) -> None:
+    """Write ``rate`` keys a second, each with a STAMP."""
     async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.set(b"warm", b"", durability)
         tasks = set[asyncio.Task[Any]]()
         began = time.monotonic()
-        for number in range(int(seconds * PER_SECOND)):
-            late = began + number / PER_SECOND - time.monotonic()
+        for number in range(int(seconds * rate)):
+            late = began + number / rate - time.monotonic()
             if late > 0:
                 await asyncio.sleep(late)
-            value = time.monotonic_ns().to_bytes(8, "little") + bytes(120)
+            stamp = np.array((time.monotonic_ns(), number, b""), STAMP)
+            value = stamp.tobytes()
             key = b"key-%012d" % (number * 7919 % KEYS)
             task = asyncio.create_task(bucket.set(key, value, durability))
             tasks.add(task)
@@ -89,4 +93,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "bare":
         asyncio.run(serve_bare())
     else:
-        asyncio.run(produce(sys.argv[2], float(sys.argv[3]), sys.argv[4]))
+        asyncio.run(produce(sys.argv[2], float(sys.argv[3]), sys.argv[4], *map(int, sys.argv[5:])))

@@ -20,6 +20,7 @@ from tools.bench.children import BARE_METHOD, bare_server
 from tools.bench.common import MUTATIONS, Figure, Row, batches, encoded, say, server, zipfian_rows
 from tools.bench.delays import measure_latency, measure_starts
 from tools.bench.gets import measure_gets
+from tools.bench.live import measure_live
 from tools.bench.merging import measure_merging
 from tools.bench.resuming import measure_resuming
 from tools.bench.singles import measure_singles
@@ -176,7 +177,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument(
         "--only",
-        choices=("ingest", "singles", "reading", "get", "resume", "latency", "merging"),
+        choices=("ingest", "singles", "reading", "get", "resume", "latency", "live", "merging"),
         help="a part of it",
     )
     options = parser.parse_args()
@@ -189,6 +190,7 @@ def main() -> int:
         "get": measure_gets,
         "resume": measure_resuming,
         "latency": measure_latency,
+        "live": measure_live,
         "merging": measure_merging,
     }
     figures: list[Figure] = []

@@ -220,6 +220,7 @@ class Follower:
         self._id: U64 = np.zeros(PARTITIONS, np.uint64)
         self._until: U64 = np.full(PARTITIONS, NO_END, np.uint64)
         self._limit: U64 = np.full(PARTITIONS, NO_END, np.uint64)
+        self._has_ends = False
         self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
         self._groups = TailReaders(bucket.tail, options.memory, options.showing)
         self._ready: list[tuple[int, int, Encoded]] = []
@@ -232,12 +233,14 @@ class Follower:
         self._settled_raises = bucket.purge_raises
         self._stale: set[int] = set()
         self._ended: list[Ended] = []
+        self._live = False
 
     # Starting and ending
 
     def start(self, requests: Sequence[StartRequest]) -> list[Answer]:
         """Answer each request, and open the streams that may be opened, in this step ("Handshake", step 3)."""
         self._settle_purges()
+        self._live = False
         beginnings = Beginnings(self._bucket.markers.seqno, self._bucket.tail)
         refused = [self._refused(request) for request in requests]
         # All at once: one by one this would take half of the time for a thousand streams.
@@ -317,6 +320,7 @@ class Follower:
             Their answers, dtype STARTED; and the other requests, for ``start``.
         """
         self._settle_purges()
+        self._live = False
         table, tail = self._table, self._bucket.tail
         plain = asked.plain(table)
         if self.seat is not None:
@@ -330,6 +334,7 @@ class Follower:
         self._horizon[p], self._told_purge[p] = seqnos, table.purge[p]
         ends = self._now()[p]
         self._until[p] = ends if asked.until_now else NO_END
+        self._has_ends |= asked.until_now
         self._limit[p] = NO_END
         if name := self.options.consumer:
             self._bucket.consumer_positions.started(name, p, table.newest_id[p], seqnos)
@@ -366,6 +371,7 @@ class Follower:
         self._horizon[partition] = request.seqno
         self._told_purge[partition] = self._table.purge[partition]
         self._until[partition] = NO_END if until is None else until
+        self._has_ends |= until is not None
         self._limit[partition] = NO_END if exact is None else exact
         self._attach(partition)
         if until is not None and until <= request.seqno:
@@ -422,7 +428,8 @@ class Follower:
             return []
         gone = [p for p, _ in streams]
         self._token[gone] = 0
-        self._limit[gone] = NO_END
+        self._until[gone] = self._limit[gone] = NO_END
+        self._has_ends = self._has_ends and bool((self._until != NO_END).any())
         self._from_store[gone] = False
         self._groups.leave(gone)
         self._ready = [item for item in self._ready if self._token[item[0]] == item[1]]
@@ -430,8 +437,16 @@ class Follower:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether Ended messages wait."""
-        return bool(self._ended)
+        """Return whether Ended messages wait, or a purge may have ended streams."""
+        return bool(self._ended) or self._settled_raises != self._bucket.purge_raises
+
+    @property
+    def may_wait(self) -> bool:
+        """Return whether there is a frame that may wait for more.
+
+        It may when the frame before held all that there was, only the tail has grown since, and no stream has an end.
+        """
+        return self._live and not self._groups.at_end
 
     def take_ended(self) -> list[Ended]:
         """Return the waiting ends, once, oldest first."""
@@ -530,6 +545,7 @@ class Follower:
             self._ready = [item for item in self._ready if item[0] not in gone]
             self._groups.leave(again)
             self._from_store[again] = True
+            self._live = False
 
     def _note_raises(self) -> None:
         """Note the purge seqnos for the next frame, before it is built: streams may end with it."""
@@ -621,10 +637,14 @@ class Follower:
                     return None
             if frame is not None:
                 self.credit.spend(frame.size)
+                self._live = self._groups.at_end and not self._has_ends and not self._is_reading()
                 return frame
         # Entries were passed over and there are more: others have their turn first.
         self.wake()
         return None
+
+    def _is_reading(self) -> bool:
+        return self._reading or bool(self._ready) or bool(self._from_store.any())
 
     def _end_waiting(self, failure: UprError) -> None:
         """End the streams that have everything durable: after a failed journal, nothing more becomes durable."""
@@ -690,33 +710,36 @@ class Follower:
         left = self.credit.window - self.credit.outstanding
         if left <= 0:
             return None
-        exact = bool((self._limit != NO_END).any())
+        exact = self._has_ends and bool((self._limit != NO_END).any())
         taken = self._groups.take(
             self._seqno,
             self._horizon,
-            self._until,
+            self._until if self._has_ends else None,
             min(FRAME_BYTES, left),
             self._limit if exact else None,
         )
         if taken is None:
             return None
-        if not self.credit.may_send(taken.size):
+        selection = taken.selection
+        if not self.credit.may_send(selection.size):
             # A block larger than the free credit is sent once nearly everything else was consumed.
             return None
         self._groups.commit(taken)
-        runs = taken.runs
+        runs = selection.runs
         partitions = runs["partition"]
         tokens = self._token[partitions].astype("<u4").tobytes()
         self._seqno[partitions] = runs["end_seqno"]
         # Of several runs of a partition in one frame the last one counts, and its horizon is the highest.
         self._horizon[partitions] = np.maximum(self._horizon[partitions], runs["horizon"])
-        seqnos = self._seqno[partitions]
-        done = (seqnos >= self._until[partitions]) & (self._horizon[partitions] <= seqnos)
-        if done.any():
+        if self._has_ends:
+            seqnos = self._seqno[partitions]
+            done = (seqnos >= self._until[partitions]) & (self._horizon[partitions] <= seqnos)
             self._end(partitions[done].tolist(), FINISHED)
         if taken.beyond is not None:
             self._reach_beyond(taken.beyond)
-        return FrameOut(taken.blocks, tokens, taken.size) if taken.blocks else None
+        if not selection.blocks:
+            return None
+        return FrameOut(selection.blocks, tokens, selection.size, selection.messages)
 
     # Lag
 

@@ -377,9 +377,14 @@ class Seat:
         here = np.array([partition])
         return bool(self.owns(here)[0]) and not self.group.releasing(self.member)[partition]
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the member has a new Assignment."""
+        return self.taken and self.member.news
+
     def take_assignment(self) -> Assignment | None:
         """Return the member's new Assignment, once; None if nothing changed."""
-        if not self.taken or not self.member.news:
+        if not self.has_news:
             return None
         self.member.news = False
         return Assignment(

@@ -4,8 +4,8 @@ A stream with ``until_exact`` is served only what is complete at or below that s
 lacks rows superseded beyond it, cannot be split: the stream ends instead.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from upr.storage.read import Showing
 from upr.storage.search import StoredBeginning
@@ -221,13 +221,22 @@ class Ended:
     why: EndReason
 
 
+Messages = dict[bool, tuple[bytes, Any]]
+"""Encoded frames of some blocks, by whether they are plain rows, each with its tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class FrameOut:
-    """Encoded blocks, the token of each run in them, and their bytes, which count against the credit."""
+    """Encoded blocks, the token of each run in them, and their bytes, which count against the credit.
+
+    Attributes:
+        messages: frames of the same blocks that other followers were sent; a new one may be added.
+    """
 
     blocks: list[bytes]
     tokens: bytes
     size: int
+    messages: Messages = field(default_factory=dict)
 
 
 Answer = Started | RolledBack | Refused

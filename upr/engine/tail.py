@@ -23,7 +23,7 @@ import numpy.typing as npt
 from upr.storage.journal import JournalEntry, NumberedWrite
 from upr_protocol.block import RUN, U64, Block, Runs, join_blocks, select_runs
 from upr_protocol.errors import CorruptBlockError
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, PARTITIONS
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, PARTITIONS, SHARED_BYTES
 from upr_protocol.wire.codec import decode_block, encode_block, reopen_block
 
 MARK_EVERY = 256
@@ -40,6 +40,33 @@ _ENTRY_OVERHEAD_BYTES = 600
 _WRITE_OVERHEAD_BYTES = 200
 _ROW_OVERHEAD_BYTES = 4
 """The hash of a row's key, in the index that a search makes."""
+
+
+class Shared:
+    """Values that readers of the tail made and others can use: the newest, SHARED_BYTES of them.
+
+    Attributes:
+        bytes: about how much memory they hold.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[object, tuple[object, int]] = {}
+        self.bytes = 0
+
+    def get(self, key: object) -> object:
+        """Return the value of a key, None if there is none."""
+        found = self._values.get(key)
+        return found and found[0]
+
+    def put(self, key: object, value: object, size: int) -> None:
+        """Keep a value of about ``size`` bytes; one that exceeds a quarter of SHARED_BYTES is not kept."""
+        if size > SHARED_BYTES // 4:
+            return
+        size += _ENTRY_OVERHEAD_BYTES
+        self.bytes += size - self._values.pop(key, (None, 0))[1]
+        self._values[key] = value, size
+        while self.bytes > SHARED_BYTES:
+            self.bytes -= self._values.pop(next(iter(self._values)))[1]
 
 
 @dataclass(slots=True)
@@ -101,24 +128,30 @@ def _of_partitions(runs: bytes, kept: npt.NDArray[np.bool_]) -> bytes:
     return data
 
 
-def join_entries(entries: Sequence[TailEntry]) -> TailEntry | None:
-    """Return the entries as one; None if not each is all rows of complete runs, or bytes have changed."""
+def join_encoded(encoded: Sequence[bytes]) -> Block | None:
+    """Return encoded blocks as one; None if not each is all rows of complete runs, or bytes have changed."""
     try:
-        blocks = [reopen_block(entry.data) for entry in entries]
+        blocks = [reopen_block(data) for data in encoded]
     except CorruptBlockError:
-        # Each entry by itself ends only the streams that read it.
+        # Each block by itself ends only the streams that read it.
         return None
-    if any(
-        block.seqnos
-        or block.times
-        or not block.value_offsets
-        or (runs["horizon"] != runs["end_seqno"]).any()
-        for block, runs in ((block, block.runs) for block in blocks)
-    ):
+    if len({bool(block.value_offsets) for block in blocks}) > 1:
         return None
-    newest = entries[-1].time
-    block = join_blocks(blocks, dated=newest - entries[0].time > GATHER_MICROS)
-    return TailEntry(block.runs, encode_block(block), (), newest)
+    if any(block.seqnos or block.times for block in blocks):
+        return None
+    runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
+    ends, times = runs["end_seqno"], runs["time"]
+    if (runs["horizon"] != ends).any() or (runs["count"] != ends - runs["start_seqno"]).any():
+        return None
+    return join_blocks(blocks, dated=int(times.max() - times.min()) > GATHER_MICROS)
+
+
+def join_entries(entries: Sequence[TailEntry]) -> TailEntry | None:
+    """As ``join_encoded``, of entries."""
+    block = join_encoded([entry.data for entry in entries])
+    return (
+        None if block is None else TailEntry(block.runs, encode_block(block), (), entries[-1].time)
+    )
 
 
 class Tail:
@@ -130,6 +163,7 @@ class Tail:
         durable: entries below this number are in the journal, fsynced.
         bytes: about how much memory the entries hold.
         volatile_bytes: the part of it that is not durable yet.
+        shared: what its readers share.
     """
 
     def __init__(self) -> None:
@@ -152,6 +186,7 @@ class Tail:
         self._bounds = [0]
         self._bound_size = 0
         self._windows: dict[int, TailEntry | None] = {}
+        self.shared = Shared()
 
     @property
     def end(self) -> int:

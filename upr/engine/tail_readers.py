@@ -1,4 +1,8 @@
-"""Tail readers: the streams of one follower that read the tail together."""
+"""Tail readers: the streams of one follower that read the tail together.
+
+Followers that stand at the same entry and are shown the same runs in the same way share what was selected for the first
+of them, up to the encoded message: see ``Tail.shared``. Entries never change, so it holds as long as it is kept.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,13 +10,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from upr.engine.tail import Tail, TailEntry
+from upr.engine.streams import Messages
+from upr.engine.tail import Tail, TailEntry, join_encoded
 from upr.storage.read import Showing
 from upr_protocol.block import I64, RUN, U64, Runs, select_runs, slice_runs
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import encode_block
 
+_Mask = npt.NDArray[np.bool_]
+
 EVERYTHING = Showing()
+JOINED_BYTES = 128 * 2**10
+"""Most bytes of small blocks that become one."""
 ENTRIES_AT_ONCE = 256
 """Entries looked at in one step, so that a tail of tiny writes does not hold the event loop; a window is one."""
 SPAN_AT_ONCE = 1024
@@ -21,6 +30,8 @@ WINDOW_MEMBERS_MIN = PARTITIONS // 8
 """Fewer partitions read entry by entry: of a window they would want little."""
 _Pieces = list[tuple[TailEntry, int]]
 """Entries, and windows of them, with the number behind each."""
+_State = tuple[U64, U64, U64 | None, U64 | None]
+"""Seqnos, horizons, ends and limits of the streams, see ``TailReaders.take``."""
 
 
 @dataclass(slots=True)
@@ -29,23 +40,54 @@ class _Group:
     members: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(PARTITIONS, bool))
 
 
-_State = tuple[U64, U64, U64, U64 | None]
-"""Seqnos, horizons, ends and limits of the streams, see ``TailReaders.take``."""
-
-
 @dataclass(slots=True)
-class Taken:
-    """Blocks of the tail for a group: their runs, end to end, and the entry that the group reads next.
+class Selection:
+    """Blocks of the tail: the entry behind them, their runs, end to end, and their bytes.
 
-    ``beyond`` are the runs left out because they reach above their stream's limit.
+    Attributes:
+        joinable: whether it was not tried in vain to make one block of them.
+        messages: the frame of the blocks, encoded; see ``FrameOut``.
     """
 
-    group: _Group
     next_entry: int
     blocks: list[bytes]
     runs: Runs
     size: int
+    joinable: bool = True
+    messages: Messages = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Taken:
+    """Selection for a group; ``beyond`` are the runs left out because they reach above their stream's limit."""
+
+    group: _Group
+    selection: Selection
     beyond: Runs | None = None
+
+
+@dataclass(slots=True)
+class _Span:
+    """Consecutive entries that are looked at together, the number behind each, and their runs, end to end, as columns."""
+
+    entries: list[TailEntry]
+    after: tuple[int, ...]
+    runs: Runs
+    partitions: I64
+    starts: U64
+    ends: U64
+
+    @classmethod
+    def of(cls, pieces: _Pieces) -> "_Span":
+        entries = [entry for entry, _ in pieces]
+        runs = _table_of(entries)
+        if len(entries) > 1 and (runs["horizon"] != runs["end_seqno"]).any():
+            # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
+            return cls.of(pieces[:1])
+        after = tuple(after for _, after in pieces)
+        partitions = runs["partition"].astype(np.int64)
+        starts, ends = runs["start_seqno"].copy(), runs["end_seqno"].copy()
+        return cls(entries, after, runs, partitions, starts, ends)
 
 
 class TailReaders:
@@ -66,6 +108,12 @@ class TailReaders:
     def _limit(self) -> int:
         """Return the number of the first entry that may not be shown."""
         return self._tail.end if self._memory else self._tail.durable
+
+    @property
+    def at_end(self) -> bool:
+        """Whether there is nothing to be taken now."""
+        limit = self._limit
+        return all(group.next_entry >= limit for group in self._groups)
 
     def join(self, partitions: Sequence[int] | I64, entry: int) -> None:
         """Let partitions read from an entry on."""
@@ -100,7 +148,7 @@ class TailReaders:
         self,
         seqno: U64,
         horizon: U64,
-        until: U64,
+        until: U64 | None,
         max_bytes: int,
         limit: U64 | None = None,
     ) -> Taken | None:
@@ -109,7 +157,7 @@ class TailReaders:
         Nothing changes until ``commit``. The result may hold no blocks if entries were skipped.
 
         Args:
-            seqno, horizon, until: each stream's state, shape (1024,).
+            seqno, horizon, until: each stream's state, shape (1024,); ``until`` is None when no stream has an end.
             max_bytes: stop before this is exceeded, but not before the first block.
             limit: the largest horizon that each stream may be sent, shape (1024,); None: no stream has one.
         """
@@ -122,21 +170,17 @@ class TailReaders:
         # Stopping where the next group stands lets the two become one.
         end = min([self._limit, *others])
         first = group.next_entry
-        enough = first + SPAN_AT_ONCE
+        enough = min(end, first + SPAN_AT_ONCE)
+        state = (seqno, horizon, until, limit)
         while True:
-            state = (seqno, horizon, until, limit)
-            entries = self._fitting(group, first, end, state, max_bytes)
-            if any(
-                (entry.runs["horizon"] != entry.runs["end_seqno"]).any() for entry, _ in entries
-            ):
-                # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
-                entries = entries[:1]
-            taken = self._select(group, first, entries, state, max_bytes)
+            span = self._span(first, self._fitting(group, first, end, state, max_bytes))
+            taken = self._select(group, first, span, state, max_bytes)
+            selection = taken.selection
             if taken.beyond is not None:
                 return taken
-            if taken.blocks or taken.next_entry >= min(end, enough) or len(entries) == 1:
+            if selection.blocks or selection.next_entry >= enough or len(span.entries) == 1:
                 return taken
-            first = taken.next_entry
+            first = selection.next_entry
 
     def _fitting(
         self, group: _Group, first: int, end: int, state: _State, max_bytes: int
@@ -161,24 +205,30 @@ class TailReaders:
             first = window[1]
         return pieces
 
+    def _span(self, first: int, pieces: _Pieces) -> _Span:
+        """Return the pieces with their runs, which another reader may have put end to end."""
+        place = (first, *(after for _, after in pieces))
+        known = self._tail.shared.get(place)
+        if isinstance(known, _Span):
+            return known
+        span = _Span.of(pieces)
+        self._tail.shared.put(place, span, sum(entry.size for entry in span.entries))
+        return span
+
     def _select(
         self,
         group: _Group,
         first: int,
-        entries: _Pieces,
+        span: _Span,
         state: _State,
         max_bytes: int,
     ) -> Taken:
         seqno, horizon, until, limit = state
-        runs = _joined([entry for entry, _ in entries])
-        partitions = runs["partition"]
-        starts = runs["start_seqno"]
+        runs, partitions, starts = span.runs, span.partitions, span.starts
         above = seqno[partitions]
-        keep = (
-            group.members[partitions]
-            & (runs["end_seqno"] > above)
-            & ((starts < until[partitions]) | (horizon[partitions] > starts))
-        )
+        keep = group.members[partitions] & (span.ends > above)
+        if until is not None:
+            keep &= (starts < until[partitions]) | (horizon[partitions] > starts)
         beyond = None
         if limit is not None:
             # A later run of such a stream begins at or above its end: only the first one reaches beyond.
@@ -186,29 +236,71 @@ class TailReaders:
             keep &= ~beyond
         # A position may lie inside a run: rows up to it are not sent again.
         inside = keep & (starts < above)
-        sliced = bool(inside.any())
+        slices = np.where(inside, above, 0) if inside.any() else None
+        selection = self._selection(first, span, keep, slices, max_bytes)
+        taken = Taken(group, selection)
+        if beyond is not None:
+            done = span.after.index(selection.next_entry) + 1
+            used = sum(len(entry.runs) for entry in span.entries[:done])
+            if beyond[:used].any():
+                taken.beyond = runs[:used][beyond[:used]]
+        return taken
+
+    def _selection(
+        self, first: int, span: _Span, keep: _Mask, above: U64 | None, max_bytes: int
+    ) -> Selection:
+        """Return the kept runs of a span as they are shown, from as many entries as ``max_bytes`` have room for.
+
+        Args:
+            above: for each run the seqno above which it is shown, 0 for all of it; None for all of every run. Only then
+                is the selection shared.
+        """
+        place = (first, span.after, self._showing, keep.tobytes())
+        if above is None:
+            known = self._tail.shared.get(place)
+            if isinstance(known, Selection) and known.size <= max_bytes:
+                return self._joined(place, known)
         blocks: list[bytes] = []
-        size = at = used = 0
-        for entry, after in entries:
+        size = at = used = done = 0
+        for entry in span.entries:
             last = at + len(entry.runs)
             kept = keep[at:last]
             if kept.any():
-                slices = above[at:last] if sliced and inside[at:last].any() else None
+                slices = None if above is None else above[at:last]
+                if slices is not None and not slices.any():
+                    slices = None
                 data = _selected(entry, kept, self._showing, slices)
                 if blocks and size + len(data) > max_bytes:
                     break
                 blocks.append(data)
                 size += len(data)
             at = used = last
-            first = after
-        taken = Taken(group, first, blocks, runs[:used][keep[:used]], size)
-        if beyond is not None and beyond[:used].any():
-            taken.beyond = runs[:used][beyond[:used]]
-        return taken
+            done += 1
+        selection = Selection(span.after[done - 1], blocks, span.runs[:used][keep[:used]], size)
+        if above is None and done == len(span.entries):
+            self._tail.shared.put(place, selection, 2 * size + selection.runs.nbytes)
+        return selection
+
+    def _joined(self, place: object, known: Selection) -> Selection:
+        """Return a shared selection as one block, if that is worth its while.
+
+        Joining small blocks costs about what a client spends on checking them one by one. So it is done for the second
+        follower, and all further ones are sent the result.
+        """
+        if len(known.blocks) < 2 or known.size > JOINED_BYTES or not known.joinable:
+            return known
+        block = join_encoded(known.blocks)
+        if block is None:
+            known.joinable = False
+            return known
+        data = encode_block(block)
+        joined = Selection(known.next_entry, [data], block.runs, len(data))
+        self._tail.shared.put(place, joined, 2 * joined.size + block.runs.nbytes)
+        return joined
 
     def commit(self, taken: Taken) -> None:
         """Move the group behind the blocks it took."""
-        taken.group.next_entry = taken.next_entry
+        taken.group.next_entry = taken.selection.next_entry
         self.moves += 1
 
     def _merge_groups(self) -> None:
@@ -225,14 +317,18 @@ class TailReaders:
 def _reaches_beyond(group: _Group, runs: Runs, state: _State) -> bool:
     """Return whether a run ends above where a stream of the group ends, or above what it may be sent."""
     _, _, until, limit = state
+    if until is None and limit is None:
+        return False
     partitions = runs["partition"]
-    beyond = runs["end_seqno"] > until[partitions]
+    beyond = np.zeros(len(runs), bool)
+    if until is not None:
+        beyond |= runs["end_seqno"] > until[partitions]
     if limit is not None:
         beyond |= runs["horizon"] > limit[partitions]
     return bool((beyond & group.members[partitions]).any())
 
 
-def _joined(entries: list[TailEntry]) -> Runs:
+def _table_of(entries: list[TailEntry]) -> Runs:
     """Return the tables end to end; numpy is slow to concatenate records, and bytes are not."""
     if len(entries) == 1:
         return entries[0].runs

@@ -21,6 +21,7 @@ from upr.service.conversation import read_member
 from upr.service.follow import FollowCall
 from upr.service.overload.callers import Callers, peer_of
 from upr.service.overload.intake import Context, Intake, abort
+from upr.service.overload.pace import Rounds
 from upr.service.trouble import words_of
 from upr_protocol.block import U64
 from upr_protocol.errors import (
@@ -211,6 +212,7 @@ class ChangeStreamMethods:
         self._heartbeat_seconds = heartbeat_seconds
         self._reader_seconds = reader_seconds
         self._callers = callers or Callers()
+        self._rounds = Rounds()
         self._calls: set[FollowCall] = set()
         self._stopping = False
 
@@ -409,6 +411,7 @@ class ChangeStreamMethods:
             liveness,
             self._callers,
             self._reader_seconds,
+            self._rounds,
         )
         opened = wire.Opened(
             server_id=self._server_id,

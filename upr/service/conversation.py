@@ -173,6 +173,11 @@ class Membership:
         self._follower.stop(owned)
         self._seat.release(owned, micros(now))
 
+    @property
+    def has_news(self) -> bool:
+        """Return whether there is a new Assignment."""
+        return self._seat.has_news
+
     def next_message(self) -> wire.FollowResponse | None:
         """Return the newest Assignment, once; None if there is no new one."""
         assignment = self._seat.take_assignment()
@@ -193,6 +198,8 @@ log = logging.getLogger(__name__)
 
 SILENT: Final = EndReason("SILENT", True, "the consumer sent nothing for three heartbeat intervals")
 _POSITION = struct.Struct("<IQ")
+PLAIN_AT_ONCE_BYTES = 32 * 2**10
+"""Size from which a frame of plain rows is built message by message, as it is sent."""
 
 
 class Outgoing(NamedTuple):
@@ -260,6 +267,18 @@ class Conversation:
     def waiting(self) -> int:
         """Return the number of answers not sent yet."""
         return len(self._out) + len(self._starts)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Return whether something else than a frame is to be sent now."""
+        member = self._member
+        return bool(
+            self._out
+            or self._beat_now
+            or self.ending is not None
+            or self.follower.has_ended
+            or (member is not None and member.has_news)
+        )
 
     def say(self, message: wire.FollowResponse) -> None:
         """Queue a message before all frames and later answers."""
@@ -389,11 +408,14 @@ class Conversation:
 
     # Messages of the server
 
-    def next_message(self, now: float) -> Outgoing | None:
+    def next_message(self, now: float, hold: Callable[[], bool] = lambda: False) -> Outgoing | None:
         """Return what to send next: answers, then ends of streams, then a heartbeat if one is due, then the end of the
         call, then a frame. None when there is nothing to be said now.
 
         So a stream's answer goes before its frames, and its end before the end of the call.
+
+        Args:
+            hold: called when there is a frame that may wait for others; returns whether it must.
         """
         if self.over:
             return None
@@ -417,6 +439,8 @@ class Conversation:
             self.over = True
             ended = wire.Ended(problem=_problem(self.ending))
             return Outgoing(wire.FollowResponse(ended=ended))
+        if self.follower.may_wait and hold():
+            return None
         return self._next_frame()
 
     def _next_frame(self) -> Outgoing | None:
@@ -424,9 +448,18 @@ class Conversation:
         if frame is None:
             return None
         raised = b"".join(_POSITION.pack(*one) for one in self.follower.take_purge_seqnos())
-        if self.follower.options.plain_rows:
+        plain = self.follower.options.plain_rows
+        if plain and frame.size >= PLAIN_AT_ONCE_BYTES:
             return Outgoing(plain_messages(frame.blocks, frame.tokens, raised), frame)
-        return Outgoing(encode_frame(frame.blocks, frame.tokens, raised), frame)
+        tokens, message = frame.messages.get(plain, (b"", None))
+        if message is None or tokens != frame.tokens or raised:
+            encode: Any = plain_messages if plain else encode_frame
+            message = encode(frame.blocks, frame.tokens, raised)
+            if plain:
+                message = list(message)
+            if not raised:
+                frame.messages[plain] = frame.tokens, message
+        return Outgoing(iter(message) if plain else message, frame)
 
 
 def _request(one: wire.StartPartition) -> StartRequest:

@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import lmdb
 
-from upr.engine.bucket import Bucket
 from upr.engine.follower import Beginnings
 from upr.engine.streams import (
     BUCKET_GONE,
@@ -27,9 +26,10 @@ from upr.engine.streams import (
 )
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.calls import parsed
-from upr.service.conversation import Conversation, Found, Outgoing
+from upr.service.conversation import PLAIN_AT_ONCE_BYTES, Conversation, Found, Outgoing
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
 from upr.service.overload.intake import Context, Intake, shed_error
+from upr.service.overload.pace import Rounds
 from upr.service.trouble import words_of
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
@@ -48,14 +48,9 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-COALESCE_FOLLOWERS = 4
-COALESCE_SECONDS = 0.01
-COALESCE_BYTES = 64 * 2**10
-"""With this many followers, frames smaller than this are held back for up to COALESCE_SECONDS: on two cores
-eight followers of single writes cannot be woken for each of them."""
+SMALL_BYTES = 64 * 2**10
+"""A follower whose frames are smaller than this, and hold all that there is, sends them in rounds."""
 HALF_CLOSE_SECONDS = 5.0
-PLAIN_AT_ONCE_BYTES = 32 * 2**10
-"""Size from which frames of plain rows are built in a thread."""
 SLOW_BYTES_A_SECOND = 64 * 2**10
 """Slowest accepted rate for a message larger than a frame."""
 UNSENT_ANSWERS_MAX = 4
@@ -75,14 +70,16 @@ class FollowCall:
         liveness: Liveness,
         callers: Callers,
         reader_seconds: float,
+        rounds: Rounds,
     ) -> None:
         self._host = host
+        self._rounds = rounds
+        self._is_small = self._is_held = False
         self._callers = callers
         self._peer = peer_of(context.peer())
         self._reader_seconds = reader_seconds
         self._writing_until = math.inf
         self._unheard = False
-        self._bucket: Bucket = host.bucket
         self._context = context
         self._liveness = liveness
         self._wake = asyncio.Event()
@@ -91,7 +88,7 @@ class FollowCall:
         self._left = False
         self._reads: set[asyncio.Task[None]] = set()
         now = asyncio.get_running_loop().time()
-        self._talk = Conversation(host.bucket, options, credit, liveness, self._wake.set, now)
+        self._talk = Conversation(host.bucket, options, credit, liveness, self._wake_up, now)
         self.follower = self._talk.follower
         self.say = self._talk.say
         self.end = self._talk.end
@@ -99,6 +96,16 @@ class FollowCall:
         self._shed = False
         self._arriving = intake.expect(context, self._end_at_once)
         host.users.add(self.bucket_gone)
+
+    def _wake_up(self) -> None:
+        """Wake the sender, unless it could only send a frame that waits for its round."""
+        if not self._is_held or self._talk.is_urgent:
+            self._wake.set()
+
+    def _hold(self) -> bool:
+        """Return whether a frame must wait for its round."""
+        self._is_held = self._is_small and not self._rounds.join(self._wake.set)
+        return self._is_held
 
     def bucket_gone(self, _: BucketGoneError) -> None:
         """End all streams and the call, because the bucket was dropped."""
@@ -245,7 +252,8 @@ class FollowCall:
         loop = asyncio.get_running_loop()
         while not self._half_closed:
             self._wake.clear()
-            saying = self._talk.next_message(loop.time())
+            self._is_held = False
+            saying = self._talk.next_message(loop.time(), self._hold)
             if saying is not None:
                 if isinstance(saying.message, Iterator):
                     await self._send_plain(saying)
@@ -253,7 +261,7 @@ class FollowCall:
                     await self._write(saying.message, saying.frame.size if saying.frame else 0)
                 self._sent.set()
                 if saying.frame is not None:
-                    await self._frame_sent(saying.frame)
+                    self._frame_sent(saying.frame)
                 if self._talk.over:
                     return
                 continue
@@ -278,13 +286,12 @@ class FollowCall:
                 return
             await self._write(made, len(made))
 
-    async def _frame_sent(self, frame: FrameOut) -> None:
-        if frame.size >= COALESCE_BYTES:
+    def _frame_sent(self, frame: FrameOut) -> None:
+        self._is_small = frame.size < SMALL_BYTES
+        if not self._is_small:
             # A slow link may keep an answer to a heartbeat behind much data, but it takes the data. Small messages
             # prove nothing: buffers take them even if nobody reads.
             self._liveness.heard(asyncio.get_running_loop().time())
-        if len(self._bucket.followers) >= COALESCE_FOLLOWERS and frame.size < COALESCE_BYTES:
-            await asyncio.sleep(COALESCE_SECONDS)
 
     async def _idle(self, now: float) -> None:
         """Wait until a message may be ready, or a heartbeat is due."""

@@ -20,12 +20,12 @@ from upr.storage.store import ReadRequest, Store
 from upr_protocol.block import (
     I64,
     OP_DELETE,
-    U64,
     Block,
     block_keys,
     block_values,
     row_bounds,
     row_seqnos,
+    row_times,
     sealed,
     slice_above,
     without_values,
@@ -107,7 +107,7 @@ def _rows_of(block: Block) -> list[_Row]:
             block_keys(block),
             block_values(block),
             _deletes(block).astype(bool).tolist(),
-            _times(block).tolist(),
+            row_times(block).tolist(),
             strict=True,
         )
     )
@@ -156,14 +156,6 @@ def _deletes(block: Block) -> I64:
     ops = np.frombuffer(block.ops, np.uint8) if block.ops else np.zeros(block.rows, np.uint8)
     deletes: I64 = (ops == OP_DELETE).astype(np.int64)
     return deletes
-
-
-def _times(block: Block) -> U64:
-    """Return the commit time of each row."""
-    if block.times:
-        return np.frombuffer(block.times, "<u8")
-    times: U64 = np.repeat(block.runs["time"], block.runs["count"])
-    return times
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,102 @@
+"""The pace of small frames: followers that wait for changes send in rounds, and rounds come less often under load.
+
+A commit wakes every follower, and a frame costs much the same whatever is in it, at both ends. So small frames go out in
+rounds, in each of which every waiting follower sends one. The time from one round to the next is a multiple of what the
+rounds take: followers leave most of the event loop to others, and what comes in between goes with one frame. What makes
+the loop slow makes the rounds longer, or late, which counts as well. A follower alone does not wait.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from upr_protocol.limits import ROUND_SECONDS_MAX
+
+SHARE: Final = 8
+"""The next round begins this many times a round's duration after it began. In that time frames are handed to gRPC, which
+then works for about as long; a client on the same machine takes several times as much for a frame."""
+TIMER_SECONDS: Final = 0.001
+"""Resolution of the event loop's timers: shorter waits, and delays, are none."""
+
+
+class Pace:
+    """Pace of rounds; the caller has the clock, in seconds.
+
+    Attributes:
+        interval: from the beginning of a round to that of the next, 0 to ROUND_SECONDS_MAX seconds.
+    """
+
+    def __init__(self) -> None:
+        self.interval = 0.0
+        self._began = 0.0
+        self._late = 0.0
+        self._before = 0.0
+
+    def left(self, now: float) -> float:
+        """Return the seconds until the next round may begin, 0 for now."""
+        left = self._began + self.interval - now
+        return left if left > TIMER_SECONDS else 0.0
+
+    def begin(self, now: float, *, waited: bool) -> None:
+        """Record the beginning of a round, for which followers waited or not."""
+        late = now - self._began - self.interval - TIMER_SECONDS
+        self._late = max(late, 0.0) if waited else 0.0
+        self._began = now
+
+    def end(self, now: float, frames: int) -> None:
+        """Record the end of the round: the interval goes half of the way to what suits it.
+
+        Of the last two rounds the shorter one counts, so that a single pause of the process changes nothing.
+
+        Args:
+            frames: sent in the round, at least 1; the first one is for nothing, and the others share the rest.
+        """
+        taken = (now - self._began + self._late) * (frames - 1) / frames
+        steady, self._before = min(taken, self._before), taken
+        self.interval += (min(steady * SHARE, ROUND_SECONDS_MAX) - self.interval) / 2
+
+
+class Rounds:
+    """Rounds of a server's followers.
+
+    In a round all waiting followers are woken in one turn of the event loop: they stand at the same place then, and can
+    share a frame.
+    """
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self._waiting: dict[Callable[[], None], None] = {}
+        self._is_open = False
+        self._frames = 0
+
+    def join(self, wake: Callable[[], None]) -> bool:
+        """Return whether a frame is to be sent now. If not, ``wake`` is called when the next round begins."""
+        if not self._is_open:
+            loop = asyncio.get_running_loop()
+            left = self.pace.left(loop.time())
+            if left and not self._waiting:
+                loop.call_later(left, self._begin, loop)
+            if left or self._waiting:
+                self._waiting[wake] = None
+                return False
+            self._open(loop, waited=False)
+        self._frames += 1
+        return True
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for wake in waiting:
+            wake()
+        self._open(loop, waited=True)
+
+    def _open(self, loop: asyncio.AbstractEventLoop, *, waited: bool) -> None:
+        """Open a round until all who are awake by now have sent."""
+        self._is_open = True
+        self._frames = 0
+        self.pace.begin(loop.time(), waited=waited)
+        loop.call_soon(self._close, loop)
+
+    def _close(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_open = False
+        if self._frames:
+            self.pace.end(loop.time(), self._frames)
