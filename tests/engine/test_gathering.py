@@ -105,7 +105,7 @@ def test_a_large_write_is_an_entry_of_its_own_and_keeps_its_checksum() -> None:
 
 def test_an_entry_has_at_most_the_columns_of_a_block() -> None:
     b = bucket()
-    for number in range(40):
+    for number in range(2 * BLOCK_COLUMN_BYTES // SMALL_BYTES + 5):
         put(b, b"%d" % number, b"v" * (SMALL_BYTES - 100))
     sizes = [decode_block(entry.block).column_bytes for entry in taken(b).entries]
     assert len(sizes) == 3
