@@ -408,7 +408,7 @@ def test_a_row_of_the_tail_counts_its_hash() -> None:
         entry((P, [Row(n + 1, key, b"v") for n, key in enumerate(some)]))
         for some in (keys[:1], keys)
     )
-    sizes = [TailEntry(e.runs, e.data, b"", 0, 1).size - len(e.data) for e in (one, many)]
+    sizes = [TailEntry(e.runs, e.data, (), 1).size - len(e.data) for e in (one, many)]
     assert sizes[1] - sizes[0] >= 49 * TailPart.of(0, [many]).hashes.itemsize
 
 
