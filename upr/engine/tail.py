@@ -144,7 +144,8 @@ def join_encoded(encoded: Sequence[bytes]) -> Block | None:
     ends, times = runs["end_seqno"], runs["time"]
     if (runs["horizon"] != ends).any() or (runs["count"] != ends - runs["start_seqno"]).any():
         return None
-    return join_blocks(blocks, dated=int(times.max() - times.min()) > GATHER_MICROS)
+    # A row has the same time for every reader, joined or not.
+    return join_blocks(blocks, dated=bool((times != times[0]).any()))
 
 
 def join_entries(entries: Sequence[TailEntry]) -> TailEntry | None:
