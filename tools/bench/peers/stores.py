@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -330,11 +331,13 @@ class Nats:
 
 
 async def write_all(store: Store, rows: list[Row]) -> None:
-    """Write all rows in bulk, WRITES_AT_ONCE batches under way."""
-    places = asyncio.Semaphore(WRITES_AT_ONCE)
+    """Write all rows in bulk, WRITES_AT_ONCE batches under way; those of a key in their order."""
+    lanes: list[list[Row]] = [[] for _ in range(WRITES_AT_ONCE)]
+    for row in rows:
+        lanes[zlib.crc32(row[0]) % WRITES_AT_ONCE].append(row)
 
-    async def write(batch: list[Row]) -> None:
-        async with places:
+    async def write(lane: list[Row]) -> None:
+        for batch in batches(lane, ROWS_AT_ONCE):
             await store.write(batch)
 
-    await asyncio.gather(*map(write, batches(rows, ROWS_AT_ONCE)))
+    await asyncio.gather(*map(write, lanes))
