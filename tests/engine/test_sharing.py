@@ -170,3 +170,14 @@ def test_what_is_shared_is_bounded_and_the_newest() -> None:
     assert (shared.get(999), shared.bytes) == ("again", held)
     shared.put("large", "value", SHARED_BYTES)
     assert shared.get("large") is None
+
+
+def test_what_is_shared_goes_with_the_entries() -> None:
+    of = bucket()
+    readers = [Reader(of, FollowOptions()) for _ in range(3)]
+    write(of, random.Random(1))
+    for reader in readers:
+        reader.read()
+    assert of.tail.shared.bytes
+    of.tail.drop_before(of.tail.durable)
+    assert not of.tail.shared.bytes

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -97,7 +98,7 @@ def change_hashes(store: Store, end: int, how: Callable[[bytes], bytes]) -> None
         txn.put(key, how(bytes(txn.get(key, db=store._hashes))), db=store._hashes)
 
 
-def test_hashes_are_those_of_every_release() -> None:
+def test_hashes_are_those_of_every_release(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [b"a", b"key-000000000001", b"key-000000000002", bytes(range(100)), b"k" * 4096]
     known = [535352397, 36391312, 1201032292, 1621813397, 392345314]
     offsets = np.cumsum([0, *map(len, keys)])
@@ -106,6 +107,8 @@ def test_hashes_are_those_of_every_release() -> None:
     for key, one in zip(keys, known, strict=True):
         assert hashes_of(np.array([0, len(key)]), key).tolist() == [one]
         assert hashes_of(np.array([2, 2 + len(key)]), b"xx" + key + b"y").tolist() == [one]
+    monkeypatch.setattr(blocks_module, "HASHED_BYTES", 50)
+    assert hashes_of(offsets, b"".join(keys)).tolist() == known
 
 
 FORGED = {
@@ -302,6 +305,56 @@ def test_damaged_hashes_are_as_none(store: Store, damage: str) -> None:
     change_hashes(store, 3, DAMAGE[damage])
     for asked in (keys, keys[2:3], some_keys(P, 9)[6:]):
         assert found(store, asked) == {key: model[key] for key in asked if key in model}
+
+
+@pytest.mark.parametrize(("source", "place"), [(6, 3), (1, 6)])
+def test_a_block_under_the_key_of_another_is_damage(store: Store, source: int, place: int) -> None:
+    keys, _ = six_blocks(store)
+    with store._writing() as txn:
+        data = bytes(txn.get(keyspace.block_key(P, source), db=store._blocks))
+        txn.put(keyspace.block_key(P, place), data, db=store._blocks)
+    lookup = Lookup(list({keys[place - 1], keys[2]}), 10**9)
+    search = StoreSearch(lookup, store, NOTHING)
+    assert any(search.bite() for _ in range(10)), "it goes on for ever"
+    assert list(lookup.problems) == [P]
+    assert not lookup.found
+
+
+def test_a_search_of_many_small_blocks_comes_in_steps(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, model = six_blocks(store)
+    monkeypatch.setattr(blocks_module, "HASHED_BLOCKS", 2)
+    with store.look() as cursor:
+        assert cursor.hashes(P, 6, 0, 10**9).ends == [6, 5]
+    assert found(store, keys) == model
+
+
+def test_an_index_that_cannot_be_dropped_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[int]
+) -> None:
+    store = store_of(tmp_path / "store")
+    keys, model = six_blocks(store)
+    with store._env.begin(write=True) as txn:
+        # As a program writes that does not know the index.
+        txn.put(b"other", b"", db=store._meta)
+    store.close()
+
+    def full(self: Store) -> Any:
+        raise lmdb.DiskError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_writing", full)
+        store = Store(tmp_path / "store")
+    assert found(store, keys[:1]) == {keys[0]: model[keys[0]]}
+    assert read == [6, 5, 4, 3, 2, 1]
+    # What is written meanwhile does not vouch for it.
+    flush(store, entry((Q, [Row(1, some_keys(Q, 1)[0], b"v")])))
+    store.close()
+    store = Store(tmp_path / "store")
+    assert hashes_at(store, P) == []
+    assert found(store, keys) == model
+    store.close()
 
 
 def test_hashes_go_with_their_blocks(store: Store) -> None:

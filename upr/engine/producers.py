@@ -149,8 +149,8 @@ class Producer:
     def _runs_in(self, tail: Tail, entries: Iterable[int], number: int) -> Iterator[Runs]:
         """Yield what the writes of a number wrote in entries of the tail."""
         for entry in map(tail.__getitem__, entries):
-            for write in entry.writes:
-                if write.number == number and write.producer == self.name:
+            for write in entry.writes_of(self.name):
+                if write.number == number:
                     yield entry.runs_of(write)
 
     def _newest_of(self, tail: Tail) -> npt.NDArray[np.int64]:
@@ -163,7 +163,7 @@ class Producer:
             newest = np.full((2, PARTITIONS), -1, np.int64)
             for number_in_tail in sorted(set(self._entries)):
                 entry = tail[number_in_tail]
-                own = [write for write in entry.writes if write.producer == self.name]
+                own = entry.writes_of(self.name)
                 table = np.frombuffer(b"".join([entry.runs_of(w).tobytes() for w in own]), RUN)
                 newest[0, table["partition"]] = number_in_tail
                 counts = [len(entry.runs_of(write)) for write in own]

@@ -15,7 +15,7 @@ entry from which a partition must be read is found without looking at all of the
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,17 @@ class TailEntry:
     writes: Sequence[NumberedWrite]
     time: int
     commit: int = 0
+    _by_producer: dict[bytes, list[NumberedWrite]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    def writes_of(self, producer: bytes) -> Sequence[NumberedWrite]:
+        """Return a producer's writes; of all at once, because after a restart each of them asks."""
+        if self._by_producer is None:
+            self._by_producer = {}
+            for write in self.writes:
+                self._by_producer.setdefault(write.producer, []).append(write)
+        return self._by_producer.get(producer, ())
 
     @property
     def size(self) -> int:
@@ -366,3 +377,4 @@ class Tail:
         # The newest bound stays, also below: the next one is counted from it.
         self._bounds = [*(b for b in self._bounds[:-1] if b >= number), self._bounds[-1]]
         self._windows = {b: window for b, window in self._windows.items() if b >= number}
+        self.shared = Shared()

@@ -28,6 +28,8 @@ SPAN_AT_ONCE = 1024
 """The same with those in windows, which may have to be made."""
 WINDOW_MEMBERS_MIN = PARTITIONS // 8
 """Fewer partitions read entry by entry: of a window they would want little."""
+_PLACE_BYTES = 40
+"""An entry's number, in what is shared and in what it is found by."""
 _Pieces = list[tuple[TailEntry, int]]
 """Entries, and windows of them, with the number behind each."""
 _State = tuple[U64, U64, U64 | None, U64 | None]
@@ -212,7 +214,8 @@ class TailReaders:
         if isinstance(known, _Span):
             return known
         span = _Span.of(pieces)
-        self._tail.shared.put(place, span, sum(entry.size for entry in span.entries))
+        size = sum([entry.size + _PLACE_BYTES for entry in span.entries])
+        self._tail.shared.put(place, span, size)
         return span
 
     def _select(
@@ -259,7 +262,7 @@ class TailReaders:
         if above is None:
             known = self._tail.shared.get(place)
             if isinstance(known, Selection) and known.size <= max_bytes:
-                return self._joined(place, known)
+                return self._joined(place, span, known)
         blocks: list[bytes] = []
         size = at = used = done = 0
         for entry in span.entries:
@@ -278,10 +281,15 @@ class TailReaders:
             done += 1
         selection = Selection(span.after[done - 1], blocks, span.runs[:used][keep[:used]], size)
         if above is None and done == len(span.entries):
-            self._tail.shared.put(place, selection, 2 * size + selection.runs.nbytes)
+            self._share(place, span, selection)
         return selection
 
-    def _joined(self, place: object, known: Selection) -> Selection:
+    def _share(self, place: object, span: _Span, selection: Selection) -> None:
+        # Its bytes, and once more in the message; and what it is found by, which may be the larger part.
+        key = len(span.runs) + _PLACE_BYTES * len(span.entries)
+        self._tail.shared.put(place, selection, 2 * selection.size + selection.runs.nbytes + key)
+
+    def _joined(self, place: object, span: _Span, known: Selection) -> Selection:
         """Return a shared selection as one block, if that is worth its while.
 
         Joining small blocks costs about what a client spends on checking them one by one. So it is done for the second
@@ -295,7 +303,7 @@ class TailReaders:
             return known
         data = encode_block(block)
         joined = Selection(known.next_entry, [data], block.runs, len(data))
-        self._tail.shared.put(place, joined, 2 * joined.size + block.runs.nbytes)
+        self._share(place, span, joined)
         return joined
 
     def commit(self, taken: Taken) -> None:

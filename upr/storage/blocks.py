@@ -23,6 +23,10 @@ from upr_protocol.wire.codec import (
 )
 from upr_protocol.wire.compression import zstd_available
 
+HASHED_BLOCKS = 1000
+"""Blocks whose hashes are looked at in one step."""
+HASHED_BYTES = 2**20
+"""Keys that are hashed in one step."""
 HEAD_BYTES = 2 + RUN.itemsize
 PEEK_BYTES = 128
 """Bytes in front of a block that also hold its uncompressed size."""
@@ -235,7 +239,7 @@ class BlockCursor:
 
     Args:
         cursor: over the blocks, of a transaction with buffers.
-        hashes: over the hashes of their keys, of the same transaction.
+        hashes: over the hashes of their keys, of the same transaction; None if they cannot be used.
     """
 
     def __init__(self, cursor: Any, hashes: Any) -> None:
@@ -291,8 +295,14 @@ class BlockCursor:
         starts, ends, found = list[int](), list[int](), list[bytes]()
         cursor, size = self._hashes, 0
         key = keyspace.block_key(partition, end)
-        more = cursor.set_key(key)
-        while more and size < most and end > above and cursor.key() == key:
+        more = cursor is not None and cursor.set_key(key)
+        while (
+            more
+            and size < most
+            and len(ends) < HASHED_BLOCKS
+            and end > above
+            and cursor.key() == key
+        ):
             try:
                 start, hashes = keyspace.unpack_hashes(key, bytes(cursor.value()))
             except DataDamagedError:
@@ -418,6 +428,8 @@ def key_hashes(block: Encoded) -> U32:
 def hashes_of(offsets: I64, data: bytes) -> U32:
     """Return a hash of each key of a column, 32 bits. The store holds such hashes: they must never change.
 
+    It takes about 4 times HASHED_BYTES of memory, or of the longest key.
+
     The sum of the key's words of 8 bytes, each times an odd weight of its place. Keys that collide can be forged, so
     equal hashes say that keys may be equal, and different hashes that they are not.
 
@@ -427,15 +439,24 @@ def hashes_of(offsets: I64, data: bytes) -> U32:
     """
     if len(offsets) < 2:
         return np.zeros(0, np.uint32)
+    edges, first, found = offsets - offsets[0], 0, list[U32]()
+    while first < len(offsets) - 1:
+        last = int(np.searchsorted(edges, edges[first] + HASHED_BYTES, side="right")) - 1
+        last = max(last, first + 1)
+        low, high = int(offsets[first]), int(offsets[last])
+        found.append(_hashes_of(offsets[first : last + 1] - low, data[low:high]))
+        first = last
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _hashes_of(offsets: I64, data: bytes) -> U32:
     lengths = np.diff(offsets)
     # A word at each byte; behind the last there are bytes for its word.
     padded = data + bytes(8)
     longest = int(lengths.max())
     if longest == lengths.min():
         count = max(longest + 7 >> 3, 1)
-        table: U64 = np.ndarray(
-            (len(lengths), count), "<u8", padded, int(offsets[0]), (longest, 8)
-        ).copy()
+        table: U64 = np.ndarray((len(lengths), count), "<u8", padded, 0, (longest, 8)).copy()
         table[:, -1] &= _FIRST_BYTES[longest - 8 * (count - 1)]
         table ^= table >> _HALF
         table *= _WEIGHTS[:count]

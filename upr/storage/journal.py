@@ -111,12 +111,6 @@ def encode_record(commit: Commit) -> list[bytes]:
     return [head + _CRC.pack(google_crc32c.value(head)), *pieces]
 
 
-def record_bytes(commit: Commit) -> int:
-    """Return the size of a commit's record."""
-    heads = sum(len(_entry_head(entry)) + _SIZE.size for entry in commit.entries)
-    return _RECORD.size + heads + commit.size
-
-
 def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
     entries = []
     at = 0
@@ -156,7 +150,11 @@ def _record_at(data: bytes, at: int) -> tuple[Commit, int] | None:
     payload = data[at + _RECORD.size : head.end]
     if google_crc32c.value(payload) != head.crc:
         return None
-    return Commit(head.number, _decode_payload(payload)), head.end
+    try:
+        return Commit(head.number, _decode_payload(payload)), head.end
+    except struct.error:
+        # A value may hold what looks like a record, up to its checksums.
+        return None
 
 
 class _Head(NamedTuple):
@@ -344,9 +342,14 @@ class Journal:
                 # The file's size reached the disk before its bytes did.
                 return 0
             raise DataDamagedError(f"{segment.path}: the segment's header is damaged")
-        if version not in _FORMATS_READ or bucket != self._version or number != segment.number:
+        if version not in _FORMATS_READ:
             raise DataDamagedError(
-                f"{segment.path}: the segment is of format {version}, bucket {bucket:016x}, number {number}"
+                f"{segment.path}: the segment is of format {version}; must be {' or '.join(map(str, _FORMATS_READ))}",
+                hint="use the program that wrote it, or a newer one",
+            )
+        if bucket != self._version or number != segment.number:
+            raise DataDamagedError(
+                f"{segment.path}: the segment is of bucket {bucket:016x} and has number {number}"
             )
         return _HEADER.size
 
@@ -415,8 +418,8 @@ class Journal:
         self._size = _HEADER.size
         self._segments.append(_Segment(number, path))
 
-    def append(self, commit: Commit) -> None:
-        """Append one record and fsync it.
+    def append(self, commit: Commit) -> int:
+        """Append one record, fsync it, and return its size in bytes.
 
         Raises:
             OSError: nothing of the record remains (a full disk); the caller may retry.
@@ -447,6 +450,7 @@ class Journal:
         failpoints.hit("journal.after_sync")
         self._size += written
         self._segments[-1].last_commit = commit.number
+        return written
 
     def _write(self, fd: int, pieces: Sequence[bytes]) -> int:
         data = b"".join(pieces)

@@ -38,9 +38,9 @@ from upr.storage.blocks import (
     StoredBlock,
     checked,
     hashes_of,
+    head_of,
     key_hashes,
     keys_of,
-    own_head,
 )
 from upr.storage.store import Store
 from upr_protocol.block import I64, OP_DELETE, U32, U64, Runs, row_bounds
@@ -452,7 +452,8 @@ class StoreSearch:
 
     def _search_whole(self, cursor: BlockCursor, partition: int, end: int) -> int:
         data = cursor.data(partition, end)
-        head, _ = own_head(data, partition)
+        # A block under another one's key would send the search up again, or past blocks that were not searched.
+        head = head_of(data, len(data), partition, end)
         self._lookup.search(checked(data))
         self._at = head.start
         return len(data)

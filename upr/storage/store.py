@@ -186,6 +186,7 @@ class Store:
             self._consumers = self._env.open_db(b"consumers")
             self._aside = self._env.open_db(b"aside")
             self._hashes = self._env.open_db(b"hashes")
+            self._hashes_hold = True
             self._drop_old_hashes()
             self._page = int(self._env.stat()["psize"])
         except lmdb.Error as error:
@@ -200,17 +201,24 @@ class Store:
                 txn.get(HASHED, db=self._meta), self._env.info()["last_txnid"]
             ):
                 return
-        log.warning("the index of keys is dropped", extra={"folder": str(self._folder)})
-        with self._writing() as txn:
-            txn.drop(self._hashes, delete=False)
+        words = "the index of keys is dropped: a program that does not know it wrote after it"
+        try:
+            with self._writing() as txn:
+                txn.drop(self._hashes, delete=False)
+        except lmdb.Error as error:
+            # Dropping takes pages, which a full disk may not have. All but the index can be used.
+            self._hashes_hold = False
+            words = f"the index of keys is not used, because it cannot be dropped: {error}"
+        log.warning(words, extra={"folder": str(self._folder)})
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
         """Begin a write transaction, which vouches for the hashes of keys."""
         with self._env.begin(write=True) as txn:
             yield txn
-            told = keyspace.seal(txn.id().to_bytes(8, "little"), HASHED)
-            txn.put(HASHED, told, db=self._meta)
+            if self._hashes_hold:
+                told = keyspace.seal(txn.id().to_bytes(8, "little"), HASHED)
+                txn.put(HASHED, told, db=self._meta)
 
     def lost(self) -> str:
         """Return how the environment's file was lost (deleted, replaced or unmounted), in words; empty if it was
@@ -462,7 +470,7 @@ class Store:
             txn.cursor(db=self._blocks) as blocks,
             txn.cursor(db=self._hashes) as hashes,
         ):
-            yield BlockCursor(blocks, hashes)
+            yield BlockCursor(blocks, hashes if self._hashes_hold else None)
 
     def heads(self, partition: int) -> list[Head]:
         """Return the heads of a partition's blocks, oldest first.

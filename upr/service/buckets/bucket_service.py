@@ -42,7 +42,7 @@ from upr.service.buckets.room import (
 )
 from upr.service.clock import Clock
 from upr.service.trouble import words_of
-from upr.storage.journal import Commit, record_bytes
+from upr.storage.journal import Commit
 from upr.storage.read import ReadResult, Showing, read_blocks
 from upr.storage.search import TailKeys
 from upr.storage.store import Identity, ReadRequest
@@ -414,7 +414,6 @@ class BucketService:
             if not await self._append(commit):
                 return
             self.bucket.commit_done(commit)
-            self.disk.counters.journalled_bytes += record_bytes(commit)
             if self.bucket.tail.bytes >= self.flusher.begin_bytes:
                 self.flusher.wanted.set()
             self.disk.changed()
@@ -423,7 +422,10 @@ class BucketService:
         """Journal a commit; on a full disk retry, because numbered rows are never withdrawn."""
         while self.bucket.failure is None:
             try:
-                await self.disk.in_journal_thread(lambda: self.disk.journal.append(commit))
+                written = await self.disk.in_journal_thread(
+                    lambda: self.disk.journal.append(commit)
+                )
+                self.disk.counters.journalled_bytes += written
                 self.disk.troubles.ends(trouble.JOURNAL)
                 return True
             except StorageFailedError as error:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -231,9 +232,7 @@ class Compactor:
             if self.stopped:
                 return
             started = time.monotonic()
-            size = sum(one.size for one in batch)
-            self._check_room(size)
-            with self._disk.claim_room(2 * size):
+            with self._claim_room([head for one in batch for head in one.heads]):
                 await self._merge_batch(batch)
             await self._rest_after(started)
         for one in ranges:
@@ -373,10 +372,8 @@ class Compactor:
 
     async def _rewrite_group(self, examined: Examined, group: range) -> None:
         heads = [examined.heads[i] for i in group]
-        size = sum(head.size for head in heads)
-        self._check_room(size)
         compress = self._disk.compress
-        with self._disk.claim_room(2 * size):
+        with self._claim_room(heads):
             new = await self.in_thread(
                 lambda: rewrite_group(examined, group, self._store.blocks, compress)
             )
@@ -408,17 +405,21 @@ class Compactor:
             len(data) for one in replacements for _, data in one.new
         )
 
-    def _check_room(self, size: int) -> None:
-        """A merge needs room before it gives any back; the reserve is left to the flush.
+    def _claim_room(self, heads: Sequence[Head]) -> AbstractContextManager[None]:
+        """Claim room for blocks to compact: a merge needs it before it gives any back, and leaves the reserve to the flush.
 
         It is not waited for here: who reads at 0 waits for a purge to end, and others for their ``turn``.
         """
         room = self._room()
-        if room < 2 * size:
+        size = sum(head.size for head in heads)
+        # Rows may be compressed to less than the hashes of their keys, which are 4 bytes each.
+        needed = 2 * size + sum(4 * head.rows for head in heads)
+        if room < needed:
             raise NoRoomError(
-                f"room on the disk is {max(room, 0)} bytes above the reserve; must be {2 * size} to compact {size} bytes",
+                f"room on the disk is {max(room, 0)} bytes above the reserve; must be {needed} to compact {size} bytes",
                 hint="free some space; compaction resumes by itself",
             )
+        return self._disk.claim_room(needed)
 
     def _count_input(self, heads: Iterable[Head]) -> None:
         counters = self._disk.counters

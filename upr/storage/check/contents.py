@@ -102,19 +102,19 @@ def check_blocks(
     pins: Sequence[tuple[str, int, int]],
     report: Report,
     readable: Readable,
-    hashes: Mapping[int, bytes] | None = None,
+    hashes: Iterable[tuple[int, bytes]] = (),
 ) -> Ends:
     """Check a partition's blocks, given as (end_seqno of the key, bytes) in order.
 
     Args:
-        hashes: packed hashes of the blocks' keys, by the seqno of their key.
+        hashes: packed hashes of the blocks' keys, like the blocks.
         row: the partition's row, None when it cannot be read.
         pins: cuts that pin the partition: (name, failover id, seqno).
     """
     ends = Ends()
-    left = dict(hashes or {})
+    index = _Index(partition, iter(hashes), report)
     for key_end, data in blocks:
-        packed = left.pop(key_end, None)
+        packed = index.of(key_end)
         try:
             block = decode_block(data)
         except UprError as error:
@@ -127,8 +127,7 @@ def check_blocks(
         if packed is not None and packed != _hashes_of(partition, key_end, block):
             words = "the index of its keys is damaged, and ignored until the block is compacted"
             _say(report, partition, int(block.runs[0]["start_seqno"]), key_end, words)
-    for key_end in left:
-        _say(report, partition, 0, key_end, "there is an index of keys, and no block")
+    index.of(2**64)
     if row is not None and row.stored_high != ends.high:
         words = f"its row says that {row.stored_high} is stored, the blocks end at {ends.high}"
         low, high = sorted((row.stored_high, ends.high))
@@ -139,6 +138,27 @@ def check_blocks(
             words = f"its row says that the last complete marker and the horizon are {told}, of the blocks they are {found}"
             _say(report, partition, min(told[0], found[0]), ends.high, words)
     return ends
+
+
+class _Index:
+    """Hashes of a partition's keys, one block at a time: they may be larger than the memory."""
+
+    def __init__(self, partition: int, hashes: Iterator[tuple[int, bytes]], report: Report) -> None:
+        self._partition = partition
+        self._hashes = hashes
+        self._report = report
+        self._next = next(hashes, None)
+
+    def of(self, end: int) -> bytes | None:
+        """Return the packed hashes of the block that ends there, if there are any; report those that come before."""
+        while self._next is not None and self._next[0] < end:
+            words = "there is an index of keys, and no block"
+            _say(self._report, self._partition, 0, self._next[0], words)
+            self._next = next(self._hashes, None)
+        if self._next is None or self._next[0] > end:
+            return None
+        packed, self._next = self._next[1], next(self._hashes, None)
+        return packed
 
 
 def _hashes_of(partition: int, end: int, block: Block) -> bytes:

@@ -16,7 +16,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,15 +222,15 @@ class _Worker:
             self._report(Finding(words))
         return ends
 
-    def _hashes(self, partition: int) -> dict[int, bytes]:
+    def _hashes(self, partition: int) -> Iterable[tuple[int, bytes]]:
         """Return the hashes of a partition's keys; none when the next start drops them all."""
         table, meta = self._table(b"hashes"), self._table(b"meta")
         if table is None or meta is None:
-            return {}
+            return ()
         told = self._txn.get(HASHED, db=meta)
         if not hashes_hold(told, self._env.info()["last_txnid"]):
-            return {}
-        return dict(self._rows(table, partition))
+            return ()
+        return self._rows(table, partition)
 
     def _blocks(self, table: Any, partition: int) -> Iterator[tuple[int, bytes]]:
         for end, value in self._rows(table, partition):
