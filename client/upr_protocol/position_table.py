@@ -116,6 +116,13 @@ class PositionTable(Mapping[int, Position]):
             np.array([pair for log in logs for pair in log], RECORD),
         )
 
+    @classmethod
+    def among(cls, positions: Mapping[int, Position], partitions: Sequence[int]) -> "PositionTable":
+        """Return the positions of those of the partitions that have one; nothing else in the mapping is looked at."""
+        if isinstance(positions, PositionTable | Found):
+            return cls.of(positions).only(np.array(partitions, np.int64))
+        return cls.of({p: positions[p] for p in partitions if p in positions})
+
     # Objects, for who asks.
 
     def __len__(self) -> int:
