@@ -19,7 +19,7 @@ from upr_protocol.errors import InvalidArgumentError, PositionDamagedError, UprE
 from upr_protocol.failover import check_partition
 from upr_protocol.limits import PARTITIONS, check_name
 from upr_protocol.position import Position
-from upr_protocol.position_table import PositionTable
+from upr_protocol.position_table import FORMAT, NEWER_HINT, PositionTable, format_of
 
 POSITION_BYTES_MAX: Final = 64 * 2**10
 """One stored position; with all the markers and records that a server gives it has about 3 KiB."""
@@ -62,18 +62,24 @@ class PositionStore(Protocol):
         """
 
     def save(self, positions: Mapping[int, Position]) -> None:
-        """Store these positions, all of them or none, and keep those of other partitions."""
+        """Store these positions, all of them or none, and keep those of other partitions.
+
+        A consumer gives a dictionary of its own to each call.
+        """
 
 
 class MemoryPositions:
     """Position store in memory: it lasts as long as the object, to resume after closing, not after a crash."""
 
     def __init__(self, positions: Mapping[int, Position] | None = None) -> None:
+        self._mutex = threading.Lock()
         self._table = PositionTable.of(positions or {})
 
     def load(self, partitions: Iterable[int]) -> Mapping[int, Position]:
         """Return the positions of those of the partitions that have one."""
-        return self._table.only(np.fromiter(partitions, np.int64))
+        wanted = np.fromiter(partitions, np.int64)
+        with self._mutex:
+            return self._table.only(wanted)
 
     def save(self, positions: Mapping[int, Position]) -> None:
         """Keep these positions.
@@ -81,7 +87,10 @@ class MemoryPositions:
         Raises:
             InvalidArgumentError: a partition is out of range.
         """
-        self._table = self._table.updated(PositionTable.of(positions))
+        added = PositionTable.of(positions)
+        # Consumers of other threads may share the object.
+        with self._mutex:
+            self._table = self._table.updated(added)
 
 
 class FilePositions:
@@ -107,7 +116,7 @@ class FilePositions:
         A file of the format before, which was JSON, is read too; the next save replaces it by one of this format.
 
         Raises:
-            PositionDamagedError: the file is damaged or of another format.
+            PositionDamagedError: the file is damaged or of another format, also of a newer one.
             PositionStoreError: it cannot be read.
         """
         with self._mutex:
@@ -200,6 +209,11 @@ class FilePositions:
             return PositionTable.of({})
         if data[:1] == b"{":
             return PositionTable.of(self._parse_json(data))
+        if (found := format_of(data)) > FORMAT:
+            # Not damaged: nobody should be told to delete it.
+            raise PositionDamagedError(
+                f"{self._path} has format {found}; must be at most {FORMAT}", hint=NEWER_HINT
+            )
         try:
             return PositionTable.decode(data)
         except PositionDamagedError as error:
@@ -241,6 +255,14 @@ class FilePositions:
             f"the file of positions {self._path}: {what}: {error.strerror or error}",
             hint="it needs an existing folder, permission to write there, and room on the disk",
         )
+
+
+def save_positions(store: PositionStore, positions: Mapping[int, Position]) -> None:
+    """Save as a consumer does: a store of the application's own gets a dictionary, which is its to keep.
+
+    Ours take a table as it is. Not by ``isinstance``: a class that derives from one of ours may do anything with it.
+    """
+    store.save(positions if type(store) in (FilePositions, MemoryPositions) else dict(positions))
 
 
 def position_text(partition: int, position: Position) -> str:

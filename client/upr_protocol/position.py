@@ -496,6 +496,14 @@ class MarkerHistories:
         self._counts[partitions] = 0
         self.add(np.repeat(partitions, counts), seqnos)
 
+    def put(self, partition: int, seqnos: Sequence[int]) -> None:
+        """As ``replace`` for one partition, at once: nothing is left to be folded."""
+        if self._waiting[partition]:
+            self._fold()
+        kept = _thin([seqno for seqno in seqnos if seqno], MARKERS_NEWEST)
+        self._counts[partition] = len(kept)
+        self._seqnos[partition, : len(kept)] = kept
+
     def of(self, partition: int) -> tuple[int, ...]:
         """Return a partition's markers, oldest first."""
         self._fold()

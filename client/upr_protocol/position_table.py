@@ -38,8 +38,11 @@ ROW: Final = np.dtype(
 RECORD: Final = np.dtype([("failover_id", "<u8"), ("seqno", "<u8")])
 """One record of a failover log, 16 bytes."""
 
-MAGIC: Final = b"UPRPOS\x02\n"
+FORMAT: Final = 2
+"""Of an encoded table; 1 was JSON."""
+MAGIC: Final = b"UPRPOS%c\n" % FORMAT
 """The first bytes of an encoded table."""
+NEWER_HINT: Final = "use the program that wrote it, or a newer one"
 _HEAD: Final = struct.Struct("<8sIIIII")
 
 NO_RECORDS: Final = np.zeros(0, RECORD)
@@ -57,6 +60,12 @@ def log_records(log: FailoverLog | None) -> Rows:
 def log_of_records(records: Rows) -> FailoverLog | None:
     """Return the log of records, None for no record."""
     return FailoverLog.from_pairs(records.tolist()) if len(records) else None
+
+
+def format_of(data: bytes) -> int:
+    """Return the format that the first bytes of an encoded table name; 0 for what is none."""
+    named = len(data) >= len(MAGIC) and data[:6] == MAGIC[:6] and data[7] == MAGIC[7]
+    return data[6] if named else 0
 
 
 class PositionTable(Mapping[int, Position]):
@@ -115,6 +124,13 @@ class PositionTable(Mapping[int, Position]):
             np.array([m for _, at in chosen for m in at.markers], np.uint64),
             np.array([pair for log in logs for pair in log], RECORD),
         )
+
+    @classmethod
+    def among(cls, positions: Mapping[int, Position], partitions: Sequence[int]) -> "PositionTable":
+        """Return the positions of those of the partitions that have one; nothing else in the mapping is looked at."""
+        if isinstance(positions, PositionTable | Found):
+            return cls.of(positions).only(np.array(partitions, np.int64))
+        return cls.of({p: positions[p] for p in partitions if p in positions})
 
     # Objects, for who asks.
 
@@ -222,9 +238,14 @@ class PositionTable(Mapping[int, Position]):
         """Return the table that ``encode`` gave.
 
         Raises:
-            PositionDamagedError: the bytes are something else, the CRC32 is wrong, or a position is out of range or
-                contradicts itself.
+            PositionDamagedError: the bytes are something else or of a newer format, the CRC32 is wrong, or a position
+                is out of range or contradicts itself.
         """
+        if (found := format_of(data)) > FORMAT:
+            raise PositionDamagedError(
+                f"format of the table of positions is {found}; must be at most {FORMAT}",
+                hint=NEWER_HINT,
+            )
         if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
             raise _damaged("it is no table of positions")
         _, crc, text, rows, markers, records = _HEAD.unpack_from(data)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from upr_client.errors import (
 )
 from upr_client.testing.positions import positions_to_keep
 from upr_protocol.failover import FailoverLog
+from upr_protocol.position_table import PositionTable
 
 
 def at(seqno: int) -> Position:
@@ -126,11 +128,24 @@ def test_every_flipped_or_missing_byte_is_noticed(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for index in range(len(whole)):
         changed = bytearray(whole)
-        changed[index] ^= 1
+        # The number of a newer format is told in another way.
+        changed[index] ^= 2 if index == 6 else 1
         path.write_bytes(bytes(changed))
         damage_told(path)
         path.write_bytes(whole[:index])
         damage_told(path)
+
+
+def test_nobody_is_told_to_delete_a_file_of_a_newer_format(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    path.write_bytes(b"UPRPOS\x03\n" + bytes(20))
+    store = FilePositions(path)
+    for call in (lambda: store.load([1]), lambda: store.save({1: at(1)})):
+        with pytest.raises(PositionDamagedError) as caught:
+            call()
+        assert caught.value.message == f"{path} has format 3; must be at most 2"
+        assert caught.value.hint == "use the program that wrote it, or a newer one"
+    assert path.read_bytes() == b"UPRPOS\x03\n" + bytes(20)
 
 
 def as_json(texts: dict[int, str]) -> str:
@@ -227,6 +242,25 @@ def test_memory_positions_keep_what_they_were_given() -> None:
     store = MemoryPositions({1: at(1)})
     store.save({2: at(2)})
     assert store.load([1, 2, 3]) == {1: at(1), 2: at(2)}
+
+
+def test_consumers_that_share_an_object_in_memory_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryPositions()
+    joined = PositionTable.updated
+
+    def slowly(table: PositionTable, newer: PositionTable) -> PositionTable:
+        time.sleep(0.02)
+        return joined(table, newer)
+
+    monkeypatch.setattr(PositionTable, "updated", slowly)
+    threads = [threading.Thread(target=store.save, args=({p: at(1)},)) for p in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(store.load(range(1024))) == [0, 1, 2, 3]
 
 
 def test_partitions_that_do_not_exist_are_refused(tmp_path: Path) -> None:

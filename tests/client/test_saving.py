@@ -2,8 +2,10 @@
 """Storing positions while other things go on: one call of the store at a time, and none forgotten."""
 
 import asyncio
+import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from tests.client.scripted import (
     run_block,
     started,
 )
-from upr_client import AsyncClient, MemoryPositions, Only, Position, Tuning
+from upr_client import AsyncClient, Change, MemoryPositions, Only, Position, Tuning
 from upr_client._async.io import run_blocking
 from upr_client.changes.link import Clock
 from upr_client.changes.options import ChangesOptions
@@ -79,6 +81,60 @@ async def test_a_save_waits_for_the_one_that_is_going_on() -> None:
             store.let.set()
             await asyncio.gather(first, second)
     assert store.most == 1
+
+
+class OwnStore:
+    """An application's: what it is given it joins, copies and writes as a dictionary."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Position] = {}
+        self.text = ""
+
+    def load(self, partitions: Iterable[int]) -> dict[int, Position]:
+        return dict(self.kept)
+
+    def save(self, positions: Mapping[int, Position]) -> None:
+        assert isinstance(positions, dict)
+        self.text = json.dumps(positions, default=Position.to_json)
+        self.kept = self.kept | positions
+        # It is its own.
+        positions.clear()
+
+
+class OfOurs(MemoryPositions):
+    """May look at what it is given as well."""
+
+    def save(self, positions: Mapping[int, Position]) -> None:
+        assert isinstance(positions, dict)
+        super().save(positions.copy())
+
+
+@pytest.mark.parametrize("acknowledge", ["auto", "manual"])
+@pytest.mark.parametrize("make", [OwnStore, OfOurs])
+@pytest.mark.asyncio
+async def test_a_store_of_the_application_is_given_dictionaries(
+    make: Callable[[], OwnStore | OfOurs], acknowledge: Literal["auto", "manual"]
+) -> None:
+    script = [
+        Expect("open"),
+        opened(),
+        Expect("start"),
+        answers(started(1, 7)),
+        frame((7, run_block(1, 0, 2))),
+        Hold(),
+    ]
+    store = make()
+    async with serve([script]) as server, AsyncClient(server.target) as client:
+        async with client.bucket().changes(
+            resume=store, only=Only([1]), acknowledge=acknowledge
+        ) as changes:
+            for _ in range(2):
+                change = await anext(changes)
+                if acknowledge == "manual":
+                    assert isinstance(change, Change)
+                    changes.ack(change)
+            await changes.save()
+    assert store.load([1])[1].seqno > 0
 
 
 @pytest.mark.asyncio

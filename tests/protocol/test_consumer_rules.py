@@ -1,6 +1,7 @@
 """Single rules of the consumer's state machine that the model runs do not single out."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from upr_protocol.errors import ProtocolError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import BUCKET_GONE_RULE
 from upr_protocol.position import Position
+from upr_protocol.position_table import PositionTable
 
 A, B, C, D = 0xA, 0xB, 0xC, 0xD
 P = 7
@@ -106,3 +108,55 @@ def test_starts_tell_the_horizon_where_it_is_known() -> None:
     records = session.plain_starts(positions)
     assert records is not None
     assert records["horizon"].tolist() == [horizon or 0 for horizon in told]
+
+
+@pytest.mark.parametrize("extra", [5000, "meta"])
+def test_what_a_store_returns_beyond_what_was_asked_is_not_looked_at(extra: Any) -> None:
+    for kept in ({P: AT_3, extra: AT_3}, {extra: AT_3}):
+        session = Consumer([P], kept)
+        assert session.seqno(P) == (3 if P in kept else 0)
+        assert session.positions([P]).keys() == {P}
+
+
+UNDONE = {
+    "to a marker": Position(VERSION, A, A, 9, 9, (0, 2, 5, 9), FailoverLog.born(A)),
+    "with more markers than stay": Position(VERSION, A, A, 999, 999, tuple(range(936, 1000)), LOG),
+    "to 0": Position(VERSION, A, A, 4, None, (), None),
+}
+
+
+@pytest.mark.parametrize("name", UNDONE)
+def test_undoing_takes_the_position_of_the_rollback_without_a_table(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 1,024 partitions are undone one by one, and a table of one each took a quarter of a second."""
+    at = UNDONE[name]
+    session = Consumer([P, P + 1], {P: at, P + 1: AT_3})
+    session.opened(VERSION)
+    session.starts([P])
+    pending = session.rollback(P, at.seqno - 1, D, "", "", FailoverLog.from_pairs([(A, 0), (D, 2)]))
+    assert pending is not None
+
+    def none(*_: object) -> None:
+        raise AssertionError("a table was made")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PositionTable, "of", none)
+        session.rolled_back(P)
+    expected = {P: replace(pending.after, markers=tuple(m for m in pending.after.markers if m))}
+    assert session.position(P) == expected[P]
+    assert session.positions([P]) == expected
+    assert session.positions([P + 1]) == {P + 1: AT_3}
+    # As if it had been loaded.
+    assert Consumer([P], expected).starts([P]) == session.starts([P])
+
+
+def test_an_empty_partition_of_a_dropped_bucket_is_new_without_a_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Begun at 0 under an id, and with what was received since then undone.
+    session = Consumer([P], {P: Position(VERSION, A, A, 0, 0, (), FailoverLog.born(A))})
+    monkeypatch.delattr(PositionTable, "of")
+    session.opened(NEW_VERSION)
+    assert session.position(P) == Position.fresh(NEW_VERSION)
+    assert session.take_changed() == [P]

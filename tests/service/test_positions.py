@@ -253,6 +253,8 @@ async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
         "named twice": [position(1), position(2)],
         str(2**48): [position(2**48)],
         "horizon is 1": [position(5, horizon=1)],
+        # The largest stands for none where positions lie in a table.
+        f"horizon is {2**64 - 1}": [position(5, horizon=2**64 - 1)],
         "markers is 6": [position(5, markers=[6])],
         "markers in the position of partition 9 are 65; must be at most 64": [
             position(9, markers=range(65))

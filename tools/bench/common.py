@@ -24,6 +24,10 @@ DELETES: Final = 0.02
 Row = tuple[bytes, bytes | None]
 
 
+class WrongResultError(Exception):
+    """What was read is not what was written: the figures beside it mean nothing."""
+
+
 def zipfian_rows(count: int = MUTATIONS) -> list[Row]:
     """Return mutations of 16-byte keys whose ranks follow Zipf's law with exponent 0.99."""
     draw = np.random.default_rng(1)

@@ -11,10 +11,11 @@ from typing import Any, Final
 import numpy as np
 
 from tests.harness import RunningServer
-from tools.bench.common import Figure, server, zipfian_rows
+from tools.bench.common import Figure, WrongResultError, server, zipfian_rows
 from tools.bench.cpu import server_cpu
 from upr_client import (
     AsyncClient,
+    ChangeBatch,
     FilePositions,
     MemoryPositions,
     Only,
@@ -47,13 +48,13 @@ class _Round:
         self.only = only
         self.found: list[tuple[float, float, float, float]] = []
 
-    async def run(self) -> None:
-        """Come back once."""
+    async def run(self, newest: bytes) -> None:
+        """Come back once; what comes first must have the key that was written since."""
         ours, theirs = time.process_time(), server_cpu(self._running)
         began = time.perf_counter()
         async with AsyncClient(self._running.target) as client:
             async with client.bucket().changes(resume=self.resume, only=self.only) as changes:
-                await anext(changes.batches())
+                first = await anext(changes.batches())
                 reached = time.perf_counter()
                 client_cpu = time.process_time() - ours
                 cpu = server_cpu(self._running) - theirs
@@ -62,6 +63,11 @@ class _Round:
                 async for _ in changes.batches():
                     pass
             seconds = (reached - began, client_cpu, cpu, time.perf_counter() - reached)
+        # From 0 it comes behind all the others.
+        if not isinstance(first, ChangeBatch) or (
+            self.resume is not None and newest not in [change.key for change in first.changes]
+        ):
+            raise WrongResultError(f"{newest!r} is not in what came first: {first!r:.200}")
         self.found.append(tuple(1e3 * one for one in seconds))  # type: ignore[arg-type]
 
 
@@ -97,8 +103,9 @@ async def _measure(running: RunningServer, folder: Path) -> dict[Kind, _Round]:
                     pass
         for _ in range(ROUNDS):
             for kind in kinds.values():
-                await bucket.set(next(keys), b"v" * 128)
-                await kind.run()
+                newest = next(keys)
+                await bucket.set(newest, b"v" * 128)
+                await kind.run(newest)
     return kinds
 
 

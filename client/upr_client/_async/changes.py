@@ -32,6 +32,7 @@ from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, Han
 from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
+from upr_client.positions import save_positions
 from upr_protocol.errors import (
     ClosedError,
     FencedError,
@@ -92,7 +93,7 @@ class Storing:
         elif positions:
             try:
                 if self._store is not None:
-                    await run_blocking(self._store.save, positions)
+                    await run_blocking(save_positions, self._store, positions)
                 else:
                     refused = await self._save_in_server(positions)
             except BaseException as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from upr_client.positions import PositionStore
+from upr_client.positions import PositionStore, save_positions
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import (
     FAILOVER_ID_MAX,
@@ -23,6 +23,7 @@ from upr_protocol.limits import (
     SEQNO_MAX,
 )
 from upr_protocol.position import Position
+from upr_protocol.position_table import PositionTable
 
 MakeStore = Callable[[], PositionStore]
 
@@ -106,6 +107,11 @@ def _at(seqno: int) -> Position:
     return Position(3, 7, 7, seqno, seqno + 1, (seqno,) if seqno else (), FailoverLog.born(7))
 
 
+def _save(store: PositionStore, positions: Mapping[int, Position]) -> None:
+    """Save in the way of a consumer, which has its positions in a table."""
+    save_positions(store, PositionTable.of(positions))
+
+
 def _require(holds: bool, words: str) -> None:
     # Not an assert statement: those are left out under python -O.
     if not holds:
@@ -140,7 +146,7 @@ def _expect(
 def _check_empty(make_store: MakeStore) -> None:
     _expect(make_store, range(PARTITIONS), {}, "nothing was saved yet")
     _expect(make_store, [], {}, "nothing was saved and nothing asked for")
-    make_store().save({})
+    _save(make_store(), {})
     _expect(make_store, range(PARTITIONS), {}, "no position was saved")
 
 
@@ -149,21 +155,21 @@ def _check_fields(make_store: MakeStore) -> None:
         for partition in (0, PARTITIONS - 1):
             store = make_store()
             store.load([partition])
-            store.save({partition: position})
+            _save(store, {partition: position})
             expected = {partition: position}
             _compare(store.load([partition]), expected, f"{name}, in the same object")
             _expect(make_store, [partition], expected, f"{name}, after a restart")
 
 
 def _check_others_are_kept(make_store: MakeStore) -> None:
-    make_store().save({1: _at(1), 2: _at(2), 3: _at(3)})
+    _save(make_store(), {1: _at(1), 2: _at(2), 3: _at(3)})
     store = make_store()
     # As a consumer of some of the partitions does.
     store.load([2])
-    store.save({2: _at(20)})
+    _save(store, {2: _at(20)})
     after = {1: _at(1), 2: _at(20), 3: _at(3)}
     _expect(make_store, [1, 2, 3], after, "one of three partitions was saved again")
-    make_store().save({4: _at(4)})
+    _save(make_store(), {4: _at(4)})
     after[4] = _at(4)
     _expect(make_store, [1, 2, 3, 4], after, "a fourth was saved without loading first")
     _expect(make_store, [3], {3: _at(3)}, "one of four is asked for")
@@ -191,7 +197,7 @@ def _check_newer_and_older(make_store: MakeStore) -> None:
     store.load([20])
     # A rollback stores a lower seqno, and that one counts.
     for seqno in (5, 6, 1_000_000, 2, 0, 2**40, 7):
-        store.save({20: _at(seqno)})
+        _save(store, {20: _at(seqno)})
         _compare(store.load([20]), {20: _at(seqno)}, f"saved again, now at seqno {seqno}")
         _expect(make_store, [20], {20: _at(seqno)}, f"at seqno {seqno}, after a restart")
         store = make_store()
@@ -202,7 +208,7 @@ def _check_large(make_store: MakeStore) -> None:
     largest = positions_to_keep()["the largest of everything"]
     store = make_store()
     store.load(range(PARTITIONS))
-    store.save(dict.fromkeys(range(PARTITIONS), largest))
+    _save(store, dict.fromkeys(range(PARTITIONS), largest))
     _expect(
         make_store,
         range(PARTITIONS),
@@ -210,15 +216,15 @@ def _check_large(make_store: MakeStore) -> None:
         f"all {PARTITIONS} partitions with the largest positions",
     )
     small = {partition: _at(partition) for partition in range(PARTITIONS)}
-    store.save(small)
+    _save(store, small)
     _expect(make_store, range(PARTITIONS), small, "all of them smaller again")
 
 
 def _check_apart(make_store: MakeStore, make_other: MakeStore) -> None:
     store, other = make_store(), make_other()
     _compare(other.load(range(PARTITIONS)), {}, "another consumer saved nothing yet")
-    store.save({30: _at(1), 31: _at(1)})
-    other.save({30: _at(2)})
+    _save(store, {30: _at(1), 31: _at(1)})
+    _save(other, {30: _at(2)})
     _expect(make_store, [30, 31], {30: _at(1), 31: _at(1)}, "another consumer saved as well")
     _expect(make_other, range(PARTITIONS), {30: _at(2)}, "two consumers saved")
 
@@ -227,17 +233,17 @@ def _check_all_or_nothing(
     make_store: MakeStore, failing: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     before = {partition: _at(1) for partition in range(PARTITIONS)}
-    make_store().save(before)
+    _save(make_store(), before)
     store = make_store()
     store.load(range(PARTITIONS))
     with failing():
         try:
-            store.save({partition: _at(2) for partition in range(PARTITIONS)})
+            _save(store, {partition: _at(2) for partition in range(PARTITIONS)})
         except Exception:
             pass
         else:
             raise AssertionError("position store: a save that fails half-way raises nothing")
     _expect(make_store, range(PARTITIONS), before, "a save failed half-way")
     after = {**before, 5: _at(3)}
-    store.save({5: _at(3)})
+    _save(store, {5: _at(3)})
     _expect(make_store, range(PARTITIONS), after, "a save succeeded after one that failed")

@@ -711,7 +711,10 @@ def positions_from_messages(
         ids = m.failover_id, m.data_id
         if (m.HasField("failover_id") and not ids[0]) or (m.HasField("data_id") and not ids[1]):
             check_failover_id(0)
-        horizon = m.horizon if m.HasField("horizon") else UNKNOWN_HORIZON
+        horizon = UNKNOWN_HORIZON
+        if m.HasField("horizon") and (horizon := m.horizon) == UNKNOWN_HORIZON:
+            # Out of range as well, but the table would take it for none.
+            position_from_message(m, bucket_version)
         counts = len(m.markers), len(log)
         rows.append((m.partition, 0, *counts, bucket_version, *ids, m.seqno, horizon))
         markers += m.markers

@@ -5,7 +5,8 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+import zlib
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from tools.bench.common import VALUE_BYTES, Row, zipfian_rows
+from tools.bench.common import VALUE_BYTES, Row, WrongResultError, zipfian_rows
 from tools.bench.peers.servers import KINDS, Running, running
 from tools.bench.peers.stores import Store, write_all
 from upr_protocol.limits import PARTITIONS
@@ -26,6 +27,7 @@ PER_SECOND: Final = 1_000
 TAIL_SECONDS: Final = 5.0
 TAIL_LIMIT_SECONDS: Final = 60.0
 CONSUMERS: Final = 8
+JOIN_SECONDS: Final = 10.0
 RESUMES: Final = 25
 _MILLI: Final = 1e3
 
@@ -63,10 +65,6 @@ class Timer:
             (self._peer.cpu_seconds() - self._server) / seconds,
             (time.process_time() - self._client) / seconds,
         )
-
-
-class WrongResultError(Exception):
-    """What was read is not what was written: the figures beside it mean nothing."""
 
 
 @asynccontextmanager
@@ -115,9 +113,17 @@ def singles(name: str) -> Iterator[Measured]:
 # In bulk.
 
 
+def _live(state: Iterable[tuple[bytes, bytes | None]]) -> dict[bytes, bytes]:
+    return {key: value for key, value in state if value is not None}
+
+
+def _digest(live: dict[bytes, bytes]) -> tuple[int, int]:
+    """Return what to compare with another process: the number of keys, and a CRC32 of them and their values."""
+    return len(live), zlib.crc32(repr(sorted(live.items())).encode())
+
+
 def _check(rows: list[Row], state: dict[bytes, bytes]) -> None:
-    wanted = dict(rows)
-    live = {key: value for key, value in wanted.items() if value is not None}
+    live = _live(dict(rows).items())
     if state != live:
         wrong = sum(state.get(key) != value for key, value in live.items())
         raise WrongResultError(f"{wrong} of {len(live)} keys are wrong, and {len(state)} were read")
@@ -140,44 +146,60 @@ async def _bulk(name: str, peer: Running, rows: list[Row]) -> Iterator[Measured]
     async with connected(name, peer.address) as store:
         state = await _drain(store, len(rows))
         drain = timer.figure("drain to objects", len(rows) / timer.seconds(), "rows/s")
-    _check(rows, {key: value for key, value in state.items() if value is not None})
+    _check(rows, _live(state.items()))
     return iter([ingest, drain])
 
 
 def _consume(name: str, address: str, total: int, pipe: Connection) -> None:
-    """Drain once when told to, in a process of its own."""
+    """Drain once when told to, in a process of its own, and say what came of it."""
 
-    async def consume() -> None:
+    async def consume() -> dict[bytes, bytes | None]:
         async with connected(name, address) as store:
-            await _drain(store, total)
+            return await _drain(store, total)
 
     pipe.send("ready")
     pipe.recv()
-    asyncio.run(consume())
+    state = asyncio.run(consume())
     pipe.send("done")
+    # Not in the time.
+    pipe.send(_digest(_live(state.items())))
 
 
-def _consumers(name: str, peer: Running, total: int) -> Measured:
+def _consumers(name: str, peer: Running, rows: list[Row]) -> Measured:
     spawn = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []
-    for _ in range(CONSUMERS):
-        here, there = spawn.Pipe()
-        process = spawn.Process(target=_consume, args=(name, peer.address, total, there))
-        process.start()
-        pipes.append(here)
-        processes.append(process)
-    for pipe in pipes:
-        pipe.recv()
-    timer = Timer(peer)
-    for pipe in pipes:
-        pipe.send("go")
-    for pipe in pipes:
-        pipe.recv()
-    rate = CONSUMERS * total / timer.seconds()
-    figure = timer.figure(f"{CONSUMERS} consumers, all of them", rate, "rows/s")
-    for process in processes:
-        process.join()
+    try:
+        for _ in range(CONSUMERS):
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=_consume, args=(name, peer.address, len(rows), there))
+            process.start()
+            # The other end is the child's alone, so that its death ends the waiting, with EOFError.
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        for pipe in pipes:
+            pipe.recv()
+        timer = Timer(peer)
+        for pipe in pipes:
+            pipe.send("go")
+        for pipe in pipes:
+            pipe.recv()
+        rate = CONSUMERS * len(rows) / timer.seconds()
+        figure = timer.figure(f"{CONSUMERS} consumers, all of them", rate, "rows/s")
+        found = [pipe.recv() for pipe in pipes]
+    finally:
+        for pipe in pipes:
+            # Who still waits ends too.
+            pipe.close()
+        for process in processes:
+            process.join(JOIN_SECONDS)
+            process.kill()
+    wanted = _digest(_live(dict(rows).items()))
+    if wrong := [one for one in found if one != wanted]:
+        raise WrongResultError(
+            f"keys and checksum of {len(wrong)} of {CONSUMERS} consumers are not {wanted}; the first has {wrong[0]}"
+        )
     return figure
 
 
@@ -186,7 +208,7 @@ def bulk(name: str) -> Iterator[Measured]:
     rows = zipfian_rows()
     with running(name) as peer:
         yield from asyncio.run(_bulk(name, peer, rows))
-        yield _consumers(name, peer, len(rows))
+        yield _consumers(name, peer, rows)
 
 
 # One row at a time, from end to end.
@@ -237,6 +259,8 @@ async def _tail(name: str, peer: Running) -> Iterator[Measured]:
         assert timer is not None
         reached = timer.figure("end to end, rate reached", total / timer.seconds(), "rows/s")
     await asyncio.to_thread(process.join)
+    if len(delays) != len(keys):
+        raise WrongResultError(f"{len(keys)} rows were written, and {len(delays)} came")
     p50, p99 = np.percentile(delays[len(delays) // 10 :], (50, 99)) / 1e6
     what = f"end to end at {PER_SECOND:,}/s, "
     return iter([reached, Measured(what + "p50", p50, "ms"), Measured(what + "p99", p99, "ms")])
@@ -270,8 +294,12 @@ async def _resume(name: str, peer: Running, folder: Path) -> Measured:
         shutil.copyfile(folder / "stored", stored)
         began = time.perf_counter()
         async with connected(name, peer.address) as store:
-            assert await store.resume(str(stored))
+            rows = await store.resume(str(stored))
             delays.append(time.perf_counter() - began)
+        # What lies before the place where it was is no coming back.
+        wrong = [row for row in rows if row[1] != b"new"]
+        if wrong or not rows:
+            raise WrongResultError(f"{len(rows)} rows came first; wrong ones are {wrong[:3]}")
     p50 = float(np.median(delays)) * _MILLI
     return timer.figure("resume, from connect to the first change, p50", p50, "ms")
 

@@ -167,7 +167,12 @@ def _running_peer(kind: Kind, folder: Path) -> Iterator[Running]:
         yield Running(address, process.pid)
     finally:
         process.terminate()
-        process.wait(START_SECONDS)
+        try:
+            process.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Or it would be busy beside the next one.
+            process.kill()
+            process.wait()
 
 
 async def _create(store: Store) -> None:

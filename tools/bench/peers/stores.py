@@ -64,8 +64,8 @@ class Store(Protocol):
     async def remember(self, path: str) -> None:
         """Follow until something has come, and store where a consumer of it resumes."""
 
-    async def resume(self, path: str) -> int:
-        """Load that, follow from there, and return the number of changes that came first; at least 1."""
+    async def resume(self, path: str) -> list[Row]:
+        """Load that, follow from there, and return the changes that came first; at least 1."""
 
 
 class Upr:
@@ -107,11 +107,11 @@ class Upr:
             async for _ in changes.batches():
                 pass
 
-    async def resume(self, path: str) -> int:
+    async def resume(self, path: str) -> list[Row]:
         async with self._bucket.changes(resume=FilePositions(path)) as changes:
             async for batch in changes.batches():
                 if batch.rows:
-                    return batch.rows
+                    return [(change.key, change.value) for change in batch.changes]
         raise AssertionError("the stream ended")
 
 
@@ -179,9 +179,9 @@ class Redis:
         [(newest, _)] = await self._redis.xrevrange(_NAME, count=1)
         _store(path, newest.decode())
 
-    async def resume(self, path: str) -> int:
+    async def resume(self, path: str) -> list[Row]:
         after = _stored(path)
-        return len((await self._read(after, 0))[1])
+        return (await self._read(after, 0))[1]
 
 
 class Postgres:
@@ -256,9 +256,9 @@ class Postgres:
         newest = await self._pool.fetchval("SELECT coalesce(max(seq), 0) FROM changes")
         _store(path, str(newest))
 
-    async def resume(self, path: str) -> int:
+    async def resume(self, path: str) -> list[Row]:
         records = await self._pool.fetch(self._READ, int(_stored(path)), ROWS_AT_ONCE)
-        return len(records)
+        return [(key, value) for _, key, value in records]
 
 
 class Nats:
@@ -319,14 +319,14 @@ class Nats:
         info = await self._stream.stream_info(_NAME)
         _store(path, str(info.state.last_seq))
 
-    async def resume(self, path: str) -> int:
+    async def resume(self, path: str) -> list[Row]:
         first = nats.js.api.ConsumerConfig(
             deliver_policy=nats.js.api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=int(_stored(path)) + 1,
         )
         async for rows in self._messages(config=first):
             if rows:
-                return len(rows)
+                return rows
         raise AssertionError("the stream ended")
 
 
