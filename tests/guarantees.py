@@ -405,6 +405,11 @@ def ownership(history: History) -> None:
                 may_be.pop(place, None)
 
 
+def _member(owner: str) -> str:
+    """Return the member whose call it is."""
+    return owner.partition(" in call ")[0]
+
+
 def _check_kept(
     event: Event,
     owners: dict[Place, tuple[str, Event]],
@@ -417,7 +422,8 @@ def _check_kept(
     place = event["consumer"], event["partition"]
     owner, granted = owners.get(place, ("", None))
     saved_by = owner_of[event["save"]]
-    if granted is not None and granted["shared"] and owner != saved_by:
+    # A member that comes back takes over at once, also from a save of its former call that is under way.
+    if granted is not None and granted["shared"] and _member(owner) != _member(saved_by):
         refuse("it is another's by now", handed[event["save"]][1], granted, event)
     if told_to.get(place, saved_by) != saved_by:
         refuse(f"{told_to[place]} was told what is stored already", event)
