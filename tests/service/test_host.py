@@ -397,9 +397,10 @@ async def test_answers_wait_for_the_disk_in_order(
     held = threading.Event()
     append = host.disk.journal.append
 
-    def hold(commit: Any) -> None:
+    def hold(commit: Any) -> int:
         assert held.wait(WAIT_SECONDS)
-        append(commit)
+        written: int = append(commit)
+        return written
 
     monkeypatch.setattr(host.disk.journal, "append", hold)
     asked = kv.WriteOpen(bucket="default", results_together=together)
@@ -436,10 +437,11 @@ async def test_an_answer_that_is_not_due_is_not_told_with_one_that_is(
     entered, held = threading.Semaphore(0), threading.Semaphore(0)
     append = host.disk.journal.append
 
-    def hold(commit: Any) -> None:
+    def hold(commit: Any) -> int:
         entered.release()
         assert held.acquire(timeout=WAIT_SECONDS)
-        append(commit)
+        written: int = append(commit)
+        return written
 
     monkeypatch.setattr(host.disk.journal, "append", hold)
     asked = kv.WriteOpen(bucket="default", results_together=True)
@@ -472,9 +474,10 @@ async def test_the_answer_to_a_repeated_write_waits_for_the_disk_too(
     held = threading.Event()
     append = host.disk.journal.append
 
-    def hold(commit: Any) -> None:
+    def hold(commit: Any) -> int:
         assert held.wait(WAIT_SECONDS)
-        append(commit)
+        written: int = append(commit)
+        return written
 
     monkeypatch.setattr(host.disk.journal, "append", hold)
     calls, contexts = [], []
