@@ -18,7 +18,7 @@ TIMED_OUT: Final = 6
 WARNINGS: Final = 10
 """Committed, and there is something to know: the server had rolled back, or a dead partition was left out."""
 DAMAGED: Final = 11
-"""What a repository stores, or what was restored, is not what it should be."""
+"""Data that a repository stores, or that was restored, is not what it should be."""
 LOCKED: Final = 12
 INTERRUPTED: Final = 130
 

@@ -19,7 +19,7 @@ _MOVES: Final = frozenset(
 )
 _PORT_MAX: Final = 65535
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed")
-"""How gRPC begins the details of a call for which there was no connection. Other words only mean that a call is not
+"""Beginnings of gRPC's details of a call for which there was no connection. Other words only mean that a call is not
 made again elsewhere."""
 
 

@@ -24,6 +24,9 @@ from tests.client.scripted import (
     run_block,
     started,
 )
+from tests.client.scripted import (
+    Step as Said,
+)
 from upr_client import AsyncClient, Change, MemoryPositions, Only, Position, Tuning
 from upr_client._async.io import run_blocking
 from upr_client.changes.link import Clock
@@ -55,9 +58,9 @@ class SlowStore(MemoryPositions):
         self.running -= 1
 
 
-@pytest.mark.asyncio
-async def test_a_save_waits_for_the_one_that_is_going_on() -> None:
-    script = [
+def two_rows() -> list[Said]:
+    """A Follow call that is sent two rows of partition 1, and is held open."""
+    return [
         Expect("open"),
         opened(),
         Expect("start"),
@@ -65,8 +68,12 @@ async def test_a_save_waits_for_the_one_that_is_going_on() -> None:
         frame((7, run_block(1, 0, 2))),
         Hold(),
     ]
+
+
+@pytest.mark.asyncio
+async def test_a_save_waits_for_the_one_that_is_going_on() -> None:
     store = SlowStore()
-    async with serve([script]) as server, AsyncClient(server.target) as client:
+    async with serve([two_rows()]) as server, AsyncClient(server.target) as client:
         async with client.bucket().changes(
             resume=store, only=Only([1]), tuning=Tuning(save_seconds=3600)
         ) as changes:
@@ -115,16 +122,8 @@ class OfOurs(MemoryPositions):
 async def test_a_store_of_the_application_is_given_dictionaries(
     make: Callable[[], OwnStore | OfOurs], acknowledge: Literal["auto", "manual"]
 ) -> None:
-    script = [
-        Expect("open"),
-        opened(),
-        Expect("start"),
-        answers(started(1, 7)),
-        frame((7, run_block(1, 0, 2))),
-        Hold(),
-    ]
     store = make()
-    async with serve([script]) as server, AsyncClient(server.target) as client:
+    async with serve([two_rows()]) as server, AsyncClient(server.target) as client:
         async with client.bucket().changes(
             resume=store, only=Only([1]), acknowledge=acknowledge
         ) as changes:

@@ -45,7 +45,7 @@ PLAIN_RUN_BYTES = 8 * 2**20
 MESSAGE_BYTES = 16 * 2**20
 """A message holds plain runs of up to this size together, or one: well below the message limit."""
 _PLAIN_ROW_BYTES = 40
-"""What a PlainRow takes at most besides its key and value: tags and lengths, seqno, time, deleted."""
+"""Largest size of a PlainRow besides its key and value: tags and lengths, seqno, time, deleted."""
 
 _Row = tuple[int, bytes, bytes | None, bool, int]
 """Seqno, key, value, whether it was deleted, time."""

@@ -57,7 +57,7 @@ CREDIT_BYTES_TAG = b"\x28"
 COMPRESS_BYTES_MIN = 512
 """Columns smaller than this are not compressed: little would be won, and each frame costs its header."""
 COMPRESS_FRACTION = 0.85
-"""What does not become at least this much smaller stays as it is: its readers would pay for nothing."""
+"""Largest ratio of the compressed size: what becomes larger stays as it is, as its readers would pay for nothing."""
 
 Spans = dict[int, tuple[int, int]]
 """Field number -> (first byte, end)."""
@@ -105,6 +105,28 @@ def encode_block(block: Block) -> bytes:
     return block_to_message(block).SerializeToString()
 
 
+def _columns_of(
+    message: types_pb2.Block,
+) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
+    return (
+        message.seqnos,
+        message.ops,
+        message.key_offsets,
+        message.keys,
+        message.value_offsets,
+        message.values,
+        message.times,
+    )
+
+
+def _message_of(data: bytes) -> types_pb2.Block:
+    try:
+        message = types_pb2.Block.FromString(data)
+    except DecodeError as error:
+        raise CorruptBlockError(f"{len(data)} bytes are not a block") from error
+    return message
+
+
 def block_from_message(message: types_pb2.Block, *, numbered: bool = True) -> Block:
     """Return the block of a message, compressed or not, checked whole.
 
@@ -118,15 +140,7 @@ def block_from_message(message: types_pb2.Block, *, numbered: bool = True) -> Bl
         raise CorruptBlockError(
             f"the block's table has CRC32C {crc:08x}; must be {message.table_crc:08x}"
         )
-    columns = (
-        message.seqnos,
-        message.ops,
-        message.key_offsets,
-        message.keys,
-        message.value_offsets,
-        message.values,
-        message.times,
-    )
+    columns = _columns_of(message)
     if message.zstd or message.zstd_crc:
         if not numbered:
             raise InvalidArgumentError(
@@ -194,11 +208,7 @@ def decode_block(data: bytes) -> Block:
         CorruptBlockError: the bytes are no Block, a CRC is wrong, or its parts contradict each other.
         InvalidArgumentError: a key, value, partition or seqno is out of its range.
     """
-    try:
-        message = types_pb2.Block.FromString(data)
-    except DecodeError as error:
-        raise CorruptBlockError(f"{len(data)} bytes are not a block") from error
-    return block_from_message(message)
+    return block_from_message(_message_of(data))
 
 
 def reopen_block(data: bytes) -> Block:
@@ -207,24 +217,11 @@ def reopen_block(data: bytes) -> Block:
     Raises:
         CorruptBlockError: the bytes changed, or are compressed.
     """
-    try:
-        message = types_pb2.Block.FromString(data)
-    except DecodeError as error:
-        raise CorruptBlockError(f"{len(data)} bytes are not a block") from error
+    message = _message_of(data)
     if message.zstd:
         raise CorruptBlockError("the block is compressed")
     _check_crcs(message)
-    return Block(
-        decode_runs(message.runs),
-        message.seqnos,
-        message.ops,
-        message.key_offsets,
-        message.keys,
-        message.value_offsets,
-        message.values,
-        message.times,
-        message.columns_crc,
-    )
+    return Block(decode_runs(message.runs), *_columns_of(message), message.columns_crc)
 
 
 def column_spans(data: bytes) -> Spans:
@@ -592,17 +589,7 @@ def _joined(messages: Messages) -> Block:
 
 
 def _check_crcs(message: types_pb2.Block) -> None:
-    columns = crc_of_columns(
-        (
-            message.seqnos,
-            message.ops,
-            message.key_offsets,
-            message.keys,
-            message.value_offsets,
-            message.values,
-            message.times,
-        )
-    )
+    columns = crc_of_columns(_columns_of(message))
     crcs = (columns, google_crc32c.value(message.runs), 0)
     if crcs != (message.columns_crc, message.table_crc, message.zstd_crc):
         raise CorruptBlockError(

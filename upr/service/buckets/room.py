@@ -25,7 +25,7 @@ frees can be used only by a later one."""
 GROWTH = 2
 """Largest ratio of a stored block to its rows in the tail: pages are partly filled."""
 BUCKET_BYTES = 2 * 2**20
-"""What a flush takes besides, however little it stores: pages that it writes anew are free only two transactions later.
+"""Room that a flush takes besides, however little it stores: pages that it writes anew are free only two transactions later.
 And what the end of a bucket takes: a segment of the journal is begun, the proof is written."""
 ROOM_AGAIN_BYTES = 2**20
 """Room at which the trouble "no room" ends."""
