@@ -89,6 +89,13 @@ SILENT_INTERVALS: Final = 3
 READER_SECONDS: Final = 60.0
 """Longest time that a consumer's connection may accept nothing while data waits; then its call ends as too slow."""
 
+SENDING_BYTES: Final = 24 * 2**20
+"""Bytes on their way to the followers of a server beyond which no further frame is begun; twice: for the followers that
+have shown that they read, and for the others. gRPC holds a copy of them."""
+SENDING_SECONDS: Final = 4.0
+SENDING_BYTES_A_SECOND: Final = 4 * 2**20
+"""Longest time, and for a large message slowest rate, in which a connection accepts a message while others wait."""
+
 ROUND_SECONDS_MAX: Final = 0.25
 """Longest time that a small frame waits for others while the server is busy."""
 SHARED_BYTES: Final = 2 * 2**20

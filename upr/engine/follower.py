@@ -224,6 +224,8 @@ class Follower:
         self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
         self._groups = TailReaders(bucket.tail, options.memory, options.showing)
         self._ready: list[tuple[int, int, Encoded]] = []
+        # Partition, token and size of a large block that is read again when there is credit for it.
+        self._unfit: tuple[int, int, int] | None = None
         self._reading = False
         self._turn = 0
         self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
@@ -573,7 +575,8 @@ class Follower:
         if self._reading or self._ready:
             return None
         waiting = np.flatnonzero(self._from_store & (self._bucket.purging <= self._seqno))
-        if not len(waiting) or not self.credit.may_send(1):
+        size = self._unfit[2] if self._unfit is not None and self._is_held_up() else 1
+        if not len(waiting) or not self.credit.may_send(size):
             return None
         # Turns are fair: a read begins behind the last partition that the one before it found blocks of.
         first = int(np.searchsorted(waiting, self._turn)) % len(waiting)
@@ -587,6 +590,7 @@ class Follower:
         """Add the result of a read; blocks of streams that ended or moved since are dropped."""
         self._settle_purges()
         self._reading = False
+        self._unfit = None
         stale, self._stale = self._stale, set()
         for result in results:
             partition, above = result.request.partition, result.request.above
@@ -624,8 +628,9 @@ class Follower:
         self._return_dropped()
         self._note_raises()
         frame = self._frame_from_store()
-        if frame is None and self._ready:
+        if frame is None and (self._ready or self._is_held_up()):
             # Blocks from the store wait for credit. Smaller frames from the tail must not use it up for ever.
+            self._drop_large()
             return None
         for _ in range(STEPS_AT_ONCE):
             if frame is None:
@@ -642,6 +647,26 @@ class Follower:
         # Entries were passed over and there are more: others have their turn first.
         self.wake()
         return None
+
+    def _drop_large(self) -> None:
+        """Forget a large block until there is credit for it: that may take as long as the consumer likes."""
+        if self._ready and self._ready[0][2].size > FRAME_BYTES:
+            partition, token, block = self._ready[0]
+            self._unfit = partition, token, block.size
+            self._turn = partition
+            self._ready.clear()
+
+    def _is_held_up(self) -> bool:
+        """Return whether a large block of an open stream waits for credit."""
+        if self._unfit is None:
+            return False
+        partition, token, _ = self._unfit
+        return bool(self._token[partition] == token and self._from_store[partition])
+
+    @property
+    def ready_bytes(self) -> int:
+        """Return the bytes of blocks that were read, and not sent."""
+        return sum([block.size for _, _, block in self._ready])
 
     def _is_reading(self) -> bool:
         return self._reading or bool(self._ready) or bool(self._from_store.any())

@@ -22,6 +22,7 @@ from upr.service.follow import FollowCall
 from upr.service.overload.callers import Callers, peer_of
 from upr.service.overload.intake import Context, Intake, abort
 from upr.service.overload.pace import Rounds
+from upr.service.overload.sending import SendingRoom
 from upr.service.trouble import words_of
 from upr_protocol.block import U64
 from upr_protocol.errors import (
@@ -213,6 +214,7 @@ class ChangeStreamMethods:
         self._reader_seconds = reader_seconds
         self._callers = callers or Callers()
         self._rounds = Rounds()
+        self._rooms = SendingRoom(), SendingRoom()
         self._calls: set[FollowCall] = set()
         self._stopping = False
 
@@ -412,6 +414,7 @@ class ChangeStreamMethods:
             self._callers,
             self._reader_seconds,
             self._rounds,
+            self._rooms,
         )
         opened = wire.Opened(
             server_id=self._server_id,

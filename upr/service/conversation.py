@@ -408,14 +408,16 @@ class Conversation:
 
     # Messages of the server
 
-    def next_message(self, now: float, hold: Callable[[], bool] = lambda: False) -> Outgoing | None:
+    def next_message(
+        self, now: float, hold: Callable[[bool], bool] = lambda may_wait: False
+    ) -> Outgoing | None:
         """Return what to send next: answers, then ends of streams, then a heartbeat if one is due, then the end of the
         call, then a frame. None when there is nothing to be said now.
 
         So a stream's answer goes before its frames, and its end before the end of the call.
 
         Args:
-            hold: called when there is a frame that may wait for others; returns whether it must.
+            hold: called before a frame, with whether it may wait for others; returns whether it must wait.
         """
         if self.over:
             return None
@@ -439,7 +441,7 @@ class Conversation:
             self.over = True
             ended = wire.Ended(problem=_problem(self.ending))
             return Outgoing(wire.FollowResponse(ended=ended))
-        if self.follower.may_wait and hold():
+        if hold(self.follower.may_wait):
             return None
         return self._next_frame()
 

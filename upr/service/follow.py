@@ -30,6 +30,7 @@ from upr.service.conversation import PLAIN_AT_ONCE_BYTES, Conversation, Found, O
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
 from upr.service.overload.intake import Context, Intake, shed_error
 from upr.service.overload.pace import Rounds
+from upr.service.overload.sending import Sender, SendingRoom
 from upr.service.trouble import words_of
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
@@ -43,6 +44,7 @@ from upr_protocol.flow import CreditWindow, Liveness
 from upr_protocol.limits import (
     FOLLOW_REQUEST_BYTES_MAX,
     FRAME_BYTES,
+    SENDING_SECONDS,
 )
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -71,9 +73,12 @@ class FollowCall:
         callers: Callers,
         reader_seconds: float,
         rounds: Rounds,
+        rooms: tuple[SendingRoom, SendingRoom],
     ) -> None:
         self._host = host
         self._rounds = rounds
+        # The rooms of clients that have not shown that they read, and of those that have.
+        self._room, self._room_of_readers = rooms
         self._is_small = self._is_held = False
         self._callers = callers
         self._peer = peer_of(context.peer())
@@ -83,6 +88,7 @@ class FollowCall:
         self._context = context
         self._liveness = liveness
         self._wake = asyncio.Event()
+        self._sending = Sender(self._wake.set, self._end_slow)
         self._sent = asyncio.Event()
         self._half_closed = False
         self._left = False
@@ -102,10 +108,25 @@ class FollowCall:
         if not self._is_held or self._talk.is_urgent:
             self._wake.set()
 
-    def _hold(self) -> bool:
-        """Return whether a frame must wait for its round."""
-        self._is_held = self._is_small and not self._rounds.join(self._wake.set)
+    def _hold(self, may_wait: bool) -> bool:
+        """Return whether a frame must wait for its round, or for room."""
+        in_round = not (may_wait and self._is_small) or self._rounds.join(self._wake.set)
+        self._is_held = not in_round or not self._room.join(self._sending)
         return self._is_held
+
+    def _found_reading(self) -> None:
+        """Record that the client reads: it answers what was sent."""
+        if self._room is not self._room_of_readers:
+            held, is_sending = self._sending.held, self._sending.deadline is not None
+            self._room.leave(self._sending)
+            self._room = self._room_of_readers
+            self._room.hold(self._sending, held, sending=is_sending)
+            self._wake.set()
+
+    def _end_slow(self) -> None:
+        """End the call without further messages, because others wait for the room that its message takes."""
+        self.end(too_slow(SENDING_SECONDS))
+        self._end_at_once()
 
     def bucket_gone(self, _: BucketGoneError) -> None:
         """End all streams and the call, because the bucket was dropped."""
@@ -114,6 +135,7 @@ class FollowCall:
     def close(self) -> None:
         """Forget the follower."""
         self._arriving.close()
+        self._room.leave(self._sending)
         self._host.users.discard(self.bucket_gone)
         self._talk.close(asyncio.get_running_loop().time(), left=self._left)
 
@@ -127,9 +149,9 @@ class FollowCall:
         sender = self._sender = asyncio.create_task(self._send())
         try:
             await self._watch(sender)
-            if self._shed:
+            if self._shed and not self._is_too_slow:
                 raise shed_error()
-            if not self._half_closed:
+            if not self._half_closed and not self._shed:
                 async with asyncio.timeout(HALF_CLOSE_SECONDS):
                     await asyncio.shield(reader)
         except TimeoutError:
@@ -142,17 +164,21 @@ class FollowCall:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             ending = self._talk.ending
-            if ending is not None and ending.reason == TOO_SLOW:
+            if self._is_too_slow:
                 log.warning("a consumer is too slow", extra=self._who)
             log.info(
                 "follow ended",
                 extra={**self._who, "reason": ending.reason if ending else "CLIENT_LEFT"},
             )
-        if ending is None or ending.reason != TOO_SLOW or self._talk.over:
+        if ending is None or not self._is_too_slow or self._talk.over:
             return None
         return UprError(
             ending.words, reason=ending.reason, retriable=ending.retriable, hint=ending.hint
         )
+
+    @property
+    def _is_too_slow(self) -> bool:
+        return self._talk.ending is not None and self._talk.ending.reason == TOO_SLOW
 
     @property
     def _who(self) -> dict[str, str]:
@@ -200,6 +226,8 @@ class FollowCall:
     async def _take(self, request: Any) -> None:
         """Handle a message; one about many streams waits for its turn."""
         loop = asyncio.get_running_loop()
+        if request.WhichOneof("message") in ("pong", "credit"):
+            self._found_reading()
         seconds = seconds_of_streams(request)
         if seconds < CHEAP_SECONDS:
             self._talk.take(request, loop.time(), self._host.disk.clock.now())
@@ -255,27 +283,40 @@ class FollowCall:
             self._is_held = False
             saying = self._talk.next_message(loop.time(), self._hold)
             if saying is not None:
-                if isinstance(saying.message, Iterator):
-                    await self._send_plain(saying)
+                if saying.frame is None:
+                    await self._write(saying.message)
                 else:
-                    await self._write(saying.message, saying.frame.size if saying.frame else 0)
+                    await self._send_frame(saying, saying.frame)
+                del saying
                 self._sent.set()
-                if saying.frame is not None:
-                    self._frame_sent(saying.frame)
                 if self._talk.over:
                     return
                 continue
-            self._begin_read()
+            if self._room.join(self._sending):
+                self._begin_read()
             self._begin_search()
+            self._room.pass_on()
             if self._wake.is_set():
                 await asyncio.sleep(0)
                 continue
             await self._idle(loop.time())
 
-    async def _send_plain(self, saying: Outgoing) -> None:
+    async def _send_frame(self, saying: Outgoing, frame: FrameOut) -> None:
+        self._room.hold(self._sending, frame.size + self.follower.ready_bytes, sending=True)
+        if isinstance(saying.message, Iterator):
+            await self._send_plain(saying, frame)
+        else:
+            await self._write(saying.message, frame.size)
+        self._room.hold(self._sending, self.follower.ready_bytes)
+        self._is_small = frame.size < SMALL_BYTES
+        if not self._is_small:
+            # A slow link may keep an answer to a heartbeat behind much data, but it takes the data. Small messages
+            # prove nothing: buffers take them even if nobody reads.
+            self._liveness.heard(asyncio.get_running_loop().time())
+
+    async def _send_plain(self, saying: Outgoing, frame: FrameOut) -> None:
         """Send a frame of plain rows, built one by one; a large frame is built in a thread."""
-        assert saying.frame is not None
-        small = saying.frame.size < PLAIN_AT_ONCE_BYTES
+        small = frame.size < PLAIN_AT_ONCE_BYTES
         while True:
             made = (
                 next(saying.message, None)
@@ -285,13 +326,6 @@ class FollowCall:
             if made is None:
                 return
             await self._write(made, len(made))
-
-    def _frame_sent(self, frame: FrameOut) -> None:
-        self._is_small = frame.size < SMALL_BYTES
-        if not self._is_small:
-            # A slow link may keep an answer to a heartbeat behind much data, but it takes the data. Small messages
-            # prove nothing: buffers take them even if nobody reads.
-            self._liveness.heard(asyncio.get_running_loop().time())
 
     async def _idle(self, now: float) -> None:
         """Wait until a message may be ready, or a heartbeat is due."""
@@ -305,6 +339,7 @@ class FollowCall:
     def _begin_read(self) -> None:
         wanted = self.follower.next_read()
         if wanted is not None:
+            self._room.hold(self._sending, wanted[1])
             self._begin(self._read_store(*wanted))
 
     def _begin_search(self) -> None:
@@ -336,6 +371,7 @@ class FollowCall:
             )
             self.follower.feed(results)
         except BucketGoneError:
+            # The call ends, and gives the room back.
             return
         except Exception as error:
             log.exception("a read of the store failed")
@@ -343,6 +379,7 @@ class FollowCall:
                 f"the store cannot be read: {words_of(error)}", retriable=True
             )
             self.follower.read_failed(damaged, requests)
+        self._room.hold(self._sending, self.follower.ready_bytes)
         self._wake.set()
 
 

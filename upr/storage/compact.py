@@ -413,11 +413,11 @@ class _Columns:
 
     def _fit(self, first: int, last: int) -> int:
         """Return the end row of a block that begins at a row and fits BLOCK_COLUMN_BYTES."""
-        size = (
-            self._key_offsets[first : last + 1]
-            + self._value_offsets[first : last + 1]
-            + 21 * np.arange(last - first + 1)
-        )
+        keys, values = self._key_offsets, self._value_offsets
+        whole = keys[last] - keys[first] + values[last] - values[first] + 21 * (last - first)
+        if whole <= BLOCK_COLUMN_BYTES:
+            return last
+        size = keys[first : last + 1] + values[first : last + 1] + 21 * np.arange(last - first + 1)
         cut = first + int(np.searchsorted(size, size[0] + BLOCK_COLUMN_BYTES, side="right")) - 1
         return min(max(cut, first + 1), last)
 

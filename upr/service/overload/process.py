@@ -76,7 +76,7 @@ def connections_max(buckets: int) -> int:
 
 
 _STATUS = Path("/proc/self/status")
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _ARENAS = 2
@@ -109,9 +109,13 @@ def give_back_freed() -> None:
 def anonymous_bytes() -> int:
     """Return about how much anonymous memory the process holds, cheaply; 0 where there is no /proc."""
     try:
-        resident, shared = _STATM.read_bytes().split()[1:3]
+        file = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return 0
+    try:
+        resident, shared = os.read(file, 128).split()[1:3]
+    finally:
+        os.close(file)
     return (int(resident) - int(shared)) * _PAGE
 
 

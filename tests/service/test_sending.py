@@ -1,0 +1,115 @@
+"""Room for what is on its way to followers: what readers that take nothing may hold of it."""
+
+import asyncio
+import contextlib
+import os
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.raw import RawClient, RawFollow, start_at
+from tests.service.test_received import MIB, sampled, within
+from upr.service.overload.sending import Sender, SendingRoom
+from upr_client import AsyncClient
+from upr_protocol.limits import PARTITIONS, SENDING_BYTES
+from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
+
+LARGE = 20 * MIB
+SILENT = 30
+
+
+class Call:
+    """A sender that records what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.ended = asyncio.Event()
+        self.sender = Sender(lambda: self.told.append("wake"), self.ended.set)
+
+
+def test_one_message_may_exceed_the_room_and_the_others_wait_in_order() -> None:
+    room = SendingRoom()
+    first, second, third = Call(), Call(), Call()
+    assert room.join(first.sender)
+    room.hold(first.sender, SENDING_BYTES + 1)
+    assert room.join(first.sender), "who holds something goes on with it"
+    assert not room.join(second.sender)
+    assert not room.join(third.sender)
+    room.hold(first.sender, 0)
+    assert (second.told, third.told) == (["wake"], [])
+    # It has nothing to send any more.
+    room.pass_on()
+    assert third.told == ["wake"]
+    assert room.join(third.sender)
+
+
+def test_who_leaves_gives_its_room_back_and_waits_no_more() -> None:
+    room = SendingRoom()
+    first, second, third = Call(), Call(), Call()
+    room.hold(first.sender, SENDING_BYTES)
+    assert not room.join(second.sender)
+    assert not room.join(third.sender)
+    room.leave(second.sender)
+    room.leave(first.sender)
+    assert (second.told, third.told, room.held) == ([], ["wake"], 0)
+
+
+@pytest.mark.asyncio
+async def test_who_takes_nothing_is_ended_only_while_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("upr.service.overload.sending.SENDING_SECONDS", -SENDING_BYTES)
+    room = SendingRoom()
+    first, reading, second = Call(), Call(), Call()
+    room.hold(first.sender, SENDING_BYTES, sending=True)
+    room.hold(reading.sender, 1)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not first.ended.is_set()
+    assert not room.join(second.sender)
+    async with asyncio.timeout(30):
+        await first.ended.wait()
+    assert not reading.ended.is_set()
+    assert second.told == []
+
+
+async def silent_follow(client: RawClient) -> None:
+    """Open a follower of everything that reads nothing, not even Opened."""
+    call = client.changes.Follow()
+    opening = changes.Open(bucket="default", heartbeat_seconds=60)
+    await call.write(changes.FollowRequest(open=opening))
+    start = changes.Start(partitions=[start_at(partition) for partition in range(PARTITIONS)])
+    await call.write(changes.FollowRequest(start=start))
+
+
+async def read_values(follow: RawFollow, count: int) -> None:
+    """Read until so many large values were received."""
+    while count:
+        message = await follow.read()
+        if message.HasField("heartbeat"):
+            await follow.send(pong=changes.Pong())
+        assert not message.HasField("ended"), message
+        count -= sum(len(block.values) == LARGE for block in message.frame.blocks)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stored", [False, True], ids=["tail", "store"])
+async def test_followers_that_take_nothing_hold_little_and_keep_nobody_up(
+    server_process: StartServer, stored: bool
+) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as writing:
+        for number in range(3):
+            await writing.bucket().set(b"key-%d" % number, os.urandom(LARGE))
+    if stored:
+        assert server.terminate() == 0
+        server.start()
+    async with sampled(server.pid) as samples, contextlib.AsyncExitStack() as stack:
+        for _ in range(SILENT):
+            await silent_follow(await stack.enter_async_context(RawClient(server.target)))
+        client = await stack.enter_async_context(RawClient(server.target))
+        follow = await client.follow(credit_bytes=64 * MIB)
+        await follow.send(start=changes.Start(partitions=[start_at(p) for p in range(PARTITIONS)]))
+        await read_values(follow, 3)
+        await follow.close()
+    within(samples)

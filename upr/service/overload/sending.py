@@ -1,0 +1,95 @@
+"""Room for what is on its way to followers: the bytes that calls have read or encoded, and gRPC has not sent.
+
+gRPC keeps a message until the client takes it. One that reads nothing would cost a frame, or a value of 20 MiB, for as
+long as its call lasts. So a call takes its next frame only while less than SENDING_BYTES is on its way; the others wait
+for their turn. A call that holds bytes while others wait is ended after some seconds. Calls that have shown that they
+read have a room of their own, which those that have not cannot fill.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from upr_protocol.limits import SENDING_BYTES, SENDING_BYTES_A_SECOND, SENDING_SECONDS
+
+
+@dataclass(slots=True, eq=False)
+class Sender:
+    """One call.
+
+    Attributes:
+        wake: called when there may be room.
+        end: called when the call is to end, because it takes too long while others wait.
+        held: bytes on their way.
+        deadline: when the message that gRPC has must be sent if others wait, by the event loop's clock; None: it has none.
+    """
+
+    wake: Callable[[], None]
+    end: Callable[[], None]
+    held: int = 0
+    deadline: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SendingRoom:
+    """The senders that share SENDING_BYTES; one message may exceed it.
+
+    Attributes:
+        held: bytes on their way, of all of them.
+    """
+
+    held: int = 0
+    _holding: set[Sender] = field(default_factory=set)
+    _waiting: dict[Sender, None] = field(default_factory=dict)
+    _timer: asyncio.TimerHandle | None = None
+
+    def join(self, sender: Sender) -> bool:
+        """Return whether a sender may take more now. If not, it is woken when there may be room."""
+        if sender.held or self.held < SENDING_BYTES:
+            return True
+        self._waiting[sender] = None
+        self._look_again()
+        return False
+
+    def hold(self, sender: Sender, size: int, *, sending: bool = False) -> None:
+        """Record how many bytes a sender has on their way now, and whether gRPC has them."""
+        self.held += size - sender.held
+        sender.held = size
+        sender.deadline = None
+        if sending:
+            patience = SENDING_SECONDS + size / SENDING_BYTES_A_SECOND
+            sender.deadline = asyncio.get_running_loop().time() + patience
+        if size:
+            self._holding.add(sender)
+        else:
+            self._holding.discard(sender)
+            self.pass_on()
+
+    def leave(self, sender: Sender) -> None:
+        """Forget a sender."""
+        self._waiting.pop(sender, None)
+        self.hold(sender, 0)
+
+    def pass_on(self) -> None:
+        """Wake the sender that waits longest, if there is room. Whoever is woken and takes nothing must call this."""
+        if self._waiting and self.held < SENDING_BYTES:
+            sender = next(iter(self._waiting))
+            del self._waiting[sender]
+            sender.wake()
+
+    def _look_again(self) -> None:
+        """Have the slow ones ended in time, as long as somebody waits."""
+        deadlines = [one.deadline for one in self._holding if one.deadline is not None]
+        if self._timer is None and deadlines:
+            self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_slow)
+
+    def _end_slow(self) -> None:
+        self._timer = None
+        if not self._waiting:
+            return
+        now = asyncio.get_running_loop().time()
+        for sender in list(self._holding):
+            if sender.deadline is not None and sender.deadline <= now:
+                sender.deadline = None
+                sender.end()
+        self._look_again()
