@@ -1,21 +1,43 @@
-"""Room for what is on its way to followers: what readers that take nothing may hold of it."""
+"""Room for what is on its way to clients: what those that take nothing may hold of it."""
 
 import asyncio
 import contextlib
 import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
 
+import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import poll
 from tests.raw import RawClient, RawFollow, start_at
 from tests.service.test_received import MIB, sampled, within
 from upr.service.overload.sending import Sender, SendingRoom
 from upr_client import AsyncClient
 from upr_protocol.limits import PARTITIONS, SENDING_BYTES
+from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
 
 LARGE = 20 * MIB
 SILENT = 30
+ASKING = """
+import asyncio, contextlib, sys
+import grpc
+from tests.raw import RawClient
+
+async def ask(client):
+    while True:
+        with contextlib.suppress(grpc.RpcError):
+            await client.get(b"large")
+            print("asked", flush=True)
+
+async def main():
+    await asyncio.gather(*[ask(RawClient(sys.argv[1])) for _ in range(int(sys.argv[2]))])
+
+asyncio.run(main())
+"""
 
 
 class Call:
@@ -113,3 +135,35 @@ async def test_followers_that_take_nothing_hold_little_and_keep_nobody_up(
         await read_values(follow, 3)
         await follow.close()
     within(samples)
+
+
+@pytest.mark.asyncio
+async def test_answers_that_clients_do_not_take_are_bounded(server_process: StartServer) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client, RawClient(server.target) as raw:
+        await client.bucket().set(b"large", os.urandom(15 * MIB))
+        await client.bucket().set(b"small", b"value")
+
+        async def refused() -> str:
+            try:
+                await raw.get(b"large")
+            except grpc.RpcError as error:
+                return error_from_call(error).reason
+            return ""
+
+        async with sampled(server.pid) as samples:
+            asking = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", ASKING, server.target, str(SILENT), stdout=PIPE
+            )
+            try:
+                assert asking.stdout is not None
+                await asking.stdout.readline()
+                asking.send_signal(signal.SIGSTOP)
+                assert await poll(refused) == "TOO_MANY"
+                # Small answers are given all the same.
+                assert [answer.value for answer in await raw.get(b"small")] == [b"value"]
+            finally:
+                asking.kill()
+                await asking.wait()
+            await poll(refused, lambda reason: not reason)
+        within(samples)

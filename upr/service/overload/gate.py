@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError
 
 from upr.service.overload.callers import BYTES_A_SECOND, CALL_SECONDS, Callers, peer_of, seconds_of
 from upr.service.overload.intake import Context, Intake, abort
-from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_protocol.limits import REQUEST_BYTES_MAX
+from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
+from upr_protocol.limits import ANSWERS_BYTES_MAX, REQUEST_BYTES_MAX, SMALL_ANSWER_BYTES
 
 _IN_ORDER = frozenset({"SavePositions"})
 """Methods whose calls reach their handler in the order in which their connection began them.
@@ -36,6 +36,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         self._callers = callers
         self._limits = limits
         self._handlers: dict[str, Any] = {}
+        self._answering = 0
+        """Bytes of answers that gRPC has and the clients have not taken."""
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
@@ -61,13 +63,22 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         async def received(_: object, context: Context) -> Any:
             try:
                 with ExitStack() as opened:
-                    if name not in _IN_ORDER:
-                        return await serve(await arrived(context, opened), context)
-                    connection = context.peer()
-                    turn = turns.get(connection) or turns.setdefault(connection, asyncio.Lock())
-                    async with turn:
+                    if name in _IN_ORDER:
+                        connection = context.peer()
+                        turn = turns.get(connection) or turns.setdefault(connection, asyncio.Lock())
+                        async with turn:
+                            request = await arrived(context, opened)
+                    else:
                         request = await arrived(context, opened)
-                    return await serve(request, context)
+                    answer = await serve(request, context)
+                    if not handler.response_streaming and not self._counts(answer, context):
+                        # The error is kept while the client does not take it either.
+                        del answer
+                        raise TooManyError(
+                            f"answers that clients have not taken are {self._answering} bytes; must be at most {ANSWERS_BYTES_MAX} with that of this {name}",
+                            hint="ask again, for less at a time",
+                        )
+                    return answer
             except UprError as error:
                 await abort(context, error)
 
@@ -96,6 +107,21 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             else grpc.stream_unary_rpc_method_handler
         )
         return kind(received, None, handler.response_serializer)
+
+    def _counts(self, answer: Any, context: Context) -> bool:
+        """Count a large answer until the client has taken it; False if there is no room for it."""
+        size = answer.ByteSize()
+        if size <= SMALL_ANSWER_BYTES:
+            return True
+        if self._answering and self._answering + size > ANSWERS_BYTES_MAX:
+            return False
+        self._answering += size
+
+        def taken(_: Context) -> None:
+            self._answering -= size
+
+        context.add_done_callback(taken)  # type: ignore[arg-type]  # (the stubs are wrong)
+        return True
 
     def _streaming(self, name: str, handler: Any) -> Any:
         """Return the handler of a method with many requests."""
