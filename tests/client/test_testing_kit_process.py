@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness import wait_until
 from upr_client import Change, Client, Marker, MemoryPositions, Only, Rollback
 from upr_client.errors import UnavailableError
 from upr_client.lowlevel import hello
@@ -37,13 +37,6 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:
         return True
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def read(target: str) -> dict[bytes, bytes | None]:
@@ -186,7 +179,7 @@ def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
             assert not any(gone(pid) for pid in pids)
             parent.kill()
             parent.wait()
-            wait_until(lambda: all(gone(pid) for pid in pids))
+            wait_until(lambda: all(gone(pid) for pid in pids), "the end of the servers")
         finally:
             parent.kill()
             for pid in pids:
