@@ -35,6 +35,7 @@ from upr.engine.compaction import (
 )
 from upr.service import trouble
 from upr.service.buckets.disk import Disk
+from upr.service.buckets.keepers import pause
 from upr.storage.blocks import BlockRange, Head, Replacement
 from upr.storage.compact import (
     Direct,
@@ -188,12 +189,8 @@ class Compactor:
 
     async def rest(self, seconds: float) -> bool:
         """Wait for a time, or until ``stop``; False then."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopped.wait()
-        except TimeoutError:
-            return True
-        return False
+        await pause(self._stopped, seconds)
+        return not self._stopped.is_set()
 
     async def _rest_after(self, started: float) -> None:
         seconds = min(time.monotonic() - started, REST_SECONDS_MAX)
