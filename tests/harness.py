@@ -23,6 +23,14 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["upr.cli.server", "upr.service.server"])
 
 
+def wait_until(holds: Callable[[], object], what: Callable[[], object] | str) -> None:
+    """Wait until something is so; after WAIT_SECONDS an AssertionError with ``what`` was waited for."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
+        time.sleep(_POLL_SECONDS)
+
+
 async def poll(ask: Callable[[], Awaitable[_T]], enough: Callable[[_T], object] = bool) -> _T:
     """Ask until an answer is enough, and return it; with pauses, as what is waited for needs the processor.
 

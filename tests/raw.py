@@ -238,6 +238,11 @@ def start_at(
     )
 
 
+def is_compressed(block: bytes) -> bool:
+    """Return whether an encoded block is compressed."""
+    return bool(types.Block.FromString(block).zstd)
+
+
 def all_rows(blocks: Iterable[Block]) -> list[tuple[int, int, bytes, bytes | None]]:
     """Return (partition, seqno, key, value) of every row."""
     rows: list[tuple[int, int, bytes, bytes | None]] = []

@@ -289,7 +289,7 @@ def _joined(
     for result in results:
         for partition, entry in result.entries.items():
             index = None if entry.file is None else len(files)
-            entries[partition] = _with_file(entry, index)
+            entries[partition] = entry._replace(file=index)
         if result.file is not None:
             files.append(result.file)
     for partition in (*cut.pins, *cut.left_out):
@@ -301,9 +301,3 @@ def _joined(
             entries[partition] = Entry(end, end, None, 0, 0, None, position)
     rollbacks = (rollback for result in results for rollback in result.rollbacks)
     return tuple(files), dict(sorted(entries.items())), tuple(rollbacks)
-
-
-def _with_file(entry: Entry, file: int | None) -> Entry:
-    return Entry(
-        entry.start, entry.end, entry.cut, entry.rows, entry.data_bytes, file, entry.position
-    )

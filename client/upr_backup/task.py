@@ -12,7 +12,6 @@ from upr_backup.repository.documents import (
     entry_from_json,
     entry_to_json,
     file_from_json,
-    file_to_json,
 )
 from upr_backup.repository.repository import Attempt, Repository
 from upr_client.admin import CutInfo
@@ -57,7 +56,7 @@ class TaskResult(NamedTuple):
     def to_json(self) -> Json:
         """Return the group's record."""
         return {
-            "file": None if self.file is None else file_to_json(self.file),
+            "file": None if self.file is None else self.file._asdict(),
             "entries": {str(p): entry_to_json(entry) for p, entry in self.entries.items()},
             "rollbacks": [list(rollback) for rollback in self.rollbacks],
         }

@@ -1,9 +1,10 @@
 """Options and argument types that several commands share."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -151,14 +152,6 @@ def one_list(sets: Iterable[Iterable[int]]) -> list[int] | None:
     return chosen or None
 
 
-def server_options(function: _F) -> _F:
-    """Add --target and --bucket."""
-    function = click.option(
-        "--bucket", default="default", show_default=True, help="The bucket's name."
-    )(function)
-    return target_option(function)
-
-
 def target_option(function: _F) -> _F:
     """Add --target."""
     return click.option(
@@ -170,3 +163,32 @@ def target_option(function: _F) -> _F:
         show_envvar=True,
         help="HOST:PORT of the server.",
     )(function)
+
+
+def _bucket_option(function: _F) -> _F:
+    return click.option(
+        "--bucket", default="default", show_default=True, help="The bucket's name."
+    )(function)
+
+
+def server_options(function: _F) -> _F:
+    """Add --target and --bucket."""
+    return target_option(_bucket_option(function))
+
+
+def client_option(function: _F) -> _F:
+    """Add --target, and call the command with a ``client`` of that server instead, which is closed behind it."""
+
+    @functools.wraps(function)
+    def command(*arguments: Any, target: str, **options: Any) -> Any:
+        from upr_client import Client
+
+        with Client(target) as client:
+            return function(*arguments, client=client, **options)
+
+    return cast("_F", target_option(command))
+
+
+def client_options(function: _F) -> _F:
+    """As ``client_option``, and add --bucket."""
+    return client_option(_bucket_option(function))

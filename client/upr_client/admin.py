@@ -1,9 +1,9 @@
 """Operator values: what a server tells of itself, its buckets, partitions, consumers, cuts and purges."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from upr_client.changes.status import ChangesStatus, Problem
 from upr_protocol.errors import InvalidArgumentError, UprError
@@ -11,9 +11,9 @@ from upr_protocol.failover import FailoverLog, check_partition
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, QUOTA_BYTES_MAX, check_name
 from upr_protocol.wire.grpc import error_of
-from upr_protocol.wire.v1 import admin_service_pb2, types_pb2
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+from upr_protocol.wire.v1 import types_pb2
 
 __all__ = [
     "BucketInfo",
@@ -32,6 +32,8 @@ __all__ = [
     "ServerStatus",
     "StorageInfo",
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,72 +226,37 @@ class ConsumerInfo:
     members: tuple[MemberInfo, ...] = ()
 
 
+def of_message(kind: type[T], message: Any, **others: object) -> T:
+    """Return a value of the fields that a message has under the same names, and of ``others``."""
+    names = dict.fromkeys(one.name for one in fields(kind))  # type: ignore[arg-type]
+    if "problem" in names:
+        others["problem"] = error_of(message.problem) if message.HasField("problem") else None
+    return kind(**{name: getattr(message, name) for name in names if name not in others}, **others)
+
+
 def server_status(message: admin.GetStatusResponse) -> ServerStatus:
     """Return a server's status out of its message."""
-    return ServerStatus(
-        message.server_version,
-        message.server_id,
-        message.uptime_seconds,
-        message.anonymous_bytes,
-        message.mapped_bytes,
-        message.follow_calls,
-        message.write_calls,
-        tuple(_bucket_status(bucket) for bucket in message.buckets),
-        tuple(
+    return of_message(
+        ServerStatus,
+        message,
+        buckets=tuple(of_message(BucketStatus, bucket) for bucket in message.buckets),
+        loop_delays=tuple(
             (part.up_to_seconds if part.HasField("up_to_seconds") else None, part.count)
             for part in message.loop_delays
         ),
-        message.longest_loop_delay_seconds,
-        message.clock.off_seconds,
-        message.clock.jumped_seconds,
-        message.clock.left_seconds,
-    )
-
-
-def _bucket_status(message: admin.BucketStatus) -> BucketStatus:
-    return BucketStatus(
-        message.name,
-        message.version,
-        message.tail_bytes,
-        message.tail_limit_bytes,
-        message.volatile_bytes,
-        message.streams,
-        message.streams_from_store,
-        message.cuts,
-        message.damaged_partitions,
-        error_of(message.problem) if message.HasField("problem") else None,
-        message.quota_bytes,
-    )
-
-
-def storage_info(message: admin.GetStorageResponse) -> StorageInfo:
-    """Return what a bucket takes on disk out of its message."""
-    return StorageInfo(
-        **{name: getattr(message, name) for name in StorageInfo.__dataclass_fields__}
+        clock_off_seconds=message.clock.off_seconds,
+        clock_jumped_seconds=message.clock.jumped_seconds,
+        clock_left_seconds=message.clock.left_seconds,
     )
 
 
 def consumer_info(message: admin.ConsumerInfo) -> ConsumerInfo:
     """Return a registered consumer out of its message."""
-    return ConsumerInfo(
-        message.name,
-        message.connected,
-        message.generation,
-        message.last_ack_time,
-        message.partitions,
-        message.lag,
-        consumer_positions(message.positions),
-        tuple(
-            MemberInfo(
-                one.name,
-                one.peer,
-                one.partitions,
-                one.releasing,
-                one.lease_seconds,
-                one.lease_left_seconds,
-            )
-            for one in message.members
-        ),
+    return of_message(
+        ConsumerInfo,
+        message,
+        positions=consumer_positions(message.positions),
+        members=tuple(of_message(MemberInfo, one) for one in message.members),
     )
 
 
@@ -369,19 +336,6 @@ def check_quota(quota_bytes: int) -> int:
     return quota_bytes
 
 
-def bucket_info(message: admin.BucketInfo) -> BucketInfo:
-    """Return one bucket out of its message."""
-    return BucketInfo(
-        message.name,
-        message.version,
-        message.compression,
-        message.mutations,
-        message.used_bytes,
-        error_of(message.problem) if message.HasField("problem") else None,
-        message.quota_bytes,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class PurgeHolder:
     """One that has not passed a tombstone yet.
@@ -421,16 +375,9 @@ class PartitionPurge:
 
 
 def partition_purge(message: admin.PartitionPurge) -> PartitionPurge:
-    """Return what a message tells of a partition."""
-    return PartitionPurge(
-        message.partition,
-        message.tombstones,
-        message.old_tombstones,
-        message.purged,
-        message.purge_seqno,
-        tuple(PurgeHolder(one.kind, one.name, one.seqno) for one in message.holders),
-        error_of(message.problem) if message.HasField("problem") else None,
-    )
+    """Return a partition's tombstones out of their message."""
+    holders = tuple(of_message(PurgeHolder, one) for one in message.holders)
+    return of_message(PartitionPurge, message, holders=holders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,15 +449,7 @@ class PartitionInfo:
     dead_since: int = 0
 
 
-def partition_info(message: admin_service_pb2.PartitionInfo) -> PartitionInfo:
+def partition_info(message: admin.PartitionInfo) -> PartitionInfo:
     """Return a partition's state out of its message."""
-    return PartitionInfo(
-        message.partition,
-        types_pb2.PartitionState.Name(message.state).removeprefix("PARTITION_STATE_").lower(),
-        message.high_seqno,
-        message.durable_seqno,
-        message.purge_seqno,
-        message.failover_id,
-        error_of(message.problem) if message.HasField("problem") else None,
-        message.dead_since,
-    )
+    state = types_pb2.PartitionState.Name(message.state).removeprefix("PARTITION_STATE_").lower()
+    return of_message(PartitionInfo, message, state=state)

@@ -604,7 +604,9 @@ def build_block(
 def build_blocks(
     keys: Sequence[bytes], values: Sequence[bytes | None], column_bytes: int = BLOCK_COLUMN_BYTES
 ) -> Iterator[Block]:
-    """Build the blocks of ``split_rows``, one when the one before was taken; all rows are checked before the first.
+    """Build blocks of rows, in order, whose columns stay within ``column_bytes``, or that have one row.
+
+    Each is built when the one before was taken; all rows are checked before the first.
 
     Raises:
         InvalidArgumentError: a key or value is not bytes, or out of its range.
@@ -652,14 +654,6 @@ def _offsets(lengths: I64) -> bytes:
     offsets = np.zeros(len(lengths) + 1, "<i4")
     np.cumsum(lengths, out=offsets[1:])
     return offsets.tobytes()
-
-
-def split_rows(
-    keys: Sequence[bytes], values: Sequence[bytes | None], column_bytes: int = BLOCK_COLUMN_BYTES
-) -> Iterator[tuple[Sequence[bytes], Sequence[bytes | None]]]:
-    """Cut rows, in order, into slices whose columns stay within ``column_bytes``, or that have one row."""
-    for first, last in _cuts(_check_rows(keys, values), column_bytes):
-        yield keys[first:last], values[first:last]
 
 
 def _cuts(rows: _Rows, column_bytes: int) -> Iterator[tuple[int, int]]:

@@ -248,16 +248,3 @@ class FailoverLog:
         record = FailoverRecord(failover_id, seqno, epoch)
         kept = tuple(old for old in self.records if old.seqno <= seqno)
         return FailoverLog((*kept, record)[-limit:])
-
-    def rolled_back_to(self, seqno: int, fresh_id: int) -> "FailoverLog":
-        """The log of a node that undid its data above ``seqno``: without the records above it.
-
-        If none is left, which needs a log that lost its oldest records, there is one of ``fresh_id`` at ``seqno``:
-        a log is never empty, and none of the old ids is truthful any more.
-
-        Raises:
-            InvalidArgumentError: a number is out of range.
-        """
-        fresh = FailoverRecord(fresh_id, seqno)
-        kept = tuple(old for old in self.records if old.seqno <= seqno)
-        return FailoverLog(kept or (fresh,))

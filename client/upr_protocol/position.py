@@ -6,8 +6,7 @@ exponentially, at least 2).
 """
 
 import json
-import zlib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
@@ -138,7 +137,7 @@ class Position:
 
     def to_json(self) -> str:
         """The position as one line of JSON, ASCII only; all of it, so that it may be kept anywhere."""
-        return _canonical(self.to_document()).decode()
+        return json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -214,43 +213,6 @@ class Position:
             raise PositionDamagedError(
                 f"the stored position is damaged: {error.message}", hint=DAMAGED_HINT
             ) from error
-
-
-def encode_position(position: Position) -> bytes:
-    """Return the position as one JSON document in UTF-8 that carries a CRC32 of its content."""
-    content = position.to_document()
-    return _canonical({"crc32": _crc32(content), "position": content})
-
-
-def decode_position(data: bytes) -> Position:
-    """Return the position that ``encode_position`` gave.
-
-    Raises:
-        PositionDamagedError: the bytes are not such a document, its CRC32 is wrong, or a field is damaged.
-    """
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise _damaged("document", f"is not JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise _damaged("document", "is not a JSON object")
-    content = _field(document, "position", dict)
-    try:
-        crc = _crc32(content)
-    except RecursionError as error:
-        # Writing JSON ends at a smaller depth than reading it.
-        raise _damaged("position", f"is nested too deeply ({error})") from error
-    if _field(document, "crc32", str) != crc:
-        raise _damaged("crc32", "does not fit the position")
-    return Position.from_document(content)
-
-
-def _canonical(document: object) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _crc32(content: object) -> str:
-    return f"{zlib.crc32(_canonical(content)):08x}"
 
 
 def _log_up_to(log: FailoverLog | None, newest_id: int) -> FailoverLog | None:
@@ -418,7 +380,7 @@ class MarkerHistory:
         if seqno < newest:
             raise InvalidArgumentError(
                 f"marker {seqno} follows {newest}; markers must be ascending",
-                hint="call truncate_above first after a rollback",
+                hint="begin a new history after a rollback",
             )
         if seqno == newest:
             return
@@ -434,26 +396,6 @@ class MarkerHistory:
         """
         for seqno in seqnos:
             self.add(seqno)
-
-    def truncate_above(self, seqno: int) -> None:
-        """Forget the markers above ``seqno``; one at it stays.
-
-        Raises:
-            InvalidArgumentError: it is out of range.
-        """
-        check_seqno(seqno)
-        del self._seqnos[bisect_right(self._seqnos, seqno) :]
-
-    def newest_before(self, seqno: int, inclusive: bool = False) -> int | None:
-        """The newest marker below ``seqno`` (with ``inclusive``: at or below it), None when there is none.
-
-        Raises:
-            InvalidArgumentError: it is out of range.
-        """
-        check_seqno(seqno)
-        bisect = bisect_right if inclusive else bisect_left
-        index = bisect(self._seqnos, seqno)
-        return self._seqnos[index - 1] if index else None
 
     def as_tuple(self) -> tuple[int, ...]:
         """The markers to store, ascending and thinned.

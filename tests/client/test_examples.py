@@ -5,7 +5,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer, wait_until
 from upr_client import Client, WriteResult
 from upr_client.testing import ScriptedServer, keys_in
 
@@ -22,7 +21,6 @@ EXAMPLES = sorted(path.name for path in (CLIENT / "examples").glob("*.py"))
 COMMANDS = re.findall(
     r"^python (client/examples/(\w+\.py).*)$", (CLIENT / "README.md").read_text(), re.M
 )
-WAIT_SECONDS = 60.0
 
 
 def command_of(name: str, target: str) -> list[str]:
@@ -52,11 +50,11 @@ class Example:
         return self._err.read_text()
 
     def wait_until(self, holds: Callable[[], object]) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not holds():
-            assert self.process.poll() is None, self.words
-            assert time.monotonic() < deadline, (self.lines[-5:], self.words)
-            time.sleep(0.005)
+        wait_until(
+            lambda: holds() or self.process.poll() is not None,
+            lambda: (self.lines[-5:], self.words),
+        )
+        assert holds(), self.words
 
     def end(self, number: int | None = None) -> int:
         """Wait for its end, and return the status; no traceback was printed."""

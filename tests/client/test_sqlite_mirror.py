@@ -9,8 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer, wait_until
 from tests.model import Row as ModelRow
 from tests.model import State, apply, partition_of
 from upr_client import (
@@ -37,7 +36,6 @@ from upr_protocol.position import MarkerHistory
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "sqlite_mirror.py"
 ROUNDS = int(os.environ.get("UPR_MIRROR_ROUNDS", "6"))
-WAIT_SECONDS = 60.0
 
 # Every applied change is noted, and one that is noted twice is an error in the mirror itself. A change that sets a
 # key is a row of the table mirror that no undo row could have brought back; one that overwrites or deletes is an undo
@@ -77,13 +75,6 @@ def load_example() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def wait_until(holds: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
 
 
 class MirrorProcess:
@@ -379,7 +370,7 @@ class Stream:
     def _go_to(self, seqno: int) -> None:
         self.seqno = seqno
         self.failover_id += 1
-        self.history.truncate_above(seqno)
+        self.history = MarkerHistory(at for at in self.history.as_tuple() if at <= seqno)
         self.state = dict(self.states[seqno])
         self.states = {at: state for at, state in self.states.items() if at <= seqno}
 

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness import wait_until
 from upr_client import Change, Client, Marker, MemoryPositions, Only, Rollback
 from upr_client.errors import UnavailableError
 from upr_client.lowlevel import hello
@@ -37,13 +37,6 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:
         return True
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def read(target: str) -> dict[bytes, bytes | None]:
@@ -186,7 +179,7 @@ def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
             assert not any(gone(pid) for pid in pids)
             parent.kill()
             parent.wait()
-            wait_until(lambda: all(gone(pid) for pid in pids))
+            wait_until(lambda: all(gone(pid) for pid in pids), "the end of the servers")
         finally:
             parent.kill()
             for pid in pids:
@@ -288,100 +281,17 @@ def test_the_scripted_server_does_as_the_real_one(seed: int) -> None:
 
 # The fixtures.
 
-FIXTURES = """
-pytest_plugins = ["upr_client.testing.pytest_plugin"]
-"""
-USES = """
-from upr_client import Client
-
-def test_real(upr_server):
-    with Client(upr_server.target) as client:
-        assert client.bucket().set(b"a", b"1").seqno == 1
-
-def test_scripted(upr_scripted):
-    with Client(upr_scripted.target) as client:
-        assert client.bucket().set(b"a", b"1").seqno == 1
-    assert upr_scripted.state() == {b"a": b"1"}
-"""
-
-EXAMPLE = '''
-from upr_client import Client, Rollback
-from upr_client.testing import keys_in
-
-pytest_plugins = ["upr_client.testing.pytest_plugin"]
-
-
-class Index:
-    """What is to be tested: it keeps what it received, and undoes what did not happen."""
-
-    def __init__(self, client):
-        self.rows = {}
-        self.changes = client.bucket().changes(on_rollback="event")
-
-    def step(self):
-        event = next(self.changes)
-        if isinstance(event, Rollback):
-            of_partition = {k: row for k, row in self.rows.items() if row[0] == event.partition}
-            for key, (_, seqno, _) in of_partition.items():
-                if seqno > event.seqno:
-                    del self.rows[key]
-        elif hasattr(event, "key"):
-            self.rows[event.key] = (event.partition, event.seqno, event.value)
-        return event
-
-
-def test_a_rollback_is_undone(upr_scripted):
-    first, second, third = keys_in(7, 3)
-    for key in (first, second, third):
-        upr_scripted.write(key, b"value")
-    with Client(upr_scripted.target) as client:
-        index = Index(client)
-        with index.changes:
-            while len(index.rows) < 3:
-                index.step()
-            upr_scripted.roll_back(7, 2)
-            while not isinstance(index.step(), Rollback):
-                pass
-            assert set(index.rows) == {first}
-
-
-def test_a_real_server(upr_server):
-    with Client(upr_server.target) as client:
-        client.bucket().set(b"key", b"value")
-        upr_server.restart(clean=False)
-        index = Index(client)
-        with index.changes:
-            index.step()
-        assert set(index.rows) == {b"key"}
-'''
-
-
-def run_pytest(folder: Path, text: str) -> str:
-    (folder / "test_it.py").write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-W",
-        "error",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:asyncio",
-    ]
-    done = subprocess.run(
-        [*command, "test_it.py"], cwd=folder, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_fixtures(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(FIXTURES)
-    assert "2 passed" in run_pytest(tmp_path, USES)
-
 
 def test_the_example_of_the_guide(tmp_path: Path) -> None:
     found = re.search(r"## Testing your code.*?```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    assert "2 passed" in run_pytest(tmp_path, found[1] if found else EXAMPLE)
+    assert found is not None
+    (tmp_path / "test_it.py").write_text(found[1])
+    plain = ["-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:asyncio"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plain, "test_it.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr

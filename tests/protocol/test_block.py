@@ -17,6 +17,7 @@ from upr_protocol.block import (
     block_seqnos,
     block_values,
     build_block,
+    build_blocks,
     check_block,
     join_blocks,
     make_runs,
@@ -25,7 +26,6 @@ from upr_protocol.block import (
     select_runs,
     slice_above,
     slice_runs,
-    split_rows,
     without_values,
 )
 from upr_protocol.errors import CorruptBlockError, InvalidArgumentError
@@ -333,12 +333,14 @@ def test_the_largest_row_fits() -> None:
 def test_splitting_loses_nothing(rows: Rows, limit: int) -> None:
     keys = [k for k, _ in rows]
     values = [v for _, v in rows]
-    parts = list(split_rows(keys, values, limit))
-    assert [k for part in parts for k in part[0]] == keys
-    assert [v for part in parts for v in part[1]] == values
-    for part_keys, part_values in parts:
-        size = sum(len(k) + len(v or b"") + 9 for k, v in zip(part_keys, part_values, strict=True))
-        assert size <= limit or len(part_keys) == 1
+    first = 0
+    for block in build_blocks(keys, values, limit):
+        part = rows[first : first + block.rows]
+        first += len(part)
+        held = zip(block_keys(block), block_values(block), strict=True)
+        assert list(held) == sorted(part, key=lambda row: partition_of(row[0]))
+        assert sum(len(k) + len(v or b"") + 9 for k, v in part) <= limit or len(part) == 1
+    assert first == len(rows)
     assert BLOCK_COLUMN_BYTES == 2**20
 
 

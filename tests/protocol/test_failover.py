@@ -132,14 +132,6 @@ def test_the_oldest_records_leave_first() -> None:
     assert grown.with_record(99, 99, limit=1).to_pairs() == [(99, 99)]
 
 
-def test_rolling_back_never_leaves_a_log_empty() -> None:
-    before = log((A, 10), (B, 100))
-    assert before.rolled_back_to(100, C) == before
-    assert before.rolled_back_to(99, C).to_pairs() == [(A, 10)]
-    assert before.rolled_back_to(10, C).to_pairs() == [(A, 10)]
-    assert before.rolled_back_to(9, C).to_pairs() == [(C, 9)]
-
-
 def test_next_after_is_the_record_right_after() -> None:
     three = log((A, 0), (B, 7), (C, 7))
     assert three.next_after(A) == FailoverRecord(B, 7)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from upr_protocol.errors import InvalidArgumentError, PositionDamagedError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import SEQNO_MAX
-from upr_protocol.position import Position, decode_position, encode_position
+from upr_protocol.position import Position
 
 A, B, C = 0xA, 0xB, 0xFFFF_FFFF_FFFF_FFFF
 LOG = FailoverLog.from_pairs([(A, 0), (B, 426)])
@@ -110,7 +110,6 @@ def test_without_a_log_only_what_is_still_true_of_the_old_one_stays() -> None:
 def test_a_position_survives_its_storing(position: Position) -> None:
     assert Position.from_json(position.to_json()) == position
     assert Position.from_document(position.to_document()) == position
-    assert decode_position(encode_position(position)) == position
 
 
 def test_ids_are_stored_as_hex_and_seqnos_as_numbers() -> None:
@@ -171,45 +170,16 @@ def test_what_is_not_known_is_ignored_and_a_newer_format_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", b"\xff", "[" * 100_000, "[]", "7"], ids=lambda t: repr(t[:3])
+    "text",
+    ["", "{", b"\xff", b"\0" * 40, "[" * 100_000, "1" * 9999, "[]", "7"],
+    ids=lambda t: repr(t[:3]),
 )
 def test_a_text_that_is_no_position_is_damaged(text: str | bytes) -> None:
     with pytest.raises(PositionDamagedError, match="position"):
         Position.from_json(text)
 
 
-def test_every_flipped_bit_is_detected() -> None:
-    data = encode_position(AT_434)
-    for index in range(len(data)):
-        for bit in range(8):
-            damaged = bytearray(data)
-            damaged[index] ^= 1 << bit
-            with pytest.raises(PositionDamagedError):
-                decode_position(bytes(damaged))
-
-
-def test_every_cut_is_detected() -> None:
-    data = encode_position(AT_434)
-    for length in range(len(data)):
-        with pytest.raises(PositionDamagedError):
-            decode_position(data[:length])
-
-
-@pytest.mark.parametrize("data", [b"[]", b"1", b"\xff", b"\0" * 40, b"[" * 200_000, b"1" * 9999])
-def test_foreign_bytes_are_damage(data: bytes) -> None:
-    with pytest.raises(PositionDamagedError):
-        decode_position(data)
-
-
 @given(st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     with pytest.raises(PositionDamagedError):
-        decode_position(data)
-
-
-def test_a_position_that_is_nested_too_deeply_is_damage() -> None:
-    # At some of these depths reading succeeds and writing, for the checksum, does not.
-    for depth in range(900, 1100):
-        value = "[" * depth + "]" * depth
-        with pytest.raises(PositionDamagedError):
-            decode_position(f'{{"crc32": "00000000", "position": {{"a": {value}}}}}'.encode())
+        Position.from_json(data)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer
-from tests.raw import RawClient, RawFollow, all_rows, start_at
+from tests.raw import RawClient, RawFollow, all_rows, is_compressed, start_at
 from tests.service.test_follow import fill
 from upr.storage import keyspace
 from upr.storage.store import Store
@@ -22,7 +22,6 @@ from upr_protocol.wire.codec import (
     block_from_message,
     compress_block,
     encode_block,
-    is_compressed,
     joined_blocks,
 )
 from upr_protocol.wire.v1 import types_pb2 as types

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.harness import WAIT_SECONDS, RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer, wait_until
 from tests.raw import RawClient
 from upr_client import AsyncClient
 from upr_protocol.block import START
@@ -78,10 +78,7 @@ class Watched:
         return await asyncio.to_thread(self._wait)
 
     def _wait(self) -> list[tuple[float, str]]:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not self._told.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(self._told.exists, "the longest callbacks")
         found: list[tuple[float, str]] = json.loads(self._told.read_text())
         return found
 

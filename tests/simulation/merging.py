@@ -15,7 +15,7 @@ from upr.engine.compaction import (
     purge_limits,
     segments,
 )
-from upr.storage.blocks import Head, MergeRange, Replacement, last_complete
+from upr.storage.blocks import BlockRange, Head, Replacement, last_complete
 from upr.storage.compact import Purge, examine, merge_direct, rewrite_group
 from upr.storage.store import Store
 
@@ -93,7 +93,7 @@ class SimulatedMerger:
 
     def _any_range(
         self, partition: int, heads: list[Head], pinned: tuple[int, ...]
-    ) -> MergeRange | None:
+    ) -> BlockRange | None:
         """Now and then merge neighbours that no policy would choose: they must be right as well."""
         if self._rng.random() < 0.5:
             return None
@@ -104,12 +104,12 @@ class SimulatedMerger:
         chosen = tuple(segment[self._rng.randrange(last - 1) : last])
         # What is above the range has not been looked at, so the range must end in a marker of its own.
         return (
-            MergeRange(partition, chosen)
+            BlockRange(partition, chosen)
             if last_complete(heads[: heads.index(chosen[-1]) + 1]) == chosen[-1].end
             else None
         )
 
-    def _direct(self, ranges: list[MergeRange], now: int) -> None:
+    def _direct(self, ranges: list[BlockRange], now: int) -> None:
         limits = purge_limits(self._bucket, AGES, now)
         direct = merge_direct(ranges, self._store.blocks, limits)
         assert not direct.damaged
@@ -121,7 +121,7 @@ class SimulatedMerger:
         ]
         self._count("direct merges")
 
-    def _large(self, one: MergeRange, now: int) -> None:
+    def _large(self, one: BlockRange, now: int) -> None:
         limits = purge_limits(self._bucket, AGES, now)
         examined = examine(one, self._store.blocks, limits)
         if examined.purge is not None:

@@ -1,14 +1,14 @@
 """A server and a storage in memory for backups: one rolls back and deduplicates, the other breaks off at any step."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import BinaryIO
 
 from upr_backup.backup import Run
-from upr_backup.engines.engine import InlineEngine
+from upr_backup.engines.engine import Finished, Rows
 from upr_backup.errors import HistoryChangedError, LockedError
 from upr_backup.repository import Sink, Stored
 from upr_backup.repository.chain import Chain, Keep, Segment, segments
@@ -24,6 +24,23 @@ State = dict[str, str]
 
 PARTITIONS = 3
 KEYS = 4
+
+
+class InlineEngine:
+    """An engine that reads one group after the other, right here; ``backup`` reads and stages one."""
+
+    parallel = 1
+
+    def __init__(self, backup: Callable[[Task], TaskResult]) -> None:
+        self._backup = backup
+
+    def run(self, tasks: Sequence[Task]) -> Generator[Rows | Finished, None, None]:
+        for task in tasks:
+            yield Rows(0)
+            yield Finished(task.index, self._backup(task))
+
+    def close(self) -> None:
+        pass
 
 
 class Crash(Exception):

@@ -6,8 +6,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,20 +13,10 @@ from typing import Any
 import pyarrow.parquet as pq
 from click.testing import CliRunner
 
+from tests.harness import WAIT_SECONDS, wait_until
 from tests.spark.restoring import State, content
 from upr_backup.cli.commands import main
 from upr_client import Client
-
-WAIT_SECONDS = 90.0
-_POLL_SECONDS = 0.01
-
-
-def wait_until(is_so: Callable[[], Any], what: str) -> None:
-    """Wait for something; an AssertionError when it does not come."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(_POLL_SECONDS)
 
 
 def children(pid: int) -> list[int]:

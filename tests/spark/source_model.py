@@ -10,10 +10,10 @@ from typing import Any
 
 from upr_protocol.errors import SnapshotGoneError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.handshake import answer_hello, answer_start
+from upr_protocol.handshake import Pin, answer_hello, answer_start
 from upr_spark.source.offsets import Offset
 from upr_spark.source.plan import Range
-from upr_spark.source.server import Answer, CutPoint, PinPoint
+from upr_spark.source.server import Answer, CutPoint
 from upr_spark.source.task import Told
 
 PARTITIONS = 3
@@ -224,7 +224,7 @@ class ModelServer:
     def make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
         self.happen()
         pins = {
-            p: PinPoint(self.partitions[p].log.newest.failover_id, self.partitions[p].high)
+            p: Pin(self.partitions[p].log.newest.failover_id, self.partitions[p].high)
             for p in partitions
         }
         cut = CutPoint(name, pins)

@@ -100,7 +100,7 @@ def rewritten(made: Source, change: Callable[[Any], Any], number: int = 2) -> No
     path.unlink()
     pq.write_table(table, path, write_page_checksum=True)
     data = path.read_bytes()
-    files = (dataclasses.replace(file, bytes=len(data), sha256=sha256(data), rows=table.num_rows),)
+    files = (file._replace(bytes=len(data), sha256=sha256(data), rows=table.num_rows),)
     partitions = table.column("partition").to_pylist()
     lengths = pc.add(
         pc.binary_length(table.column("key")),
@@ -109,8 +109,8 @@ def rewritten(made: Source, change: Callable[[Any], Any], number: int = 2) -> No
     entries = {}
     for partition, entry in manifest.entries.items():
         sizes = [n for p, n in zip(partitions, lengths, strict=True) if p == partition]
-        entries[partition] = dataclasses.replace(
-            entry, rows=len(sizes), data_bytes=sum(sizes), file=0 if sizes else None
+        entries[partition] = entry._replace(
+            rows=len(sizes), data_bytes=sum(sizes), file=0 if sizes else None
         )
     damaged = dataclasses.replace(manifest, files=files, entries=entries)
     (made.repository / name).unlink()

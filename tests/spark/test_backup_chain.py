@@ -183,9 +183,7 @@ def test_without_applying_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def without_cuts(wanted: list[Manifest]) -> object:
         kept = [
-            dataclasses.replace(
-                m, entries={p: dataclasses.replace(e, cut=None) for p, e in m.entries.items()}
-            )
+            dataclasses.replace(m, entries={p: e._replace(cut=None) for p, e in m.entries.items()})
             for m in wanted
         ]
         return real(kept)

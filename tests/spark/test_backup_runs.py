@@ -7,18 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.spark.backup_model import MemoryStorage, ModelSource, World
+from tests.spark.backup_model import InlineEngine, MemoryStorage, ModelSource, World
 from upr_backup.backup import Run
 from upr_backup.engines import jvm
 from upr_backup.engines import spark as engine_module
-from upr_backup.engines.engine import InlineEngine, Rows
+from upr_backup.engines.engine import Rows
 from upr_backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
 from upr_backup.repository import LocalStorage
 from upr_backup.repository.documents import Entry, seal, unseal
@@ -334,7 +333,7 @@ def test_what_does_not_continue_the_chain_is_not_gone_on_with() -> None:
 
     def wrong(spec: Task) -> TaskResult:
         result = stage_read(world.repository, spec, source.read_group)
-        later = {p: replace(entry, start=entry.start + 1) for p, entry in result.entries.items()}
+        later = {p: entry._replace(start=entry.start + 1) for p, entry in result.entries.items()}
         return result._replace(entries=later)
 
     with pytest.raises(RepositoryDamagedError, match="goes on from"):

@@ -13,13 +13,12 @@ from pathlib import Path
 import pyspark
 import pytest
 
-from tests.harness import RunningServer
+from tests.harness import RunningServer, wait_until
 from tests.spark.backup_process import (
     children,
     restored,
     staged,
     upr_backup,
-    wait_until,
 )
 from tests.spark.restoring import content
 from upr_backup import ship

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.harness import RunningServer
+from tests.harness import RunningServer, wait_until
 from tests.spark.backup_process import (
     Backup,
     alive,
@@ -25,7 +25,6 @@ from tests.spark.backup_process import (
     taken,
     told,
     upr_backup,
-    wait_until,
     workers,
 )
 from upr_backup.backup import GROUP_SEQNOS, GROUP_SEQNOS_MIN, group_size, split

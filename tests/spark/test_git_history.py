@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import RunningServer
+from tests.harness import RunningServer, wait_until
 from tests.spark.backup_process import (
     Backup,
     alive,
@@ -20,7 +20,6 @@ from tests.spark.backup_process import (
     restored,
     staged,
     upr_backup,
-    wait_until,
 )
 from tests.spark.restoring import State
 from upr_client import Client

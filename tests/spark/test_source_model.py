@@ -9,6 +9,7 @@ import pytest
 
 from tests.spark.source_engine import Engine, model_settings
 from tests.spark.source_model import ModelServer, Weather
+from upr_protocol.handshake import Pin
 from upr_protocol.limits import PARTITIONS
 from upr_spark.errors import UprSparkError, find_error
 from upr_spark.options import read_connection, size
@@ -30,7 +31,7 @@ from upr_spark.source.plan import (
     plan_ranges,
     thinned,
 )
-from upr_spark.source.server import Answer, CutPoint, PinPoint
+from upr_spark.source.server import Answer, CutPoint
 
 _WEATHERS = {
     "rollbacks": Weather(),
@@ -108,7 +109,7 @@ def test_going_back_to_the_servers_seqno_instead_of_a_point_ends_wrong(
 
 _START = Offset(7, {5: Entry(11, 434, (418, 400))}, "c1")
 _ANSWER = Answer(12, 450, 426, "next_record", "words", 426)
-_CUT = CutPoint("c2", {5: PinPoint(12, 450)})
+_CUT = CutPoint("c2", {5: Pin(12, 450)})
 
 
 def test_emit_goes_back_to_the_newest_end_of_a_batch_that_is_left() -> None:
@@ -187,7 +188,7 @@ def test_points_below_the_purge_seqno_are_not_gone_back_to() -> None:
 
 def test_less_under_the_same_id_is_a_missing_record() -> None:
     answer = Answer(11, 420, None, "newest_id", "", newest_record=418)
-    cut = CutPoint("c2", {5: PinPoint(11, 420)})
+    cut = CutPoint("c2", {5: Pin(11, 420)})
 
     end = next_offset(_START, {5: answer}, cut, Rules("emit"))
 
@@ -200,7 +201,7 @@ def test_less_under_the_same_id_is_a_missing_record() -> None:
 def test_a_limit_lets_whole_partitions_through_and_at_least_one() -> None:
     start = Offset(7, {p: Entry(None, 0) for p in range(4)})
     answers = {p: Answer(1, 10) for p in range(4)}
-    cut = CutPoint("c", {p: PinPoint(1, 10) for p in range(4)})
+    cut = CutPoint("c", {p: Pin(1, 10) for p in range(4)})
 
     reached = []
     offset = start

@@ -8,7 +8,7 @@ import numpy as np
 from tests.model import ModelPartition, Row, State, apply
 from tests.raw import all_rows
 from upr.engine.partitions import ACTIVE
-from upr.storage.blocks import Head, MergeRange
+from upr.storage.blocks import BlockRange, Head
 from upr.storage.compact import PurgeLimits
 from upr.storage.keyspace import ConsumerRow, PartitionRow
 from upr.storage.read import read_blocks
@@ -73,9 +73,9 @@ def put(store: Store, *blocks: tuple[int, int, bytes]) -> None:
     store.put_flush(blocks, {}, {})
 
 
-def whole_range(store: Store, partition: int) -> MergeRange:
+def whole_range(store: Store, partition: int) -> BlockRange:
     """Return everything that a partition has stored."""
-    return MergeRange(partition, tuple(store.heads(partition)))
+    return BlockRange(partition, tuple(store.heads(partition)))
 
 
 def limits_of(

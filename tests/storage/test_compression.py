@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.raw import all_rows
+from tests.raw import all_rows, is_compressed
 from tests.storage.test_merge import Batch, Numbering, batches_strategy
 from upr.storage import compact
 from upr.storage import read as reading
@@ -20,13 +20,7 @@ from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.limits import FRAME_PLAIN_BYTES
 from upr_protocol.wire import codec
-from upr_protocol.wire.codec import (
-    compress_block,
-    decode_block,
-    decompress_block,
-    encode_block,
-    is_compressed,
-)
+from upr_protocol.wire.codec import compress_block, decode_block, decompress_block, encode_block
 
 ALL = FlushSlice(0, 1024, 0, 1)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.model import Row
 from tests.storage.stored_blocks import block_of, heads_of, put, rows_of, store_of
-from upr.storage.blocks import HEAD_BYTES, Head, MergeRange, head_of, last_complete, stretches
+from upr.storage.blocks import HEAD_BYTES, BlockRange, Head, head_of, last_complete, stretches
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.wire.codec import compress_block
 
@@ -71,15 +71,15 @@ def test_a_first_block_that_does_not_begin_at_0_is_damage(tmp_path: Path) -> Non
 
 
 def test_blocks_that_share_a_horizon_are_one_stretch() -> None:
-    found = stretches(heads_of(1, 2, 3, 4, 5, horizons={2: 4, 3: 4}))
+    found = stretches(P, heads_of(1, 2, 3, 4, 5, horizons={2: 4, 3: 4}))
     assert [(one.start, one.end, one.size) for one in found] == [(0, 1, 1), (1, 4, 3), (4, 5, 1)]
 
 
 def test_what_lies_in_a_settled_range_is_one_stretch() -> None:
-    found = stretches(heads_of(1, 2, 3, 4, 5), [(0, 2), (2, 4)])
+    found = stretches(P, heads_of(1, 2, 3, 4, 5), [(0, 2), (2, 4)])
     assert [(one.start, one.end) for one in found] == [(0, 2), (2, 4), (4, 5)]
     # A block that reaches beyond the range was not looked through with it.
-    assert len(stretches(heads_of(2, 4), [(0, 3)])) == 2
+    assert len(stretches(P, heads_of(2, 4), [(0, 3)])) == 2
 
 
 def test_the_last_complete_marker_is_at_or_above_every_horizon_before_it() -> None:
@@ -92,5 +92,5 @@ def test_the_last_complete_marker_is_at_or_above_every_horizon_before_it() -> No
 
 
 def test_a_range_sums_up_its_blocks() -> None:
-    one = MergeRange(P, tuple(heads_of(3, 5, 9, size=10)[1:]))
+    one = BlockRange(P, tuple(heads_of(3, 5, 9, size=10)[1:]))
     assert (one.start, one.end, one.size, one.rows) == (3, 9, 20, 6)

@@ -21,7 +21,7 @@ from tests.storage.stored_blocks import (
 )
 from upr.engine.compaction import segments
 from upr.storage import compact
-from upr.storage.blocks import Head, MergeRange, last_complete
+from upr.storage.blocks import BlockRange, Head, last_complete
 from upr.storage.compact import examine, merge_direct, rewrite_group
 from upr.storage.store import Store
 from upr_protocol.block import Block, slice_above
@@ -82,14 +82,14 @@ def check_positions(store: Store, partition: int, model: ModelPartition) -> None
             assert row in rows or newer, f"{row} is lost"
 
 
-def lawful_ranges(heads: list[Head], pins: list[int], data: Any) -> MergeRange | None:
+def lawful_ranges(heads: list[Head], pins: list[int], data: Any) -> BlockRange | None:
     segment = data.draw(st.sampled_from(list(segments(heads, pins))), "segment")
     last = data.draw(st.integers(1, len(segment)), "last")
     first = data.draw(st.integers(0, last - 1), "first")
     chosen = segment[first:last]
     if last_complete(heads[: heads.index(chosen[-1]) + 1]) != chosen[-1].end:
         return None
-    return MergeRange(P, tuple(chosen))
+    return BlockRange(P, tuple(chosen))
 
 
 @given(st.lists(changes_strategy, min_size=3, max_size=3), st.data())
@@ -133,7 +133,7 @@ def merge_at_random(store: Store, histories: list[list[list[Change]]], data: Any
         for p in used:
             found = lawful_ranges(store.heads(p), pins[p], data)
             if found is not None:
-                ranges.append(MergeRange(p, found.heads))
+                ranges.append(BlockRange(p, found.heads))
         if ranges and data.draw(st.booleans(), "direct"):
             merged = merge_direct(ranges, store.blocks, None)
             assert not merged.damaged

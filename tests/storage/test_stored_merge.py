@@ -23,7 +23,7 @@ from tests.storage.stored_blocks import (
     whole_range,
 )
 from upr.storage import compact
-from upr.storage.blocks import MergeRange, Replacement, checked, tombstones_of
+from upr.storage.blocks import BlockRange, Replacement, checked, tombstones_of
 from upr.storage.compact import (
     BLOCK_FRACTION,
     WORTH_FRACTION,
@@ -70,7 +70,7 @@ def test_neighbours_of_a_range_stay(store: Store) -> None:
     overwrites: list[list[Change]] = [[(b"a", b"%d" % i)] for i in range(5)]
     model = filled(store, P, *overwrites)
     heads = store.heads(P)
-    merged = merge_direct([MergeRange(P, tuple(heads[1:4]))], store.blocks, None)
+    merged = merge_direct([BlockRange(P, tuple(heads[1:4]))], store.blocks, None)
     store.replace(merged.replacements)
     assert ends_of(store, P) == [1, 4, 5]
     assert [row.seqno for row in stored_rows(store, P)] == [1, 4, 5]
@@ -89,7 +89,7 @@ def test_a_damaged_block_stops_its_own_partition_only(store: Store) -> None:
 
 def test_a_range_that_has_lost_every_row_is_a_block_without_rows(store: Store) -> None:
     filled(store, P, [(b"a", None)], [(b"b", None)], [(b"c", b"1")])
-    merged = merge_direct([MergeRange(P, tuple(store.heads(P)[:2]))], store.blocks, limits_of(2))
+    merged = merge_direct([BlockRange(P, tuple(store.heads(P)[:2]))], store.blocks, limits_of(2))
     store.replace(merged.replacements)
     (first, _) = store.heads(P)
     assert (first.start, first.end, first.horizon, first.rows) == (0, 2, 2, 0)
@@ -132,7 +132,7 @@ def test_a_tombstone_goes_with_all_that_is_older_of_its_key(store: Store) -> Non
 
 def test_a_tombstone_in_a_range_that_does_not_begin_at_0_stays(store: Store) -> None:
     model = filled(store, P, [(b"a", b"1")], [(b"b", b"1")], [(b"a", None)], [(b"c", b"1")])
-    above = MergeRange(P, tuple(store.heads(P)[1:]))
+    above = BlockRange(P, tuple(store.heads(P)[1:]))
     direct = merge_direct([above], store.blocks, limits_of(4))
     assert direct.purges == {}
     examined = examine(above, store.blocks, limits_of(4))
@@ -261,7 +261,7 @@ def test_what_is_rewritten_in_groups_is_a_stretch_up_to_the_end_of_the_range(
     store: Store, tiny: pytest.MonkeyPatch
 ) -> None:
     model = filled(store, P, *(many(0, 15) + many(100 * i, 15) for i in range(1, 5)), many(1000, 5))
-    inside = MergeRange(P, tuple(store.heads(P)[:4]))
+    inside = BlockRange(P, tuple(store.heads(P)[:4]))
     examined = examine(inside, store.blocks, None)
     assert len(examined.groups()) > 1
     for group in examined.groups():

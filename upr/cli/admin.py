@@ -14,7 +14,7 @@ from upr.cli.admin_commands.cut import cut
 from upr.cli.admin_commands.purge import purge
 from upr.cli.admin_commands.restore_copy import restore_copy
 from upr.cli.admin_commands.status import status, storage
-from upr_cli_kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, one_list, server_options
+from upr_cli_kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, client_options, one_list
 from upr_cli_kit.output import (
     Group,
     columns,
@@ -30,6 +30,7 @@ from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
     from upr.cli.admin_commands.explain import ServerSide
+    from upr_client import Client
 
 _COLUMNS = ("partition", "state", "high_seqno", "durable_seqno", "purge_seqno", "failover_id")
 _PARTITIONS_ARGUMENT = click.argument(
@@ -49,18 +50,16 @@ def main() -> None:
 
 @main.command("failover-log")
 @_PARTITIONS_ARGUMENT
-@server_options
+@client_options
 @json_option
 @verbose_option
 def failover_log(
-    partitions: tuple[list[int], ...], target: str, bucket: str, as_json: bool
+    partitions: tuple[list[int], ...], client: "Client", bucket: str, as_json: bool
 ) -> None:
     """Show failover logs, oldest record first, of all partitions or of those named (5, or 0-63,512)."""
     from upr.cli.admin_commands.explain import logs_to_json, logs_to_text
-    from upr_client import Client
 
-    with Client(target) as client:
-        logs = client.admin.failover_logs(bucket, one_list(partitions))
+    logs = client.admin.failover_logs(bucket, one_list(partitions))
     if as_json:
         print_json(logs_to_json(logs))
     else:
@@ -69,17 +68,14 @@ def failover_log(
 
 @main.command("partitions")
 @_PARTITIONS_ARGUMENT
-@server_options
+@client_options
 @json_option
 @verbose_option
 def partitions_command(
-    partitions: tuple[list[int], ...], target: str, bucket: str, as_json: bool
+    partitions: tuple[list[int], ...], client: "Client", bucket: str, as_json: bool
 ) -> None:
     """Show the state of all partitions or of those named (5, or 0-63,512)."""
-    from upr_client import Client
-
-    with Client(target) as client:
-        found = client.admin.partitions(bucket, one_list(partitions))
+    found = client.admin.partitions(bucket, one_list(partitions))
     documents = [
         {
             **{column: getattr(info, column) for column in _COLUMNS},
@@ -135,7 +131,7 @@ main.add_command(storage)
     help="Take the log from what 'failover-log --json' printed, and ask no server.",
 )
 @click.option("--high", type=SEQNO, help="The partition's high seqno, with --log.")
-@server_options
+@client_options
 @json_option
 @verbose_option
 def explain_command(
@@ -148,7 +144,7 @@ def explain_command(
     at_record: bool,
     log_file: Path | None,
     high: int | None,
-    target: str,
+    client: "Client",
     bucket: str,
     as_json: bool,
 ) -> None:
@@ -168,7 +164,7 @@ def explain_command(
     if log_file is not None:
         server = ServerSide(read_log(log_file, partition), high)
     else:
-        server = _ask(target, bucket, partition)
+        server = _ask(client, bucket, partition)
     explanation = explain(partition, position, server, at_record=at_record)
     if as_json:
         print_json(to_json(explanation))
@@ -176,14 +172,12 @@ def explain_command(
         click.echo(to_text(explanation))
 
 
-def _ask(target: str, bucket_name: str, partition: int) -> "ServerSide":
+def _ask(client: "Client", bucket_name: str, partition: int) -> "ServerSide":
     from upr.cli.admin_commands.explain import ServerSide
-    from upr_client import Client
 
-    with Client(target) as client:
-        bucket = client.bucket(bucket_name)
-        log = client.admin.failover_logs(bucket, [partition])[partition]
-        (info,) = client.admin.partitions(bucket, [partition])
+    bucket = client.bucket(bucket_name)
+    log = client.admin.failover_logs(bucket, [partition])[partition]
+    (info,) = client.admin.partitions(bucket, [partition])
     if info.state not in ("active", "replica"):
         raise UprError(
             f"partition {partition} is {info.state} here and answers no handshake",

@@ -91,8 +91,6 @@ def follow(
     With --position the file moves past a line only after it was written to stdout.
     """
     from upr.cli.jsonl import batch_lines, rollback_line
-
-    pass
     from upr_client import Client, Only, Rollback, Tuning
 
     with Client(target) as client:

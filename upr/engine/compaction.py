@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from upr.engine.bucket import Bucket
-from upr.storage.blocks import Head, MergeRange, Stretch, last_complete, stretches
+from upr.storage.blocks import BlockRange, Head, last_complete, stretches
 from upr.storage.compact import Purge, PurgeLimits
 from upr_protocol.block import U64
 
@@ -35,7 +35,7 @@ def plan_merge(
     heads: Sequence[Head],
     pinned: Sequence[int],
     settled: Iterable[tuple[int, int]] = (),
-) -> MergeRange | None:
+) -> BlockRange | None:
     """Return the next range to compact in a partition; None when its tiers are in order.
 
     Args:
@@ -46,21 +46,21 @@ def plan_merge(
     complete = last_complete(heads)
     mergeable = [head for head in heads if head.end <= complete]
     for segment in segments(mergeable, pinned):
-        tiers = stretches(segment, settled)
+        tiers = stretches(partition, segment, settled)
         first = _first_to_merge(tiers)
         if first is not None:
             chosen = [head for tier in tiers[first:] for head in tier.heads]
-            return MergeRange(partition, tuple(chosen))
+            return BlockRange(partition, tuple(chosen))
     return None
 
 
-def plan_whole(partition: int, heads: Sequence[Head], pinned: Sequence[int]) -> MergeRange | None:
+def plan_whole(partition: int, heads: Sequence[Head], pinned: Sequence[int]) -> BlockRange | None:
     """Return the longest range that begins at 0 and may be merged, for dropping tombstones."""
     complete = last_complete(heads)
     first = next(segments([h for h in heads if h.end <= complete], pinned), [])
     if not first or first[0].start != 0:
         return None
-    return MergeRange(partition, tuple(first))
+    return BlockRange(partition, tuple(first))
 
 
 def segments(heads: Sequence[Head], pinned: Sequence[int]) -> Iterator[list[Head]]:
@@ -79,7 +79,7 @@ def segments(heads: Sequence[Head], pinned: Sequence[int]) -> Iterator[list[Head
         yield segment
 
 
-def _first_to_merge(tiers: Sequence[Stretch]) -> int | None:
+def _first_to_merge(tiers: Sequence[BlockRange]) -> int | None:
     """Return the first stretch that is no larger than all later ones, with FAN_IN together."""
     behind = sum(_cost(tier) for tier in tiers)
     for i, tier in enumerate(tiers[:-1]):
@@ -90,7 +90,7 @@ def _first_to_merge(tiers: Sequence[Stretch]) -> int | None:
     return None
 
 
-def _cost(tier: Stretch) -> int:
+def _cost(tier: BlockRange) -> int:
     return tier.size + BLOCK_COST * len(tier.heads)
 
 

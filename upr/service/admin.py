@@ -219,7 +219,7 @@ def look_through(host: BucketService, first: int, contents: Contents) -> None:
         except DataDamagedError:
             continue
         settled = host.compactor.settled_of(partition, heads)
-        sizes = [stretch.size for stretch in stretches(heads, settled)]
+        sizes = [stretch.size for stretch in stretches(partition, heads, settled)]
         contents.blocks += len(heads)
         contents.rows += sum(head.rows for head in heads)
         contents.block_bytes += sum(sizes)

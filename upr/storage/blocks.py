@@ -92,62 +92,8 @@ def own_head(data: bytes, partition: int) -> tuple[Head, Runs]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive blocks that were compacted, or compared, together.
-
-    Attributes:
-        heads: oldest first.
-    """
-
-    heads: tuple[Head, ...]
-
-    @property
-    def start(self) -> int:
-        return self.heads[0].start
-
-    @property
-    def end(self) -> int:
-        return self.heads[-1].end
-
-    @property
-    def size(self) -> int:
-        return sum(head.size for head in self.heads)
-
-
-def stretches(heads: Sequence[Head], settled: Iterable[tuple[int, int]] = ()) -> list[Stretch]:
-    """Group a partition's blocks: those that share a horizon, and those within one settled range.
-
-    Args:
-        heads: the partition's blocks, oldest first.
-        settled: disjoint ranges (start, end] whose rows were compared with each other.
-    """
-    ranges = list(settled)
-    groups: list[list[Head]] = []
-    for head in heads:
-        before = groups[-1][-1] if groups else None
-        if before is not None and (
-            before.horizon == head.horizon
-            or any(first <= before.start and head.end <= last for first, last in ranges)
-        ):
-            groups[-1].append(head)
-        else:
-            groups.append([head])
-    return [Stretch(tuple(group)) for group in groups]
-
-
-def last_complete(heads: Sequence[Head]) -> int:
-    """Return the last seqno at which the blocks end in a complete marker, 0 if there is none."""
-    complete = horizon = 0
-    for head in heads:
-        horizon = max(horizon, head.horizon)
-        if horizon == head.end:
-            complete = head.end
-    return complete
-
-
-@dataclass(frozen=True, slots=True)
-class MergeRange:
-    """Neighbouring blocks of a partition to compact, oldest first; they end in a complete marker."""
+class BlockRange:
+    """Neighbouring blocks of a partition, oldest first: compacted or compared together, or to be compacted."""
 
     partition: int
     heads: tuple[Head, ...]
@@ -172,6 +118,39 @@ class MergeRange:
     @property
     def rows(self) -> int:
         return sum(head.rows for head in self.heads)
+
+
+def stretches(
+    partition: int, heads: Sequence[Head], settled: Iterable[tuple[int, int]] = ()
+) -> list[BlockRange]:
+    """Group a partition's blocks: those that share a horizon, and those within one settled range.
+
+    Args:
+        heads: the partition's blocks, oldest first.
+        settled: disjoint ranges (start, end] whose rows were compared with each other.
+    """
+    ranges = list(settled)
+    groups: list[list[Head]] = []
+    for head in heads:
+        before = groups[-1][-1] if groups else None
+        if before is not None and (
+            before.horizon == head.horizon
+            or any(first <= before.start and head.end <= last for first, last in ranges)
+        ):
+            groups[-1].append(head)
+        else:
+            groups.append([head])
+    return [BlockRange(partition, tuple(group)) for group in groups]
+
+
+def last_complete(heads: Sequence[Head]) -> int:
+    """Return the last seqno at which the blocks end in a complete marker, 0 if there is none."""
+    complete = horizon = 0
+    for head in heads:
+        horizon = max(horizon, head.horizon)
+        if horizon == head.end:
+            complete = head.end
+    return complete
 
 
 @dataclass(frozen=True, slots=True)

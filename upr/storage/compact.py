@@ -34,10 +34,10 @@ from upr.storage.blocks import (
     TIMES,
     VALUE_OFFSETS,
     VALUES,
+    BlockRange,
     Compress,
     Encoded,
     Head,
-    MergeRange,
     Replacement,
     cells_of,
     checked,
@@ -477,7 +477,7 @@ ReadBlocks = Callable[[int, Sequence[int]], list[bytes]]
 
 
 def merge_direct(
-    ranges: Sequence[MergeRange],
+    ranges: Sequence[BlockRange],
     read: ReadBlocks,
     limits: PurgeLimits | None,
     compress: Callable[[bytes], bytes] | None = None,
@@ -600,7 +600,7 @@ class Examined:
         return chosen
 
 
-def examine(chosen: MergeRange, read: ReadBlocks, limits: PurgeLimits | None) -> Examined:
+def examine(chosen: BlockRange, read: ReadBlocks, limits: PurgeLimits | None) -> Examined:
     """Find the newest row of each key in a range.
 
     Args:
@@ -627,7 +627,7 @@ def examine(chosen: MergeRange, read: ReadBlocks, limits: PurgeLimits | None) ->
 
 
 def _compare(
-    chosen: MergeRange, read: ReadBlocks, passes: int
+    chosen: BlockRange, read: ReadBlocks, passes: int
 ) -> tuple[npt.NDArray[np.bool_], tuple[Any, ...]]:
     """Return a flag for each row that is the newest of its key; and the tombstones, as ``tombstones_of``."""
     keep = np.zeros(chosen.rows, bool)

@@ -1,7 +1,7 @@
 """Engines: what reads the groups of a backup, what it tells meanwhile, and errors of tasks as text and back again."""
 
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -49,28 +49,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give up what it holds; doing it twice is harmless."""
-
-
-class InlineEngine:
-    """Reads one group after the other, right here.
-
-    Args:
-        backup: reads one, stages and returns its result.
-    """
-
-    parallel = 1
-
-    def __init__(self, backup: Callable[[Task], TaskResult]) -> None:
-        self._backup = backup
-
-    def run(self, tasks: Sequence[Task]) -> Generator[Rows | Finished, None, None]:
-        """Read groups in their order."""
-        for task in tasks:
-            yield Rows(0)
-            yield Finished(task.index, self._backup(task))
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 _OS: Final = "OS_ERROR"

@@ -13,7 +13,7 @@ import re
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, NamedTuple, Self
 
@@ -103,8 +103,7 @@ _KINDS: Final = ("full", "incremental", "merged")
 _PARENT: Final = re.compile(r"[0-9a-f]{64}(\+[0-9]{1,10})?")
 
 
-@dataclass(frozen=True, slots=True)
-class FileRef:
+class FileRef(NamedTuple):
     """A data file.
 
     Args:
@@ -120,8 +119,7 @@ class FileRef:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What a backup has of one partition.
 
     Args:
@@ -215,10 +213,7 @@ class Manifest:
 
     def without_positions(self) -> Self:
         """Return it without the positions, which are most of it in memory."""
-        entries = {
-            p: Entry(e.start, e.end, e.cut, e.rows, e.data_bytes, e.file, None)
-            for p, e in self.entries.items()
-        }
+        entries = {p: entry._replace(position=None) for p, entry in self.entries.items()}
         return replace(self, entries=entries)
 
     def to_json(self) -> Json:
@@ -231,7 +226,7 @@ class Manifest:
             "cut": {"name": self.cut_name, "time": self.cut_time},
             "started": self.started,
             "finished": self.finished,
-            "files": [file_to_json(file) for file in self.files],
+            "files": [file._asdict() for file in self.files],
             "partitions": {str(p): entry_to_json(entry) for p, entry in self.entries.items()},
             "rollbacks": [list(rollback) for rollback in self.rollbacks],
             "left_out": {str(p): words for p, words in self.left_out.items()},
@@ -288,13 +283,7 @@ class Expiry:
 
     def to_json(self) -> Json:
         """Return it as a JSON object."""
-        return {
-            "number": self.number,
-            "repository": self.repository,
-            "sha256": self.sha256,
-            "base": self.base,
-            "time": self.time,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str) -> Self:
@@ -304,47 +293,28 @@ class Expiry:
             RepositoryDamagedError: a field is missing.
         """
         try:
-            return cls(
-                *(content[field] for field in ("number", "repository", "sha256", "base", "time"))
-            )
+            return cls(*(content[one.name] for one in fields(cls)))
         except KeyError as error:
             raise RepositoryDamagedError(f"{name} is no expiry: {error!r}") from error
 
 
-def file_to_json(file: FileRef) -> Json:
-    """Return a data file as a JSON object."""
-    return {"path": file.path, "bytes": file.bytes, "sha256": file.sha256, "rows": file.rows}
+_ENTRY: Final = ("from", "to", "cut", "rows", "data_bytes", "file", "position")
+"""Fields of an entry in JSON."""
 
 
 def file_from_json(document: Mapping[str, Any]) -> FileRef:
-    """Return the data file that ``file_to_json`` gave."""
-    return FileRef(document["path"], document["bytes"], document["sha256"], document["rows"])
+    """Return the data file whose ``_asdict`` this was."""
+    return FileRef(*(document[name] for name in FileRef._fields))
 
 
 def entry_to_json(entry: Entry) -> Json:
     """Return a partition's entry as a JSON object."""
-    return {
-        "from": entry.start,
-        "to": entry.end,
-        "cut": entry.cut,
-        "rows": entry.rows,
-        "data_bytes": entry.data_bytes,
-        "file": entry.file,
-        "position": entry.position,
-    }
+    return dict(zip(_ENTRY, entry, strict=True))
 
 
 def entry_from_json(document: Mapping[str, Any]) -> Entry:
     """Return the entry that ``entry_to_json`` gave."""
-    return Entry(
-        document["from"],
-        document["to"],
-        document["cut"],
-        document["rows"],
-        document["data_bytes"],
-        document["file"],
-        document["position"],
-    )
+    return Entry(*(document[name] for name in _ENTRY))
 
 
 def _what_is_wrong(manifest: Manifest) -> str:

@@ -485,7 +485,7 @@ def _without_markers(entry: Entry, end: int) -> Entry:
     if entry.position is None:
         return entry
     markers = [marker for marker in entry.position["markers"] if not 0 < marker < end]
-    return replace(entry, position={**entry.position, "markers": markers})
+    return entry._replace(position={**entry.position, "markers": markers})
 
 
 def _misplaced(name: str) -> RepositoryDamagedError:

@@ -17,16 +17,15 @@ from upr_client.admin import (
     PartitionPurge,
     ServerStatus,
     StorageInfo,
-    bucket_info,
     check_quota,
     consumer_info,
     consumer_positions,
     cut_info,
+    of_message,
     partition_info,
     partition_purge,
     reset_request,
     server_status,
-    storage_info,
 )
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import check_name
@@ -64,7 +63,7 @@ class AsyncAdmin:
     async def buckets(self) -> list[BucketInfo]:
         """Return the server's buckets by name."""
         answer = await self._call("ListBuckets", wire.ListBucketsRequest())
-        return [bucket_info(message) for message in answer.buckets]
+        return [of_message(BucketInfo, message) for message in answer.buckets]
 
     async def create_bucket(
         self, name: str, *, compression: str = "", quota_bytes: int = 0
@@ -86,7 +85,7 @@ class AsyncAdmin:
             compression=compression,
             quota_bytes=check_quota(quota_bytes),
         )
-        return bucket_info((await self._call("CreateBucket", request)).bucket)
+        return of_message(BucketInfo, (await self._call("CreateBucket", request)).bucket)
 
     async def set_bucket_quota(self, name: str, quota_bytes: int) -> BucketInfo:
         """Set what a bucket may take in its store and its tail together; what is there already stays.
@@ -103,7 +102,7 @@ class AsyncAdmin:
         request = wire.SetBucketQuotaRequest(
             bucket=check_name(name, "bucket"), quota_bytes=check_quota(quota_bytes)
         )
-        return bucket_info((await self._call("SetBucketQuota", request)).bucket)
+        return of_message(BucketInfo, (await self._call("SetBucketQuota", request)).bucket)
 
     async def drop_bucket(self, name: str, version: int | None = None) -> int:
         """Remove a bucket with all its data, and return its version. After a failure it may be gone.
@@ -145,7 +144,7 @@ class AsyncAdmin:
     async def storage(self, bucket: AsyncBucket | str) -> StorageInfo:
         """Return what the bucket takes on disk, and what was written since the server was started."""
         request = wire.GetStorageRequest(bucket=self._handle(bucket).name)
-        return storage_info(await self._call("GetStorage", request))
+        return of_message(StorageInfo, await self._call("GetStorage", request))
 
     async def purge(
         self,

@@ -18,16 +18,15 @@ from upr_client.admin import (
     PartitionPurge,
     ServerStatus,
     StorageInfo,
-    bucket_info,
     check_quota,
     consumer_info,
     consumer_positions,
     cut_info,
+    of_message,
     partition_info,
     partition_purge,
     reset_request,
     server_status,
-    storage_info,
 )
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import check_name
@@ -65,7 +64,7 @@ class Admin:
     def buckets(self) -> list[BucketInfo]:
         """Return the server's buckets by name."""
         answer = self._call("ListBuckets", wire.ListBucketsRequest())
-        return [bucket_info(message) for message in answer.buckets]
+        return [of_message(BucketInfo, message) for message in answer.buckets]
 
     def create_bucket(
         self, name: str, *, compression: str = "", quota_bytes: int = 0
@@ -87,7 +86,7 @@ class Admin:
             compression=compression,
             quota_bytes=check_quota(quota_bytes),
         )
-        return bucket_info((self._call("CreateBucket", request)).bucket)
+        return of_message(BucketInfo, (self._call("CreateBucket", request)).bucket)
 
     def set_bucket_quota(self, name: str, quota_bytes: int) -> BucketInfo:
         """Set what a bucket may take in its store and its tail together; what is there already stays.
@@ -104,7 +103,7 @@ class Admin:
         request = wire.SetBucketQuotaRequest(
             bucket=check_name(name, "bucket"), quota_bytes=check_quota(quota_bytes)
         )
-        return bucket_info((self._call("SetBucketQuota", request)).bucket)
+        return of_message(BucketInfo, (self._call("SetBucketQuota", request)).bucket)
 
     def drop_bucket(self, name: str, version: int | None = None) -> int:
         """Remove a bucket with all its data, and return its version. After a failure it may be gone.
@@ -146,7 +145,7 @@ class Admin:
     def storage(self, bucket: Bucket | str) -> StorageInfo:
         """Return what the bucket takes on disk, and what was written since the server was started."""
         request = wire.GetStorageRequest(bucket=self._handle(bucket).name)
-        return storage_info(self._call("GetStorage", request))
+        return of_message(StorageInfo, self._call("GetStorage", request))
 
     def purge(
         self,

@@ -358,15 +358,6 @@ def _opened(data: bytes, spans: Spans) -> Columns:
     return opened, columns
 
 
-def is_compressed(data: bytes) -> bool:
-    """Whether an encoded block is compressed.
-
-    Raises:
-        CorruptBlockError: the bytes are no Block.
-    """
-    return _ZSTD in column_spans(data)
-
-
 def plain_bytes(beginning: bytes, size: int) -> int:
     """Return about how many bytes an encoded block has when it is not compressed.
 

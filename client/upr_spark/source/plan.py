@@ -14,10 +14,11 @@ from typing import Any, Final, Protocol
 
 from upr_protocol.errors import CutNotFoundError
 from upr_protocol.failover import format_failover_id
+from upr_protocol.handshake import Pin
 from upr_spark.errors import UprSparkError, bad_option
 from upr_spark.source.offsets import Entry, Offset, format_partitions, parse_offset
 from upr_spark.source.options import Rules, Settings
-from upr_spark.source.server import Answer, CutPoint, PinPoint, bucket_mismatch
+from upr_spark.source.server import Answer, CutPoint, bucket_mismatch
 
 UNKNOWN_ID: Final = "unknown_id"
 BELOW_PURGE: Final = "below_purge"
@@ -60,7 +61,7 @@ def has_news(entry: Entry, answer: Answer) -> bool:
     return answer.newest_id != entry.failover_id or answer.high != entry.seqno
 
 
-def has_reached(entry: Entry, pin: PinPoint) -> bool:
+def has_reached(entry: Entry, pin: Pin) -> bool:
     """Whether a partition stands at a pin."""
     if pin.seqno == 0 and entry.seqno == 0:
         return entry.failover_id in (None, pin.failover_id)
@@ -116,9 +117,7 @@ def _within(limit: int | None, start: Offset, moves: Mapping[int, Entry]) -> set
     return chosen
 
 
-def _move(
-    partition: int, entry: Entry, answer: Answer, pin: PinPoint, rules: Rules
-) -> Entry | None:
+def _move(partition: int, entry: Entry, answer: Answer, pin: Pin, rules: Rules) -> Entry | None:
     """Return where a partition goes, None when it stays where it is."""
     if entry.failover_id is None or not (entry.seqno or entry.base):
         # Nothing is held, so there is nothing to undo and nothing was missed.
@@ -137,7 +136,7 @@ def _move(
     return _roll_back(partition, entry, answer, pin, rules, back_to)
 
 
-def _back_to(entry: Entry, answer: Answer, pin: PinPoint) -> int | None:
+def _back_to(entry: Entry, answer: Answer, pin: Pin) -> int | None:
     back_to = None if answer.newest_id == entry.failover_id else answer.rollback
     if pin.seqno < entry.seqno:
         # The same id with less than was read under it: an old copy is served, and a record is missing.
@@ -152,7 +151,7 @@ def _stays(entry: Entry, back_to: int, rules: Rules) -> bool:
     return entry.seqno <= back_to and not entry.inexact and rules.mode != "reset"
 
 
-def _advance(entry: Entry, pin: PinPoint, rules: Rules) -> Entry | None:
+def _advance(entry: Entry, pin: Pin, rules: Rules) -> Entry | None:
     if has_reached(entry, pin):
         return None
     if pin.seqno == entry.seqno:
@@ -178,7 +177,7 @@ def _usable(entry: Entry, back_to: int, purge: int) -> list[int]:
 
 
 def _roll_back(
-    partition: int, entry: Entry, answer: Answer, pin: PinPoint, rules: Rules, back_to: int
+    partition: int, entry: Entry, answer: Answer, pin: Pin, rules: Rules, back_to: int
 ) -> Entry:
     usable = _usable(entry, back_to, answer.purge)
     base = min(entry.base, back_to)
@@ -192,17 +191,13 @@ def _roll_back(
     return _rolled_back(pin, rules, to, base, [point for point in points if base < point])
 
 
-def _rolled_back(
-    pin: PinPoint, rules: Rules, to: int, base: int, points: Sequence[int] = ()
-) -> Entry:
+def _rolled_back(pin: Pin, rules: Rules, to: int, base: int, points: Sequence[int] = ()) -> Entry:
     kept = thinned([point for point in points if point < pin.seqno], pin.seqno, rules.history)
     inexact = _is_inexact(rules, pin.seqno)
     return Entry(pin.failover_id, pin.seqno, kept, to, base, inexact)
 
 
-def _lost(
-    partition: int, entry: Entry, answer: Answer, pin: PinPoint, rules: Rules, rule: str
-) -> Entry:
+def _lost(partition: int, entry: Entry, answer: Answer, pin: Pin, rules: Rules, rule: str) -> Entry:
     if rules.fail_on_data_loss and rules.mode != "reset":
         raise data_loss(partition, entry.seqno, entry.failover_id, rule, answer.words)
     return _rolled_back(pin, rules, 0, 0)
@@ -374,7 +369,7 @@ def starting_offset(server: ServerPort, settings: Settings, cut: CutPoint | None
     return Offset(server.bucket_version, {p: Entry(None, 0) for p in partitions})
 
 
-def _holding_nothing(failover_id: int, seqno: int) -> Entry:
+def _holding_nothing(failover_id: int | None, seqno: int) -> Entry:
     return Entry(failover_id, seqno, base=seqno) if seqno else Entry(None, 0)
 
 
@@ -672,7 +667,7 @@ def _explicit_end(server: ServerPort, settings: Settings, ending: Mapping[str, o
                 f"partition {partition} ends at {seqno}; must be at most its high seqno {answer.high}",
                 f"the newest failover id is {format_failover_id(answer.newest_id)}",
             )
-    return CutPoint("", {p: PinPoint(answers[p].newest_id, seqnos[p]) for p in seqnos})
+    return CutPoint("", {p: Pin(answers[p].newest_id, seqnos[p]) for p in seqnos})
 
 
 def _check_order(start: Offset, cut: CutPoint) -> None:

@@ -13,6 +13,7 @@ from upr_protocol.errors import (
     TooManyError,
     UprError,
 )
+from upr_protocol.handshake import Pin
 from upr_spark.errors import UprSparkError
 from upr_spark.options import Connection
 
@@ -54,19 +55,11 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class PinPoint:
-    """A pinned marker: the id that was newest when it was pinned, and its seqno."""
-
-    failover_id: int
-    seqno: int
-
-
-@dataclass(frozen=True, slots=True)
 class CutPoint:
     """A cut: its name, and the pin of each partition."""
 
     name: str
-    pins: Mapping[int, PinPoint]
+    pins: Mapping[int, Pin]
 
 
 class Server:
@@ -167,7 +160,8 @@ class Server:
                     "TOO_MANY", error.message, hint=_TOO_MANY_HINT, retriable=True
                 ) from None
 
-        return _cut_point(self._retried(make))
+        cut = self._retried(make)
+        return CutPoint(cut.name, cut.pins)
 
     def find_cut(self, name: str, lease: float) -> CutPoint | None:
         """Return a cut that still holds, renewed; None when there is none of that name."""
@@ -175,7 +169,7 @@ class Server:
             return None
         for cut in self._retried(lambda: self.client.admin.cuts(self.bucket, with_pins=True)):
             if cut.name == name:
-                return _cut_point(cut)
+                return CutPoint(cut.name, cut.pins)
         return None
 
     def renew(self, name: str, lease: float) -> bool:
@@ -242,8 +236,3 @@ def _answer(answer: Any, purge: int = 0, active: bool = True) -> Answer:
         purge,
         active,
     )
-
-
-def _cut_point(cut: Any) -> CutPoint:
-    pins = {p: PinPoint(pin.failover_id or 0, pin.seqno) for p, pin in cut.pins.items()}
-    return CutPoint(cut.name, pins)

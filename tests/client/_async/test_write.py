@@ -28,7 +28,7 @@ from upr_client.errors import (
     UnknownOutcomeError,
 )
 from upr_client.lowlevel import write_blocks
-from upr_protocol.block import build_block, split_rows
+from upr_protocol.block import build_block, build_blocks
 from upr_protocol.errors import OutOfOrderError
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.codec import block_from_message
@@ -79,7 +79,7 @@ async def test_numbers_go_on_after_those_the_server_knows_of_the_producer() -> N
 @pytest.mark.asyncio
 async def test_many_rows_go_out_in_blocks_without_waiting() -> None:
     rows = [(KEY, b"%4d" % i * 1000) for i in range(3000)]
-    counts = [len(keys) for keys, _ in split_rows([k for k, _ in rows], [v for _, v in rows])]
+    counts = [block.rows for block in build_blocks([k for k, _ in rows], [v for _, v in rows])]
     steps: list[Step] = [Expect("open"), write_opened(), *[Expect("write") for _ in counts]]
     steps += [applied(n, (P, 0, count)) for n, count in enumerate(counts, 1)]
     async with serve(write=[[*steps, HalfClosed()]]) as server:
@@ -329,7 +329,7 @@ async def test_closing_waits_for_answers_and_then_says_so() -> None:
 @pytest.mark.asyncio
 async def test_a_server_that_allows_few_outstanding_writes_gets_all_of_them() -> None:
     rows = [(KEY, b"%4d" % i * 1000) for i in range(2000)]
-    counts = [len(keys) for keys, _ in split_rows([k for k, _ in rows], [v for _, v in rows])]
+    counts = [block.rows for block in build_blocks([k for k, _ in rows], [v for _, v in rows])]
     steps: list[Step] = [Expect("open"), write_opened(in_flight=2)]
     for number, count in enumerate(counts, 1):
         # The server does not answer the first before it has heard the second.

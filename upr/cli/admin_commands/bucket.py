@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import target_option
+from upr_cli_kit.options import client_option
 from upr_cli_kit.output import (
     columns,
     json_option,
@@ -43,15 +43,12 @@ def bucket() -> None:
 
 
 @bucket.command("list")
-@target_option
+@client_option
 @json_option
 @verbose_option
-def list_command(target: str, as_json: bool) -> None:
+def list_command(client: "Client", as_json: bool) -> None:
     """Show all buckets; those that could not be opened too, with their problem."""
-    from upr_client import Client
-
-    with Client(target) as client:
-        found = client.admin.buckets()
+    found = client.admin.buckets()
     if as_json:
         print_json([_document(info) for info in found])
     else:
@@ -74,17 +71,14 @@ def list_command(target: str, as_json: bool) -> None:
     metavar="BYTES",
     help="Refuse writes when the bucket would take more; 0 for no limit but the disk.",
 )
-@target_option
+@client_option
 @json_option
 @verbose_option
-def create(name: str, compression: str, quota: int, target: str, as_json: bool) -> None:
+def create(name: str, compression: str, quota: int, client: "Client", as_json: bool) -> None:
     """Make the empty bucket NAME."""
-    from upr_client import Client
-
-    with Client(target) as client:
-        made = client.admin.create_bucket(
-            name, compression="" if compression == "none" else compression, quota_bytes=quota
-        )
+    made = client.admin.create_bucket(
+        name, compression="" if compression == "none" else compression, quota_bytes=quota
+    )
     if as_json:
         print_json(_document(made))
     else:
@@ -94,18 +88,15 @@ def create(name: str, compression: str, quota: int, target: str, as_json: bool) 
 @bucket.command("quota")
 @click.argument("name")
 @click.argument("quota", type=click.IntRange(0, QUOTA_BYTES_MAX), metavar="BYTES")
-@target_option
+@client_option
 @json_option
 @verbose_option
-def quota_command(name: str, quota: int, target: str, as_json: bool) -> None:
+def quota_command(name: str, quota: int, client: "Client", as_json: bool) -> None:
     """Set how many BYTES the bucket NAME may take; 0 for no limit but the disk.
 
     What is there already stays. Beyond the quota writes are refused, but for those that only delete.
     """
-    from upr_client import Client
-
-    with Client(target) as client:
-        info = client.admin.set_bucket_quota(name, quota)
+    info = client.admin.set_bucket_quota(name, quota)
     if as_json:
         print_json(_document(info))
     else:
@@ -122,20 +113,17 @@ def quota_command(name: str, quota: int, target: str, as_json: bool) -> None:
     help="Drop it only if this is its version (16 hex digits, as 'list' shows).",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@target_option
+@client_option
 @verbose_option
-def drop(name: str, version: int | None, yes: bool, target: str) -> None:
+def drop(name: str, version: int | None, yes: bool, client: "Client") -> None:
     """Remove the bucket NAME with all its data.
 
     Whoever follows it or writes to it is told that it is gone. Without a terminal, --yes is needed. The bucket "default" exists from the start: once
     dropped, it is made anew, empty, when the server is started the next time.
     """
-    from upr_client import Client
-
-    with Client(target) as client:
-        if not yes:
-            version = _confirmed(client, name, version)
-        dropped = client.admin.drop_bucket(name, version)
+    if not yes:
+        version = _confirmed(client, name, version)
+    dropped = client.admin.drop_bucket(name, version)
     click.echo(f"dropped: {name}, version {dropped:016x}")
 
 

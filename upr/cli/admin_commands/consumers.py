@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from click.core import ParameterSource
 
-from upr_cli_kit.options import PARTITION_SET, server_options
+from upr_cli_kit.options import PARTITION_SET, client_options
 from upr_cli_kit.output import columns, json_option, print_json, verbose_option
 from upr_cli_kit.times import format_duration, format_micros, parse_time
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
 
 if TYPE_CHECKING:
+    from upr_client import Client
     from upr_client.admin import ConsumerInfo, ConsumerPosition, MemberInfo
 
 
@@ -35,12 +36,12 @@ _POSITION_COLUMNS = (
 
 @click.group("consumers", invoke_without_command=True)
 @click.option("--partitions", is_flag=True, help="Show the position in every partition.")
-@server_options
+@client_options
 @json_option
 @verbose_option
 @click.pass_context
 def consumers(
-    context: click.Context, partitions: bool, target: str, bucket: str, as_json: bool
+    context: click.Context, partitions: bool, client: "Client", bucket: str, as_json: bool
 ) -> None:
     """Show the registered consumers and the members of groups; show, reset or forget one.
 
@@ -50,7 +51,7 @@ def consumers(
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    _list(target, bucket, partitions=partitions, as_json=as_json)
+    _list(client, bucket, partitions=partitions, as_json=as_json)
 
 
 def _refuse_options(context: click.Context) -> None:
@@ -65,19 +66,16 @@ def _refuse_options(context: click.Context) -> None:
 
 @consumers.command("list")
 @click.option("--partitions", is_flag=True, help="Show the position in every partition.")
-@server_options
+@client_options
 @json_option
 @verbose_option
-def list_command(partitions: bool, target: str, bucket: str, as_json: bool) -> None:
+def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool) -> None:
     """Show all consumers, as without a subcommand."""
-    _list(target, bucket, partitions=partitions, as_json=as_json)
+    _list(client, bucket, partitions=partitions, as_json=as_json)
 
 
-def _list(target: str, bucket: str, *, partitions: bool, as_json: bool) -> None:
-    from upr_client import Client
-
-    with Client(target) as client:
-        found = client.admin.consumers(bucket, with_positions=partitions)
+def _list(client: "Client", bucket: str, *, partitions: bool, as_json: bool) -> None:
+    found = client.admin.consumers(bucket, with_positions=partitions)
     if as_json:
         print_json([_document(info, partitions) for info in found])
     elif partitions:
@@ -92,15 +90,12 @@ def _list(target: str, bucket: str, *, partitions: bool, as_json: bool) -> None:
 
 @consumers.command("show")
 @click.argument("name")
-@server_options
+@client_options
 @json_option
 @verbose_option
-def show(name: str, target: str, bucket: str, as_json: bool) -> None:
+def show(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     """Show consumer NAME: its members, and partition by partition who owns it and where it stands."""
-    from upr_client import Client
-
-    with Client(target) as client:
-        found = client.admin.consumers(bucket, with_positions=True)
+    found = client.admin.consumers(bucket, with_positions=True)
     info = next((info for info in found if info.name == name), None)
     if info is None:
         raise _not_found(name)
@@ -129,7 +124,7 @@ def show(name: str, target: str, bucket: str, as_json: bool) -> None:
 )
 @click.option("--create", is_flag=True, help="Store positions also for a name that is not known.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@server_options
+@client_options
 @json_option
 @verbose_option
 def reset(
@@ -138,7 +133,7 @@ def reset(
     partitions: list[int] | None,
     create: bool,
     yes: bool,
-    target: str,
+    client: "Client",
     bucket: str,
     as_json: bool,
 ) -> None:
@@ -148,8 +143,6 @@ def reset(
     consumer has made of the data is not undone: fit it to the new positions. Positions that a consumer keeps itself
     are not touched. Without a terminal, --yes is needed.
     """
-    from upr_client import Client
-
     place: Literal["beginning", "now"] | datetime
     words = to
     if to == "beginning":
@@ -164,10 +157,7 @@ def reset(
         if not _can_ask():
             raise click.UsageError("nobody can be asked here: give --yes to reset the positions")
         click.confirm(f"Reset {where} of consumer {name!r} to {words}?", abort=True, err=True)
-    with Client(target) as client:
-        stored = client.admin.reset_consumer(
-            bucket, name, place, partitions=partitions, create=create
-        )
+    stored = client.admin.reset_consumer(bucket, name, place, partitions=partitions, create=create)
     if as_json:
         print_json({"name": name, "to": words, "positions": list(map(_place, stored.items()))})
     else:
@@ -180,18 +170,15 @@ def _can_ask() -> bool:
 
 @consumers.command("forget")
 @click.argument("name")
-@server_options
+@client_options
 @verbose_option
-def forget(name: str, target: str, bucket: str) -> None:
+def forget(name: str, client: "Client", bucket: str) -> None:
     """Forget the positions of consumer NAME, so that they hold no purging up any more.
 
     One that is connected is registered again by its next acknowledgement, or the next position that it saves.
     """
-    from upr_client import Client
-
-    with Client(target) as client:
-        if not client.admin.forget_consumer(bucket, name):
-            raise _not_found(name)
+    if not client.admin.forget_consumer(bucket, name):
+        raise _not_found(name)
     click.echo(f"forgotten: {name}")
 
 

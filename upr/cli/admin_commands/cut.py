@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, server_options
+from upr_cli_kit.options import PARTITION_SET, client_options
 from upr_cli_kit.output import (
     columns,
     json_option,
@@ -19,7 +19,7 @@ from upr_protocol.errors import CutNotFoundError
 from upr_protocol.failover import format_failover_id
 
 if TYPE_CHECKING:
-    from upr_client import Cut
+    from upr_client import Client, Cut
     from upr_client.admin import CutInfo
 
 
@@ -44,14 +44,14 @@ def cut() -> None:
 @click.option(
     "--partitions", type=PARTITION_SET, help="Which partitions, as 0-63,512. [default: all]"
 )
-@server_options
+@client_options
 @json_option
 @verbose_option
 def create(
     name: str,
     lease: float | None,
     partitions: list[int] | None,
-    target: str,
+    client: "Client",
     bucket: str,
     as_json: bool,
 ) -> None:
@@ -60,10 +60,7 @@ def create(
     It holds for an hour unless --lease says otherwise, and can be renewed and released. Dead partitions are left out,
     and named.
     """
-    from upr_client import Client
-
-    with Client(target) as client:
-        made = client.admin.create_cut(bucket, name, partitions=partitions, lease=lease)
+    made = client.admin.create_cut(bucket, name, partitions=partitions, lease=lease)
     if as_json:
         document = _document(made, with_pins=True)
         document["left_out"] = [
@@ -80,15 +77,12 @@ def create(
 
 @cut.command("list")
 @click.option("--partitions", is_flag=True, help="Show the pinned marker of every partition.")
-@server_options
+@client_options
 @json_option
 @verbose_option
-def list_command(partitions: bool, target: str, bucket: str, as_json: bool) -> None:
+def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool) -> None:
     """Show the cuts whose lease has not ended, oldest first."""
-    from upr_client import Client
-
-    with Client(target) as client:
-        found = client.admin.cuts(bucket, with_pins=partitions)
+    found = client.admin.cuts(bucket, with_pins=partitions)
     if as_json:
         print_json([_document(info, with_pins=partitions) for info in found])
     elif partitions:
@@ -105,31 +99,25 @@ def list_command(partitions: bool, target: str, bucket: str, as_json: bool) -> N
 @cut.command("renew")
 @click.argument("name")
 @_lease_option
-@server_options
+@client_options
 @verbose_option
-def renew(name: str, lease: float | None, target: str, bucket: str) -> None:
+def renew(name: str, lease: float | None, client: "Client", bucket: str) -> None:
     """Have the lease of cut NAME begin anew, with its length or another one."""
-    from upr_client import Client
-
-    with Client(target) as client:
-        info = client.admin.renew_cut(bucket, name, lease)
+    info = client.admin.renew_cut(bucket, name, lease)
     click.echo(f"{info.name}: pinned until {format_micros(info.expires_time)}")
 
 
 @cut.command("release")
 @click.argument("name")
-@server_options
+@client_options
 @verbose_option
-def release(name: str, target: str, bucket: str) -> None:
+def release(name: str, client: "Client", bucket: str) -> None:
     """Give cut NAME up: what it pinned may be merged away."""
-    from upr_client import Client
-
-    with Client(target) as client:
-        if not client.admin.release_cut(bucket, name):
-            raise CutNotFoundError(
-                f"there is no cut {name!r}, or its lease has ended",
-                hint="'upr-admin cut list' shows those there are",
-            )
+    if not client.admin.release_cut(bucket, name):
+        raise CutNotFoundError(
+            f"there is no cut {name!r}, or its lease has ended",
+            hint="'upr-admin cut list' shows those there are",
+        )
     click.echo(f"released: {name}")
 
 

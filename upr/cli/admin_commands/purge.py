@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, one_list, server_options
+from upr_cli_kit.options import PARTITION_SET, client_options, one_list
 from upr_cli_kit.output import (
     Progress,
     columns,
@@ -18,6 +18,7 @@ from upr_cli_kit.output import (
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
+    from upr_client import Client
     from upr_client.admin import PartitionPurge
 
 
@@ -28,22 +29,20 @@ _AT_ONCE = 32
 @click.command("purge")
 @click.argument("partitions", nargs=-1, type=PARTITION_SET, metavar="[PARTITION ...]")
 @click.option("--dry-run", is_flag=True, help="Change nothing, only say what would go.")
-@server_options
+@client_options
 @json_option
 @verbose_option
 def purge(
-    partitions: tuple[list[int], ...], dry_run: bool, target: str, bucket: str, as_json: bool
+    partitions: tuple[list[int], ...], dry_run: bool, client: "Client", bucket: str, as_json: bool
 ) -> None:
     """Drop deletions that are old enough and that everybody has passed; say who holds the others up.
 
     Merging does the same by itself now and then. A follower that stood below what was purged, and not at 0, has to
     begin again at 0. Held up by "newest" means: the row at a partition's high seqno always stays.
     """
-    from upr_client import Client
-
     chosen = one_list(partitions) or list(range(PARTITIONS))
     found: list[PartitionPurge] = []
-    with Client(target) as client, closing(Progress("partitions", len(chosen))) as progress:
+    with closing(Progress("partitions", len(chosen))) as progress:
         for first in range(0, len(chosen), _AT_ONCE):
             part = chosen[first : first + _AT_ONCE]
             found += client.admin.purge(bucket, part, dry_run=dry_run)

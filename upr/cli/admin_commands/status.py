@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import server_options, target_option
+from upr_cli_kit.options import client_option, client_options
 from upr_cli_kit.output import (
     columns,
     json_option,
@@ -17,6 +17,7 @@ from upr_cli_kit.output import (
 )
 
 if TYPE_CHECKING:
+    from upr_client import Client
     from upr_client.admin import BucketStatus, ServerStatus, StorageInfo
 
 
@@ -34,15 +35,12 @@ _STATUS_COLUMNS = (
 
 
 @click.command("status")
-@target_option
+@client_option
 @json_option
 @verbose_option
-def status(target: str, as_json: bool) -> None:
+def status(client: "Client", as_json: bool) -> None:
     """Show memory, open calls, and for each bucket its tail, streams, cuts and damage."""
-    from upr_client import Client
-
-    with Client(target) as client:
-        found = client.admin.status()
+    found = client.admin.status()
     if as_json:
         print_json(_status_document(found))
         return
@@ -114,15 +112,12 @@ def _status_document(found: "ServerStatus") -> dict[str, Any]:
 
 
 @click.command("storage")
-@server_options
+@client_options
 @json_option
 @verbose_option
-def storage(target: str, bucket: str, as_json: bool) -> None:
+def storage(client: "Client", bucket: str, as_json: bool) -> None:
     """Show space, and what journal, flushes and merges wrote since the server was started."""
-    from upr_client import Client
-
-    with Client(target) as client:
-        found = client.admin.storage(bucket)
+    found = client.admin.storage(bucket)
     if as_json:
         print_json(_storage_document(found))
         return

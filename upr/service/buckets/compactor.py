@@ -35,7 +35,8 @@ from upr.engine.compaction import (
 )
 from upr.service import trouble
 from upr.service.buckets.disk import Disk
-from upr.storage.blocks import Head, MergeRange, Replacement
+from upr.service.buckets.keepers import pause
+from upr.storage.blocks import BlockRange, Head, Replacement
 from upr.storage.compact import (
     Direct,
     Examined,
@@ -188,12 +189,8 @@ class Compactor:
 
     async def rest(self, seconds: float) -> bool:
         """Wait for a time, or until ``stop``; False then."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopped.wait()
-        except TimeoutError:
-            return True
-        return False
+        await pause(self._stopped, seconds)
+        return not self._stopped.is_set()
 
     async def _rest_after(self, started: float) -> None:
         seconds = min(time.monotonic() - started, REST_SECONDS_MAX)
@@ -240,13 +237,13 @@ class Compactor:
                 await self._merge_large(one)
         self.note(one.partition for one in ranges)
 
-    def crosses_pin(self, one: MergeRange) -> bool:
+    def crosses_pin(self, one: BlockRange) -> bool:
         """Whether a range goes across a cut: one made since it was chosen, with a flush behind it."""
         return any(one.start < pin < one.end for pin in self._bucket.cuts.pinned(one.partition))
 
     def _look(
         self, pins: Mapping[int, Sequence[int]]
-    ) -> tuple[list[MergeRange], dict[int, UprError]]:
+    ) -> tuple[list[BlockRange], dict[int, UprError]]:
         ranges = []
         problems: dict[int, UprError] = {}
         for partition, pinned in pins.items():
@@ -269,14 +266,14 @@ class Compactor:
             known = self._settled[partition] = [(0, at_start)] if large else []
         return known
 
-    def _settle(self, one: MergeRange) -> None:
+    def _settle(self, one: BlockRange) -> None:
         inside = self._settled.get(one.partition, [])
         outside = [r for r in inside if r[1] <= one.start or r[0] >= one.end]
         self._settled[one.partition] = [*outside, (one.start, one.end)]
 
     # Merging
 
-    async def _merge_batch(self, ranges: Sequence[MergeRange]) -> None:
+    async def _merge_batch(self, ranges: Sequence[BlockRange]) -> None:
         limits = purge_limits(self._bucket, *self._when())
         direct = await self._direct(ranges, limits)
         raised = self._begin_purge(direct.purges)
@@ -288,7 +285,7 @@ class Compactor:
             direct = await self._direct(left, None)
             await self._finish_batch(left, direct, {}, set())
 
-    async def _direct(self, ranges: Sequence[MergeRange], limits: PurgeLimits | None) -> Direct:
+    async def _direct(self, ranges: Sequence[BlockRange], limits: PurgeLimits | None) -> Direct:
         compress = self._disk.compress
         return await self.in_thread(
             lambda: merge_direct(ranges, self._store.blocks, limits, compress)
@@ -296,7 +293,7 @@ class Compactor:
 
     async def _finish_batch(
         self,
-        ranges: Sequence[MergeRange],
+        ranges: Sequence[BlockRange],
         direct: Direct,
         raised: Mapping[int, int],
         refused: set[int],
@@ -327,7 +324,7 @@ class Compactor:
                 self.damaged({one.partition: error})
         return done
 
-    async def _merge_large(self, one: MergeRange) -> None:
+    async def _merge_large(self, one: BlockRange) -> None:
         """Compare a large range, and write what lost enough anew."""
         try:
             await self.rewrite(one, await self.examine(one))
@@ -341,12 +338,12 @@ class Compactor:
         except (DataDamagedError, CorruptBlockError) as error:
             self.damaged({one.partition: error})
 
-    async def examine(self, one: MergeRange) -> Examined:
+    async def examine(self, one: BlockRange) -> Examined:
         """Compare the keys of a range; see ``compact.examine``."""
         limits = purge_limits(self._bucket, *self._when())
         return await self.in_thread(lambda: examine(one, self._store.blocks, limits))
 
-    async def rewrite(self, one: MergeRange, examined: Examined) -> int:
+    async def rewrite(self, one: BlockRange, examined: Examined) -> int:
         """Write what lost enough anew; returns how many tombstones went.
 
         Raises:
@@ -452,7 +449,7 @@ class Compactor:
             pinned = self._bucket.cuts.pinned(partition)
             old = self.old()
 
-            def look() -> tuple[Tombstones, MergeRange | None]:
+            def look() -> tuple[Tombstones, BlockRange | None]:
                 heads: Sequence[Head] = self._store.heads(partition)
                 counted = count_tombstones(partition, heads, self._store.blocks, old)
                 return counted, plan_whole(partition, heads, pinned) if counted.old else None
@@ -479,7 +476,7 @@ class Compactor:
                 result.holders = self._holders(partition, tombstones.newest_old)
             return result
 
-    async def _rewritten(self, whole: MergeRange, examined: Examined) -> int:
+    async def _rewritten(self, whole: BlockRange, examined: Examined) -> int:
         try:
             return await self.rewrite(whole, examined)
         except (OSError, lmdb.Error) as error:
@@ -535,9 +532,9 @@ def _is_direct(heads: Sequence[Head]) -> bool:
     return size <= DIRECT_BYTES and sum(head.plain for head in heads) <= BATCH_BYTES
 
 
-def _batches(ranges: Sequence[MergeRange]) -> Iterator[list[MergeRange]]:
+def _batches(ranges: Sequence[BlockRange]) -> Iterator[list[BlockRange]]:
     """Yield ranges, ascending by partition, in pieces of about BATCH_BYTES, counted as they are in memory."""
-    batch: list[MergeRange] = []
+    batch: list[BlockRange] = []
     size = 0
     for one in ranges:
         if batch and size + one.plain > BATCH_BYTES:

@@ -10,7 +10,6 @@ that it holds neither purging nor a place. Leases of *members* end on time, what
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -49,6 +48,13 @@ def micros(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
+async def pause(stopping: asyncio.Event, seconds: float) -> None:
+    """Wait for a time, or until a worker is to stop."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stopping.wait()
+
+
 class LeaseKeeper:
     """Keeper of members' leases: ends them on time, also those of members whose call was lost."""
 
@@ -63,11 +69,7 @@ class LeaseKeeper:
             self._owners.tick(micros(loop.time()))
             deadline = self._owners.deadline
             left = LEASE_LOOK_SECONDS if deadline == NEVER else deadline / 1e6 - loop.time()
-            try:
-                async with asyncio.timeout(min(max(left, 0.001), LEASE_LOOK_SECONDS)):
-                    await self._stopping.wait()
-            except TimeoutError:
-                continue
+            await pause(self._stopping, min(max(left, 0.001), LEASE_LOOK_SECONDS))
 
     def stop(self) -> None:
         """Make ``run`` return."""
@@ -183,11 +185,7 @@ class CutKeeper:
         """Release expired cuts, about once a second, until ``stop``."""
         while not self._stopping.is_set():
             self._expire()
-            try:
-                async with asyncio.timeout(CUT_LOOK_SECONDS):
-                    await self._stopping.wait()
-            except TimeoutError:
-                continue
+            await pause(self._stopping, CUT_LOOK_SECONDS)
 
     def _expire(self) -> None:
         ended = self._cuts.ended(self._now())
@@ -279,13 +277,9 @@ class ConsumerSaver:
         """Save about once a second until ``stop``, and retry failures."""
         while not self._stopping.is_set():
             # Failed changes are kept for the retry, and the trouble is recorded.
-            with contextlib.suppress(OSError, lmdb.Error):
+            with suppress(OSError, lmdb.Error):
                 await self.save()
-            try:
-                async with asyncio.timeout(SAVE_SECONDS):
-                    await self._stopping.wait()
-            except TimeoutError:
-                continue
+            await pause(self._stopping, SAVE_SECONDS)
 
     def stop(self) -> None:
         """Make ``run`` return; unsaved changes need one more ``save``."""
@@ -486,16 +480,11 @@ class ProducerKeeper:
             except (OSError, lmdb.Error) as error:
                 # Expiry can wait: the next round retries.
                 self._disk.troubles.begins(trouble.PRODUCERS, error)
-            await self._pause(FORGET_SECONDS)
+            await pause(self._stopping, FORGET_SECONDS)
 
     def stop(self) -> None:
         """Make ``run`` return."""
         self._stopping.set()
-
-    async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
 
     async def forget(self) -> int:
         """Expire idle producers, and the oldest above PRODUCERS_MAX; return how many.
@@ -511,7 +500,7 @@ class ProducerKeeper:
             )
             count, more = count + gone.names, gone.more
             if more:
-                await self._pause(_PAUSE_SECONDS)
+                await pause(self._stopping, _PAUSE_SECONDS)
         if count:
             log.info("producers forgotten", extra={"count": count})
         return count
