@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip>=25.1"  # Knows dependency groups.
 EVERYTHING = "--all"
+BUILT_FROM = ("pyproject.toml", "client/upr_protocol/_rows.c", "tools/build_rows.py")
+"""What an environment is made anew for when it changed."""
 OTHER_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
@@ -52,12 +54,15 @@ class Environment:
         self._requirements = requirements
 
     def make(self) -> None:
-        """Make it, or bring it up to date when pyproject.toml changed since."""
+        """Make it, or bring it up to date when something of BUILT_FROM changed since."""
+        sources = [ROOT / name for name in BUILT_FROM]
         wanted = {
             # Virtual environments cannot be moved, so one from another place is not this one.
             "folder": str(self.folder),
             "python": sys.version,
-            "pyproject": hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest(),
+            "pyproject": hashlib.sha256(
+                b"".join(file.read_bytes() for file in sources if file.exists())
+            ).hexdigest(),
         }
         found = self._read_stamp()
         if found == wanted and self.python.exists():

@@ -153,16 +153,16 @@ def select_blocks(blocks: Sequence[Block], live: npt.NDArray[np.bool_]) -> list[
     return kept
 
 
-def chain_runs(partitions: list[int], ends: U64, before: U64, reached: U64) -> None:
+def chain_runs(partitions: Indexes, ends: U64, before: U64, reached: U64) -> None:
     """Let each run that is not its partition's first in the frame continue the one before it, in place."""
-    last: dict[int, int] = {}
-    for index, partition in enumerate(partitions):
-        previous = last.get(partition)
-        if previous is not None:
-            before[index] = ends[previous]
-            if reached[previous] > reached[index]:
-                reached[index] = reached[previous]
-        last[partition] = index
+    order = np.argsort(partitions, kind="stable")
+    again = partitions[order[1:]] == partitions[order[:-1]]
+    previous, following = order[:-1][again], order[1:][again]
+    before[following] = ends[previous]
+    if (reached[previous] > reached[following]).any():
+        # One after the other: what the first of three runs reached holds for the third as well.
+        for one, other in zip(previous.tolist(), following.tolist(), strict=True):
+            reached[other] = max(reached[one], reached[other])
 
 
 def delivery_of(
@@ -198,7 +198,7 @@ def delivery_of(
         np.maximum(horizon[partitions], runs["horizon"]),
     )
     if len(kept) > 1:
-        chain_runs(partitions.tolist(), ends, before, reached)
+        chain_runs(partitions, ends, before, reached)
     wrong = runs["start_seqno"] != before
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])

@@ -3,10 +3,14 @@
 import ast
 import importlib
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +137,38 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in (ROOT / "README.md", *ROOT.glob("*/*.md")):
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document}: {target}"
+
+
+def wheel(folder: Path, compiler: str) -> zipfile.ZipFile:
+    """Build the wheel into a folder, with this C compiler."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(
+        build, cwd=ROOT, env={**os.environ, "CC": compiler}, check=True, capture_output=True
+    )
+    (made,) = folder.glob("*.whl")
+    return zipfile.ZipFile(made)
+
+
+def test_a_wheel_without_a_compiler_is_pure(tmp_path: Path) -> None:
+    with wheel(tmp_path, "no-such-compiler") as made:
+        assert made.filename is not None
+        assert made.filename.endswith("-py3-none-any.whl")
+        names = set(made.namelist())
+    assert {"upr_protocol/block.py", "upr_protocol/_rows.pyi", "pyspark_upr.py"} <= names
+    assert [name for name in names if name.endswith((".so", ".c"))] == []
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_a_wheel_with_a_compiler_has_the_compiled_module(tmp_path: Path) -> None:
+    with wheel(tmp_path, "cc") as made:
+        assert made.filename is not None
+        assert not made.filename.endswith("-none-any.whl")
+        module = "upr_protocol/_rows" + sysconfig.get_config_var("EXT_SUFFIX")
+        assert module in made.namelist()
+        made.extractall(tmp_path / "installed")
+    code = "from upr_client.changes import events; print(events._rows.__module__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True
+    )
+    assert done.stdout == b"upr_protocol._rows\n"

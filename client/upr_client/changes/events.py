@@ -1,6 +1,7 @@
 """Events: changes, markers and rollbacks as the application gets them, a delivered batch, and how much of it was consumed."""
 
 import gc
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -82,8 +83,44 @@ class Rollback(NamedTuple):
     keys_complete: bool = False
 
 
+def _compiled_rows() -> Callable[..., list[Change] | None] | None:
+    """Return the compiled function that makes rows; None where it is not installed, or switched off."""
+    if os.environ.get("UPR_PURE_PYTHON"):
+        return None
+    try:
+        from upr_protocol._rows import rows
+    except ImportError:
+        return None
+    return rows
+
+
+_rows: Final = _compiled_rows()
+
+
 def block_changes(block: Block) -> list[Change]:
-    """Return a numbered block's rows as changes, in order."""
+    """Return a numbered block's rows as changes, in order.
+
+    The compiled function makes them where it is there and the columns fit each other, else ``changes_in_python``.
+    """
+    if _rows is not None:
+        changes = _rows(
+            Change,
+            _OPS,
+            block.runs.tobytes(),
+            block.seqnos,
+            block.ops,
+            block.key_offsets,
+            block.keys,
+            block.value_offsets,
+            block.values,
+        )
+        if changes is not None:
+            return changes
+    return changes_in_python(block)
+
+
+def changes_in_python(block: Block) -> list[Change]:
+    """As ``block_changes``, which this is the reference of."""
     ops: Iterable[str] = map(_OPS.__getitem__, block.ops) if block.ops else repeat("set")
     collecting = gc.isenabled()
     # Thousands of new objects and none that could be garbage: looking for some meanwhile takes a third of the time.

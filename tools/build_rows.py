@@ -1,0 +1,61 @@
+"""Build hook of hatchling: compiles client/upr_protocol/_rows.c where there is a C compiler, and else leaves it out.
+
+Nothing needs the compiled module: without it the SDK makes the same rows in Python. So no failure here ends a build.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any, Final
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE: Final = Path("client") / "upr_protocol" / "_rows.c"
+SECONDS: Final = 120.0
+"""Longest time for the compiler."""
+
+
+def compiled(source: Path, folder: Path) -> Path | None:
+    """Compile a module's source into a folder. Return the module's file, None if that was not possible.
+
+    ``CC`` of the environment names the compiler; else it is the one that Python was built with.
+    """
+    if sys.implementation.name != "cpython":
+        return None
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    target = folder / f"{source.stem}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    # Beside it and moved there: a running process may have the old one loaded.
+    made = target.with_suffix(f".{os.getpid()}")
+    include = sysconfig.get_paths()["include"]
+    options = ["-O3", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(made)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        subprocess.run([*compiler, *options], check=True, capture_output=True, timeout=SECONDS)
+        made.replace(target)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    finally:
+        made.unlink(missing_ok=True)
+    return target
+
+
+class RowsHook(BuildHookInterface[Any]):
+    """Adds the compiled module to wheels, and puts it beside its source for editable installs."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile; ``version`` is "editable" or "standard"."""
+        source = Path(self.root) / SOURCE
+        if version == "editable":
+            compiled(source, source.parent)
+            return
+        module = compiled(source, Path(self.directory) / "compiled")
+        if module is not None:
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
+            build_data["force_include"][str(module)] = f"upr_protocol/{module.name}"
