@@ -1,14 +1,12 @@
-"""Followers of both flavours, for the tests of the testing kit."""
+"""Followers of a scripted server, for the tests of the testing kit."""
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
 from upr_client import (
-    AsyncClient,
     Change,
     Client,
     Marker,
@@ -22,52 +20,20 @@ KEYS = keys_in(P, 8)
 Event = Change | Marker | Rollback
 
 
-class Follower(Protocol):
-    """A follower of either flavour."""
+class Follower:
+    """Follow partition P of a server, or what the options of ``changes`` say."""
 
-    def take(self, count: int) -> list[Event]:
-        """The next events, as many."""
-
-    def rest(self) -> list[Event]:
-        """All events up to the end."""
-
-
-class _SyncFollower:
     def __init__(self, stack: ExitStack, target: str, options: dict[str, Any]) -> None:
         client = stack.enter_context(Client(target, connect_timeout=0.5))
         self._changes = stack.enter_context(client.bucket().changes(**options))
 
     def take(self, count: int) -> list[Event]:
+        """The next events, as many."""
         return [next(self._changes) for _ in range(count)]
 
     def rest(self) -> list[Event]:
+        """All events up to the end."""
         return list(self._changes)
-
-
-class _AsyncFollower:
-    def __init__(self, stack: ExitStack, target: str, options: dict[str, Any]) -> None:
-        self._run = stack.enter_context(asyncio.Runner()).run
-
-        async def open_all() -> Any:
-            client = AsyncClient(target, connect_timeout=0.5)
-            changes = client.bucket().changes(**options)
-            await changes.__aenter__()
-            return client, changes
-
-        client, self._changes = self._run(open_all())
-        stack.callback(lambda: self._run(client.close()))
-
-    def take(self, count: int) -> list[Event]:
-        async def some() -> list[Event]:
-            return [await anext(self._changes) for _ in range(count)]
-
-        return self._run(some())
-
-    def rest(self) -> list[Event]:
-        async def all_of_them() -> list[Event]:
-            return [event async for event in self._changes]
-
-        return self._run(all_of_them())
 
 
 Follow = Callable[..., Follower]
@@ -79,12 +45,11 @@ def server() -> Iterator[ScriptedServer]:
         yield server
 
 
-@pytest.fixture(params=["threads", "asyncio"])
-def follow(request: pytest.FixtureRequest, server: ScriptedServer) -> Iterator[Follow]:
-    """Follow partition P of the server, or what the options of ``changes`` say."""
-    kind = _SyncFollower if request.param == "threads" else _AsyncFollower
+@pytest.fixture
+def follow(server: ScriptedServer) -> Iterator[Follow]:
+    """A function that begins to follow."""
     with ExitStack() as stack:
-        yield lambda **options: kind(
+        yield lambda **options: Follower(
             stack, server.target, {"only": Only([P]), "on_rollback": "event", **options}
         )
 

@@ -14,7 +14,8 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from upr_protocol.block import Block, build_block, make_runs, sealed
+from upr_client.testing import memory
+from upr_protocol.block import Block, make_runs
 from upr_protocol.errors import BucketNotFoundError, DataDamagedError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.position import Position
@@ -272,32 +273,9 @@ def run_block(
     seqnos: Sequence[int] | None = None,
 ) -> Block:
     """A block of one run; each row's key and value follow from its seqno, and a multiple of 5 is a delete."""
-    told = list(range(start + 1, end + 1)) if seqnos is None else list(seqnos)
-    runs = make_runs(
-        [partition], [len(told)], [start], [end], [end if horizon is None else horizon], [1]
-    )
-    if not told:
-        return sealed(Block(runs, b"", b"", b"", b"", b"", b"", b"", 0))
-    block = build_block(
-        [key_of(partition, s) for s in told], [None if s % 5 == 0 else b"v%d" % s for s in told]
-    )
-    # build_block sorts by the partition a key belongs to; the scripts choose partitions as they like.
-    ordered = [[key_of(partition, s), b"" if s % 5 == 0 else b"v%d" % s] for s in told]
-    offsets = [np.cumsum([0] + [len(pair[i]) for pair in ordered]).astype("<i4") for i in (0, 1)]
-    ops = bytes(1 if s % 5 == 0 else 0 for s in told)
-    return sealed(
-        Block(
-            runs,
-            b"" if seqnos is None else (np.array(told) - start).astype("<u4").tobytes(),
-            ops if any(ops) else b"",
-            offsets[0].tobytes(),
-            b"".join(pair[0] for pair in ordered),
-            offsets[1].tobytes(),
-            b"".join(pair[1] for pair in ordered),
-            b"",
-            block.columns_crc,
-        )
-    )
+    told = range(start + 1, end + 1) if seqnos is None else seqnos
+    rows = [(s, key_of(partition, s), None if s % 5 == 0 else b"v%d" % s) for s in told]
+    return memory.run_block(partition, rows, start, end, end if horizon is None else horizon, 1)
 
 
 def frame(*runs: tuple[int, Block]) -> Send:

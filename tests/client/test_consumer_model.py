@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.model import ModelPartition, Row, Run, State, apply
+from upr_client.testing.memory import run_block
 from upr_protocol.block import (
     Block,
     block_keys,
@@ -26,29 +27,7 @@ PARTITIONS = (3, 700)
 
 def block_of(partition: int, run: Run) -> Block:
     """A block of one run of the model."""
-    rows = run.rows
-    runs = make_runs([partition], [len(rows)], [run.start], [run.end], [run.horizon])
-    if not rows:
-        return sealed(Block(runs, b"", b"", b"", b"", b"", b"", b"", 0))
-
-    def offsets(items: list[bytes]) -> bytes:
-        return np.cumsum([0, *map(len, items)]).astype("<i4").tobytes()
-
-    keys = [row.key for row in rows]
-    values = [row.value or b"" for row in rows]
-    return sealed(
-        Block(
-            runs,
-            np.array([row.seqno - run.start for row in rows], "<u4").tobytes(),
-            bytes(row.value is None for row in rows),
-            offsets(keys),
-            b"".join(keys),
-            offsets(values),
-            b"".join(values),
-            b"",
-            0,
-        )
-    )
+    return run_block(partition, run.rows, run.start, run.end, run.horizon)
 
 
 class World:

@@ -1,4 +1,4 @@
-"""What the scripted server of the testing kit does on demand, seen by followers of both flavours."""
+"""What the scripted server of the testing kit does on demand, as a follower sees it."""
 
 import threading
 from collections.abc import Iterator

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.model import partition_of as model_partition_of
+from upr_client.testing.memory import run_block
 from upr_protocol.block import (
     Block,
     block_keys,
@@ -63,30 +64,9 @@ def numbered(rows: Rows, start: int = 0) -> Block:
 
 def sparse(partition: int, seqnos: list[int], start: int, end: int) -> Block:
     """A stored block of one run that lacks rows."""
-    keys = [b"k%d" % s for s in seqnos]
-    values: list[bytes | None] = [None if s % 3 == 0 else b"v%d" % s for s in seqnos]
-    plain = build_block(keys, values)
-    order = sorted(range(len(keys)), key=lambda i: model_partition_of(keys[i]))
-    # build_block sorts by partition; here the order of the seqnos is wanted.
-    back = np.argsort(order)
-    joined = [block_keys(plain)[i] for i in back]
-    texts = [block_values(plain)[i] or b"" for i in back]
-    ends = np.cumsum([0, *map(len, joined)]).astype("<i4")
-    value_ends = np.cumsum([0, *map(len, texts)]).astype("<i4")
-    ops = bytes(1 if v is None else 0 for v in values)
-    return sealed(
-        Block(
-            make_runs([partition], len(seqnos), start, end, end, 1),
-            (np.array(seqnos) - start).astype("<u4").tobytes(),
-            ops if any(ops) else b"",
-            ends.tobytes(),
-            b"".join(joined),
-            value_ends.tobytes(),
-            b"".join(texts),
-            np.arange(len(seqnos), dtype="<i8").tobytes(),
-            0,
-        )
-    )
+    rows = [(s, b"k%d" % s, None if s % 3 == 0 else b"v%d" % s) for s in seqnos]
+    times = np.arange(len(seqnos), dtype="<i8").tobytes()
+    return sealed(replace(run_block(partition, rows, start, end, end, 1), times=times))
 
 
 def table(block: Block) -> list[tuple[int, int, bytes, bytes | None]]:

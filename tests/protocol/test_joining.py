@@ -1,6 +1,6 @@
 """Small blocks of a frame, joined: the same runs and rows, and nothing damaged gets through."""
 
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.raw import all_rows
-from upr_protocol.block import Block, check_block, make_runs, sealed
+from upr_client.testing.memory import run_block
+from upr_protocol.block import check_block, sealed
 from upr_protocol.errors import CorruptBlockError
 from upr_protocol.wire import codec
 from upr_protocol.wire.codec import block_from_message, block_to_message, joined_blocks
@@ -34,23 +35,12 @@ def stored(
     """A stored block of one run in which ``gap`` seqnos are missing before each row."""
     offsets = [(gap + 1) * (i + 1) for i in range(len(rows))]
     end = START + (offsets[-1] if offsets else 3)
-    data = [value or b"" for _, value in rows]
-
-    def ends(cells: list[bytes]) -> bytes:
-        return np.array(list(accumulate(map(len, cells), initial=0)), "<i4").tobytes()
-
-    block = Block(
-        make_runs([partition], len(rows), START, end, end, 7),
-        np.array(offsets, "<u4").tobytes() if gap else b"",
-        bytes(value is None for _, value in rows) if None in [v for _, v in rows] else b"",
-        ends([key for key, _ in rows]),
-        b"".join(key for key, _ in rows),
-        ends(data) if values else b"",
-        b"".join(data) if values else b"",
-        np.arange(len(rows), dtype="<i8").tobytes() if times else b"",
-        0,
+    told = [(START + offset, *row) for offset, row in zip(offsets, rows, strict=True)]
+    block = run_block(partition, told, START, end, end, 7)
+    block = block if values else replace(block, value_offsets=b"", values=b"")
+    block = sealed(
+        replace(block, times=np.arange(len(rows), dtype="<i8").tobytes() if times else b"")
     )
-    block = sealed(block)
     check_block(block)
     return block_to_message(block)
 

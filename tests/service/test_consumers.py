@@ -184,38 +184,6 @@ async def test_a_wrong_ack_ends_the_call_and_is_not_kept(
 
 
 @pytest.mark.asyncio
-async def test_a_consumer_that_goes_back_is_not_overtaken(target: str) -> None:
-    async with RawClient(target) as client:
-        await fill(client, 10)
-        follow = await following(client, "indexer")
-        await follow.send(ack=ack((PARTITION, 9)))
-        await until_seqno(client, "indexer", 9)
-        await following(client, "indexer", 0)
-        assert await seqno_of(client, "indexer") == 0
-
-
-@pytest.mark.asyncio
-async def test_a_call_that_was_superseded_says_nothing_any_more(
-    target: str,
-) -> None:
-    async with RawClient(target) as client:
-        await fill(client, 10)
-        old = await following(client, "indexer")
-        await old.send(ack=ack((PARTITION, 4)))
-        await until_seqno(client, "indexer", 4)
-        ((failover_id, _),) = (await client.logs(PARTITION))[0]
-        new = await following(client, "indexer", 4, failover_id)
-        await old.send(ack=ack((PARTITION, 10)))
-        await old.call.done_writing()
-        # The server has read all of the old call when that call is over.
-        while await asyncio.wait_for(old.call.read(), WAIT_SECONDS) is not grpc.aio.EOF:
-            pass
-        assert await seqno_of(client, "indexer") == 4
-        await new.send(ack=ack((PARTITION, 5)))
-        await until_seqno(client, "indexer", 5)
-
-
-@pytest.mark.asyncio
 async def test_forget_removes_it_for_good_until_the_next_ack(server_process: StartServer) -> None:
     server = server_process()
     async with RawClient(server.target) as client:

@@ -1,8 +1,6 @@
 """Members of a group over real gRPC: who may follow what, and for how long."""
 
 import asyncio
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -173,66 +171,12 @@ async def test_a_lost_call_keeps_its_partitions_for_its_lease(target: str, how: 
         assert await save(client, generation, position(0, 5), member="a") == [5]
 
 
-_MEMBER = """
-import asyncio, sys
-from tests.harness import WAIT_SECONDS, poll
-from tests.raw import RawClient
-async def main():
-    client = RawClient(sys.argv[1])
-    follow = await client.follow(consumer="indexer", member="a", lease_seconds=2)
-    await follow.until("assignment")
-    print("joined", flush=True)
-    await asyncio.sleep(3600)
-asyncio.run(main())
-"""
-
-
-@pytest.mark.asyncio
-async def test_a_killed_member_keeps_its_partitions_for_its_lease(
-    target: str,
-) -> None:
-    process = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", _MEMBER, target], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        async with RawClient(target) as client:
-            assert process.stdout is not None
-            assert await asyncio.to_thread(process.stdout.readline) == "joined\n"
-            process.kill()
-            b = await member(client, "b", lease=FOREVER)
-            await assigned(b)
-            await poll(partial(info, client), lambda told: not told.members[0].peer)
-            assert await owned_by(client, "a") == PARTITIONS
-            assert len((await assigned(b)).owned) == PARTITIONS
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.asyncio
 async def test_a_half_close_gives_everything_up_at_once(target: str) -> None:
     async with RawClient(target) as client:
         a, b, _ = await two(client, lease=FOREVER)
         await a.close()
         assert len((await assigned(b)).owned) == PARTITIONS
-
-
-@pytest.mark.asyncio
-async def test_a_second_call_of_a_member_takes_over_and_fences_the_first(
-    target: str,
-) -> None:
-    async with RawClient(target) as client:
-        a = await member(client, "a")
-        told = await assigned(a)
-        await a.start(start_at(5))
-        again = await member(client, "a")
-        anew = await assigned(again)
-        assert len(anew.owned) == PARTITIONS
-        reasons = [(await a.until("ended")).ended.problem.reason for _ in range(2)]
-        assert reasons == ["SUPERSEDED", "SUPERSEDED"]
-        await a.close()
-        assert await save(client, told.generation, position(0, 5), member="a") == [5]
-        assert await save(client, anew.generation, position(0, 5), member="a") == []
 
 
 @pytest.mark.asyncio

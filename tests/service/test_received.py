@@ -121,7 +121,7 @@ async def write_large(writer: RawWriter, block: types.Block) -> kv.WriteResult:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("count", [4, 16, 60])
+@pytest.mark.parametrize("count", [4, 60])
 async def test_large_writes_at_once(server_process: StartServer, count: int) -> None:
     server = server_process()
     block = large()

@@ -22,7 +22,8 @@ from upr.storage.keyspace import (
     pack_hashes,
 )
 from upr.storage.store import Store
-from upr_protocol.block import Block, make_runs, sealed
+from upr_client.testing.memory import run_block
+from upr_protocol.block import Block
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.codec import encode_block
 
@@ -40,17 +41,9 @@ def block_of(
     value: bytes = b"v",
 ) -> Block:
     """One run ``(start, end]`` with a row at each of ``seqnos``, by default at all."""
-    rows = range(start + 1, end + 1) if seqnos is None else seqnos
-    keys = [b"key %d" % seqno for seqno in rows]
-    run = make_runs([partition], len(keys), start, end, end if horizon is None else horizon, 1)
-    offsets = np.cumsum([0, *map(len, keys)]).astype("<i4").tobytes()
-    value_offsets = (np.arange(len(keys) + 1) * len(value)).astype("<i4").tobytes()
-    dense = len(keys) == end - start
-    sparse = b"" if dense else (np.array(list(rows), np.int64) - start).astype("<u4").tobytes()
-    if not keys:
-        return sealed(Block(run, b"", b"", b"", b"", b"", b"", b"", 0))
-    values = value * len(keys)
-    return sealed(Block(run, sparse, b"", offsets, b"".join(keys), value_offsets, values, b"", 0))
+    told = range(start + 1, end + 1) if seqnos is None else seqnos
+    rows = [(seqno, b"key %d" % seqno, value) for seqno in told]
+    return run_block(partition, rows, start, end, end if horizon is None else horizon, 1)
 
 
 class Closed:

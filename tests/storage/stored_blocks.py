@@ -1,6 +1,7 @@
 """Stored blocks made by hand, and what a reader of them must find."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from upr.storage.compact import PurgeLimits
 from upr.storage.keyspace import ConsumerRow, PartitionRow
 from upr.storage.read import read_blocks
 from upr.storage.store import Identity, ReadRequest, Store
-from upr_protocol.block import Block, make_runs, sealed
+from upr_client.testing.memory import run_block
+from upr_protocol.block import Block, sealed
 from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import decode_block, encode_block
 
@@ -41,26 +43,11 @@ def block_of(
 ) -> tuple[int, int, bytes]:
     """Encode one stored block; it ends at its last row, in a marker, unless told otherwise."""
     end = rows[-1].seqno if end is None else end
-    runs = make_runs([partition], len(rows), start, end, horizon or end, time)
-    seqnos = np.array([row.seqno - start for row in rows], "<u4").tobytes()
-    dense = len(rows) == end - start
-    values = [row.value or b"" for row in rows]
-    block = Block(
-        runs,
-        b"" if dense else seqnos,
-        bytes(row.value is None for row in rows) if any(r.value is None for r in rows) else b"",
-        _offsets([row.key for row in rows]),
-        b"".join(row.key for row in rows),
-        _offsets(values),
-        b"".join(values),
-        b"",
-        0,
-    )
-    return partition, end, encode_block(sealed(block))
-
-
-def _offsets(data: Sequence[bytes]) -> bytes:
-    return np.cumsum([0, *map(len, data)]).astype("<i4").tobytes()
+    block = run_block(partition, rows, start, end, horizon or end, time)
+    if not rows:
+        # As a compaction leaves it.
+        block = sealed(replace(block, key_offsets=bytes(4), value_offsets=bytes(4)))
+    return partition, end, encode_block(block)
 
 
 def rows_of(first: int, *changes: tuple[bytes, bytes | None]) -> list[Row]:

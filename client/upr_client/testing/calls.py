@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import grpc
 import numpy as np
 
-from upr_client.testing.memory import Memory, Partition, Row, Run, block_of
+from upr_client.testing.memory import Memory, Partition, Row, Run, run_block
 from upr_protocol.block import (
     POSITION,
     START,
@@ -20,6 +20,7 @@ from upr_protocol.block import (
     block_partitions,
     block_values,
     make_runs,
+    without_values,
 )
 from upr_protocol.errors import (
     BucketGoneError,
@@ -714,7 +715,8 @@ def _message(
     """Return what a frame holds of a run."""
     told = list(rows)
     if not opening.plain_rows:
-        return block_to_message(block_of(number, run, told, keys_only=opening.keys_only))
+        block = run_block(number, [row[:3] for row in told], *run)
+        return block_to_message(without_values(block) if opening.keys_only else block)
     return stream_pb2.PlainRun(
         partition=number,
         token=stream.token,

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from upr_protocol.block import OP_DELETE, OP_SET, Block, make_runs, sealed
+from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.failover import FailoverLog, check_seqno
 from upr_protocol.limits import FAILOVER_ID_MAX, FRAME_BYTES
@@ -260,28 +260,20 @@ def new_id() -> int:
     return 1 + secrets.randbelow(FAILOVER_ID_MAX)
 
 
-def block_of(partition: int, run: Run, rows: Sequence[Row], *, keys_only: bool) -> Block:
-    """Return a run as a block."""
-    table = make_runs([partition], [len(rows)], [run.start], [run.end], [run.horizon], [run.time])
+def run_block(
+    partition: int,
+    rows: Sequence[tuple[int, bytes, bytes | None]],
+    start: int,
+    end: int,
+    horizon: int,
+    time: int = 0,
+) -> Block:
+    """Return a block of one run; a row is a seqno, a key and a value, None for a delete."""
+    table = make_runs([partition], [len(rows)], [start], [end], [horizon], [time])
     if not rows:
         return sealed(Block(table, b"", b"", b"", b"", b"", b"", b"", 0))
-    offsets = np.array([row.seqno - run.start for row in rows], "<u4")
-    dense = len(rows) == run.end - run.start
-    deletes = [row.value is None for row in rows]
-    values = [row.value or b"" for row in rows]
-    block = Block(
-        table,
-        b"" if dense else offsets.tobytes(),
-        bytes(OP_DELETE if d else OP_SET for d in deletes) if any(deletes) else b"",
-        _offsets([len(row.key) for row in rows]),
-        b"".join(row.key for row in rows),
-        _offsets([len(value) for value in values]),
-        b"".join(values),
-        b"",
-        0,
-    )
-    return sealed(replace(block, value_offsets=b"", values=b"") if keys_only else block)
-
-
-def _offsets(lengths: Sequence[int]) -> bytes:
-    return np.cumsum([0, *lengths]).astype("<i4").tobytes()
+    seqnos, keys, values = zip(*rows, strict=True)
+    block = build_block(keys, values, np.full(len(rows), partition, np.uint32))
+    offsets = (np.array(seqnos, np.int64) - start).astype("<u4")
+    dense = len(rows) == end - start
+    return sealed(replace(block, runs=table, seqnos=b"" if dense else offsets.tobytes()))
