@@ -124,6 +124,10 @@ class Row:
     outcome: WriteResult | UprError | None = None
 
 
+Kind = tuple[types_pb2.Durability.ValueType, bool]
+"""Durability of a write, and whether it deletes."""
+
+
 @dataclass(slots=True)
 class Group:
     """Rows that go out in one Write, with one durability, all of them sets or all of them deletes.
@@ -132,7 +136,7 @@ class Group:
     """
 
     number: int
-    kind: tuple[types_pb2.Durability.ValueType, bool]
+    kind: Kind
     bytes: int = 0
     rows: list[Row] = field(default_factory=list)
 
@@ -180,7 +184,7 @@ class Gathering:
     def __init__(self) -> None:
         self._groups: deque[Group] = deque()
         self._begun = 0
-        self._newest: dict[tuple[types_pb2.Durability.ValueType, bool], Group] = {}
+        self._newest: dict[Kind, Group] = {}
         self._last: dict[bytes, int] = {}
         """The number of the newest group that has a key."""
 
@@ -202,9 +206,9 @@ class Gathering:
         group.bytes += size
         self._last[row.key] = group.number
 
-    def take(self) -> Group | None:
-        """Return the group that is to go out next, None for none."""
-        if not self._groups:
+    def take(self, waiting: Collection[Kind] = ()) -> Group | None:
+        """Return the group that is to go out next; None for none, or if it has one of the kinds that wait."""
+        if not self._groups or self._groups[0].kind in waiting:
             return None
         group = self._groups.popleft()
         if self._newest[group.kind] is group:

@@ -113,10 +113,9 @@ MARKERS_MAX: Final = MARKERS_NEWEST + SEQNO_BITS
 
 WRITES_IN_FLIGHT_MAX: Final = 64
 """Most unanswered writes of one call; the server reads no more until it has answered some."""
-GROUPS_UNDER_WAY_MAX: Final = 2
 GROUP_ROWS_MAX: Final = 4096
-"""Single writes of one bucket object go together in groups of so many rows, and BLOCK_COLUMN_BYTES or one row, while so
-many groups are under way."""
+"""Single writes of one bucket object go together in groups of so many rows, and BLOCK_COLUMN_BYTES or one row, while a
+group of their kind is under way."""
 GATHERED_ROWS_MAX: Final = 4 * GROUP_ROWS_MAX
 """Unanswered single writes of one bucket object; further ones wait before they are taken."""
 WRITE_CALLS_MAX: Final = 1250

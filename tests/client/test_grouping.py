@@ -57,8 +57,8 @@ DISK, MEMORY = types_pb2.DURABILITY_DISK, types_pb2.DURABILITY_MEMORY
 
 async def begun(bucket: AsyncBucket, keys: list[bytes]) -> list[asyncio.Task[WriteResult]]:
     tasks = []
-    for several in (keys[:1], keys[1:2], keys[2:]):
-        tasks += [asyncio.create_task(bucket.set(key, b"v")) for key in several]
+    for several, durability in ((keys[:1], "disk"), (keys[1:2], "memory"), (keys[2:], "disk")):
+        tasks += [asyncio.create_task(bucket.set(key, b"v", durability)) for key in several]
         for _ in range(TURNS):
             await asyncio.sleep(0)
     return tasks
@@ -70,7 +70,7 @@ async def outcomes(
     retry_seconds: float = 60.0,
     beside: Callable[[list[asyncio.Task[WriteResult]]], object] = len,
 ) -> tuple[list[WriteResult | BaseException], list[list[int]]]:
-    """Set two keys, each in a write of its own, then the others at once.
+    """Set two keys of different kinds, each in a write of its own, then the others at once, which gather.
 
     Return what became of each, and of each call the rows of its writes.
     """
@@ -103,7 +103,7 @@ def went(partition: int, seqno: int = 1) -> WriteResult:
 
 
 @pytest.mark.asyncio
-async def test_what_is_begun_while_two_are_under_way_goes_together() -> None:
+async def test_what_is_begun_while_one_of_its_kind_is_under_way_goes_together() -> None:
     keys = [*KEYS, KEYS[3]]
     parts = sorted([(C, 0, 1), (D, 0, 2), (E, 0, 1)])
     told, rows = await outcomes([[*BEGIN, applied(3, *parts), HalfClosed()]], keys)

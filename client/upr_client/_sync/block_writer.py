@@ -14,6 +14,7 @@ from upr_client.endpoints import moves_on
 from upr_client.writing import (
     Gathering,
     Group,
+    Kind,
     Row,
     WriteResult,
     part_of,
@@ -33,11 +34,7 @@ from upr_protocol.errors import (
     UnknownOutcomeError,
     UprError,
 )
-from upr_protocol.limits import (
-    GATHERED_ROWS_MAX,
-    GROUPS_UNDER_WAY_MAX,
-    WRITES_IN_FLIGHT_MAX,
-)
+from upr_protocol.limits import GATHERED_ROWS_MAX, WRITES_IN_FLIGHT_MAX
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
@@ -131,7 +128,8 @@ class BlockWriter:
         self._on_version = on_version
         self._mutex = mutex()
         self._gathering = Gathering()
-        self._groups_under_way = 0
+        self._under_way: list[Kind] = []
+        """The kinds of the groups that are under way."""
         self._pending: dict[int, Write] = {}
         self._order = 0
         self._next_number = first_number
@@ -193,7 +191,7 @@ class BlockWriter:
     ) -> WriteResult:
         """Write one row that ``check_row`` has passed, together with what others write at the same time.
 
-        It goes out at once unless GROUPS_UNDER_WAY_MAX groups are under way, and waits before it is taken while
+        It goes out at once unless a group of its kind is under way, and waits before it is taken while
         GATHERED_ROWS_MAX rows are unanswered. Whoever is cancelled later only waits no more: the row is written all
         the same.
 
@@ -238,10 +236,8 @@ class BlockWriter:
 
     def _send_groups(self, *, everything: bool = False) -> None:
         failed: BaseException | None = None
-        while everything or self._groups_under_way < GROUPS_UNDER_WAY_MAX:
-            group = self._gathering.take()
-            if group is None:
-                break
+        # A message costs much the same whatever is in it: a second one of a kind would only make both late.
+        while (group := self._gathering.take(() if everything else self._under_way)) is not None:
             try:
                 write = Write(group.request(), group=group)
             except BaseException as failure:
@@ -269,7 +265,8 @@ class BlockWriter:
         if not self._pending:
             self._progress_at = now()
         rows = 0 if write.group is None else len(write.group.rows)
-        self._groups_under_way += rows > 0
+        if write.group is not None:
+            self._under_way.append(write.group.kind)
         # Each row has a place in the order, for when its group is split.
         self._order += max(rows, 1)
         self._pending[self._order] = write
@@ -545,7 +542,7 @@ class BlockWriter:
         self._pending.update(parts)
         self._unsent.extendleft(parts)
         self._pending = dict(sorted(self._pending.items()))
-        self._groups_under_way += 1
+        self._under_way.append(write.group.kind)
         self._progress_at = now()
         return True
 
@@ -559,7 +556,7 @@ class BlockWriter:
         if write.group is None:
             self._room.give_back()
             return
-        self._groups_under_way -= 1
+        self._under_way.remove(write.group.kind)
         # What is refused only for now may have been applied by a later attempt of unknown outcome.
         refused = {
             p: why for p, why in write.problems.items() if not (write.unknown and why.retriable)
