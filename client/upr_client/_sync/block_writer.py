@@ -346,6 +346,9 @@ class BlockWriter:
                         self._work.clear()
                     continue
             seconds = backoff.delay(attempt, random.random(), away=moves_on(error))
+            if limit is not None:
+                # The last try comes when the time is over, not long after.
+                seconds = min(seconds, limit - waited)
             attempt += 1
             _logger.info(
                 "%s: writing stopped with %s (%s); again in %.2f s",

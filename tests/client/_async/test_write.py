@@ -284,6 +284,19 @@ async def test_a_write_that_was_not_answered_and_then_refused_has_an_unknown_out
 
 
 @pytest.mark.asyncio
+async def test_a_pause_does_not_outlast_the_time_of_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("upr_client.backoff.delay", lambda *_, **__: 1e6)
+    refused = [*BEGIN, Abort(NoRoomError("the disk is full"))]
+    async with (
+        serve(write=[refused, refused]) as server,
+        AsyncClient(server.target, retry_seconds=0.1) as client,
+    ):
+        bucket = client.bucket()
+        with pytest.raises(UnknownOutcomeError, match="the disk is full"):
+            await bucket.set(KEY, b"value")
+
+
+@pytest.mark.asyncio
 async def test_a_write_that_was_never_sent_is_unavailable() -> None:
     async with serve() as server, AsyncClient(server.target, retry_seconds=0.05) as client:
         bucket = client.bucket()
