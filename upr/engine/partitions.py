@@ -86,15 +86,6 @@ class Partitions:
         done = self.horizon[partitions] == ends
         self.complete[partitions[done]] = ends[done]
 
-    def stored_with(self, partition: int, end: int, horizon: int) -> tuple[int, int, int]:
-        """Return the stored end, complete marker and horizon after a flushed range.
-
-        Args:
-            end, horizon: of the range, which begins where the store ends. No marker inside it was kept.
-        """
-        horizon = max(horizon, int(self.stored_horizon[partition]))
-        return end, end if horizon == end else int(self.stored_complete[partition]), horizon
-
     def set_stored(self, partition: int, end: int, complete: int, horizon: int) -> None:
         """Record where the store ends."""
         self.stored[partition] = end
@@ -102,7 +93,7 @@ class Partitions:
         self.stored_horizon[partition] = horizon
 
     def row(self, partition: int, stored: tuple[int, int, int] | None = None) -> PartitionRow:
-        """Return a partition's row, with the stored ends given by ``stored_with``."""
+        """Return a partition's row, with these stored end, complete marker and horizon."""
         if stored is None:
             columns = (self.stored, self.stored_complete, self.stored_horizon)
             high, complete, horizon = (int(column[partition]) for column in columns)

@@ -18,6 +18,7 @@ import lmdb
 from upr.engine.follower import Beginnings
 from upr.engine.streams import (
     BUCKET_GONE,
+    HISTORY_CHANGED,
     TOO_SLOW,
     EndReason,
     FollowOptions,
@@ -104,12 +105,15 @@ class FollowCall:
 
     def _hold(self) -> bool:
         """Return whether a frame must wait for its round."""
-        self._is_held = self._is_small and not self._rounds.join(self._wake.set)
+        # A replica's writers wait for it.
+        small = self._is_small and not self.follower.options.is_replica
+        self._is_held = small and not self._rounds.join(self._wake.set)
         return self._is_held
 
-    def bucket_gone(self, _: BucketGoneError) -> None:
-        """End all streams and the call, because the bucket was dropped."""
-        self.end(BUCKET_GONE)
+    def bucket_gone(self, error: BucketGoneError) -> None:
+        """End all streams and the call, because the bucket was dropped, or is opened again with another history."""
+        reopened = error.reason == HISTORY_CHANGED.reason
+        self.end(HISTORY_CHANGED if reopened else BUCKET_GONE)
 
     def close(self) -> None:
         """Forget the follower."""

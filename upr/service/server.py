@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -125,18 +125,28 @@ def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHan
     return grpc.method_handlers_generic_handler(found.full_name, handlers)
 
 
+Replicate = Callable[[Catalog, ServerConfig, Callable[[], str]], Coroutine[Any, Any, None]]
+
+
 class Server:
     """A running server.
 
     Args:
         config: its settings.
+        replicate: returns what follows the upstreams until it is cancelled, given the catalog, the settings and a
+            function that returns the bound address; for a server that is a replica.
 
     Raises:
         ListenError: the address cannot be listened on.
         DataDirectoryError, DataDamagedError: the data directory cannot be used.
     """
 
-    def __init__(self, config: ServerConfig, log_limit: logs.EventLimit | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        log_limit: logs.EventLimit | None = None,
+        replicate: Replicate | None = None,
+    ) -> None:
         self._import_all()
         self._config = config
         self._log_limit = log_limit or logs.EventLimit()
@@ -170,6 +180,8 @@ class Server:
             self._clock.clock,
         )
         self._admin = AdminMethods(self._catalog, process)
+        self._replicate = replicate
+        self._replicating: asyncio.Task[None] | None = None
         self._health = Health(_SERVICES, _SERVICES[2:])
         self._grpc = grpc.aio.server(
             interceptors=[Gate(self._intake, callers, _REQUEST_LIMITS)],
@@ -227,6 +239,10 @@ class Server:
             asyncio.create_task(self._tell_suppressed()),
             asyncio.create_task(self._clock.run()),
         ]
+        if self._replicate is not None and self._config.replicate_from:
+            following = self._replicate(self._catalog, self._config, lambda: self.address)
+            self._replicating = asyncio.create_task(following)
+            self._tasks.append(self._replicating)
         for task in self._tasks:
             task.add_done_callback(_told)
         await self._health.serving()
@@ -257,6 +273,8 @@ class Server:
         log.info("stopping")
         for task in self._tasks:
             task.cancel()
+        if self._replicating is not None:
+            await asyncio.wait([self._replicating])
         await self._health.shut_down()
         self._changes.shut_down()
         self._writes.shut_down()
@@ -291,8 +309,8 @@ def _write_ready(path: Path, address: str) -> None:
     os.replace(temporary, path)
 
 
-async def serve(config: ServerConfig) -> int:
-    """Run a server until SIGTERM or SIGINT.
+async def serve(config: ServerConfig, replicate: Replicate | None = None) -> int:
+    """Run a server until SIGTERM or SIGINT; ``replicate`` as in Server.
 
     Returns the exit status: 0 after a clean shutdown, 1 otherwise.
 
@@ -302,7 +320,7 @@ async def serve(config: ServerConfig) -> int:
     log_limit = logs.configure(config.log_format)
     descriptors.raise_descriptor_limit()
     share_free_memory()
-    server = Server(config, log_limit)
+    server = Server(config, log_limit, replicate)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
