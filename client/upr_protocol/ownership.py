@@ -293,15 +293,19 @@ class Claim:
     Args:
         basis: the newest row that was known before.
         row: claimed above it; see ``Standing.claim``.
-        force: go on without those that an operator gave up.
     """
 
-    def __init__(self, basis: Row, row: Row, *, force: Iterable[str] = ()) -> None:
+    def __init__(self, basis: Row, row: Row) -> None:
         self.row = row
         self.basis = basis
-        self._gone = frozenset(force) - {row.owner}
+        self._gone: frozenset[str] = frozenset()
         self._heard: dict[str, Promise] = {}
         self._outdated: Outdated | None = None
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the owner that served last confirms that nothing is missing but what it has."""
+        return self._confirmed is not None
 
     @property
     def missing(self) -> frozenset[str]:
@@ -318,6 +322,10 @@ class Claim:
     def refused(self, row: Row, epoch: int) -> None:
         """Take a refusal: somebody knows a newer row, or promised a higher epoch."""
         self._outdated = Outdated(row, max(epoch, self.row.epoch))
+
+    def give_up(self, directories: Iterable[str]) -> None:
+        """Go on without servers, as an operator ordered; never without the one that claims."""
+        self._gone |= frozenset(directories) - {self.row.owner}
 
     def lost(self, directory: str) -> None:
         """Take note that a server that promised cannot be reached any more, so that nothing can be taken from it."""

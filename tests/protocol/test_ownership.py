@@ -127,7 +127,8 @@ def test_all_counted_are_heard_and_who_served_last_is_asked_too() -> None:
 
 
 def test_force_goes_on_without_those_given_up_and_counts_them_no_more() -> None:
-    claim = Claim(SERVED, Standing(B, SERVED).claim(), force={A, B, C})
+    claim, _ = claim_of_b()
+    claim.give_up({A, B, C})
     mine = held((3, 1, 5, 5))
     claim.promised(Promise(B, SERVED, mine, False))
     step = claim.next(mine)

@@ -190,7 +190,7 @@ def main(
     # Before gRPC is loaded: else each refusal of its own is a line on stderr, as often as a client wants.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # grpc, lmdb and pyarrow cost a third of a second, which --help and a wrong option should not pay.
-    from upr.replica.replication import replicate
+    from upr.replica.methods import ReplicaMethods
     from upr.service.server import serve
 
     config = ServerConfig(
@@ -214,4 +214,4 @@ def main(
         replicate_from=tuple(map(str.strip, replicate_from.split(","))) if replicate_from else (),
         anonymous=anonymous,
     )
-    return asyncio.run(serve(config, replicate))
+    return asyncio.run(serve(config, ReplicaMethods))

@@ -31,6 +31,7 @@ class Partitions:
         purge: uint64, tombstones at or below may be gone.
         newest_id: uint64, the newest failover id.
         epoch, first_commit, served_epoch, since, known_high: uint64, see PartitionRow.
+        owner: HOST:PORT of the server where they are active, as far as it is known; empty where they are active here.
         reasons: why a partition is in its state, in words; only where that needs an explanation.
     """
 
@@ -49,6 +50,7 @@ class Partitions:
         self.reasons: dict[int, str] = {}
         self.logs: list[FailoverLog] = []
         self.problems: dict[int, UprError] = {}
+        self.owner = ""
 
     @classmethod
     def from_rows(cls, rows: Iterable[PartitionRow]) -> "Partitions":
@@ -143,7 +145,10 @@ class Partitions:
             return self.problems[partition]
         state = STATE_NAMES[int(self.state[partition])]
         return PartitionNotActiveError(
-            f"partition {partition} is {state} here", hint="ask the server where it is active"
+            f"partition {partition} is {state} here",
+            hint="ask the server where it is active",
+            retriable=True,
+            owner=self.owner,
         )
 
 

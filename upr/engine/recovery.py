@@ -102,6 +102,9 @@ def recover(
     partitions = Partitions.from_rows(rows)
     demoted = np.flatnonzero(partitions.state == ACTIVE) if replica else np.zeros(0, np.int64)
     partitions.state[demoted] = REPLICA
+    if proven is None:
+        # What was numbered and not synced is lost: this server cannot tell that nothing is missing.
+        partitions.served_epoch[demoted] = 0
     dead_before = partitions.state == DEAD
     for partition, error in unreadable.items():
         partitions.kill(partition, error)

@@ -69,9 +69,17 @@ class Receiving:
 
     Args:
         stub: ChangeStreamServiceStub of the upstream.
+        only: the partitions that are followed; None for all.
     """
 
-    def __init__(self, host: BucketService, stub: Any, introduction: Introduction) -> None:
+    def __init__(
+        self,
+        host: BucketService,
+        stub: Any,
+        introduction: Introduction,
+        only: Sequence[int] | None = None,
+    ) -> None:
+        self._only = only
         assert host.following is not None
         self._host = host
         self._bucket = host.bucket
@@ -99,7 +107,7 @@ class Receiving:
             self._returned = CreditReturn(opened.credit_bytes)
             silence = SILENT_INTERVALS * opened.heartbeat_seconds
             partitions = np.flatnonzero(self._table.state != DEAD).tolist()
-            await self._start(partitions)
+            await self._start(partitions if self._only is None else self._only)
             self._following.connected, self._following.problem = True, None
             acknowledging = asyncio.create_task(self._acknowledge())
             while True:
@@ -109,7 +117,7 @@ class Receiving:
         except grpc.aio.AioRpcError as error:
             raise error_from_call(error) from error
         finally:
-            self._following.connected = self._following.in_step = False
+            self._following.connected = False
             if acknowledging is not None:
                 acknowledging.cancel()
                 await asyncio.gather(acknowledging, return_exceptions=True)
@@ -204,6 +212,7 @@ class Receiving:
         await self._adopt(logs, epochs, purges)
         for partition, token in tokens.items():
             self._token[partition] = token
+        self._following.in_step = self._following.in_step or bool(tokens)
         if undo:
             raise UndoNeededError(undo)
         await self._start(again)

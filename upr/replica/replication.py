@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 import grpc
 import lmdb
 
-from upr.config import ServerConfig
 from upr.engine.recovery import Undo
 from upr.replica.receiving import Introduction, Receiving, UndoNeededError
 from upr.service.buckets.bucket_service import BucketService
@@ -52,6 +51,7 @@ class Replication:
         upstreams: HOST:PORT of each, tried in turn.
         anonymous: whether it is not registered there.
         address: returns HOST:PORT where this server can be reached.
+        only: the partitions that are followed, by bucket version, and no bucket is dropped; None for all.
 
     Raises:
         InvalidArgumentError: an address is malformed.
@@ -63,8 +63,10 @@ class Replication:
         upstreams: Sequence[str],
         anonymous: bool,
         address: Callable[[], str],
+        only: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._catalog = catalog
+        self._only = only
         self._upstreams = endpoints_of(upstreams)
         self._anonymous = anonymous
         self._address = address
@@ -120,7 +122,8 @@ class Replication:
                         log.info("the upstream is followed", extra={"upstream": upstream})
                         self._told = ""
                     for host in self._catalog.hosts:
-                        self._keep(host, upstream, streams)
+                        if self._only is None or host.bucket.identity.version in self._only:
+                            self._keep(host, upstream, streams)
                     await asyncio.sleep(LIST_SECONDS)
             finally:
                 calls = list(self._calls.values())
@@ -154,7 +157,7 @@ class Replication:
         versions = {info.version for info in answer.buckets}
         for host in self._catalog.hosts:
             identity = host.bucket.identity
-            if identity.version not in versions:
+            if identity.version not in versions and self._only is None:
                 log.warning("a bucket is gone at the upstream", extra={"bucket": identity.name})
                 with contextlib.suppress(BucketNotFoundError, BucketGoneError):
                     await self._catalog.drop(identity.name, identity.version)
@@ -192,7 +195,9 @@ class Replication:
                 self._anonymous,
             )
             try:
-                await Receiving(host, streams, introduction).run()
+                version = host.bucket.identity.version
+                only = None if self._only is None else self._only[version]
+                await Receiving(host, streams, introduction, only).run()
             except UndoNeededError as needed:
                 host = await self._undo(host, needed.undo)
                 continue
@@ -217,8 +222,3 @@ class Replication:
             extra={"bucket": name, "partitions": len(undo)},
         )
         return await self._catalog.reopen(name, undo)
-
-
-async def replicate(catalog: Catalog, config: ServerConfig, address: Callable[[], str]) -> None:
-    """Follow the upstreams of a server's settings until cancelled; see Replication."""
-    await Replication(catalog, config.replicate_from, config.anonymous, address).run()

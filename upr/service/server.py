@@ -9,10 +9,10 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -45,6 +45,7 @@ from upr_protocol.wire.v1 import (
     admin_service_pb2,
     change_stream_service_pb2,
     key_value_service_pb2,
+    replica_service_pb2,
 )
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,14 @@ def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHan
     return grpc.method_handlers_generic_handler(found.full_name, handlers)
 
 
-Replicate = Callable[[Catalog, ServerConfig, Callable[[], str]], Coroutine[Any, Any, None]]
+class SetMethods(Protocol):
+    """The methods of ReplicaService, and the task behind them."""
+
+    async def run(self) -> None:
+        """Take part in the set of servers until cancelled."""
+
+
+Replicate = Callable[[Catalog, ServerConfig, Callable[[], str]], SetMethods]
 
 
 class Server:
@@ -133,8 +141,8 @@ class Server:
 
     Args:
         config: its settings.
-        replicate: returns what follows the upstreams until it is cancelled, given the catalog, the settings and a
-            function that returns the bound address; for a server that is a replica.
+        replicate: makes the part that the server takes in a set of servers, given the catalog, the settings and a
+            function that returns the bound address; None for a server that is always alone.
 
     Raises:
         ListenError: the address cannot be listened on.
@@ -180,8 +188,11 @@ class Server:
             self._clock.clock,
         )
         self._admin = AdminMethods(self._catalog, process)
-        self._replicate = replicate
+        self._sets = replicate and replicate(self._catalog, config, lambda: self.address)
         self._replicating: asyncio.Task[None] | None = None
+        self._served = [*zip(_SERVED, (self._admin, self._changes, self._writes), strict=True)]
+        if self._sets is not None:
+            self._served.append(((replica_service_pb2, "ReplicaService"), self._sets))
         self._health = Health(_SERVICES, _SERVICES[2:])
         self._grpc = grpc.aio.server(
             interceptors=[Gate(self._intake, callers, _REQUEST_LIMITS)],
@@ -219,11 +230,10 @@ class Server:
                 hint="give --listen another port; port 0 picks a free one",
             ) from error
         self.address = f"{host}:{port}"
-        served = (self._admin, self._changes, self._writes)
         self._grpc.add_generic_rpc_handlers(
             tuple(
                 _handlers(module.DESCRIPTOR, name, methods)
-                for (module, name), methods in zip(_SERVED, served, strict=True)
+                for (module, name), methods in self._served
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
@@ -239,9 +249,8 @@ class Server:
             asyncio.create_task(self._tell_suppressed()),
             asyncio.create_task(self._clock.run()),
         ]
-        if self._replicate is not None and self._config.replicate_from:
-            following = self._replicate(self._catalog, self._config, lambda: self.address)
-            self._replicating = asyncio.create_task(following)
+        if self._sets is not None:
+            self._replicating = asyncio.create_task(self._sets.run())
             self._tasks.append(self._replicating)
         for task in self._tasks:
             task.add_done_callback(_told)

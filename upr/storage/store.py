@@ -433,10 +433,17 @@ class Store:
             for name, numbers in producers.items():
                 self._put_producer(txn, name, numbers)
 
-    def put_logs(self, changes: Mapping[int, tuple[int, int, int, FailoverLog]]) -> None:
+    def put_logs(
+        self,
+        changes: Mapping[int, tuple[int, int, int, FailoverLog]],
+        served: int | None = None,
+    ) -> None:
         """Change state, epoch, purge seqno and failover log of partitions, durably, in one transaction.
 
         The rest of each row stays: a flush may have written a newer one than the caller has seen.
+
+        Args:
+            served: the epoch in which they are served from now on; None leaves the one that is there.
 
         Raises:
             DataDamagedError: a row cannot be read; nothing is changed.
@@ -447,7 +454,12 @@ class Store:
                 value = bytes(txn.get(key, db=self._partitions) or b"")
                 row = keyspace.unpack_partition(value, partition)
                 row = dataclasses.replace(
-                    row, state=state, epoch=epoch, purge_seqno=max(purge, row.purge_seqno), log=log
+                    row,
+                    state=state,
+                    epoch=epoch,
+                    purge_seqno=max(purge, row.purge_seqno),
+                    log=log,
+                    served_epoch=row.served_epoch if served is None else served,
                 )
                 txn.put(key, keyspace.pack_partition(partition, row), db=self._partitions)
 

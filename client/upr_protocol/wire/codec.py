@@ -566,7 +566,11 @@ def log_from_messages(messages: Iterable[types_pb2.FailoverRecord]) -> FailoverL
 def problem_of(error: UprError) -> types_pb2.Problem:
     """Return an error as a message."""
     return types_pb2.Problem(
-        reason=error.reason, retriable=error.retriable, message=error.message, hint=error.hint
+        reason=error.reason,
+        retriable=error.retriable,
+        message=error.message,
+        hint=error.hint,
+        owner=error.owner,
     )
 
 

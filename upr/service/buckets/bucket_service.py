@@ -22,7 +22,7 @@ import numpy as np
 from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket, Written
-from upr.engine.partitions import REPLICA
+from upr.engine.partitions import ACTIVE, DEAD, REPLICA
 from upr.engine.producers import ProducerCall
 from upr.engine.recovery import Recovered, Undo, recover
 from upr.service import trouble
@@ -57,6 +57,7 @@ from upr_protocol.errors import (
     NoRoomError,
     ShuttingDownError,
     StorageFailedError,
+    UnknownOutcomeError,
     UprError,
 )
 from upr_protocol.failover import FailoverLog
@@ -124,6 +125,7 @@ class BucketService:
         clock: the server's; by default a new one.
         room: on the disk, shared by all buckets; None creates one.
         undo: what a replica undoes, by partition; it is written to ``undone`` before it goes.
+        replica: whether the server is not the active one of its set now: what was active waits, as a replica.
 
     Attributes:
         following: of a replica: how it follows its upstream; None otherwise.
@@ -141,8 +143,11 @@ class BucketService:
         clock: Clock | None = None,
         room: DiskRoom | None = None,
         undo: Mapping[int, Undo] | None = None,
+        replica: bool = False,
     ) -> None:
         self._undo = undo or {}
+        self._fenced = False
+        self._replica = replica
         self._waiting_room = waiting or WaitingRoom()
         self.folder = folder
         self._config = config
@@ -164,7 +169,7 @@ class BucketService:
         self._quota_at = 0.0
         self.undone = 0
         self.bucket = bucket = self._recover(disk.identity)
-        self.following = Following(bucket, self.undone) if config.replicate_from else None
+        self.following = Following(bucket, self.undone) if self._replica else None
         positions = bucket.consumer_positions
         positions.load(disk.store.consumers())
         # Above the clock as well, because not every used generation was stored.
@@ -198,7 +203,7 @@ class BucketService:
             new_id=new_failover_id,
             now=self.disk.clock.now(),
             log_records=self._config.failover_log_records,
-            replica=bool(self._config.replicate_from),
+            replica=self._replica,
             undo=self._undo,
         )
         released: list[bytes] = []
@@ -382,8 +387,57 @@ class BucketService:
         self.bucket.begin_adopting(logs, epochs)
         purge = self.bucket.partitions.purge
         rows = {p: (REPLICA, epochs[p], int(purge[p]), log) for p, log in logs.items()}
-        await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows))
+        await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows, served=0))
+        self.bucket.partitions.served_epoch[list(logs)] = 0
         self.bucket.adopted(logs)
+
+    async def activate(self, epoch: int, records: Mapping[int, int]) -> None:
+        """Make the partitions active in an epoch: failover records, states and epochs become durable in one transaction.
+
+        Args:
+            records: by partition, the seqno of its record: its last complete durable marker, and where it ends.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be stored; nothing is active.
+        """
+        bucket, table = self.bucket, self.bucket.partitions
+        logs = {p: table.logs[p] for p in np.flatnonzero(table.state != DEAD).tolist()}
+        for partition, seqno in records.items():
+            logs[partition] = logs[partition].with_record(
+                new_failover_id(), seqno, self.failover_log_records, epoch=epoch
+            )
+        bucket.begin_adopting(logs, dict.fromkeys(logs, epoch))
+        rows = {p: (ACTIVE, epoch, int(table.purge[p]), log) for p, log in logs.items()}
+        failpoints.hit("promote.before_partitions")
+        await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows, served=epoch))
+        failpoints.hit("promote.after_partitions")
+        table.served_epoch[list(logs)] = epoch
+        table.state[list(logs)] = ACTIVE
+        self._replica, self.following = False, None
+
+    async def step_down(self, *, fenced: bool) -> None:
+        """Take no more writes, in this step, and have everything that was numbered on disk before this returns.
+
+        Args:
+            fenced: whether another server may be active: what is not acknowledged now is not acknowledged any more.
+
+        Raises:
+            StorageFailedError: the journal failed.
+            OSError, lmdb.Error: the states cannot be stored.
+        """
+        table = self.bucket.partitions
+        active = np.flatnonzero(table.state == ACTIVE).tolist()
+        table.state[active] = REPLICA
+        self._fenced = fenced
+        self._replica = True
+        self.following = self.following or Following(self.bucket)
+        self.disk.changed()
+        if self.bucket.tail.end > self.bucket.tail.durable:
+            await self._journalled(self.bucket.tail.end - 1)
+        rows = {
+            p: (REPLICA, int(table.epoch[p]), int(table.purge[p]), table.logs[p]) for p in active
+        }
+        await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows))
 
     def waiting(self, size: int) -> AbstractContextManager[None]:
         """Count a waiting write while the body runs, or raise TooManyError; over all buckets."""
@@ -510,7 +564,19 @@ class BucketService:
         Raises:
             StorageFailedError: the journal failed, so this process cannot make it durable.
             BucketGoneError: the bucket was dropped meanwhile.
+            UnknownOutcomeError: another server became active meanwhile.
         """
+        if self.bucket.tail.durable > entry:
+            return
+        await self._journalled(entry)
+        if self._fenced:
+            raise UnknownOutcomeError(
+                "another server became active before the write was acknowledged",
+                hint="send it again there with its number to learn the outcome",
+            )
+
+    async def _journalled(self, entry: int) -> None:
+        """Wait until a tail entry is on disk, whoever is active; see ``durable``."""
         while self.bucket.tail.durable <= entry:
             if self.disk.gone is not None:
                 raise self.disk.gone

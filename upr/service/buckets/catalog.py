@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lmdb
+import numpy as np
 
 from upr import failpoints
 from upr.config import ServerConfig
@@ -27,6 +28,7 @@ from upr.storage.blocks import COMPRESSIONS
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
+from upr.storage.standing import Stored, read_standing, write_standing
 from upr.storage.store import Identity, Store
 from upr_protocol.errors import (
     AlreadyExistsError,
@@ -61,11 +63,12 @@ class DuplicateBucketError(DataDirectoryError):
 
 
 def create_bucket(
-    directory: DataDirectory, name: str, compression: str = "", version: int = 0
+    directory: DataDirectory, name: str, compression: str = "", version: int = 0, epoch: int = 1
 ) -> Path:
     """Create a bucket with all partitions active, each with one failover record at 0. Return its folder.
 
     Args:
+        epoch: in which this server serves.
         version: of the upstream's bucket, of which this one is a replica: the partitions are pending then. 0 draws one.
     """
     state = PENDING if version else ACTIVE
@@ -75,7 +78,15 @@ def create_bucket(
     try:
         store = Store(folder / "store")
         rows = {
-            partition: PartitionRow(state, 1, 0, 0, 0, FailoverLog.born(new_failover_id(), epoch=1))
+            partition: PartitionRow(
+                state,
+                epoch,
+                0,
+                0,
+                0,
+                FailoverLog.born(new_failover_id(), epoch=epoch),
+                served_epoch=epoch if state == ACTIVE else 0,
+            )
             for partition in range(PARTITIONS)
         }
         store.create(identity, rows)
@@ -155,7 +166,11 @@ class Catalog:
         self._on_failure: Callable[[], Awaitable[None]] | None = None
         self._waiting = WaitingRoom()
         self._reopening: dict[str, BucketGoneError] = {}
-        if not config.replicate_from and not directory.cluster:
+        self.standing = read_standing(
+            directory.path, directory.id, replica=bool(config.replicate_from)
+        )
+        self.replica = not self.standing.alone
+        if not self.replica and not directory.cluster:
             directory.join(secrets.token_hex(8))
         try:
             self._open_all()
@@ -168,9 +183,7 @@ class Catalog:
         self._remove_leftovers()
         for folder in self._directory.buckets():
             try:
-                self._add(
-                    BucketService(folder, self._config, self._waiting, self._clock, self._room)
-                )
+                self._add(self._opened(folder))
             except DuplicateBucketError:
                 raise
             except Exception as error:
@@ -184,10 +197,10 @@ class Catalog:
                 "a bucket is damaged and is not served",
                 extra={"bucket": damaged.name, "problem": str(damaged.problem)},
             )
-        is_missing = DEFAULT_BUCKET not in self._hosts and not self._config.replicate_from
+        is_missing = DEFAULT_BUCKET not in self._hosts and not self.replica
         if is_missing and self._may_create(DEFAULT_BUCKET):
             folder = create_bucket(self._directory, DEFAULT_BUCKET)
-            self._add(BucketService(folder, self._config, self._waiting, self._clock, self._room))
+            self._add(self._opened(folder))
 
     def _remove_leftovers(self) -> None:
         try:
@@ -196,6 +209,11 @@ class Catalog:
         except OSError as error:
             # Leftovers are never served; the next start retries to delete them.
             log.error("a dropped bucket could not be deleted", extra={"error": str(error)})
+
+    def _opened(self, folder: Path, undo: Mapping[int, Undo] | None = None) -> BucketService:
+        return BucketService(
+            folder, self._config, self._waiting, self._clock, self._room, undo, self.replica
+        )
 
     def _add(self, host: BucketService) -> None:
         name = host.bucket.identity.name
@@ -207,6 +225,7 @@ class Catalog:
                 hint="move one of them out of the data directory",
             )
         self._hosts[name] = host
+        self._raise_epoch(host)
 
     def _may_create(self, name: str) -> bool:
         """Return whether a name is surely free: a damaged bucket without a readable name may have it."""
@@ -223,6 +242,22 @@ class Catalog:
     def replica_set(self) -> str:
         """The id of the set of servers that this one belongs to; empty for a replica that has not joined one."""
         return self._directory.cluster
+
+    async def keep_standing(self, stored: Stored) -> None:
+        """Store the part that this server has in its set, durably, before anything follows from it.
+
+        Raises:
+            OSError: it could not be stored; nothing is changed.
+        """
+        await asyncio.to_thread(write_standing, self._directory.path, stored)
+        self.standing = stored
+        for host in self.hosts:
+            self._raise_epoch(host)
+
+    def _raise_epoch(self, host: BucketService) -> None:
+        """Have a bucket follow nobody, and tell nobody, of an epoch below the one that the server promised."""
+        epoch = host.bucket.partitions.epoch
+        np.maximum(epoch, np.uint64(self.standing.standing.epoch), out=epoch)
 
     def join(self, replica_set: str) -> None:
         """Belong to a set of servers from now on, durably; of a server that belongs to none."""
@@ -378,10 +413,11 @@ class Catalog:
                 hint="free some space, or drop a bucket",
             )
         try:
-            folder = create_bucket(self._directory, name, compression, version)
+            epoch = self.standing.standing.row.epoch or 1
+            folder = create_bucket(self._directory, name, compression, version, epoch)
             failpoints.hit("bucket.after_create")
             try:
-                return BucketService(folder, self._config, self._waiting, self._clock, self._room)
+                return self._opened(folder)
             except BaseException:
                 shutil.rmtree(self._directory.drop_bucket(folder), ignore_errors=True)
                 raise
@@ -427,9 +463,8 @@ class Catalog:
     ) -> BucketService:
         folder, undone = host.folder, host.following.undone if host.following else 0
         await host.discard()
-        parts = (folder, self._config, self._waiting, self._clock, self._room, undo)
         try:
-            host = await asyncio.to_thread(BucketService, *parts)
+            host = await asyncio.to_thread(self._opened, folder, undo)
         except Exception as error:
             self._damaged[name] = damaged = _damaged(folder, error)
             raise damaged.problem from error
