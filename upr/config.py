@@ -40,6 +40,8 @@ class ServerConfig:
         clock_jump_seconds: an absence beyond this may be a step of the day's clock.
         data_moved: whether this start takes the word of a clean-shutdown proof that was copied with the data.
         require_data: the data directory must be there already, with a bucket in it.
+        replicate_from: HOST:PORT of the upstreams that a replica tries in turn; none for a server that is no replica.
+        anonymous: whether a replica is not registered with its upstream, and counts for nothing there.
     """
 
     data: Path
@@ -59,3 +61,5 @@ class ServerConfig:
     clock_jump_seconds: float = CLOCK_JUMP_SECONDS
     require_data: bool = False
     data_moved: bool = False
+    replicate_from: tuple[str, ...] = ()
+    anonymous: bool = False

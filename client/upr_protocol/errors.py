@@ -27,6 +27,7 @@ class UprError(Exception):
         hint: what the reader can do about it; may be empty.
         reason: overrides the class's token, for errors that arrive from a peer.
         retriable: overrides the class's default, for errors that arrive from a peer.
+        owner: HOST:PORT of the server that would not refuse, if it is known.
     """
 
     default_reason: ClassVar[str] = "INTERNAL"
@@ -39,8 +40,10 @@ class UprError(Exception):
         hint: str = "",
         reason: str | None = None,
         retriable: bool | None = None,
+        owner: str = "",
     ) -> None:
         super().__init__(message)
+        self.owner = owner
         self.message = message
         self.hint = hint
         self.reason = self.default_reason if reason is None else reason

@@ -433,6 +433,14 @@ def decide_rollback(
     return pending, resume.undo
 
 
+def boundary_of(position: Position, told: RollbackAnswer) -> int:
+    """Return the seqno at or below which a position is true in the history of a server that answered "roll back".
+
+    It is the answer's, or a higher one where the server knows an older id of the position's own log.
+    """
+    return _older(position, told.seqno, told.log)[0]
+
+
 def _older(position: Position, rollback_seqno: int, log: FailoverLog | None) -> tuple[int, str]:
     """Return where to roll back to if the server knows an older id but not the newest one.
 

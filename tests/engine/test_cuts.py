@@ -86,7 +86,7 @@ def test_in_an_incomplete_stretch_the_last_complete_marker_is_pinned() -> None:
     assert made(b, "y", A).pins[A].seqno == 9
     # The first flush ends at 3 for the one partition, the second behind 2 for the other.
     assert flushed(b) == [(A, 0, 3)]
-    assert flushed(b) == [(A, 3, 8), (B, 0, 2)]
+    assert flushed(b) == [(A, 3, 6), (A, 6, 8), (B, 0, 2)]
     assert flushed(b) == [(A, 8, 9)]
 
 

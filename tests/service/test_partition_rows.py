@@ -1,6 +1,7 @@
 """What the store knows of a partition, through writes, a flush and a restart: every field, and true markers."""
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.harness import WAIT_SECONDS
+from tests.raw import all_rows
 from tests.storage.closed import Closed, block_of
 from tests.storage.stored_blocks import consumers_of
 from upr.config import ServerConfig
@@ -17,10 +19,11 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.storage.blocks import last_complete
 from upr.storage.directory import DataDirectory
 from upr.storage.keyspace import ConsumerRow, PartitionRow
-from upr_protocol.block import Block, build_block
+from upr_protocol.block import Block, build_block, make_runs, sealed
+from upr_protocol.errors import BucketGoneError
 from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.partitioning import partition_of
-from upr_protocol.wire.codec import encode_block
+from upr_protocol.wire.codec import decode_block, encode_block
 
 NOTHING = np.zeros(1024, np.uint64)
 KEY = b"key"
@@ -122,6 +125,76 @@ async def test_a_flush_within_a_stretch_stores_the_true_marker(closed: Closed) -
         assert (table.complete[STRETCH], table.horizon[STRETCH]) == (complete, horizon)
         assert host.bucket.markers.seqno[STRETCH] == complete
     assert await host.close()
+
+
+CATCH_UP = ((0, 2, 2), (2, 6, 12), (6, 7, 7), (7, 9, 12), (9, 12, 12))
+"""Start, end and horizon of what a replica receives: a marker, then a stretch with a run inside that has a marker of its own."""
+
+
+def part_of(start: int, end: int, horizon: int) -> Block:
+    """Rows of three keys, which supersede each other across markers and within the stretch."""
+    rows = range(start + 1, end + 1)
+    keys, values = [b"key %d" % (row % 3) for row in rows], [b"%d" % row for row in rows]
+    run = make_runs([STRETCH], len(keys), start, end, horizon, 1)
+    return sealed(
+        replace(build_block(keys, values, np.full(len(keys), STRETCH, np.uint32)), runs=run)
+    )
+
+
+def state_at_marker(host: BucketService) -> dict[bytes, bytes | None]:
+    """The rows of store and tail at or below the last complete marker, folded."""
+    bucket, marker = host.bucket, int(host.bucket.partitions.complete[STRETCH])
+    ends = [head.end for head in host.disk.store.heads(STRETCH)]
+    blocks = [decode_block(data) for data in host.disk.store.blocks(STRETCH, ends)]
+    stored = ends[-1] if ends else 0
+    blocks += [e.block() for e in bucket.tail.range(bucket.tail.first, bucket.tail.end)
+               if int(e.runs["end_seqno"][0]) > stored]  # fmt: skip
+    return {key: value for _, seqno, key, value in all_rows(blocks) if seqno <= marker}
+
+
+async def kill(host: BucketService) -> None:
+    host.leave(BucketGoneError("killed"))
+    await host.discard()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("received", range(1, len(CATCH_UP) + 1))
+async def test_no_flush_and_no_restart_of_a_catch_up_loses_a_marker(
+    closed: Closed, received: int
+) -> None:
+    store = closed.store()
+    row = store.partitions()[STRETCH]
+    assert isinstance(row, PartitionRow)
+    store.write_recovery({STRETCH: replace(row, state=REPLICA)}, [], {}, NOTHING)
+    store.close()
+    begun = shutil.copytree(closed.path, closed.path.with_name("begun"))
+    told = CATCH_UP[:received]
+    horizon = max(top for _, _, top in told)
+    marker = max(
+        end for i, (_, end, _) in enumerate(told) if end == max(t for *_, t in told[: i + 1])
+    )
+    rows = {b"key %d" % (row % 3): b"%d" % row for row in range(1, marker + 1)}
+    for mask in range(2**received):
+        shutil.rmtree(closed.path)
+        shutil.copytree(begun, closed.path)
+        host = opened(closed)
+        host.disk.store.clear_proof()
+        for i, (start, end, top) in enumerate(told):
+            await receive(host, part_of(start, end, top))
+            if mask >> i & 1:
+                assert await host.flush()
+        for _ in range(2):
+            table = host.bucket.partitions
+            found = (
+                table.complete[STRETCH],
+                table.horizon[STRETCH],
+                host.bucket.markers.seqno[STRETCH],
+            )
+            assert found == (marker, horizon, marker), f"flushes {mask:b}"
+            assert state_at_marker(host) == rows, f"flushes {mask:b}"
+            await kill(host)
+            host = opened(closed)
+        await kill(host)
 
 
 @pytest.mark.asyncio

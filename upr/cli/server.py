@@ -9,7 +9,7 @@ import click
 
 from upr import __version__
 from upr.config import FLUSH_SECONDS, TAIL_BYTES, ServerConfig
-from upr_cli_kit.options import ADDRESS, DEFAULT_TARGET, DirectoryPath, FiniteRange
+from upr_cli_kit.options import ADDRESS, DEFAULT_TARGET, TARGET, DirectoryPath, FiniteRange
 from upr_cli_kit.output import Command, verbose_option
 from upr_protocol.limits import (
     CLOCK_JUMP_SECONDS,
@@ -137,6 +137,17 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     help="Seconds: a longer absence may be a step of the day's clock, and counts once the server has run for so long.",
 )
 @click.option(
+    "--replicate-from",
+    type=TARGET,
+    metavar="HOST:PORT[,...]",
+    help="Be a replica: keep what the server there has. Further addresses are tried when it cannot be reached.",
+)
+@click.option(
+    "--anonymous",
+    is_flag=True,
+    help="As a replica, do not register with the upstream: hold nothing up there, and count for nothing.",
+)
+@click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
     default=None,
@@ -168,6 +179,8 @@ def main(
     consumer_expiry: float,
     failover_log_records: int,
     clock_jump: float,
+    replicate_from: str | None,
+    anonymous: bool,
     log_format: str | None,
 ) -> int:
     """Run a server on a data directory, until SIGTERM or Ctrl-C.
@@ -177,6 +190,7 @@ def main(
     # Before gRPC is loaded: else each refusal of its own is a line on stderr, as often as a client wants.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # grpc, lmdb and pyarrow cost a third of a second, which --help and a wrong option should not pay.
+    from upr.replica.methods import ReplicaMethods
     from upr.service.server import serve
 
     config = ServerConfig(
@@ -197,5 +211,7 @@ def main(
         consumer_seconds=consumer_expiry,
         failover_log_records=failover_log_records,
         clock_jump_seconds=clock_jump,
+        replicate_from=tuple(map(str.strip, replicate_from.split(","))) if replicate_from else (),
+        anonymous=anonymous,
     )
-    return asyncio.run(serve(config))
+    return asyncio.run(serve(config, ReplicaMethods))

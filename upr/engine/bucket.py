@@ -16,18 +16,19 @@ import numpy as np
 from upr.engine.consumers import Consumers
 from upr.engine.cuts import Cut, Cuts
 from upr.engine.groups import Owners, Seat
-from upr.engine.partitions import ACTIVE, DurableMarkers, Partitions
+from upr.engine.partitions import ACTIVE, PENDING, REPLICA, DurableMarkers, Partitions
 from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
-from upr.engine.streams import EndReason, FollowOptions
+from upr.engine.streams import HISTORY_CHANGED, EndReason, FollowOptions
 from upr.engine.tail import Tail, TailEntry
 from upr.storage.blocks import Compress, Encoded
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
-from upr.storage.journal import Commit
+from upr.storage.journal import Commit, NumberedWrite
 from upr.storage.keyspace import PartitionRow, ProducerNumbers, ProducerRow
 from upr.storage.store import Identity
 from upr_protocol.block import U64, Block, Runs, select_runs
 from upr_protocol.errors import (
     OutOfOrderError,
+    ProtocolError,
     SeqnoExhaustedError,
     StorageFailedError,
     TooManyError,
@@ -45,13 +46,15 @@ class FlushPlan:
 
     Attributes:
         entries: durable entries from the tail's beginning, oldest first.
-        stored: each partition's stored high, uint64, shape (1024,); advanced slice by slice.
+        stored, horizon: each partition's stored high and largest stored horizon, uint64, shape (1024,); advanced slice
+            by slice.
         logs: the partitions' failover logs when the flush began.
         compress: applied to each block before it is stored.
     """
 
     entries: Sequence[TailEntry]
     stored: U64
+    horizon: U64
     logs: Sequence[FailoverLog]
     compress: Compress | None = None
     _chunks: list[Chunk] | None = None
@@ -72,9 +75,12 @@ class FlushPlan:
     def merge(self, part: FlushSlice) -> Merged:
         """Merge one slice into blocks. Slices are merged in the order in which they were planned."""
         assert self._chunks is not None
-        merged = merge_slice(self._chunks, part, self.stored, compress=self.compress)
+        merged = merge_slice(
+            self._chunks, part, self.stored, horizon=self.horizon, compress=self.compress
+        )
         for partition, end in merged.ends.items():
             self.stored[partition] = end
+            self.horizon[partition] = max(int(self.horizon[partition]), merged.horizons[partition])
         return merged
 
     def producer_rows(self, part: FlushSlice, merged: Merged) -> dict[bytes, ProducerNumbers]:
@@ -137,6 +143,9 @@ class OpenFollower(Protocol):
 
     def take_away(self, partitions: Sequence[int]) -> None:
         """End the streams of partitions that the member lost, in this step."""
+
+    def end_streams(self, partitions: Sequence[int], why: EndReason) -> None:
+        """End the streams of partitions, in this step."""
 
     def end_call(self, why: EndReason) -> None:
         """End all streams and the call."""
@@ -282,6 +291,72 @@ class Bucket:
         runs = runs[np.argsort(runs["partition"])]
         return Written(runs, self._ids(runs), entry, False, refused)
 
+    # Receiving
+
+    def receive(self, block: Block, data: bytes, writes: Sequence[NumberedWrite]) -> int:
+        """Take a block that another server numbered, and return the tail entry that it is.
+
+        Args:
+            block: checked; each run continues a partition that is a replica here.
+            data: the block, encoded and not compressed.
+            writes: of producers, each within the runs of the block.
+
+        Raises:
+            ProtocolError: a run does not continue its partition, or that is no replica; nothing is taken.
+            StorageFailedError: the journal failed; nothing is taken any more.
+        """
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        assert not self.proven, "the clean-shutdown proof must be gone before anything is received"
+        table, runs = self.partitions, block.runs
+        partitions = runs["partition"]
+        wrong = (table.state[partitions] != REPLICA) | (
+            runs["start_seqno"] != table.high[partitions]
+        )
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            partition = int(partitions[at])
+            raise ProtocolError(
+                f"a run of partition {partition} begins at {runs['start_seqno'][at]}; must begin at"
+                f" {table.high[partition]}, in a partition that is a replica here"
+            )
+        # Not below the entry before it: entries are searched by time.
+        time = max(self.tail.newest_time, int(runs["time"].max()))
+        number = self._append(TailEntry(runs, data, writes, time))
+        self._wake(memory=True)
+        return number
+
+    def _append(self, entry: TailEntry) -> int:
+        """Append an entry that was numbered elsewhere, or before a start; return its number."""
+        number = self.tail.append(entry)
+        self.partitions.received(entry.runs)
+        for write in entry.writes:
+            producer = self._producers.get(write.producer)
+            if producer is None:
+                producer = self._add_producer(write.producer)
+            producer.applied(write.number, entry.runs_of(write), number)
+        return number
+
+    def begin_adopting(self, logs: Mapping[int, FailoverLog], epochs: Mapping[int, int]) -> None:
+        """Take over the failover logs and epochs of an upstream; the partitions are pending until they are stored.
+
+        Where the newest id changes, the streams end with HISTORY_CHANGED: what they are sent from now on is of another
+        id.
+        """
+        table = self.partitions
+        changed = [p for p, log in logs.items() if log.newest.failover_id != table.newest_id[p]]
+        for partition, log in logs.items():
+            table.set_log(partition, log)
+            table.epoch[partition] = epochs[partition]
+        if changed:
+            table.state[changed] = PENDING
+            for follower in list(self.followers):
+                follower.end_streams(changed, HISTORY_CHANGED)
+
+    def adopted(self, partitions: Iterable[int]) -> None:
+        """Record that the logs that were taken over are stored: the partitions are replicas."""
+        self.partitions.state[list(partitions)] = REPLICA
+
     def known(
         self,
         call: ProducerCall,
@@ -406,21 +481,26 @@ class Bucket:
         end = tail.durable if fence is None else min(fence, tail.durable)
         self._flush_end = tail.reach(FLUSH_BYTES, end)
         entries = tail.range(tail.first, self._flush_end)
-        return FlushPlan(entries, self.partitions.stored.copy(), list(self.partitions.logs))
+        table = self.partitions
+        stored, horizon = table.stored.copy(), table.stored_horizon.copy()
+        return FlushPlan(entries, stored, horizon, list(table.logs))
 
     def flush_rows(self, merged: Merged) -> dict[int, PartitionRow]:
         """Return the partitions' rows to store with a slice."""
         table = self.partitions
-        return {
-            p: table.row(p, table.stored_with(p, end, merged.horizons[p]))
-            for p, end in merged.ends.items()
-        }
+        return {p: table.row(p, self._stored_with(merged, p)) for p in merged.ends}
+
+    def _stored_with(self, merged: Merged, partition: int) -> tuple[int, int, int]:
+        """Return a partition's stored end, complete marker and horizon after a slice."""
+        before = int(self.partitions.stored_complete[partition])
+        marker = merged.markers.get(partition, before)
+        return merged.ends[partition], marker, merged.horizons[partition]
 
     def slice_stored(self, merged: Merged) -> None:
         """Record that a slice is in the store: readers use it from now on."""
         table = self.partitions
-        for p, end in merged.ends.items():
-            table.set_stored(p, *table.stored_with(p, end, merged.horizons[p]))
+        for p in merged.ends:
+            table.set_stored(p, *self._stored_with(merged, p))
 
     def end_flush(self, complete: bool) -> int:
         """Drop the entries that are stored completely; return the commit number up to which journal segments can go.
@@ -502,13 +582,7 @@ class Bucket:
     def recovered(self, entries: Iterable[TailEntry]) -> None:
         """Append journalled entries to the tail at the start: they are durable."""
         for entry in entries:
-            number = self.tail.append(entry)
-            self.partitions.received(entry.runs)
-            for write in entry.writes:
-                producer = self._producers.get(write.producer)
-                if producer is None:
-                    producer = self._add_producer(write.producer)
-                producer.applied(write.number, entry.runs_of(write), number)
+            self._append(entry)
         self.tail.taken = self.tail.end
         self._became_durable(self.tail.mark_durable(self.tail.end - self.tail.durable))
 

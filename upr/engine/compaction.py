@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from upr.engine.bucket import Bucket
+from upr.engine.partitions import ACTIVE
 from upr.storage.blocks import BlockRange, Head, last_complete, stretches
 from upr.storage.compact import Purge, PurgeLimits
 from upr_protocol.block import U64
@@ -124,6 +125,9 @@ def purge_limits(bucket: Bucket, ages: PurgeAges, now: int) -> PurgeLimits:
     """
     never = _below_high(bucket)
     never = np.minimum(never, bucket.cuts.lowest())
+    # A replica purges what its upstream has purged: that one knows all who have not passed the rest.
+    table = bucket.partitions
+    never = np.where(table.state == ACTIVE, never, np.minimum(never, table.purge))
     passed = np.minimum(never, _passed_by_all(bucket))
     return PurgeLimits(passed, now - ages.young, never, now - ages.held)
 
@@ -163,6 +167,24 @@ def holders(bucket: Bucket, partition: int, below: int) -> list[Holder]:
     return found
 
 
+def raise_purges(bucket: Bucket, purges: Mapping[int, int]) -> None:
+    """Raise the purge seqnos of a replica to those of its upstream, which sends no older tombstones any more."""
+    table = bucket.partitions
+    raised = [p for p, seqno in purges.items() if seqno > table.purge[p]]
+    for partition in raised:
+        table.purge[partition] = purges[partition]
+    _tell_raised(bucket, raised)
+
+
+def _tell_raised(bucket: Bucket, partitions: Sequence[int]) -> None:
+    if partitions:
+        bucket.purge_raises += 1
+        bucket.raised_last[list(partitions)] = bucket.purge_raises
+        for follower in bucket.followers:
+            # The follower ends or rewinds its streams before it does anything else.
+            follower.wake()
+
+
 def begin_purge(
     bucket: Bucket, purges: Mapping[int, Purge], ages: PurgeAges, now: int
 ) -> dict[int, int]:
@@ -182,12 +204,7 @@ def begin_purge(
     for partition, seqno in raised.items():
         table.purge[partition] = max(int(table.purge[partition]), seqno)
         bucket.purging[partition] = table.purge[partition]
-    if raised:
-        bucket.purge_raises += 1
-        bucket.raised_last[list(raised)] = bucket.purge_raises
-        for follower in bucket.followers:
-            # The follower ends or rewinds its streams before it does anything else.
-            follower.wake()
+    _tell_raised(bucket, list(raised))
     return raised
 
 

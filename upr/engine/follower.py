@@ -278,6 +278,10 @@ class Follower:
             return Refused(partition, error)
         if not table.serves(partition):
             return Refused(partition, table.refusal(partition))
+        if request.epoch > table.epoch[partition]:
+            return Refused(
+                partition, _replaced(partition, request.epoch, int(table.epoch[partition]))
+            )
         if self.seat is not None and not self.seat.may_start(partition):
             return Refused(partition, _not_owner(partition, self.options.member))
         return None
@@ -301,7 +305,7 @@ class Follower:
             horizon=request.horizon,
         )
         if answer.kind == "rollback":
-            return RolledBack(partition, answer, log)
+            return RolledBack(partition, answer, log, self._epoch(partition))
         if answer.kind == "behind":
             behind = UprError(answer.words, reason="BEHIND", retriable=True, hint="retry later")
             return Refused(partition, behind)
@@ -385,9 +389,16 @@ class Follower:
             high,
             int(self._table.purge[partition]),
             until,
-            log if request.seqno == 0 or request.failover_id is None else None,
+            log
+            if request.seqno == 0 or request.failover_id is None or self.options.is_replica
+            else None,
             request.seqno if request.chooses_beginning else None,
+            self._epoch(partition),
         )
+
+    def _epoch(self, partition: int) -> int:
+        """Return a partition's epoch for a replica; a consumer is told none."""
+        return int(self._table.epoch[partition]) if self.options.is_replica else 0
 
     def _attach(self, partition: int) -> None:
         """Attach a stream to the store or the tail, whichever holds its next seqno."""
@@ -404,7 +415,11 @@ class Follower:
 
     def take_away(self, partitions: Sequence[int]) -> None:
         """End the streams of partitions that the member lost."""
-        self._end(partitions, LEASE_ENDED)
+        self.end_streams(partitions, LEASE_ENDED)
+
+    def end_streams(self, partitions: Sequence[int], why: EndReason) -> None:
+        """End the open streams among partitions."""
+        self._end(partitions, why)
         self.wake()
 
     def end_call(self, why: EndReason) -> None:
@@ -764,7 +779,9 @@ class Follower:
             self._reach_beyond(taken.beyond)
         if not selection.blocks:
             return None
-        return FrameOut(selection.blocks, tokens, selection.size, selection.messages)
+        return FrameOut(
+            selection.blocks, tokens, selection.size, selection.messages, selection.writes
+        )
 
     # Lag
 
@@ -785,6 +802,15 @@ class Follower:
         told = np.zeros(len(partitions), POSITION)
         told["partition"], told["seqno"] = partitions, self._table.high[partitions]
         return told
+
+
+def _replaced(partition: int, told: int, own: int) -> UprError:
+    return UprError(
+        f"epoch of partition {partition} is {own} here; must be at least {told}, which the replica knows",
+        hint="this server was replaced: start it as a replica of the one that is active now",
+        reason="OLD_EPOCH",
+        retriable=True,
+    )
 
 
 def _not_owner(partition: int, member: str) -> NotOwnerError:

@@ -31,6 +31,7 @@ class Partitions:
         purge: uint64, tombstones at or below may be gone.
         newest_id: uint64, the newest failover id.
         epoch, first_commit, served_epoch, since, known_high: uint64, see PartitionRow.
+        owner: HOST:PORT of the server where they are active, as far as it is known; empty where they are active here.
         reasons: why a partition is in its state, in words; only where that needs an explanation.
     """
 
@@ -49,6 +50,7 @@ class Partitions:
         self.reasons: dict[int, str] = {}
         self.logs: list[FailoverLog] = []
         self.problems: dict[int, UprError] = {}
+        self.owner = ""
 
     @classmethod
     def from_rows(cls, rows: Iterable[PartitionRow]) -> "Partitions":
@@ -86,15 +88,6 @@ class Partitions:
         done = self.horizon[partitions] == ends
         self.complete[partitions[done]] = ends[done]
 
-    def stored_with(self, partition: int, end: int, horizon: int) -> tuple[int, int, int]:
-        """Return the stored end, complete marker and horizon after a flushed range.
-
-        Args:
-            end, horizon: of the range, which begins where the store ends. No marker inside it was kept.
-        """
-        horizon = max(horizon, int(self.stored_horizon[partition]))
-        return end, end if horizon == end else int(self.stored_complete[partition]), horizon
-
     def set_stored(self, partition: int, end: int, complete: int, horizon: int) -> None:
         """Record where the store ends."""
         self.stored[partition] = end
@@ -102,7 +95,7 @@ class Partitions:
         self.stored_horizon[partition] = horizon
 
     def row(self, partition: int, stored: tuple[int, int, int] | None = None) -> PartitionRow:
-        """Return a partition's row, with the stored ends given by ``stored_with``."""
+        """Return a partition's row, with these stored end, complete marker and horizon."""
         if stored is None:
             columns = (self.stored, self.stored_complete, self.stored_horizon)
             high, complete, horizon = (int(column[partition]) for column in columns)
@@ -152,7 +145,10 @@ class Partitions:
             return self.problems[partition]
         state = STATE_NAMES[int(self.state[partition])]
         return PartitionNotActiveError(
-            f"partition {partition} is {state} here", hint="ask the server where it is active"
+            f"partition {partition} is {state} here",
+            hint="ask the server where it is active",
+            retriable=True,
+            owner=self.owner,
         )
 
 

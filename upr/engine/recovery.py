@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from upr.engine.partitions import ACTIVE, DEAD, DEAD_HINT, Partitions
+from upr.engine.partitions import ACTIVE, DEAD, DEAD_HINT, REPLICA, Partitions
 from upr.engine.producers import NewestNumbers
 from upr.engine.tail import TailEntry
 from upr.storage.blocks import Encoded, Head, last_complete
@@ -24,6 +24,20 @@ from upr_protocol.errors import CorruptBlockError, DataDamagedError, InvalidArgu
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import FAILOVER_LOG_RECORDS, PARTITIONS
 from upr_protocol.wire.codec import decode_block, encode_block
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """What a replica undoes in a partition, and the history that it takes over.
+
+    Attributes:
+        seqno: everything above the newest marker at or below it goes.
+        log, epoch: of the upstream.
+    """
+
+    seqno: int
+    log: FailoverLog
+    epoch: int
 
 
 @dataclass(slots=True)
@@ -40,6 +54,7 @@ class Recovered:
         aside: journal blocks of dead partitions behind the gap, by partition, commit and place in the commit. Store
             them before the rest.
         complete: each partition's last complete marker, of store and entries together.
+        undone: the entries, and by partition the ends of the stored blocks, that a rollback removes.
         notes: findings and actions for the log, in words.
     """
 
@@ -53,6 +68,7 @@ class Recovered:
     producers: list[tuple[bytes, ProducerNumbers]] = field(default_factory=list)
     aside: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
     complete: U64 = field(default_factory=lambda: np.zeros(PARTITIONS, np.uint64))
+    undone: tuple[list[TailEntry], dict[int, list[int]]] = field(default_factory=lambda: ([], {}))
     notes: list[str] = field(default_factory=list)
 
 
@@ -65,6 +81,8 @@ def recover(
     new_id: Callable[[], int],
     now: int = 0,
     log_records: int = FAILOVER_LOG_RECORDS,
+    replica: bool = False,
+    undo: Mapping[int, Undo] | None = None,
 ) -> Recovered:
     """Decide the state of a bucket after a start.
 
@@ -77,9 +95,16 @@ def recover(
         new_id: draws a random failover id.
         now: microseconds since the epoch, stored as the time at which a partition died.
         log_records: how many records a failover log keeps when one is added.
+        replica: whether the server follows an upstream: what was active is a replica from now on, and gets no record.
+        undo: by partition, what is undone; only with ``replica``.
     """
     rows, lost, unreadable = _rows(stored, heads, new_id)
     partitions = Partitions.from_rows(rows)
+    demoted = np.flatnonzero(partitions.state == ACTIVE) if replica else np.zeros(0, np.int64)
+    partitions.state[demoted] = REPLICA
+    if proven is None:
+        # What was numbered and not synced is lost: this server cannot tell that nothing is missing.
+        partitions.served_epoch[demoted] = 0
     dead_before = partitions.state == DEAD
     for partition, error in unreadable.items():
         partitions.kill(partition, error)
@@ -117,7 +142,10 @@ def recover(
     partitions.since[died] = now
     if proven is None:
         _add_records(result, tail.complete, tail.high, new_id, log_records)
-    changed = set(range(PARTITIONS)) if proven is None else {*lost, *np.flatnonzero(died).tolist()}
+    if undo:
+        _undo(result, heads, undo)
+    changed = {*lost, *np.flatnonzero(died).tolist(), *demoted.tolist(), *(undo or ())}
+    changed = set(range(PARTITIONS)) if proven is None else changed
     result.rows = {p: partitions.row(p) for p in sorted(changed)}
     return result
 
@@ -248,6 +276,57 @@ def _add_records(
     result.notes.append(
         f"no proof of a clean shutdown: new failover records in {len(active)} partitions"
     )
+
+
+def _undo(
+    result: Recovered, heads: Callable[[int], Sequence[Head]], undo: Mapping[int, Undo]
+) -> None:
+    """Truncate partitions above the newest marker at or below a seqno, and give them the upstream's log and epoch."""
+    table, chosen = result.partitions, np.array(sorted(undo), np.intp)
+    blocks = {p: heads(p) for p in undo}
+    markers = _markers(result.entries, blocks, undo)
+    result.complete[list(markers)] = list(markers.values())
+    limit = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
+    limit[chosen] = result.complete[chosen]
+    entries = [
+        entry.only(above)
+        for entry in result.entries
+        if (above := entry.runs["end_seqno"] > limit[entry.runs["partition"]]).any()
+    ]
+    stored = {p: [head.end for head in blocks[p] if head.end > markers[p]] for p in undo}
+    result.undone = entries, {p: ends for p, ends in stored.items() if ends}
+    _cut_off(result, result.complete, chosen)
+    for partition, one in undo.items():
+        table.set_log(partition, one.log)
+        table.epoch[partition] = one.epoch
+        table.state[partition] = REPLICA
+        # No tombstone is missing from the rows that went; a consumer in between rolls back to 0.
+        table.purge[partition] = min(int(table.purge[partition]), markers[partition])
+
+
+def _markers(
+    entries: Iterable[TailEntry],
+    blocks: Mapping[int, Sequence[Head]],
+    undo: Mapping[int, Undo],
+) -> dict[int, int]:
+    """Return the newest complete marker of each partition at or below the seqno that is undone to."""
+    found = dict.fromkeys(undo, 0)
+    horizons = dict.fromkeys(undo, 0)
+
+    def passed(partition: int, end: int, horizon: int) -> None:
+        horizons[partition] = max(horizons[partition], horizon)
+        if horizons[partition] == end <= undo[partition].seqno:
+            found[partition] = end
+
+    for partition, own in blocks.items():
+        for head in own:
+            passed(partition, head.end, head.horizon)
+    for entry in entries:
+        columns = [entry.runs[name].tolist() for name in ("partition", "end_seqno", "horizon")]
+        for partition, end, horizon in zip(*columns, strict=True):
+            if partition in undo:
+                passed(partition, end, horizon)
+    return found
 
 
 def accept_loss(

@@ -4,9 +4,11 @@ A stream with ``until_exact`` is served only what is complete at or below that s
 lacks rows superseded beyond it, cannot be split: the stream ends instead.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from upr.storage.journal import NumberedWrite
 from upr.storage.read import Showing
 from upr.storage.search import StoredBeginning
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError, SnapshotGoneError, UprError
@@ -54,11 +56,20 @@ class FollowOptions:
     """Of the member, in microseconds."""
     key_prefix: bytes = b""
     plain_rows: bool = False
+    directory: str = ""
+    """Of a replica: the id of its data directory; empty for a consumer."""
+    address: str = ""
+    """Of a replica: where it can be reached."""
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether a replica follows: it is told of producers, epochs and the small tables."""
+        return bool(self.directory)
 
     @property
     def showing(self) -> Showing:
         """Return the part of a block that its streams are shown."""
-        return Showing(self.keys_only, self.key_prefix)
+        return Showing(self.keys_only, self.key_prefix, writes=self.is_replica)
 
 
 @dataclass(slots=True)
@@ -68,6 +79,7 @@ class StartRequest:
     Attributes:
         from_now, from_time: where a client that has nothing begins, if not at the beginning; microseconds since the epoch.
         horizon: the largest one that the client has received and no marker has reached, None where it is not known.
+        epoch: that a replica has stored; 0 of a consumer.
         stored: for ``from_time``, what the search of the store came to; None while it ``needs_search``.
     """
 
@@ -82,6 +94,7 @@ class StartRequest:
     from_time: int | None = None
     stored: StoredBeginning | DataDamagedError | None = None
     horizon: int | None = None
+    epoch: int = 0
 
     @property
     def chooses_beginning(self) -> bool:
@@ -130,6 +143,7 @@ class Started:
     until_seqno: int | None
     log: FailoverLog | None
     start_seqno: int | None = None
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +153,7 @@ class RolledBack:
     partition: int
     answer: StartAnswer
     log: FailoverLog
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +202,12 @@ BUCKET_GONE: Final = EndReason(
     "the bucket was dropped",
     "if it is created again, begin from 0 with its new version",
 )
+HISTORY_CHANGED: Final = EndReason(
+    "HISTORY_CHANGED",
+    True,
+    "the failover log changed: this server took over another history",
+    "start the partition again: the answer says whether something is to be undone",
+)
 SHUTTING_DOWN: Final = EndReason("SHUTTING_DOWN", True, "the server is stopping", "connect again")
 
 
@@ -231,12 +252,14 @@ class FrameOut:
 
     Attributes:
         messages: frames of the same blocks that other followers were sent; a new one may be added.
+        writes: for a replica: producers' writes in the blocks, each with the number of its block, from 0.
     """
 
     blocks: list[bytes]
     tokens: bytes
     size: int
     messages: Messages = field(default_factory=dict)
+    writes: Sequence[tuple[int, NumberedWrite]] = ()
 
 
 Answer = Started | RolledBack | Refused

@@ -207,6 +207,12 @@ class Tail:
         self.close_open()
         return self.first + len(self._entries)
 
+    @property
+    def newest_time(self) -> int:
+        """When the newest row was numbered, microseconds since the epoch; 0 without any."""
+        self.close_open()
+        return self._entries[-1].time if self._entries else 0
+
     def __getitem__(self, number: int) -> TailEntry:
         if number == self.first + len(self._entries):
             self.close_open()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from upr.engine.streams import Messages
 from upr.engine.tail import Tail, TailEntry, join_encoded
+from upr.storage.journal import NumberedWrite
 from upr.storage.read import Showing
 from upr_protocol.block import I64, RUN, U64, Runs, select_runs, slice_runs
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
@@ -48,7 +49,7 @@ class Selection:
 
     Attributes:
         joinable: whether it was not tried in vain to make one block of them.
-        messages: the frame of the blocks, encoded; see ``FrameOut``.
+        messages: the frame of the blocks, encoded; see ``FrameOut``, also for ``writes``.
     """
 
     next_entry: int
@@ -57,6 +58,7 @@ class Selection:
     size: int
     joinable: bool = True
     messages: Messages = field(default_factory=dict)
+    writes: list[tuple[int, NumberedWrite]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -188,7 +190,8 @@ class TailReaders:
         self, group: _Group, first: int, end: int, state: _State, max_bytes: int
     ) -> _Pieces:
         """Return entries that together fill a frame for a reader of all partitions: at least one."""
-        many = np.count_nonzero(group.members) >= WINDOW_MEMBERS_MIN
+        # A window has no writes.
+        many = np.count_nonzero(group.members) >= WINDOW_MEMBERS_MIN and not self._showing.writes
         pieces: _Pieces = []
         size = 0
         while first < end and len(pieces) < ENTRIES_AT_ONCE:
@@ -264,6 +267,7 @@ class TailReaders:
             if isinstance(known, Selection) and known.size <= max_bytes:
                 return self._joined(place, span, known)
         blocks: list[bytes] = []
+        writes: list[tuple[int, NumberedWrite]] = []
         size = at = used = done = 0
         for entry in span.entries:
             last = at + len(entry.runs)
@@ -275,11 +279,14 @@ class TailReaders:
                 data = _selected(entry, kept, self._showing, slices)
                 if blocks and size + len(data) > max_bytes:
                     break
+                if self._showing.writes:
+                    writes += [(len(blocks), write) for write in _writes(entry, kept, slices)]
                 blocks.append(data)
                 size += len(data)
             at = used = last
             done += 1
-        selection = Selection(span.after[done - 1], blocks, span.runs[:used][keep[:used]], size)
+        shown = span.runs[:used][keep[:used]]
+        selection = Selection(span.after[done - 1], blocks, shown, size, writes=writes)
         if above is None and done == len(span.entries):
             self._share(place, span, selection)
         return selection
@@ -296,6 +303,9 @@ class TailReaders:
         follower, and all further ones are sent the result.
         """
         if len(known.blocks) < 2 or known.size > JOINED_BYTES or not known.joinable:
+            return known
+        if self._showing.writes:
+            # A write names its block.
             return known
         block = join_encoded(known.blocks)
         if block is None:
@@ -341,6 +351,22 @@ def _table_of(entries: list[TailEntry]) -> Runs:
     if len(entries) == 1:
         return entries[0].runs
     return np.frombuffer(b"".join([entry.runs.tobytes() for entry in entries]), RUN)
+
+
+def _writes(entry: TailEntry, kept: _Mask, above: U64 | None) -> Iterable[NumberedWrite]:
+    """Return the producers' writes of what is shown of an entry; see ``_selected``."""
+    if kept.all() and above is None:
+        return entry.writes
+    partitions = entry.runs["partition"][kept]
+    floor = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
+    floor[partitions] = 0 if above is None else above[kept]
+    shown = []
+    for write in entry.writes:
+        runs = entry.runs_of(write)
+        runs = runs[runs["end_seqno"] > floor[runs["partition"]]]
+        if len(runs):
+            shown.append(write._replace(runs=runs.tobytes()))
+    return shown
 
 
 def _selected(

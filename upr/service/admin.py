@@ -15,7 +15,7 @@ from upr.engine.consumers import Consumer, Save
 from upr.engine.groups import Group
 from upr.engine.partitions import DEAD
 from upr.engine.streams import POSITIONS_RESET
-from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.bucket_service import BucketService, Following
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.service.calls import answering, chosen_partitions, loop_micros
 from upr.service.clock import Clock
@@ -242,6 +242,47 @@ def _loop_delays(delays: LoopDelays) -> list[admin.LoopDelay]:
     ]
 
 
+def _replicas(bucket: Bucket) -> list[admin.ReplicaStatus]:
+    """Return the replicas that follow a bucket, by address."""
+    found = []
+    for follower in bucket.followers:
+        options = follower.options
+        if options.is_replica:
+            consumer = bucket.consumer_positions.get(options.consumer)
+            behind = 0
+            if consumer is not None:
+                acknowledged = consumer.passed(bucket.partitions.newest_id)
+                behind = int(
+                    (
+                        bucket.partitions.high - np.minimum(acknowledged, bucket.partitions.high)
+                    ).sum()
+                )
+            found.append(
+                admin.ReplicaStatus(
+                    directory=options.directory,
+                    address=options.address or options.peer,
+                    anonymous=not options.consumer,
+                    lag=behind,
+                )
+            )
+    return sorted(found, key=lambda one: (one.address, one.directory))
+
+
+def _upstream(following: Following | None) -> admin.UpstreamStatus | None:
+    if following is None:
+        return None
+    problem = following.problem
+    return admin.UpstreamStatus(
+        address=following.address,
+        connected=following.connected,
+        in_step=following.in_step,
+        lag=following.lag(),
+        lag_seconds=following.lag_seconds(),
+        problem=problem_of(problem) if problem is not None else None,
+        undone=following.undone,
+    )
+
+
 def _bucket_status(host: BucketService) -> admin.BucketStatus:
     bucket, problem = host.bucket, host.problem
     counts = [follower.stream_counts() for follower in bucket.followers]
@@ -257,6 +298,8 @@ def _bucket_status(host: BucketService) -> admin.BucketStatus:
         quota_bytes=host.disk.quota.limit,
         damaged_partitions=len(bucket.partitions.problems),
         problem=problem_of(problem) if problem is not None else None,
+        upstream=_upstream(host.following),
+        replicas=_replicas(bucket),
     )
 
 
@@ -285,7 +328,11 @@ class AdminMethods:
         found = await asyncio.gather(*(_bucket_info(host) for host in self._catalog.hosts))
         infos = [info for info in found if info is not None]
         infos += map(_damaged_info, self._catalog.damaged)
-        return admin.ListBucketsResponse(buckets=sorted(infos, key=lambda info: info.name))
+        return admin.ListBucketsResponse(
+            buckets=sorted(infos, key=lambda info: info.name),
+            replica_set=self._catalog.replica_set,
+            directory=self._catalog.directory_id,
+        )
 
     @answering
     async def CreateBucket(
@@ -516,6 +563,8 @@ class AdminMethods:
                     failover_id=int(table.newest_id[partition]),
                     problem=problem_of(problem) if problem else None,
                     dead_since=int(table.since[partition]) if table.state[partition] == DEAD else 0,
+                    epoch=int(table.epoch[partition]),
+                    complete_seqno=int(bucket.markers.seqno[partition]),
                 )
             )
         return admin.GetPartitionsResponse(bucket_version=bucket.identity.version, partitions=infos)

@@ -13,11 +13,11 @@ from upr.engine.bucket import Bucket
 from upr.engine.consumers import Save
 from upr.engine.cuts import Cut
 from upr.engine.groups import Hold, fenced
-from upr.engine.streams import SHUTTING_DOWN, FollowOptions
+from upr.engine.streams import SHUTTING_DOWN
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.calls import answering, chosen_partitions, loop_micros, read_open
-from upr.service.conversation import read_member
+from upr.service.conversation import read_options
 from upr.service.follow import FollowCall
 from upr.service.overload.callers import Callers, peer_of
 from upr.service.overload.intake import Context, Intake, abort
@@ -39,7 +39,6 @@ from upr_protocol.handshake import answer_hello
 from upr_protocol.limits import (
     CUT_LEASE_SECONDS,
     CUT_LEASE_SECONDS_MAX,
-    KEY_BYTES_MAX,
     READER_SECONDS,
     check_name,
 )
@@ -242,7 +241,7 @@ class ChangeStreamMethods:
         bucket = self._catalog.find(request.bucket).bucket
         logs = []
         for number, partition in enumerate(chosen_partitions(request.partitions), 1):
-            records = log_to_messages(bucket.partitions.logs[partition])
+            records = log_to_messages(bucket.partitions.logs[partition], with_epochs=True)
             logs.append(wire.PartitionFailoverLog(partition=partition, records=records))
             if number % LOGS_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -387,21 +386,8 @@ class ChangeStreamMethods:
         if self._stopping:
             raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
         host = self._catalog.of(opening)
-        if opening.stability not in types.Stability.values():
-            raise InvalidArgumentError(f"stability {opening.stability} is unknown")
         window = granted_window(opening.credit_bytes)
-        member, lease = read_member(opening)
-        options = FollowOptions(
-            check_name(opening.consumer, "consumer") if opening.consumer else "",
-            opening.stability == types.STABILITY_MEMORY,
-            opening.keys_only,
-            peer=context.peer(),
-            accept_zstd=opening.accept_zstd and not opening.plain_rows,
-            key_prefix=_checked_prefix(opening.key_prefix),
-            plain_rows=opening.plain_rows,
-            member=member,
-            lease=lease,
-        )
+        options = read_options(opening, context.peer(), self._catalog.replica_set)
         interval = opening.heartbeat_seconds or self._heartbeat_seconds
         liveness = Liveness(interval, asyncio.get_running_loop().time())
         call = FollowCall(
@@ -423,7 +409,7 @@ class ChangeStreamMethods:
             heartbeat_seconds=interval,
             server_version=__version__,
             generation=call.follower.generation,
-            lease_seconds=lease / 1e6,
+            lease_seconds=options.lease / 1e6,
         )
         call.say(wire.FollowResponse(opened=opened))
         return call
@@ -438,11 +424,3 @@ class ChangeStreamMethods:
         self._stopping = True
         for call in list(self._calls):
             call.end(SHUTTING_DOWN)
-
-
-def _checked_prefix(prefix: bytes) -> bytes:
-    if len(prefix) > KEY_BYTES_MAX:
-        raise InvalidArgumentError(
-            f"key prefix is {len(prefix)} bytes; must be at most {KEY_BYTES_MAX}"
-        )
-    return prefix

@@ -9,6 +9,7 @@ the requests.
 
 import logging
 import math
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -39,9 +40,11 @@ from upr_protocol.errors import DataDamagedError, InvalidArgumentError, UprError
 from upr_protocol.flow import CreditWindow, Liveness
 from upr_protocol.limits import (
     CONSUMERS_MAX,
+    KEY_BYTES_MAX,
     LEASE_SECONDS,
     LEASE_SECONDS_MAX,
     LEASE_SECONDS_MIN,
+    NAME_BYTES_MAX,
     PARTITIONS,
     check_name,
 )
@@ -115,6 +118,72 @@ class WaitingStarts:
         while self._waiting and not any(one.needs_search for one in self._waiting[0].requests):
             ready = self._waiting.popleft()
             self._answer(ready.requests, ready.stopped)
+
+
+REPLICAS_NAME: Final = "replica:"
+"""How the consumer names of registered replicas begin; the ids of their directories follow."""
+_DIRECTORY: Final = re.compile("[0-9a-f]{16}")
+
+
+def read_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptions:
+    """Return the options that an Open asks for.
+
+    Args:
+        own_set: the id of the set of servers that this one belongs to.
+
+    Raises:
+        InvalidArgumentError: a value is out of range, or goes with no other.
+        UprError: WRONG_REPLICA_SET.
+    """
+    if opening.stability not in types.Stability.values():
+        raise InvalidArgumentError(f"stability {opening.stability} is unknown")
+    if len(opening.key_prefix) > KEY_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"key prefix is {len(opening.key_prefix)} bytes; must be at most {KEY_BYTES_MAX}"
+        )
+    if opening.kind not in wire.FollowKind.values():
+        raise InvalidArgumentError(f"kind of a Follow call is {opening.kind}; must be 0 to 3")
+    if opening.kind in (wire.FOLLOW_KIND_REPLICA, wire.FOLLOW_KIND_ANONYMOUS_REPLICA):
+        return _replica_options(opening, peer, own_set)
+    member, lease = read_member(opening)
+    return FollowOptions(
+        check_name(opening.consumer, "consumer") if opening.consumer else "",
+        opening.stability == types.STABILITY_MEMORY,
+        opening.keys_only,
+        peer=peer,
+        accept_zstd=opening.accept_zstd and not opening.plain_rows,
+        key_prefix=opening.key_prefix,
+        plain_rows=opening.plain_rows,
+        member=member,
+        lease=lease,
+    )
+
+
+def _replica_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptions:
+    partial = opening.keys_only or opening.key_prefix or opening.plain_rows
+    if partial or opening.consumer or opening.member:
+        raise InvalidArgumentError(
+            "a replica asks for a part of the blocks, or names a consumer; must do neither"
+        )
+    if not _DIRECTORY.fullmatch(opening.directory):
+        raise InvalidArgumentError(
+            f"directory of a replica is {shown(opening.directory)}; must be 16 hex digits"
+        )
+    if opening.replica_set != own_set:
+        raise UprError(
+            f"the replica belongs to the set of servers {shown(opening.replica_set)}; this one to {own_set!r}",
+            hint="give --replicate-from a server of the same set, or --data an empty directory",
+            reason="WRONG_REPLICA_SET",
+        )
+    anonymous = opening.kind == wire.FOLLOW_KIND_ANONYMOUS_REPLICA
+    return FollowOptions(
+        "" if anonymous else REPLICAS_NAME + opening.directory,
+        memory=True,
+        peer=peer,
+        accept_zstd=opening.accept_zstd,
+        directory=opening.directory,
+        address=opening.address[:NAME_BYTES_MAX],
+    )
 
 
 def read_member(opening: wire.Open) -> tuple[str, int]:
@@ -456,7 +525,8 @@ class Conversation:
         tokens, message = frame.messages.get(plain, (b"", None))
         if message is None or tokens != frame.tokens or raised:
             encode: Any = plain_messages if plain else encode_frame
-            message = encode(frame.blocks, frame.tokens, raised)
+            writes = {"writes": frame.writes} if frame.writes else {}
+            message = encode(frame.blocks, frame.tokens, raised, **writes)
             if plain:
                 message = list(message)
             if not raised:
@@ -476,6 +546,7 @@ def _request(one: wire.StartPartition) -> StartRequest:
         one.from_now,
         one.from_time if one.HasField("from_time") else None,
         horizon=one.horizon if one.HasField("horizon") else None,
+        epoch=one.epoch,
     )
 
 
@@ -502,14 +573,21 @@ def _fill_answer(message: wire.StartAnswer, answer: Answer) -> None:
             started.until_seqno = answer.until_seqno
         if answer.start_seqno is not None:
             started.start_seqno = answer.start_seqno
+        started.epoch = answer.epoch
         for record in answer.log or ():
-            started.failover_log.add(failover_id=record.failover_id, seqno=record.seqno)
+            started.failover_log.add(
+                failover_id=record.failover_id,
+                seqno=record.seqno,
+                epoch=record.epoch if answer.epoch else 0,
+            )
     elif isinstance(answer, RolledBack):
         decision = answer.answer
         message.rollback.rollback_seqno = decision.rollback_seqno or 0
         message.rollback.failover_id = decision.newest_id
         message.rollback.rule = decision.rule
         message.rollback.words = decision.words
-        message.rollback.failover_log.extend(log_to_messages(answer.log))
+        message.rollback.epoch = answer.epoch
+        records = log_to_messages(answer.log, with_epochs=bool(answer.epoch))
+        message.rollback.failover_log.extend(records)
     else:
         message.refused.CopyFrom(problem_of(answer.error))

@@ -18,6 +18,7 @@ import lmdb
 from upr.engine.follower import Beginnings
 from upr.engine.streams import (
     BUCKET_GONE,
+    HISTORY_CHANGED,
     TOO_SLOW,
     EndReason,
     FollowOptions,
@@ -110,7 +111,9 @@ class FollowCall:
 
     def _hold(self, may_wait: bool) -> bool:
         """Return whether a frame must wait for its round, or for room."""
-        in_round = not (may_wait and self._is_small) or self._rounds.join(self._wake.set)
+        # A replica's writers wait for it.
+        may_wait = may_wait and self._is_small and not self.follower.options.is_replica
+        in_round = not may_wait or self._rounds.join(self._wake.set)
         self._is_held = not in_round or not self._room.join(self._sending)
         return self._is_held
 
@@ -128,9 +131,10 @@ class FollowCall:
         self.end(too_slow(SENDING_SECONDS))
         self._end_at_once()
 
-    def bucket_gone(self, _: BucketGoneError) -> None:
-        """End all streams and the call, because the bucket was dropped."""
-        self.end(BUCKET_GONE)
+    def bucket_gone(self, error: BucketGoneError) -> None:
+        """End all streams and the call, because the bucket was dropped, or is opened again with another history."""
+        reopened = error.reason == HISTORY_CHANGED.reason
+        self.end(HISTORY_CHANGED if reopened else BUCKET_GONE)
 
     def close(self) -> None:
         """Forget the follower."""

@@ -510,7 +510,7 @@ class _WriteCall:
         except UprError as error:
             pending.error = UnknownOutcomeError(
                 f"write {pending.number} may or may not be on disk: {error.message}",
-                retriable=False,
+                retriable=error.retriable,
             )
 
 

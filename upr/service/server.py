@@ -12,7 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -45,6 +45,7 @@ from upr_protocol.wire.v1 import (
     admin_service_pb2,
     change_stream_service_pb2,
     key_value_service_pb2,
+    replica_service_pb2,
 )
 
 log = logging.getLogger(__name__)
@@ -125,18 +126,35 @@ def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHan
     return grpc.method_handlers_generic_handler(found.full_name, handlers)
 
 
+class SetMethods(Protocol):
+    """The methods of ReplicaService, and the task behind them."""
+
+    async def run(self) -> None:
+        """Take part in the set of servers until cancelled."""
+
+
+Replicate = Callable[[Catalog, ServerConfig, Callable[[], str]], SetMethods]
+
+
 class Server:
     """A running server.
 
     Args:
         config: its settings.
+        replicate: makes the part that the server takes in a set of servers, given the catalog, the settings and a
+            function that returns the bound address; None for a server that is always alone.
 
     Raises:
         ListenError: the address cannot be listened on.
         DataDirectoryError, DataDamagedError: the data directory cannot be used.
     """
 
-    def __init__(self, config: ServerConfig, log_limit: logs.EventLimit | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        log_limit: logs.EventLimit | None = None,
+        replicate: Replicate | None = None,
+    ) -> None:
         self._import_all()
         self._config = config
         self._log_limit = log_limit or logs.EventLimit()
@@ -170,6 +188,11 @@ class Server:
             self._clock.clock,
         )
         self._admin = AdminMethods(self._catalog, process)
+        self._sets = replicate and replicate(self._catalog, config, lambda: self.address)
+        self._replicating: asyncio.Task[None] | None = None
+        self._served = [*zip(_SERVED, (self._admin, self._changes, self._writes), strict=True)]
+        if self._sets is not None:
+            self._served.append(((replica_service_pb2, "ReplicaService"), self._sets))
         self._health = Health(_SERVICES, _SERVICES[2:])
         self._grpc = grpc.aio.server(
             interceptors=[Gate(self._intake, callers, _REQUEST_LIMITS)],
@@ -207,11 +230,10 @@ class Server:
                 hint="give --listen another port; port 0 picks a free one",
             ) from error
         self.address = f"{host}:{port}"
-        served = (self._admin, self._changes, self._writes)
         self._grpc.add_generic_rpc_handlers(
             tuple(
                 _handlers(module.DESCRIPTOR, name, methods)
-                for (module, name), methods in zip(_SERVED, served, strict=True)
+                for (module, name), methods in self._served
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
@@ -227,6 +249,9 @@ class Server:
             asyncio.create_task(self._tell_suppressed()),
             asyncio.create_task(self._clock.run()),
         ]
+        if self._sets is not None:
+            self._replicating = asyncio.create_task(self._sets.run())
+            self._tasks.append(self._replicating)
         for task in self._tasks:
             task.add_done_callback(_told)
         await self._health.serving()
@@ -257,6 +282,8 @@ class Server:
         log.info("stopping")
         for task in self._tasks:
             task.cancel()
+        if self._replicating is not None:
+            await asyncio.wait([self._replicating])
         await self._health.shut_down()
         self._changes.shut_down()
         self._writes.shut_down()
@@ -291,8 +318,8 @@ def _write_ready(path: Path, address: str) -> None:
     os.replace(temporary, path)
 
 
-async def serve(config: ServerConfig) -> int:
-    """Run a server until SIGTERM or SIGINT.
+async def serve(config: ServerConfig, replicate: Replicate | None = None) -> int:
+    """Run a server until SIGTERM or SIGINT; ``replicate`` as in Server.
 
     Returns the exit status: 0 after a clean shutdown, 1 otherwise.
 
@@ -302,7 +329,7 @@ async def serve(config: ServerConfig) -> int:
     log_limit = logs.configure(config.log_format)
     descriptors.raise_descriptor_limit()
     share_free_memory()
-    server = Server(config, log_limit)
+    server = Server(config, log_limit, replicate)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -19,7 +19,7 @@ older row of the key.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +110,7 @@ class Chunk:
     Attributes:
         bounds: the first row of each partition, int64, shape (1025,).
         ends, horizons: per partition, of the runs in this chunk; 0 where there is none.
+        runs: the run tables of the blocks, end to end.
         keys, values: Arrow binary arrays.
         ops: uint8. seqnos: uint64. times: int64, microseconds.
     """
@@ -117,11 +118,17 @@ class Chunk:
     bounds: I64
     ends: U64
     horizons: U64
+    runs: Runs
     keys: Any
     values: Any
     ops: npt.NDArray[np.uint8]
     seqnos: U64
     times: I64
+
+    @property
+    def torn(self) -> bool:
+        """Whether a run is part of a stretch: it does not end in a marker of its own."""
+        return bool((self.runs["horizon"] != self.runs["end_seqno"]).any())
 
     def column_bytes(self) -> I64:
         """Return the approximate bytes of each partition's rows, shape (1024,)."""
@@ -148,6 +155,7 @@ class Merged:
     Attributes:
         blocks: (partition, end_seqno, bytes).
         ends, horizons: each partition's new end, and the largest horizon up to there.
+        markers: each partition's last complete marker; none where there is none above what was stored before.
         purges: the dropped tombstones, by partition.
         rows: how many rows the blocks have.
         hashes: of the blocks' keys, in order, as ``keyspace.pack_hashes``.
@@ -159,6 +167,7 @@ class Merged:
     rows: int = 0
     horizons: dict[int, int] = field(default_factory=dict)
     hashes: list[bytes] = field(default_factory=list)
+    markers: dict[int, int] = field(default_factory=dict)
 
 
 def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
@@ -193,6 +202,7 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
         np.searchsorted(partitions[order], np.arange(PARTITIONS + 1)),
         ends,
         horizons,
+        runs,
         cells_of(opened, KEY_OFFSETS, KEYS, rows).take(picked),
         cells_of(opened, VALUE_OFFSETS, VALUES, rows).take(picked),
         ops[order],
@@ -258,6 +268,7 @@ def merge_slice(
     part: FlushSlice,
     stored: U64,
     *,
+    horizon: U64 | None = None,
     limits: PurgeLimits | None = None,
     compress: Compress | None = None,
 ) -> Merged:
@@ -265,6 +276,8 @@ def merge_slice(
 
     Args:
         stored: each partition's stored high, shape (1024,): the result begins right above it.
+        horizon: the largest stored horizon, shape (1024,). With it, what lies above a partition's last complete marker
+            keeps its runs and rows as they came: a replica may get no more of that stretch. None merges all.
         limits: which tombstones to drop, in the partitions whose result begins at 0.
         compress: applied to each block before it is stored.
     """
@@ -281,7 +294,14 @@ def merge_slice(
     partitions = np.concatenate(
         [np.repeat(window, np.diff(c.bounds[part.first : part.last + 1])) for c, _, _ in used]
     )
-    rows = _newest_rows_of(keys, partitions, seqnos > stored[partitions])
+    torn = {} if horizon is None else _torn(used, part, stored, horizon)
+    limit = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
+    limit[list(torn)] = [found.marker for found in torn.values()]
+    apart = seqnos > limit[partitions]
+    live = seqnos > stored[partitions]
+    rows = _newest_rows_of(keys, partitions, live & ~apart)
+    if torn:
+        rows = np.sort(np.concatenate((rows, np.flatnonzero(live & apart))))
     merged = Merged([], {})
     if limits is not None:
         rows = _purged(rows, (partitions, seqnos, ops, times), stored, limits, merged.purges)
@@ -297,11 +317,64 @@ def merge_slice(
     for i, partition in enumerate(window.tolist()):
         end = int(ends[partition])
         if end > stored[partition]:
-            span = (int(bounds[i]), int(bounds[i + 1]))
-            run = (partition, int(stored[partition]), end, int(horizons[partition]))
-            merged.blocks += columns.stretch(span, run, merged.hashes, compress)
-            merged.ends[partition], merged.horizons[partition] = end, run[3]
+            start, largest, marker = int(stored[partition]), int(horizons[partition]), end
+            ranges = [(start, end, largest)]
+            if partition in torn:
+                ranges, largest, marker = torn[partition].ranges(start)
+            first, last = int(bounds[i]), int(bounds[i + 1])
+            for begin, stop, reached in ranges:
+                cut = first + int(np.searchsorted(columns.seqnos[first:last], stop, side="right"))
+                run = (partition, begin, stop, reached)
+                merged.blocks += columns.stretch((first, cut), run, merged.hashes, compress)
+                first = cut
+            merged.ends[partition], merged.horizons[partition] = end, largest
+            if marker > start:
+                merged.markers[partition] = marker
     return merged
+
+
+class _Torn(NamedTuple):
+    """Partition that ends inside a stretch: its last complete marker, or where the store ends if there is none above,
+    the runs behind it, oldest first, and the largest horizon."""
+
+    marker: int
+    runs: Runs
+    horizon: int
+
+    def ranges(self, start: int) -> tuple[list[tuple[int, int, int]], int, int]:
+        """Return start, end and horizon of each range to be stored, the largest horizon, and the marker."""
+        columns = [self.runs[name].tolist() for name in ("start_seqno", "end_seqno", "horizon")]
+        whole = [(start, self.marker, self.marker)] if self.marker > start else []
+        return [*whole, *zip(*columns, strict=True)], self.horizon, self.marker
+
+
+def _torn(
+    used: Sequence[tuple[Chunk, int, int]], part: FlushSlice, stored: U64, horizon: U64
+) -> dict[int, _Torn]:
+    """Return the partitions of a slice that end inside a stretch."""
+    window = slice(part.first, part.last)
+    inside = horizon[window] > stored[window]
+    if not inside.any() and not any(chunk.torn for chunk, _, _ in used):
+        return {}
+    runs = np.frombuffer(b"".join([chunk.runs.tobytes() for chunk, _, _ in used]), RUN)
+    partitions = runs["partition"]
+    runs = runs[
+        (partitions >= part.first)
+        & (partitions < part.last)
+        & (runs["end_seqno"] > stored[partitions])
+    ]
+    partitions = runs["partition"]
+    open_ones = (runs["horizon"] != runs["end_seqno"]) | (horizon[partitions] > stored[partitions])
+    found: dict[int, _Torn] = {}
+    for partition in np.unique(partitions[open_ones]).tolist():
+        own = runs[partitions == partition]
+        reached = np.maximum.accumulate(np.maximum(own["horizon"], horizon[partition]))
+        complete = np.flatnonzero(reached == own["end_seqno"])
+        behind = int(complete[-1]) + 1 if len(complete) else 0
+        if behind < len(own):
+            marker = int(own["end_seqno"][behind - 1] if behind else stored[partition])
+            found[partition] = _Torn(marker, own[behind:], int(reached[-1]))
+    return found
 
 
 def rebuild(
@@ -384,7 +457,8 @@ class _Columns:
         self._key_offsets, self._keys = _raw(keys)
         self._value_offsets, self._values = _raw(values)
         self._hashes = hashes_of(self._key_offsets, self._keys)
-        self._ops, self._seqnos, self._times = ops, seqnos, times
+        self._ops, self._times = ops, times
+        self.seqnos = seqnos
 
     def stretch(
         self,
@@ -398,10 +472,10 @@ class _Columns:
         first, last = rows
         while True:
             cut = self._fit(first, last)
-            run_end = end if cut == last else int(self._seqnos[cut - 1])
+            run_end = end if cut == last else int(self.seqnos[cut - 1])
             if run_end - start > RUN_SPAN_MAX:
                 run_end = start + RUN_SPAN_MAX
-                reached = np.searchsorted(self._seqnos[first:cut], np.uint64(run_end), side="right")
+                reached = np.searchsorted(self.seqnos[first:cut], np.uint64(run_end), side="right")
                 cut = first + int(reached)
             data = encode_block(self._block((first, cut), (partition, start, run_end, horizon)))
             mine = self._hashes[first:cut]
@@ -425,7 +499,7 @@ class _Columns:
         first, last = rows
         partition, start, end, horizon = run
         count = last - first
-        seqnos = self._seqnos[first:last]
+        seqnos = self.seqnos[first:last]
         times = self._times[first:last]
         ops = self._ops[first:last]
         key_offsets = self._key_offsets[first : last + 1]

@@ -1,12 +1,12 @@
 """The data directory: its format, its lock, and the buckets in it.
 
 DIR/lock                 held exclusively by the server that uses the directory; so is DIR itself
-DIR/upr-stream.json      {"program": "upr-stream", "format": 3, "directory": "<16 hex digits>", "cluster": ""}
+DIR/upr-stream.json      {"program": "upr-stream", "format": 3, "directory": "<16 hex digits>", "cluster": "<the same>"}
 DIR/buckets/<version>/   one bucket, named by its version (16 hex digits): journal/ and store/
 
 A folder <version>.new is being filled, <version>.dropped is being deleted; the next start deletes what a crash left of
 either, and neither is ever served. ``directory`` is a random id drawn when the directory is created;
-``cluster`` names the set of servers that it belongs to, and is empty for a server alone.
+``cluster`` is the id of the set of servers that it belongs to; the first of them draws it.
 """
 
 import contextlib
@@ -162,9 +162,9 @@ class DataDirectory:
             return own, ""
         return read_mark(self.path)
 
-    def _write_mark(self, cluster: str) -> str:
-        """Write the mark of the directory, durably, and return its new id."""
-        own = secrets.token_hex(8)
+    def _write_mark(self, cluster: str, own: str = "") -> str:
+        """Write the mark of the directory, durably, and return its id, by default a new one."""
+        own = own or secrets.token_hex(8)
         text = {"program": _PROGRAM, "format": FORMAT, "directory": own, "cluster": cluster}
         temporary = self.path / _NEW_MARK
         with temporary.open("w") as file:
@@ -174,6 +174,11 @@ class DataDirectory:
         os.replace(temporary, self.path / _MARK)
         sync_folder(self.path)
         return own
+
+    def join(self, cluster: str) -> None:
+        """Belong to a set of servers from now on, durably."""
+        self._write_mark(cluster, self.id)
+        self.cluster = cluster
 
     def is_another(self) -> None:
         """Draw a new id, durably, because others may know the old id with other data."""

@@ -160,10 +160,11 @@ def _deletes(block: Block) -> I64:
 
 @dataclass(frozen=True, slots=True)
 class Showing:
-    """View of a stream on blocks: prefix, values, format; by default blocks as they are."""
+    """View of a stream on blocks: prefix, values, and whether producers' writes go with them; by default as they are."""
 
     keys_only: bool = False
     key_prefix: bytes = b""
+    writes: bool = False
 
     @property
     def as_they_are(self) -> bool:

@@ -37,6 +37,7 @@ from upr.storage.lmdb_file import check_length
 from upr.storage.proof import Proof, make_file, remove_others
 from upr_protocol.block import U64
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
+from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS
 
 
@@ -431,6 +432,36 @@ class Store:
             self._put_partitions(txn, rows)
             for name, numbers in producers.items():
                 self._put_producer(txn, name, numbers)
+
+    def put_logs(
+        self,
+        changes: Mapping[int, tuple[int, int, int, FailoverLog]],
+        served: int | None = None,
+    ) -> None:
+        """Change state, epoch, purge seqno and failover log of partitions, durably, in one transaction.
+
+        The rest of each row stays: a flush may have written a newer one than the caller has seen.
+
+        Args:
+            served: the epoch in which they are served from now on; None leaves the one that is there.
+
+        Raises:
+            DataDamagedError: a row cannot be read; nothing is changed.
+        """
+        with self._writing() as txn:
+            for partition, (state, epoch, purge, log) in changes.items():
+                key = keyspace.partition_key(partition)
+                value = bytes(txn.get(key, db=self._partitions) or b"")
+                row = keyspace.unpack_partition(value, partition)
+                row = dataclasses.replace(
+                    row,
+                    state=state,
+                    epoch=epoch,
+                    purge_seqno=max(purge, row.purge_seqno),
+                    log=log,
+                    served_epoch=row.served_epoch if served is None else served,
+                )
+                txn.put(key, keyspace.pack_partition(partition, row), db=self._partitions)
 
     def _put_partitions(self, txn: Any, rows: Mapping[int, PartitionRow]) -> None:
         for partition, row in rows.items():

@@ -26,6 +26,7 @@ from upr_protocol.errors import (
     CorruptBlockError,
     InvalidArgumentError,
     PositionDamagedError,
+    ProtocolError,
     UprError,
 )
 from upr_protocol.failover import (
@@ -34,7 +35,14 @@ from upr_protocol.failover import (
     check_failover_id,
     check_partition,
 )
-from upr_protocol.limits import FAILOVER_LOG_MAX, MARKERS_MAX, MESSAGE_BYTES_MAX, WRITE_ROWS_MAX
+from upr_protocol.limits import (
+    FAILOVER_LOG_MAX,
+    MARKERS_MAX,
+    MESSAGE_BYTES_MAX,
+    NAME_BYTES_MAX,
+    WRITE_NUMBER_MAX,
+    WRITE_ROWS_MAX,
+)
 from upr_protocol.partitioning import partitions_of
 from upr_protocol.position import Position
 from upr_protocol.position_table import RECORD, ROW, UNKNOWN_HORIZON, PositionTable
@@ -53,6 +61,8 @@ PURGE_SEQNOS_TAG = b"\x1a"
 """Field 3 (purge_seqnos) of Frame, length-delimited."""
 CREDIT_BYTES_TAG = b"\x28"
 """Field 5 (credit_bytes) of Frame, a varint."""
+PRODUCER_WRITES_TAG = b"\x32"
+"""Field 6 (producer_writes) of Frame, length-delimited."""
 
 COMPRESS_BYTES_MIN = 512
 """Columns smaller than this are not compressed: little would be won, and each frame costs its header."""
@@ -460,7 +470,12 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def encode_frame(blocks: Sequence[bytes], tokens: bytes, purge_seqnos: bytes = b"") -> bytes:
+def encode_frame(
+    blocks: Sequence[bytes],
+    tokens: bytes,
+    purge_seqnos: bytes = b"",
+    writes: Iterable[tuple[int, tuple[bytes, int, bytes]]] = (),
+) -> bytes:
     """Return a FollowResponse with a frame of encoded blocks.
 
     The blocks' bytes go in as they are: building the message object would copy each column twice.
@@ -469,6 +484,7 @@ def encode_frame(blocks: Sequence[bytes], tokens: bytes, purge_seqnos: bytes = b
         blocks: what encode_block returned, one or several.
         tokens: a uint32 a run over all blocks, little-endian.
         purge_seqnos: 12 bytes a partition, see Frame.
+        writes: for a replica: the number of a block, from 0, and a write in it: producer, number, run table.
     """
     parts: list[bytes] = []
     for block in blocks:
@@ -477,24 +493,75 @@ def encode_frame(blocks: Sequence[bytes], tokens: bytes, purge_seqnos: bytes = b
     parts += (CREDIT_BYTES_TAG, _varint(sum(map(len, blocks))))
     if purge_seqnos:
         parts += (PURGE_SEQNOS_TAG, _varint(len(purge_seqnos)), purge_seqnos)
+    for block_number, (producer, number, runs) in writes:
+        write = wire.ProducerWrite(
+            block=block_number, producer=producer, number=number, runs=runs
+        ).SerializeToString()
+        parts += (PRODUCER_WRITES_TAG, _varint(len(write)), write)
     return b"".join((FRAME_TAG, _varint(sum(map(len, parts))), *parts))
 
 
-def log_to_messages(log: Iterable[FailoverRecord]) -> list[types_pb2.FailoverRecord]:
-    """Return a log's records, oldest first, as messages."""
-    return [types_pb2.FailoverRecord(failover_id=r.failover_id, seqno=r.seqno) for r in log]
+def producer_writes(
+    messages: Iterable[wire.ProducerWrite], blocks: Sequence[Block]
+) -> list[list[tuple[bytes, int, bytes]]]:
+    """Return the producers' writes of each block of a frame: producer, number, run table.
+
+    Raises:
+        ProtocolError: a number or name is out of range, or a write is not within the runs of its block.
+    """
+    found: list[list[tuple[bytes, int, bytes]]] = [[] for _ in blocks]
+    for message in messages:
+        name, number = message.producer, message.number
+        if message.block >= len(blocks) or not 0 < number <= WRITE_NUMBER_MAX:
+            raise ProtocolError(
+                f"write {number} in block {message.block} of a frame of {len(blocks)}; must be 1 to 2^63 - 1, in one of them"
+            )
+        if not 0 < len(name) <= NAME_BYTES_MAX or b"\0" in name:
+            raise ProtocolError(
+                f"producer's name is {len(name)} bytes; must be 1 to {NAME_BYTES_MAX} without a zero byte"
+            )
+        _check_inside(decode_runs(message.runs), blocks[message.block].runs)
+        found[message.block].append((name, number, message.runs))
+    return found
+
+
+def _check_inside(runs: Runs, whole: Runs) -> None:
+    """Raise ProtocolError unless runs, ascending by partition, lie within those of a block."""
+    partitions, told = runs["partition"], whole["partition"]
+    at = np.minimum(np.searchsorted(told, partitions), len(told) - 1)
+    inside = (told[at] == partitions) & (runs["start_seqno"] < runs["end_seqno"])
+    inside &= runs["end_seqno"] > whole["start_seqno"][at]
+    inside &= runs["end_seqno"] <= whole["end_seqno"][at]
+    if not inside.all() or (partitions[1:] <= partitions[:-1]).any():
+        raise ProtocolError("a producer's write is not within the runs of its block")
+
+
+def log_to_messages(
+    log: Iterable[FailoverRecord], *, with_epochs: bool = False
+) -> list[types_pb2.FailoverRecord]:
+    """Return a log's records, oldest first, as messages; replicas and operators are told their epochs."""
+    return [
+        types_pb2.FailoverRecord(
+            failover_id=r.failover_id, seqno=r.seqno, epoch=r.epoch if with_epochs else 0
+        )
+        for r in log
+    ]
 
 
 def log_from_messages(messages: Iterable[types_pb2.FailoverRecord]) -> FailoverLog | None:
     """Return the log of messages, or None for none; InvalidArgumentError when it contradicts itself."""
-    records = tuple(FailoverRecord(m.failover_id, m.seqno) for m in messages)
+    records = tuple(FailoverRecord(m.failover_id, m.seqno, m.epoch) for m in messages)
     return FailoverLog(records) if records else None
 
 
 def problem_of(error: UprError) -> types_pb2.Problem:
     """Return an error as a message."""
     return types_pb2.Problem(
-        reason=error.reason, retriable=error.retriable, message=error.message, hint=error.hint
+        reason=error.reason,
+        retriable=error.retriable,
+        message=error.message,
+        hint=error.hint,
+        owner=error.owner,
     )
 
 

@@ -30,6 +30,11 @@ _CODES: dict[str, grpc.StatusCode] = {
     "SNAPSHOT_GONE": grpc.StatusCode.FAILED_PRECONDITION,
     "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
     "PARTITION_NOT_ACTIVE": grpc.StatusCode.FAILED_PRECONDITION,
+    "NOT_COUNTED": grpc.StatusCode.FAILED_PRECONDITION,
+    "NOT_IN_STEP": grpc.StatusCode.FAILED_PRECONDITION,
+    "NOT_HEARD": grpc.StatusCode.FAILED_PRECONDITION,
+    "NOT_CONFIRMED": grpc.StatusCode.FAILED_PRECONDITION,
+    "WRONG_REPLICA_SET": grpc.StatusCode.FAILED_PRECONDITION,
     "TOO_MANY": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "TOO_SLOW": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "QUOTA_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -60,12 +65,14 @@ def metadata_of(error: UprError) -> tuple[tuple[str, bytes], ...]:
 def error_of(problem: types_pb2.Problem) -> UprError:
     """Return the error a Problem tells of, as the class its reason belongs to."""
     kind = _CLASSES.get(problem.reason, UprError)
-    return kind(
+    error = kind(
         problem.message or problem.reason,
         hint=problem.hint,
         reason=problem.reason,
         retriable=problem.retriable,
     )
+    error.owner = problem.owner
+    return error
 
 
 def error_from_call(error: grpc.RpcError) -> UprError:

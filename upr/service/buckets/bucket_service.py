@@ -8,9 +8,11 @@ import asyncio
 import errno
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ import numpy as np
 from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket, Written
+from upr.engine.partitions import ACTIVE, DEAD, REPLICA
 from upr.engine.producers import ProducerCall
-from upr.engine.recovery import recover
+from upr.engine.recovery import Recovered, Undo, recover
 from upr.service import trouble
 from upr.service.buckets.compactor import Compactor
 from upr.service.buckets.disk import Disk
@@ -42,10 +45,11 @@ from upr.service.buckets.room import (
 )
 from upr.service.clock import Clock
 from upr.service.trouble import words_of
-from upr.storage.journal import Commit
+from upr.storage.journal import Commit, NumberedWrite
 from upr.storage.read import ReadResult, Showing, read_blocks
 from upr.storage.search import TailKeys
 from upr.storage.store import Identity, ReadRequest
+from upr.storage.undone import write_undone
 from upr_protocol.block import OP_DELETE, Block
 from upr_protocol.errors import (
     BucketGoneError,
@@ -53,9 +57,12 @@ from upr_protocol.errors import (
     NoRoomError,
     ShuttingDownError,
     StorageFailedError,
+    UnknownOutcomeError,
     UprError,
 )
-from upr_protocol.limits import FAILOVER_ID_MAX, VALUE_BYTES_MAX
+from upr_protocol.failover import FailoverLog
+from upr_protocol.limits import FAILOVER_ID_MAX, PARTITIONS, VALUE_BYTES_MAX
+from upr_protocol.wire.codec import decode_block
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +81,40 @@ def only_deletes(block: Block) -> bool:
     return bool(block.ops) and block.ops.count(OP_DELETE) == len(block.ops)
 
 
+class Following:
+    """How a bucket follows its upstream, as operators see it.
+
+    Attributes:
+        address: HOST:PORT that it follows, or tries to.
+        connected: whether its streams are open.
+        in_step: whether it has the small tables too, with every seqno that they name.
+        undone: mutations that were undone since the server was started.
+        problem: why it does not follow now; None while it does.
+        highs: the newest seqnos that the upstream told of, shape (1024,).
+    """
+
+    def __init__(self, bucket: Bucket, undone: int = 0) -> None:
+        self._bucket = bucket
+        self.address = ""
+        self.connected = self.in_step = False
+        self.undone = undone
+        self.problem: UprError | None = None
+        self.highs = np.zeros(PARTITIONS, np.uint64)
+        self._level = time.monotonic()
+
+    def lag(self) -> int:
+        """Return how many mutations that the upstream told of are not durable here."""
+        durable = self._bucket.partitions.durable
+        return int((np.maximum(self.highs, durable) - durable).sum())
+
+    def lag_seconds(self) -> float:
+        """Return the seconds since it last had everything that it was told of, while connected; 0 while it has."""
+        if self.connected and not self.lag():
+            self._level = time.monotonic()
+            return 0.0
+        return time.monotonic() - self._level
+
+
 class BucketService:
     """One open bucket.
 
@@ -83,6 +124,11 @@ class BucketService:
         waiting: for the writes of all buckets together.
         clock: the server's; by default a new one.
         room: on the disk, shared by all buckets; None creates one.
+        undo: what a replica undoes, by partition; it is written to ``undone`` before it goes.
+        replica: whether the server is not the active one of its set now: what was active waits, as a replica.
+
+    Attributes:
+        following: of a replica: how it follows its upstream; None otherwise.
 
     Raises:
         DataDirectoryError: the store is of a newer format, or its compression is unknown here.
@@ -96,7 +142,12 @@ class BucketService:
         waiting: WaitingRoom | None = None,
         clock: Clock | None = None,
         room: DiskRoom | None = None,
+        undo: Mapping[int, Undo] | None = None,
+        replica: bool = False,
     ) -> None:
+        self._undo = undo or {}
+        self._fenced = False
+        self._replica = replica
         self._waiting_room = waiting or WaitingRoom()
         self.folder = folder
         self._config = config
@@ -116,7 +167,9 @@ class BucketService:
     def _open(self, config: ServerConfig) -> None:
         disk = self.disk
         self._quota_at = 0.0
+        self.undone = 0
         self.bucket = bucket = self._recover(disk.identity)
+        self.following = Following(bucket, self.undone) if self._replica else None
         positions = bucket.consumer_positions
         positions.load(disk.store.consumers())
         # Above the clock as well, because not every used generation was stored.
@@ -150,7 +203,12 @@ class BucketService:
             new_id=new_failover_id,
             now=self.disk.clock.now(),
             log_records=self._config.failover_log_records,
+            replica=self._replica,
+            undo=self._undo,
         )
+        released: list[bytes] = []
+        if self._undo:
+            released = self._keep_undone(identity, result)
         if result.aside:
             # Store this first: after the rest is stored, a flush may drop the journal.
             failpoints.hit("recovery.before_aside")
@@ -159,7 +217,12 @@ class BucketService:
         if result.rows or moved:
             failpoints.hit("recovery.before_records")
             self.disk.store.write_recovery(
-                result.rows, result.blocks, result.cut_off, result.highs, result.producers
+                result.rows,
+                result.blocks,
+                result.cut_off,
+                result.highs,
+                result.producers,
+                released=released,
             )
             failpoints.hit("recovery.after_records")
         if self._config.data_moved:
@@ -173,6 +236,29 @@ class BucketService:
         bucket = Bucket(identity, result.partitions, result.next_commit, proven=True)
         bucket.recovered(result.entries)
         return bucket
+
+    def _keep_undone(self, identity: Identity, result: Recovered) -> list[bytes]:
+        """Write what is about to be undone to a file, durably; return the names of cuts that pin some of it."""
+        store, (entries, stored) = self.disk.store, result.undone
+        blocks = (
+            decode_block(data)
+            for partition, ends in stored.items()
+            for end in ends
+            for data in store.blocks(partition, [end])
+        )
+        tail = (entry.block() for entry in entries)
+        # DIR/buckets/<version>
+        folder = self.folder.parent.parent
+        self.undone = write_undone(folder, identity, chain(blocks, tail), self.disk.clock.now())
+        if self.undone:
+            result.notes.append(f"{self.undone} mutations were undone; upr-admin undone lists them")
+        return [
+            name
+            for name, cut in store.cuts().items()
+            if any(
+                p in self._undo and pin.seqno > result.complete[p] for p, pin in cut.pins.items()
+            )
+        ]
 
     def start(self, on_failure: Callable[[], Awaitable[None]]) -> None:
         """Begin committing and flushing; ``on_failure`` is awaited when ``problem`` may have changed."""
@@ -266,6 +352,92 @@ class BucketService:
         self.disk.counters.ingested_bytes += block.column_bytes
         self._work.set()
         return written
+
+    # Receiving
+
+    async def receive(self, block: Block, data: bytes, writes: Sequence[NumberedWrite]) -> None:
+        """Take a block that the upstream numbered, as soon as there is room; see ``Bucket.receive``.
+
+        Raises:
+            NoRoomError: the disk is down to its reserve.
+            ShuttingDownError, BucketGoneError: the bucket is being closed.
+            ProtocolError, StorageFailedError: see ``Bucket.receive``.
+        """
+        bucket, needed = self.bucket, len(data) + block.runs.nbytes
+        while (bucket.proven or self._is_short_of(needed)) and not self.disk.stopping:
+            if bucket.failure is not None:
+                break
+            await self._until_room(needed)
+        if self.disk.stopping:
+            raise self.disk.gone or ShuttingDownError("the server is stopping")
+        before = bucket.tail.bytes
+        if bucket.failure is None:
+            check_map(self.disk.store, before + needed, is_full=self.flusher.map_full)
+        bucket.receive(block, data, writes)
+        self.disk.room.take(bucket.tail.bytes - before)
+        self._work.set()
+
+    async def adopt(self, logs: Mapping[int, FailoverLog], epochs: Mapping[int, int]) -> None:
+        """Take over the upstream's failover logs and epochs, durably, and store the purge seqnos; see
+        ``Bucket.begin_adopting``.
+
+        Raises:
+            OSError, lmdb.Error: they cannot be stored; the partitions stay pending.
+        """
+        self.bucket.begin_adopting(logs, epochs)
+        purge = self.bucket.partitions.purge
+        rows = {p: (REPLICA, epochs[p], int(purge[p]), log) for p, log in logs.items()}
+        await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows, served=0))
+        self.bucket.partitions.served_epoch[list(logs)] = 0
+        self.bucket.adopted(logs)
+
+    async def activate(self, epoch: int, records: Mapping[int, int]) -> None:
+        """Make the partitions active in an epoch: failover records, states and epochs become durable in one transaction.
+
+        Args:
+            records: by partition, the seqno of its record: its last complete durable marker, and where it ends.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be stored; nothing is active.
+        """
+        bucket, table = self.bucket, self.bucket.partitions
+        logs = {p: table.logs[p] for p in np.flatnonzero(table.state != DEAD).tolist()}
+        for partition, seqno in records.items():
+            logs[partition] = logs[partition].with_record(
+                new_failover_id(), seqno, self.failover_log_records, epoch=epoch
+            )
+        bucket.begin_adopting(logs, dict.fromkeys(logs, epoch))
+        rows = {p: (ACTIVE, epoch, int(table.purge[p]), log) for p, log in logs.items()}
+        failpoints.hit("promote.before_partitions")
+        await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows, served=epoch))
+        failpoints.hit("promote.after_partitions")
+        table.served_epoch[list(logs)] = epoch
+        table.state[list(logs)] = ACTIVE
+        self._replica, self.following = False, None
+
+    async def step_down(self, *, fenced: bool) -> None:
+        """Take no more writes, in this step, and have everything that was numbered on disk before this returns.
+
+        Args:
+            fenced: whether another server may be active: what is not acknowledged now is not acknowledged any more.
+
+        Raises:
+            StorageFailedError: the journal failed.
+            OSError, lmdb.Error: the states cannot be stored.
+        """
+        table = self.bucket.partitions
+        active = np.flatnonzero(table.state == ACTIVE).tolist()
+        table.state[active] = REPLICA
+        self._fenced = fenced
+        self._replica = True
+        self.following = self.following or Following(self.bucket)
+        self.disk.changed()
+        if self.bucket.tail.end > self.bucket.tail.durable:
+            await self._journalled(self.bucket.tail.end - 1)
+        rows = {
+            p: (REPLICA, int(table.epoch[p]), int(table.purge[p]), table.logs[p]) for p in active
+        }
+        await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows))
 
     def waiting(self, size: int) -> AbstractContextManager[None]:
         """Count a waiting write while the body runs, or raise TooManyError; over all buckets."""
@@ -392,7 +564,19 @@ class BucketService:
         Raises:
             StorageFailedError: the journal failed, so this process cannot make it durable.
             BucketGoneError: the bucket was dropped meanwhile.
+            UnknownOutcomeError: another server became active meanwhile.
         """
+        if self.bucket.tail.durable > entry:
+            return
+        await self._journalled(entry)
+        if self._fenced:
+            raise UnknownOutcomeError(
+                "another server became active before the write was acknowledged",
+                hint="send it again there with its number to learn the outcome",
+            )
+
+    async def _journalled(self, entry: int) -> None:
+        """Wait until a tail entry is on disk, whoever is active; see ``durable``."""
         while self.bucket.tail.durable <= entry:
             if self.disk.gone is not None:
                 raise self.disk.gone

@@ -6,16 +6,18 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lmdb
+import numpy as np
 
 from upr import failpoints
 from upr.config import ServerConfig
-from upr.engine.partitions import ACTIVE
+from upr.engine.partitions import ACTIVE, PENDING
+from upr.engine.recovery import Undo
 from upr.service import trouble
 from upr.service.buckets.bucket_service import LOST_HINT, BucketService, new_failover_id
 from upr.service.buckets.room import DiskRoom, WaitingRoom
@@ -26,6 +28,7 @@ from upr.storage.blocks import COMPRESSIONS
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
+from upr.storage.standing import Stored, read_standing, write_standing
 from upr.storage.store import Identity, Store
 from upr_protocol.errors import (
     AlreadyExistsError,
@@ -59,15 +62,30 @@ class DuplicateBucketError(DataDirectoryError):
     """Two folders of the data directory have a bucket of the same name."""
 
 
-def create_bucket(directory: DataDirectory, name: str, compression: str = "") -> Path:
-    """Create a bucket with all partitions active, each with one failover record at 0. Return its folder."""
-    identity = Identity(check_name(name, "bucket"), 1 + secrets.randbelow(2**64 - 1), compression)
+def create_bucket(
+    directory: DataDirectory, name: str, compression: str = "", version: int = 0, epoch: int = 1
+) -> Path:
+    """Create a bucket with all partitions active, each with one failover record at 0. Return its folder.
+
+    Args:
+        epoch: in which this server serves.
+        version: of the upstream's bucket, of which this one is a replica: the partitions are pending then. 0 draws one.
+    """
+    state = PENDING if version else ACTIVE
+    version = version or 1 + secrets.randbelow(2**64 - 1)
+    identity = Identity(check_name(name, "bucket"), version, compression)
     folder = directory.new_bucket(identity.version)
     try:
         store = Store(folder / "store")
         rows = {
             partition: PartitionRow(
-                ACTIVE, 1, 0, 0, 0, FailoverLog.born(new_failover_id(), epoch=1)
+                state,
+                epoch,
+                0,
+                0,
+                0,
+                FailoverLog.born(new_failover_id(), epoch=epoch),
+                served_epoch=epoch if state == ACTIVE else 0,
             )
             for partition in range(PARTITIONS)
         }
@@ -120,9 +138,11 @@ def _damaged(folder: Path, error: Exception) -> DamagedBucket:
 class Catalog:
     """The buckets of a data directory, all of them opened at start.
 
-    The bucket ``default`` exists from the start: it is created if it is missing, also after a drop. A bucket that fails
-    to open does not stop the others; it is listed as damaged and its requests fail. If no bucket can be opened, the
-    start fails.
+    The bucket ``default`` exists from the start: it is created if it is missing, also after a drop; but a replica has
+    the buckets of its upstream. A bucket that fails to open does not stop the others; it is listed as damaged and its
+    requests fail. If no bucket can be opened, the start fails.
+
+    A server that is no replica and belongs to no set of servers yet draws the id of one.
 
     Raises:
         DataDirectoryError, DataDamagedError: no bucket can be opened, or two have the same name.
@@ -138,13 +158,20 @@ class Catalog:
         self._damaged: dict[str, DamagedBucket] = {}
         self._creating: dict[str, asyncio.Task[BucketService]] = {}
         self._renaming: dict[str, asyncio.Task[Path]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[Any]] = set()
         self._stopping = False
         self._watching: asyncio.Task[None] | None = None
         self._lost = ""
         self._room = DiskRoom(directory.path)
         self._on_failure: Callable[[], Awaitable[None]] | None = None
         self._waiting = WaitingRoom()
+        self._reopening: dict[str, BucketGoneError] = {}
+        self.standing = read_standing(
+            directory.path, directory.id, replica=bool(config.replicate_from)
+        )
+        self.replica = not self.standing.alone
+        if not self.replica and not directory.cluster:
+            directory.join(secrets.token_hex(8))
         try:
             self._open_all()
         except BaseException:
@@ -156,9 +183,7 @@ class Catalog:
         self._remove_leftovers()
         for folder in self._directory.buckets():
             try:
-                self._add(
-                    BucketService(folder, self._config, self._waiting, self._clock, self._room)
-                )
+                self._add(self._opened(folder))
             except DuplicateBucketError:
                 raise
             except Exception as error:
@@ -172,9 +197,10 @@ class Catalog:
                 "a bucket is damaged and is not served",
                 extra={"bucket": damaged.name, "problem": str(damaged.problem)},
             )
-        if DEFAULT_BUCKET not in self._hosts and self._may_create(DEFAULT_BUCKET):
+        is_missing = DEFAULT_BUCKET not in self._hosts and not self.replica
+        if is_missing and self._may_create(DEFAULT_BUCKET):
             folder = create_bucket(self._directory, DEFAULT_BUCKET)
-            self._add(BucketService(folder, self._config, self._waiting, self._clock, self._room))
+            self._add(self._opened(folder))
 
     def _remove_leftovers(self) -> None:
         try:
@@ -183,6 +209,11 @@ class Catalog:
         except OSError as error:
             # Leftovers are never served; the next start retries to delete them.
             log.error("a dropped bucket could not be deleted", extra={"error": str(error)})
+
+    def _opened(self, folder: Path, undo: Mapping[int, Undo] | None = None) -> BucketService:
+        return BucketService(
+            folder, self._config, self._waiting, self._clock, self._room, undo, self.replica
+        )
 
     def _add(self, host: BucketService) -> None:
         name = host.bucket.identity.name
@@ -194,12 +225,43 @@ class Catalog:
                 hint="move one of them out of the data directory",
             )
         self._hosts[name] = host
+        self._raise_epoch(host)
 
     def _may_create(self, name: str) -> bool:
         """Return whether a name is surely free: a damaged bucket without a readable name may have it."""
         return name not in self._damaged and all(one.named for one in self._damaged.values())
 
     # Asking
+
+    @property
+    def directory_id(self) -> str:
+        """The id of the data directory, 16 hex digits."""
+        return self._directory.id
+
+    @property
+    def replica_set(self) -> str:
+        """The id of the set of servers that this one belongs to; empty for a replica that has not joined one."""
+        return self._directory.cluster
+
+    async def keep_standing(self, stored: Stored) -> None:
+        """Store the part that this server has in its set, durably, before anything follows from it.
+
+        Raises:
+            OSError: it could not be stored; nothing is changed.
+        """
+        await asyncio.to_thread(write_standing, self._directory.path, stored)
+        self.standing = stored
+        for host in self.hosts:
+            self._raise_epoch(host)
+
+    def _raise_epoch(self, host: BucketService) -> None:
+        """Have a bucket follow nobody, and tell nobody, of an epoch below the one that the server promised."""
+        epoch = host.bucket.partitions.epoch
+        np.maximum(epoch, np.uint64(self.standing.standing.epoch), out=epoch)
+
+    def join(self, replica_set: str) -> None:
+        """Belong to a set of servers from now on, durably; of a server that belongs to none."""
+        self._directory.join(replica_set)
 
     @property
     def hosts(self) -> list[BucketService]:
@@ -239,6 +301,8 @@ class Catalog:
         return host
 
     def _missing(self, name: str) -> UprError:
+        if name in self._reopening:
+            return self._reopening[name].with_traceback(None)
         if len(name) > NAME_BYTES_MAX:
             check_name(name, "bucket")
         damaged = self._damaged.get(name)
@@ -270,12 +334,13 @@ class Catalog:
 
     # Creating
 
-    async def create(self, name: str, compression: str = "") -> BucketService:
+    async def create(self, name: str, compression: str = "", version: int = 0) -> BucketService:
         """Create an empty bucket and serve it; runs to completion even if the caller is cancelled.
 
         Args:
             name: 1 to 200 bytes of UTF-8 without control characters.
             compression: of stored blocks, "" for none or "zstd".
+            version: see ``create_bucket``.
 
         Raises:
             InvalidArgumentError: a value is out of its range.
@@ -299,18 +364,20 @@ class Catalog:
                 await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
             else:
                 break
-        task = asyncio.create_task(self._create(name, compression))
+        task = asyncio.create_task(self._create(name, compression, version))
         self._creating[name] = task
         return await finish_even_if_cancelled(task)
 
     @property
     def _count(self) -> int:
-        return len(self._hosts) + len(self._damaged) + len(self._creating)
+        opened = len(self._hosts) + len(self._reopening)
+        return opened + len(self._damaged) + len(self._creating)
 
     def _check_new(self, name: str) -> None:
         if self._stopping:
             raise ShuttingDownError("the server is stopping", hint="connect again")
-        if name in self._hosts or name in self._creating or name in self._damaged:
+        known = (self._hosts, self._creating, self._damaged, self._reopening)
+        if any(name in names for names in known):
             raise AlreadyExistsError(
                 f"bucket {shown(name)} exists", hint="drop it, or take another name"
             )
@@ -326,9 +393,9 @@ class Catalog:
                 retriable=False,
             )
 
-    async def _create(self, name: str, compression: str) -> BucketService:
+    async def _create(self, name: str, compression: str, version: int) -> BucketService:
         try:
-            host = await asyncio.to_thread(self._create_now, name, compression)
+            host = await asyncio.to_thread(self._create_now, name, compression, version)
         finally:
             del self._creating[name]
         self._add(host)
@@ -337,7 +404,7 @@ class Catalog:
         await self._tell_health()
         return host
 
-    def _create_now(self, name: str, compression: str) -> BucketService:
+    def _create_now(self, name: str, compression: str, version: int) -> BucketService:
         if lost := self._directory.lost():
             raise StorageFailedError(lost, hint=LOST_HINT)
         if self._room.above_reserve() < NEW_BUCKET_BYTES:
@@ -346,10 +413,11 @@ class Catalog:
                 hint="free some space, or drop a bucket",
             )
         try:
-            folder = create_bucket(self._directory, name, compression)
+            epoch = self.standing.standing.row.epoch or 1
+            folder = create_bucket(self._directory, name, compression, version, epoch)
             failpoints.hit("bucket.after_create")
             try:
-                return BucketService(folder, self._config, self._waiting, self._clock, self._room)
+                return self._opened(folder)
             except BaseException:
                 shutil.rmtree(self._directory.drop_bucket(folder), ignore_errors=True)
                 raise
@@ -357,6 +425,57 @@ class Catalog:
             raise StorageFailedError(
                 f"bucket {shown(name)} could not be created: {words_of(error)}"
             ) from error
+
+    # Reopening
+
+    async def reopen(self, name: str, undo: Mapping[int, Undo]) -> BucketService:
+        """Close a bucket, open it without what is undone, and return it; runs to completion even if cancelled.
+
+        Streams end with HISTORY_CHANGED, and until it is open again every request is refused with that reason. If it
+        cannot be opened it is listed as damaged.
+
+        Args:
+            undo: see ``recover``.
+
+        Raises:
+            BucketNotFoundError: there is none of that name.
+            UprError: it could not be opened.
+        """
+        host = self.find(name)
+        # What was acknowledged by the upstream is told as undone only when it is in the journal.
+        await host.durable(host.bucket.tail.end - 1)
+        error = BucketGoneError(
+            f"bucket {shown(name)} is opened anew with the history of its upstream",
+            hint="ask again",
+            reason="HISTORY_CHANGED",
+            retriable=True,
+        )
+        del self._hosts[name]
+        self._reopening[name] = error
+        host.leave(error)
+        task = asyncio.create_task(self._reopen(name, host, undo))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return await finish_even_if_cancelled(task)
+
+    async def _reopen(
+        self, name: str, host: BucketService, undo: Mapping[int, Undo]
+    ) -> BucketService:
+        folder, undone = host.folder, host.following.undone if host.following else 0
+        await host.discard()
+        try:
+            host = await asyncio.to_thread(self._opened, folder, undo)
+        except Exception as error:
+            self._damaged[name] = damaged = _damaged(folder, error)
+            raise damaged.problem from error
+        finally:
+            del self._reopening[name]
+        if host.following is not None:
+            host.following.undone += undone
+        self._add(host)
+        self._start(host)
+        await self._tell_health()
+        return host
 
     # Dropping
 

@@ -53,6 +53,7 @@ class Flusher:
         self.busy = False
         self.map_full = False
         self._gave_up = False
+        self._flushed = 0
 
     @property
     def tail_limit(self) -> int:
@@ -94,9 +95,12 @@ class Flusher:
         return self._age() >= self._flush_seconds
 
     def _age(self) -> float:
-        """Return the age of the tail's oldest entry in seconds."""
+        """Return the age of the tail's oldest entry in seconds, at most the time since the last flush.
+
+        What a replica receives may have been written long ago.
+        """
         tail = self._bucket.tail
-        age = (self._disk.clock.now() - tail[tail.first].time) / 1e6
+        age = (self._disk.clock.now() - max(tail[tail.first].time, self._flushed)) / 1e6
         # The entry is from the future: the clock was set back before a start. Flush, because it may take hours to catch
         # up.
         return age if age >= 0 else self._flush_seconds
@@ -104,6 +108,7 @@ class Flusher:
     async def _flush_or_retry(self) -> None:
         try:
             await self.flush()
+            self._flushed = self._disk.clock.now()
             self.map_full = False
             self._disk.troubles.ends(trouble.FLUSH)
         except (OSError, lmdb.Error) as error:

@@ -89,6 +89,8 @@ class PartitionInfo(_message.Message):
     FAILOVER_ID_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     DEAD_SINCE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    COMPLETE_SEQNO_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     """0 to 1023."""
     state: _types_pb2.PartitionState.ValueType
@@ -103,6 +105,10 @@ class PartitionInfo(_message.Message):
     """The newest failover id."""
     dead_since: _builtins.int
     """When it died, microseconds since the epoch; 0 when it is not dead, or that was not noted."""
+    epoch: _builtins.int
+    """Counts the changes of its owner and state."""
+    complete_seqno: _builtins.int
+    """The last complete snapshot marker that is durable."""
     @_builtins.property
     def problem(self) -> _types_pb2.Problem:
         """Why the partition is dead, if it is; or what is damaged of it."""
@@ -118,10 +124,12 @@ class PartitionInfo(_message.Message):
         failover_id: _builtins.int = ...,
         problem: _types_pb2.Problem | None = ...,
         dead_since: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        complete_seqno: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_since", b"dead_since", "durable_seqno", b"durable_seqno", "failover_id", b"failover_id", "high_seqno", b"high_seqno", "partition", b"partition", "problem", b"problem", "purge_seqno", b"purge_seqno", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_seqno", b"complete_seqno", "dead_since", b"dead_since", "durable_seqno", b"durable_seqno", "epoch", b"epoch", "failover_id", b"failover_id", "high_seqno", b"high_seqno", "partition", b"partition", "problem", b"problem", "purge_seqno", b"purge_seqno", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,6 +299,8 @@ class BucketStatus(_message.Message):
     DAMAGED_PARTITIONS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    UPSTREAM_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     version: _builtins.int
@@ -315,6 +325,14 @@ class BucketStatus(_message.Message):
     def problem(self) -> _types_pb2.Problem:
         """What is wrong with its storage now, if anything: why no writes are taken, or what is tried in vain and may pass."""
 
+    @_builtins.property
+    def upstream(self) -> Global___UpstreamStatus:
+        """Of a replica: how it follows its upstream."""
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+        """The replicas that follow here, by address."""
+
     def __init__(
         self,
         *,
@@ -329,14 +347,98 @@ class BucketStatus(_message.Message):
         damaged_partitions: _builtins.int = ...,
         problem: _types_pb2.Problem | None = ...,
         quota_bytes: _builtins.int = ...,
+        upstream: Global___UpstreamStatus | None = ...,
+        replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem", "upstream", b"upstream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts", "damaged_partitions", b"damaged_partitions", "name", b"name", "problem", b"problem", "quota_bytes", b"quota_bytes", "streams", b"streams", "streams_from_store", b"streams_from_store", "tail_bytes", b"tail_bytes", "tail_limit_bytes", b"tail_limit_bytes", "version", b"version", "volatile_bytes", b"volatile_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts", "damaged_partitions", b"damaged_partitions", "name", b"name", "problem", b"problem", "quota_bytes", b"quota_bytes", "replicas", b"replicas", "streams", b"streams", "streams_from_store", b"streams_from_store", "tail_bytes", b"tail_bytes", "tail_limit_bytes", b"tail_limit_bytes", "upstream", b"upstream", "version", b"version", "volatile_bytes", b"volatile_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BucketStatus: _TypeAlias = BucketStatus  # noqa: Y015
+
+@_typing.final
+class UpstreamStatus(_message.Message):
+    """How a replica follows its upstream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    IN_STEP_FIELD_NUMBER: _builtins.int
+    LAG_FIELD_NUMBER: _builtins.int
+    LAG_SECONDS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    UNDONE_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """HOST:PORT that it follows, or tries to."""
+    connected: _builtins.bool
+    """Whether its streams are open."""
+    in_step: _builtins.bool
+    """Whether it has the small tables too, with every seqno that they name."""
+    lag: _builtins.int
+    """Mutations that the upstream told of and that are not durable here, over all partitions."""
+    lag_seconds: _builtins.float
+    """Seconds since it last had everything that the upstream told of; 0 while it has."""
+    undone: _builtins.int
+    """Mutations that were undone since the server was started; the folder "undone" of the data directory has them."""
+    @_builtins.property
+    def problem(self) -> _types_pb2.Problem:
+        """Why it does not follow now, if so."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+        in_step: _builtins.bool = ...,
+        lag: _builtins.int = ...,
+        lag_seconds: _builtins.float = ...,
+        problem: _types_pb2.Problem | None = ...,
+        undone: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "connected", b"connected", "in_step", b"in_step", "lag", b"lag", "lag_seconds", b"lag_seconds", "problem", b"problem", "undone", b"undone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpstreamStatus: _TypeAlias = UpstreamStatus  # noqa: Y015
+
+@_typing.final
+class ReplicaStatus(_message.Message):
+    """One replica that follows here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ANONYMOUS_FIELD_NUMBER: _builtins.int
+    LAG_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    """The id of its data directory, 16 hex digits."""
+    address: _builtins.str
+    """HOST:PORT where it can be reached."""
+    anonymous: _builtins.bool
+    """Whether it is not registered and counts for nothing."""
+    lag: _builtins.int
+    """Mutations between what it acknowledged and the high seqnos, over the partitions that it follows."""
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str = ...,
+        address: _builtins.str = ...,
+        anonymous: _builtins.bool = ...,
+        lag: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "anonymous", b"anonymous", "directory", b"directory", "lag", b"lag"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaStatus: _TypeAlias = ReplicaStatus  # noqa: Y015
 
 @_typing.final
 class GetStorageRequest(_message.Message):
@@ -958,6 +1060,12 @@ class ListBucketsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BUCKETS_FIELD_NUMBER: _builtins.int
+    REPLICA_SET_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    replica_set: _builtins.str
+    """The id of the set of servers that this one belongs to."""
+    directory: _builtins.str
+    """The id of this server's data directory, 16 hex digits."""
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketInfo]:
         """By name."""
@@ -966,10 +1074,12 @@ class ListBucketsResponse(_message.Message):
         self,
         *,
         buckets: _abc.Iterable[Global___BucketInfo] | None = ...,
+        replica_set: _builtins.str = ...,
+        directory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "directory", b"directory", "replica_set", b"replica_set"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

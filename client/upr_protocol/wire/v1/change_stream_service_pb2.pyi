@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from . import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _FollowKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FollowKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FollowKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FOLLOW_KIND_UNSPECIFIED: _FollowKind.ValueType  # 0
+    """A consumer."""
+    FOLLOW_KIND_CONSUMER: _FollowKind.ValueType  # 1
+    """A consumer too."""
+    FOLLOW_KIND_REPLICA: _FollowKind.ValueType  # 2
+    """A replica: it is registered, holds purging up as a consumer with a name does, and its acknowledgements count."""
+    FOLLOW_KIND_ANONYMOUS_REPLICA: _FollowKind.ValueType  # 3
+    """A replica that is not registered and counts for nothing."""
+
+class FollowKind(_FollowKind, metaclass=_FollowKindEnumTypeWrapper):
+    """Who follows in a call."""
+
+FOLLOW_KIND_UNSPECIFIED: FollowKind.ValueType  # 0
+"""A consumer."""
+FOLLOW_KIND_CONSUMER: FollowKind.ValueType  # 1
+"""A consumer too."""
+FOLLOW_KIND_REPLICA: FollowKind.ValueType  # 2
+"""A replica: it is registered, holds purging up as a consumer with a name does, and its acknowledgements count."""
+FOLLOW_KIND_ANONYMOUS_REPLICA: FollowKind.ValueType  # 3
+"""A replica that is not registered and counts for nothing."""
+Global___FollowKind: _TypeAlias = FollowKind  # noqa: Y015
 
 @_typing.final
 class HelloRequest(_message.Message):
@@ -343,6 +372,10 @@ class Open(_message.Message):
     PLAIN_ROWS_FIELD_NUMBER: _builtins.int
     MEMBER_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    REPLICA_SET_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
     bucket_version: _builtins.int
@@ -375,6 +408,20 @@ class Open(_message.Message):
     """How long a member's partitions stay its own while nothing is heard of it, 1 to 3600 seconds. 0 means the
     default, 30.
     """
+    kind: Global___FollowKind.ValueType
+    """Who follows. A replica names no consumer and no member, takes whole blocks, and is told more: see
+    Frame.producer_writes, Started.epoch and Tables.
+    """
+    directory: _builtins.str
+    """Of a replica: the id of its data directory, 16 hex digits. A second call of one directory for a bucket ends the
+    first with SUPERSEDED.
+    """
+    replica_set: _builtins.str
+    """Of a replica: the id of the set of servers that it belongs to. Another one than this server's is refused with
+    WRONG_REPLICA_SET.
+    """
+    address: _builtins.str
+    """Of a replica: HOST:PORT where it can be reached, for operators and for the topology."""
     def __init__(
         self,
         *,
@@ -390,10 +437,14 @@ class Open(_message.Message):
         plain_rows: _builtins.bool = ...,
         member: _builtins.str = ...,
         lease_seconds: _builtins.float = ...,
+        kind: Global___FollowKind.ValueType = ...,
+        directory: _builtins.str = ...,
+        replica_set: _builtins.str = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "accept_zstd", b"accept_zstd", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "heartbeat_seconds", b"heartbeat_seconds", "key_prefix", b"key_prefix", "keys_only", b"keys_only", "lease_seconds", b"lease_seconds", "member", b"member", "plain_rows", b"plain_rows", "stability", b"stability"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "accept_zstd", b"accept_zstd", "address", b"address", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "directory", b"directory", "heartbeat_seconds", b"heartbeat_seconds", "key_prefix", b"key_prefix", "keys_only", b"keys_only", "kind", b"kind", "lease_seconds", b"lease_seconds", "member", b"member", "plain_rows", b"plain_rows", "replica_set", b"replica_set", "stability", b"stability"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
     _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
@@ -452,6 +503,7 @@ class StartPartition(_message.Message):
     FROM_NOW_FIELD_NUMBER: _builtins.int
     FROM_TIME_FIELD_NUMBER: _builtins.int
     HORIZON_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     """0 to 1023."""
     failover_id: _builtins.int
@@ -479,6 +531,10 @@ class StartPartition(_message.Message):
     is not known: it proves nothing then. Under the newest id one above the active's high seqno proves, as such a
     seqno does, that a failover record is missing.
     """
+    epoch: _builtins.int
+    """Of a replica: the epoch that it has stored. One above the server's is refused with OLD_EPOCH: the server has
+    been replaced.
+    """
     def __init__(
         self,
         *,
@@ -492,10 +548,11 @@ class StartPartition(_message.Message):
         from_now: _builtins.bool = ...,
         from_time: _builtins.int = ...,
         horizon: _builtins.int | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "_horizon", b"_horizon", "data_id", b"data_id", "failover_id", b"failover_id", "from", b"from", "from_now", b"from_now", "from_time", b"from_time", "horizon", b"horizon", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "_horizon", b"_horizon", "data_id", b"data_id", "failover_id", b"failover_id", "from", b"from", "from_now", b"from_now", "from_time", b"from_time", "horizon", b"horizon", "partition", b"partition", "seqno", b"seqno", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_id", b"_data_id", "_failover_id", b"_failover_id", "_horizon", b"_horizon", "data_id", b"data_id", "epoch", b"epoch", "failover_id", b"failover_id", "from", b"from", "from_now", b"from_now", "from_time", b"from_time", "horizon", b"horizon", "partition", b"partition", "seqno", b"seqno", "until", b"until", "until_exact", b"until_exact", "until_now", b"until_now", "until_seqno", b"until_seqno"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_id: _TypeAlias = _typing.Literal["data_id"]  # noqa: Y015
     _WhichOneofArgType__data_id: _TypeAlias = _typing.Literal["_data_id", b"_data_id"]  # noqa: Y015
@@ -673,6 +730,7 @@ class FollowResponse(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     RENEWED_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened:
         """The call is accepted."""
@@ -701,6 +759,10 @@ class FollowResponse(_message.Message):
     def renewed(self) -> Global___Renewed:
         """Answers a Renew."""
 
+    @_builtins.property
+    def tables(self) -> Global___Tables:
+        """Rows of small tables, for a replica."""
+
     def __init__(
         self,
         *,
@@ -711,12 +773,13 @@ class FollowResponse(_message.Message):
         ended: Global___Ended | None = ...,
         assignment: Global___Assignment | None = ...,
         renewed: Global___Renewed | None = ...,
+        tables: Global___Tables | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "ended", b"ended", "frame", b"frame", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "renewed", b"renewed", "start_answers", b"start_answers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "ended", b"ended", "frame", b"frame", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "renewed", b"renewed", "start_answers", b"start_answers", "tables", b"tables"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "ended", b"ended", "frame", b"frame", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "renewed", b"renewed", "start_answers", b"start_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "ended", b"ended", "frame", b"frame", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "renewed", b"renewed", "start_answers", b"start_answers", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "start_answers", "frame", "heartbeat", "ended", "assignment", "renewed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "start_answers", "frame", "heartbeat", "ended", "assignment", "renewed", "tables"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -914,6 +977,7 @@ class Started(_message.Message):
     UNTIL_SEQNO_FIELD_NUMBER: _builtins.int
     FAILOVER_LOG_FIELD_NUMBER: _builtins.int
     START_SEQNO_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Marks every later message of this stream, unique in the call."""
     failover_id: _builtins.int
@@ -928,6 +992,8 @@ class Started(_message.Message):
     """Where the stream begins, for a Start with from_now or from_time: the client has, by its own wish, nothing of
     what lies at or below. It may take it for a snapshot marker of the nothing that it has.
     """
+    epoch: _builtins.int
+    """For a replica: the partition's epoch here. failover_log is always there then, its records with their epochs."""
     @_builtins.property
     def failover_log(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.FailoverRecord]:
         """The whole failover log, oldest record first, when it is not what the client's id showed it to know: always
@@ -944,10 +1010,11 @@ class Started(_message.Message):
         until_seqno: _builtins.int | None = ...,
         failover_log: _abc.Iterable[_types_pb2.FailoverRecord] | None = ...,
         start_seqno: _builtins.int | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_start_seqno", b"_start_seqno", "_until_seqno", b"_until_seqno", "start_seqno", b"start_seqno", "until_seqno", b"until_seqno"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_seqno", b"_start_seqno", "_until_seqno", b"_until_seqno", "failover_id", b"failover_id", "failover_log", b"failover_log", "high_seqno", b"high_seqno", "purge_seqno", b"purge_seqno", "start_seqno", b"start_seqno", "token", b"token", "until_seqno", b"until_seqno"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_seqno", b"_start_seqno", "_until_seqno", b"_until_seqno", "epoch", b"epoch", "failover_id", b"failover_id", "failover_log", b"failover_log", "high_seqno", b"high_seqno", "purge_seqno", b"purge_seqno", "start_seqno", b"start_seqno", "token", b"token", "until_seqno", b"until_seqno"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__start_seqno: _TypeAlias = _typing.Literal["start_seqno"]  # noqa: Y015
     _WhichOneofArgType__start_seqno: _TypeAlias = _typing.Literal["_start_seqno", b"_start_seqno"]  # noqa: Y015
@@ -971,6 +1038,7 @@ class Rollback(_message.Message):
     RULE_FIELD_NUMBER: _builtins.int
     WORDS_FIELD_NUMBER: _builtins.int
     FAILOVER_LOG_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     rollback_seqno: _builtins.int
     """Find a snapshot marker before this seqno and roll back to it."""
     failover_id: _builtins.int
@@ -979,6 +1047,8 @@ class Rollback(_message.Message):
     """The rule that decided, as a token."""
     words: _builtins.str
     """The rule that decided, in words."""
+    epoch: _builtins.int
+    """For a replica: the partition's epoch here."""
     @_builtins.property
     def failover_log(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.FailoverRecord]:
         """The whole log, oldest record first."""
@@ -991,10 +1061,11 @@ class Rollback(_message.Message):
         rule: _builtins.str = ...,
         words: _builtins.str = ...,
         failover_log: _abc.Iterable[_types_pb2.FailoverRecord] | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failover_id", b"failover_id", "failover_log", b"failover_log", "rollback_seqno", b"rollback_seqno", "rule", b"rule", "words", b"words"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failover_id", b"failover_id", "failover_log", b"failover_log", "rollback_seqno", b"rollback_seqno", "rule", b"rule", "words", b"words"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1011,6 +1082,7 @@ class Frame(_message.Message):
     PURGE_SEQNOS_FIELD_NUMBER: _builtins.int
     PLAIN_RUNS_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    PRODUCER_WRITES_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """A uint32 a run, over all blocks in order: the token of the stream the run belongs to."""
     purge_seqnos: _builtins.bytes
@@ -1029,6 +1101,12 @@ class Frame(_message.Message):
     def plain_runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlainRun]:
         """Instead of blocks and tokens for a call with plain_rows."""
 
+    @_builtins.property
+    def producer_writes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProducerWrite]:
+        """For a replica: the producers' writes in those of the blocks that come from memory, in the order in which they
+        were numbered. Of blocks from the store Tables tells them.
+        """
+
     def __init__(
         self,
         *,
@@ -1037,14 +1115,189 @@ class Frame(_message.Message):
         purge_seqnos: _builtins.bytes = ...,
         plain_runs: _abc.Iterable[Global___PlainRun] | None = ...,
         credit_bytes: _builtins.int = ...,
+        producer_writes: _abc.Iterable[Global___ProducerWrite] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "credit_bytes", b"credit_bytes", "plain_runs", b"plain_runs", "purge_seqnos", b"purge_seqnos", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "credit_bytes", b"credit_bytes", "plain_runs", b"plain_runs", "producer_writes", b"producer_writes", "purge_seqnos", b"purge_seqnos", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Frame: _TypeAlias = Frame  # noqa: Y015
+
+@_typing.final
+class ProducerWrite(_message.Message):
+    """One write of a producer in a block of the frame."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    PRODUCER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    block: _builtins.int
+    """Which of the frame's blocks, from 0."""
+    producer: _builtins.bytes
+    """The producer's name."""
+    number: _builtins.int
+    """The number of the write; at least 1."""
+    runs: _builtins.bytes
+    """A run table (see Block.runs) of what the write wrote, within the runs of the block; empty: all of them."""
+    def __init__(
+        self,
+        *,
+        block: _builtins.int = ...,
+        producer: _builtins.bytes = ...,
+        number: _builtins.int = ...,
+        runs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "number", b"number", "producer", b"producer", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProducerWrite: _TypeAlias = ProducerWrite  # noqa: Y015
+
+@_typing.final
+class Tables(_message.Message):
+    """Rows of the small tables of a bucket: whole after a replica's streams were opened and whenever it read from the store,
+    then every change. Each row replaces the one that the replica has.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGINS_FIELD_NUMBER: _builtins.int
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    CONSUMERS_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_CONSUMERS_FIELD_NUMBER: _builtins.int
+    CUTS_FIELD_NUMBER: _builtins.int
+    RELEASED_CUTS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    begins: _builtins.bool
+    """From here on the replica is not in step: rows of its tables may be missing until the message with "complete"."""
+    complete: _builtins.bool
+    """The tables are whole with this message: the replica is in step when it has every seqno that they name."""
+    @_builtins.property
+    def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProducerRows]:
+        """Producers' numbers in stored rows."""
+
+    @_builtins.property
+    def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerRow]:
+        """Positions of consumers."""
+
+    @_builtins.property
+    def forgotten_consumers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Consumers that were forgotten, by name; before the rows of this message."""
+
+    @_builtins.property
+    def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]:
+        """Cuts that were made or renewed."""
+
+    @_builtins.property
+    def released_cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Cuts that were released or whose lease ended, by name."""
+
+    def __init__(
+        self,
+        *,
+        begins: _builtins.bool = ...,
+        producers: _abc.Iterable[Global___ProducerRows] | None = ...,
+        consumers: _abc.Iterable[Global___ConsumerRow] | None = ...,
+        forgotten_consumers: _abc.Iterable[_builtins.str] | None = ...,
+        cuts: _abc.Iterable[Global___Cut] | None = ...,
+        released_cuts: _abc.Iterable[_builtins.str] | None = ...,
+        complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "complete", b"complete", "consumers", b"consumers", "cuts", b"cuts", "forgotten_consumers", b"forgotten_consumers", "producers", b"producers", "released_cuts", b"released_cuts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tables: _TypeAlias = Tables  # noqa: Y015
+
+@_typing.final
+class ProducerRows(_message.Message):
+    """The newest numbers of one producer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    producer: _builtins.bytes
+    """The producer's name."""
+    time: _builtins.int
+    """When it wrote last, microseconds since the epoch."""
+    table: _builtins.bytes
+    """One record of 34 bytes a partition, ascending: partition uint16, number, failover_id, start_seqno, end_seqno
+    uint64, little-endian. From 1024 on it is the number of a place.
+    """
+    def __init__(
+        self,
+        *,
+        producer: _builtins.bytes = ...,
+        time: _builtins.int = ...,
+        table: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer", b"producer", "table", b"table", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProducerRows: _TypeAlias = ProducerRows  # noqa: Y015
+
+@_typing.final
+class ConsumerRow(_message.Message):
+    """The position of one consumer in one partition."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    FAILOVER_ID_FIELD_NUMBER: _builtins.int
+    SEQNO_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """The consumer's name."""
+    partition: _builtins.int
+    """0 to 1023."""
+    removed: _builtins.bool
+    """Whether the consumer has no position there any more; everything below is 0 then."""
+    generation: _builtins.int
+    """The generation under which it was stored."""
+    failover_id: _builtins.int
+    """The id under which it was acknowledged."""
+    seqno: _builtins.int
+    """The acknowledged seqno."""
+    time: _builtins.int
+    """When it was acknowledged, microseconds since the epoch."""
+    position: _builtins.bytes
+    """A Position, encoded; empty when only an acknowledgement is stored."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        removed: _builtins.bool = ...,
+        generation: _builtins.int = ...,
+        failover_id: _builtins.int = ...,
+        seqno: _builtins.int = ...,
+        time: _builtins.int = ...,
+        position: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "failover_id", b"failover_id", "generation", b"generation", "partition", b"partition", "position", b"position", "removed", b"removed", "seqno", b"seqno", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConsumerRow: _TypeAlias = ConsumerRow  # noqa: Y015
 
 @_typing.final
 class PlainRun(_message.Message):

@@ -182,19 +182,23 @@ class FailoverRecord(_message.Message):
 
     FAILOVER_ID_FIELD_NUMBER: _builtins.int
     SEQNO_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     failover_id: _builtins.int
     """Random, never 0; shown as 16 hex digits."""
     seqno: _builtins.int
     """The last complete durable snapshot marker of the node that took over."""
+    epoch: _builtins.int
+    """The partition's epoch when the record was made; told to replicas and by GetFailoverLog, else 0."""
     def __init__(
         self,
         *,
         failover_id: _builtins.int = ...,
         seqno: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failover_id", b"failover_id", "seqno", b"seqno"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failover_id", b"failover_id", "seqno", b"seqno"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -210,6 +214,7 @@ class Problem(_message.Message):
     RETRIABLE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     HINT_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """A stable upper-case token."""
     retriable: _builtins.bool
@@ -218,6 +223,8 @@ class Problem(_message.Message):
     """What happened, with the value and the limit."""
     hint: _builtins.str
     """What to do about it; may be empty."""
+    owner: _builtins.str
+    """HOST:PORT of the server where the partition is active, as far as it is known; else empty."""
     def __init__(
         self,
         *,
@@ -225,10 +232,11 @@ class Problem(_message.Message):
         retriable: _builtins.bool = ...,
         message: _builtins.str = ...,
         hint: _builtins.str = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hint", b"hint", "message", b"message", "reason", b"reason", "retriable", b"retriable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hint", b"hint", "message", b"message", "owner", b"owner", "reason", b"reason", "retriable", b"retriable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,243 @@
+"""Replicas of real servers: they hold what the upstream has, under its numbers, through restarts of either."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.harness import RunningServer, poll
+from tests.raw import RawClient
+from tests.service.bucket_state import rows_of
+from upr_client import AsyncClient
+from upr_protocol.errors import UprError
+from upr_protocol.partitioning import partition_of
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import types_pb2 as types
+
+
+def pairs(count: int, value: bytes = b"v", first: int = 0) -> list[tuple[bytes, bytes | None]]:
+    return [(b"key %d" % i, value) for i in range(first, first + count)]
+
+
+async def status(server: RunningServer) -> admin.BucketStatus:
+    async with RawClient(server.target) as raw:
+        answer = await raw.admin.GetStatus(admin.GetStatusRequest())
+    found: admin.BucketStatus = next(iter(answer.buckets), admin.BucketStatus())
+    return found
+
+
+async def table(server: RunningServer) -> list[tuple[int, ...]]:
+    """Durable seqno, last complete marker and log of each partition."""
+    async with RawClient(server.target) as raw:
+        infos, logs = await raw.partitions(), await raw.logs()
+    return [
+        (i.durable_seqno, i.complete_seqno, *sum(log, ()))
+        for i, log in zip(infos, logs, strict=True)
+    ]
+
+
+async def in_sync(upstream: RunningServer, replica: RunningServer) -> None:
+    """Wait until a replica durably has all that its upstream durably has, under the same logs."""
+    expected = await poll(
+        lambda: table(upstream), lambda found: all(one[0] == one[1] for one in found)
+    )
+
+    async def same() -> bool:
+        try:
+            return await table(replica) == expected
+        except Exception:
+            return False
+
+    await poll(same)
+
+
+async def rows(server: RunningServer, bucket: str = "default") -> dict[bytes, bytes | None]:
+    async with AsyncClient(server.target) as client:
+        return await rows_of(client, bucket)
+
+
+def replica_of(start: StartServer, *upstreams: RunningServer, **more: Any) -> RunningServer:
+    return start("--replicate-from", ",".join(one.target for one in upstreams), **more)
+
+
+@pytest.mark.asyncio
+async def test_a_replica_joins_a_written_bucket_and_follows(server_process: StartServer) -> None:
+    upstream = server_process("--tail-bytes", "200000")
+    async with AsyncClient(upstream.target) as client:
+        bucket = client.bucket("default")
+        # Some of it is in the store, some is in the tail, and writing goes on.
+        await bucket.write_many(pairs(5000, b"x" * 100))
+        await bucket.write_many([(b"key 1", None)])
+        replica = replica_of(server_process, upstream)
+        for n in range(20):
+            await bucket.write_many(pairs(50, b"round %d" % n, 10 * n))
+        await in_sync(upstream, replica)
+        assert await rows(replica) == await rows(upstream)
+        await bucket.set(b"late", b"v")
+        await in_sync(upstream, replica)
+    async with AsyncClient(replica.target) as client:
+        copy = client.bucket("default")
+        assert await copy.get(b"late") == b"v"
+        with pytest.raises(UprError) as refused:
+            await copy.set(b"late", b"w")
+        assert refused.value.reason == "PARTITION_NOT_ACTIVE"
+    here = await poll(lambda: status(replica), lambda found: not found.upstream.lag)
+    assert (here.upstream.address, here.upstream.connected) == (upstream.target, True)
+    assert here.version == (await status(upstream)).version
+    async with RawClient(replica.target) as raw:
+        assert {i.state for i in await raw.partitions()} == {types.PARTITION_STATE_REPLICA}
+    there = await poll(
+        lambda: status(upstream), lambda found: [r.lag for r in found.replicas] == [0]
+    )
+    mark = json.loads((replica.data / "upr-stream.json").read_text())
+    assert [(r.directory, r.address) for r in there.replicas] == [
+        (mark["directory"], replica.target)
+    ]
+    assert mark["cluster"] == json.loads((upstream.data / "upr-stream.json").read_text())["cluster"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_a_replica_goes_on_after_a_kill_of_it_or_of_its_upstream(
+    server_process: StartServer,
+) -> None:
+    upstream = server_process()
+    replica = replica_of(server_process, upstream)
+    async with AsyncClient(upstream.target) as client:
+        bucket = client.bucket("default")
+        await bucket.write_many(pairs(500))
+        await in_sync(upstream, replica)
+        for n in range(3):
+            replica.kill()
+            await bucket.write_many(pairs(300, b"%d" % n, 100 * n))
+            replica.start()
+            await bucket.write_many(pairs(300, b"%d, later" % n, 150 * n))
+            await in_sync(upstream, replica)
+            upstream.kill()
+            # Without its upstream it serves what it has.
+            assert len(await rows(replica)) >= 500
+            upstream.start()
+            await bucket.write_many(pairs(10, b"after the start"))
+            await in_sync(upstream, replica)
+            assert await rows(replica) == await rows(upstream)
+    assert (await status(replica)).upstream.undone == 0
+
+
+def undone(server: RunningServer) -> list[dict[str, Any]]:
+    """All lines of all files but the first of each."""
+    files = sorted((server.data / "undone").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()[1:]]
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    hold = tmp_path / "hold"
+    upstream = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
+    replica = replica_of(server_process, upstream)
+    async with AsyncClient(upstream.target) as client:
+        bucket = client.bucket("default")
+        await bucket.write_many([*pairs(200), (b"to go", b"old")])
+        await in_sync(upstream, replica)
+        hold.touch()
+        # Only in the memory of the upstream, but on the disk of the replica.
+        lost = [(b"to go", b"new"), (b"lost", b"value"), (b"key 7", None)]
+        for one in lost:
+            await bucket.write_many([one], durability="memory")
+        async with AsyncClient(replica.target) as other:
+            await poll(lambda: other.bucket("default").get(b"key 7"), lambda value: value is None)
+            upstream.kill()
+            hold.unlink()
+            upstream.start()
+            await bucket.set(b"next", b"v")
+            await in_sync(upstream, replica)
+            assert await rows(replica) == await rows(upstream)
+            assert await other.bucket("default").get(b"to go") == b"old"
+            assert await other.bucket("default").get(b"key 7") == b"v"
+    told = {base64.b64decode(row["key"]): row for row in undone(replica)}
+    assert told.keys() == {b"to go", b"lost", b"key 7"}
+    assert {key: row["op"] for key, row in told.items()} == {
+        b"to go": "set", b"lost": "set", b"key 7": "delete",
+    }  # fmt: skip
+    assert base64.b64decode(told[b"to go"]["value"]) == b"new"
+    assert told[b"lost"]["partition"] == partition_of(b"lost")
+    assert (await status(replica)).upstream.undone == 3
+
+
+@pytest.mark.asyncio
+async def test_a_chain_and_a_star_of_replicas(server_process: StartServer) -> None:
+    upstream = server_process()
+    first = replica_of(server_process, upstream)
+    # The first address of the second is of nobody.
+    second = server_process("--replicate-from", f"127.0.0.1:1,{first.target}")
+    third = server_process("--replicate-from", upstream.target, "--anonymous")
+    async with AsyncClient(upstream.target) as client:
+        await client.bucket("default").write_many(pairs(1000))
+        for replica in (first, second, third):
+            await in_sync(upstream, replica)
+            assert len(await rows(replica)) == 1000
+        first.kill()
+        await client.bucket("default").write_many(pairs(500, b"w"))
+        first.start()
+        await in_sync(upstream, second)
+        assert await rows(second) == await rows(upstream)
+    async with RawClient(upstream.target) as raw:
+        known = await raw.admin.ListConsumers(admin.ListConsumersRequest(bucket="default"))
+    assert [one.name.partition(":")[0] for one in known.consumers] == ["replica"]
+    assert sorted(one.anonymous for one in (await status(upstream)).replicas) == [False, True]
+
+
+@pytest.mark.asyncio
+async def test_buckets_come_and_go_with_those_of_the_upstream(server_process: StartServer) -> None:
+    upstream = server_process()
+    replica = replica_of(server_process, upstream)
+    async with AsyncClient(upstream.target) as client, AsyncClient(replica.target) as copy:
+        await client.admin.create_bucket("second", compression="zstd")
+        await client.bucket("second").write_many(pairs(300, b"x" * 1000))
+
+        async def copied() -> bool:
+            try:
+                return len(await rows_of(copy, "second")) == 300
+            except UprError:
+                return False
+
+        await poll(copied)
+        await client.admin.drop_bucket("second")
+
+        async def names() -> list[str]:
+            return [one.name for one in await copy.admin.buckets()]
+
+        await poll(names, lambda found: found == ["default"])
+
+
+@pytest.mark.asyncio
+async def test_an_upstream_of_another_set_is_refused(server_process: StartServer) -> None:
+    upstream, other = server_process(), server_process()
+    async with AsyncClient(other.target) as client:
+        await client.bucket("default").set(b"mine", b"v")
+    replica = replica_of(server_process, upstream)
+    await in_sync(upstream, replica)
+    replica.terminate()
+    replica.options[1] = other.target
+    replica.start()
+
+    async def problem() -> str:
+        return (await status(replica)).upstream.problem.message
+
+    assert "belongs to the set of servers" in await poll(problem)
+    assert await rows(replica) == {}
+    # A server with data of its own is no replica of another one.
+    other.terminate()
+    other.options += ["--replicate-from", upstream.target]
+    other.start()
+
+    async def own_problem() -> str:
+        return (await status(other)).upstream.problem.reason
+
+    assert await poll(own_problem) == "WRONG_REPLICA_SET"
+    assert await rows(other) == {b"mine": b"v"}

@@ -1,0 +1,1 @@
+"""Replicas: a server that follows another one, and keeps what that one has."""

@@ -1,0 +1,231 @@
+"""Meeting: the calls of one server to the others of its set, and what it learned of each.
+
+A server is called where it said that it can be reached: in its Follow call, or in a call of this kind.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import numpy as np
+
+from upr.service.buckets.catalog import Catalog
+from upr.storage.standing import Stored
+from upr_protocol.errors import ProtocolError, UprError
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.ownership import HELD, Held, Outdated, Row, Standing
+from upr_protocol.wire.grpc import CLIENT_OPTIONS, error_from_call
+from upr_protocol.wire.v1 import replica_service_pb2 as wire
+from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
+
+MEET_SECONDS = 0.5
+"""Interval of meetings."""
+ANSWER_SECONDS = 2.0
+"""Longest wait for an answer of a server; one that does not answer counts as not reached."""
+PROMISE_SECONDS = 10.0
+"""Longest wait for a promise, which needs what was written there on disk."""
+
+
+def row_to_message(row: Row) -> wire.OwnerRow:
+    """Return a row as a message; servers tell each other only of rows that are served."""
+    return wire.OwnerRow(
+        epoch=row.epoch, revision=row.revision, owner=row.owner, counted=sorted(row.counted)
+    )
+
+
+def row_of_message(message: wire.OwnerRow) -> Row:
+    """Return the row of a message."""
+    counted = frozenset(message.counted)
+    return Row(message.epoch, message.revision, message.owner, message.epoch > 0, counted)
+
+
+def held_to_messages(held: dict[int, Held]) -> list[wire.HeldBucket]:
+    """Return what is held as messages."""
+    return [
+        wire.HeldBucket(version=version, partitions=columns.tobytes())
+        for version, columns in held.items()
+    ]
+
+
+def held_of_messages(messages: Iterable[wire.HeldBucket]) -> dict[int, Held]:
+    """Return what is held, by bucket version.
+
+    Raises:
+        ProtocolError: a message has another number of partitions.
+    """
+    found = {}
+    for message in messages:
+        if len(message.partitions) != PARTITIONS * HELD.itemsize:
+            raise ProtocolError(f"what is held of a bucket is {len(message.partitions)} bytes")
+        found[message.version] = np.frombuffer(message.partitions, HELD)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What another server said of itself.
+
+    Attributes:
+        row: the newest that it knows; it has stored it.
+        epoch: the highest that it knows.
+    """
+
+    row: Row
+    epoch: int
+    in_step: bool
+    held: dict[int, Held]
+
+
+class Meeting:
+    """The other servers of a set.
+
+    Args:
+        address: returns HOST:PORT where this server can be reached.
+
+    Attributes:
+        addresses: HOST:PORT by directory, of all servers that are known.
+        met: those that answered at the last meeting, by directory.
+    """
+
+    def __init__(self, catalog: Catalog, address: Callable[[], str]) -> None:
+        self._catalog = catalog
+        self._address = address
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.addresses: dict[str, str] = dict(catalog.standing.addresses)
+        self.met: dict[str, Met] = {}
+
+    @property
+    def member(self) -> wire.SetMember:
+        """This server."""
+        return wire.SetMember(directory=self._catalog.directory_id, address=self._address())
+
+    @property
+    def members(self) -> list[wire.SetMember]:
+        """All servers that are known, this one included, by directory."""
+        known = {**self.addresses, self._catalog.directory_id: self._address()}
+        return [wire.SetMember(directory=d, address=a) for d, a in sorted(known.items())]
+
+    def named(self, directory: str) -> str:
+        """Return how operators are told of a server: its address, or its directory where none is known."""
+        if directory == self._catalog.directory_id:
+            return self._address()
+        return self.addresses.get(directory) or f"directory {directory}"
+
+    def heard_of(self, members: Iterable[wire.SetMember]) -> None:
+        """Remember where servers can be reached."""
+        for one in members:
+            if one.directory != self._catalog.directory_id and one.address:
+                self.addresses[one.directory] = one.address
+
+    def with_addresses(self, stored: Stored) -> Stored:
+        """Return what is to be stored, with the addresses of now."""
+        return replace(stored, addresses=dict(self.addresses))
+
+    async def keep_addresses(
+        self, store: Callable[[Callable[[Standing], Standing]], Awaitable[Any]]
+    ) -> None:
+        """Store the addresses if they changed, and this server does not stand alone."""
+        if self.addresses and self.addresses != dict(self._catalog.standing.addresses):
+            await self._catalog.keep_standing(self.with_addresses(self._catalog.standing))
+
+    def registered(self, directory: str) -> bool:
+        """Return whether a replica follows here, registered, in every bucket."""
+        return all(
+            any(
+                follower.options.directory == directory and follower.options.consumer
+                for follower in host.bucket.followers
+            )
+            for host in self._catalog.hosts
+        )
+
+    def _note_followers(self) -> None:
+        for host in self._catalog.hosts:
+            for follower in host.bucket.followers:
+                options = follower.options
+                if options.is_replica and options.consumer and options.address:
+                    self.addresses[options.directory] = options.address
+
+    def stub(self, address: str) -> Any:
+        """Return the calls of the server at an address."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+            self._channels[address] = channel
+        return ReplicaServiceStub(channel)
+
+    async def meet_all(self, standing: Standing) -> None:
+        """Meet all known servers at once."""
+        self._note_followers()
+        self.met = await self.reach(set(self.addresses))
+
+    async def reach(self, directories: Iterable[str]) -> dict[str, Met]:
+        """Meet servers at once, and return those that answered."""
+        chosen = [d for d in directories if d in self.addresses]
+        found = await asyncio.gather(*map(self._meet, chosen))
+        return {d: one for d, one in zip(chosen, found, strict=True) if one is not None}
+
+    async def _meet(self, directory: str) -> Met | None:
+        standing = self._catalog.standing.standing
+        request = wire.MeetRequest(
+            replica_set=self._catalog.replica_set,
+            member=self.member,
+            row=row_to_message(standing.row),
+            epoch=standing.epoch,
+            members=self.members,
+        )
+        try:
+            answer = await self.stub(self.addresses[directory]).Meet(
+                request, timeout=ANSWER_SECONDS
+            )
+            if answer.member.directory != directory:
+                return None
+            self.heard_of(answer.members)
+            held = held_of_messages(answer.held)
+        except (grpc.aio.AioRpcError, UprError):
+            return None
+        return Met(row_of_message(answer.row), answer.epoch, answer.in_step, held)
+
+    async def ask_promises(
+        self, claim: Row, directories: Iterable[str]
+    ) -> dict[str, Outdated | tuple[Row, dict[int, Held], bool]]:
+        """Ask servers for their promise at once; those that cannot be reached are left out.
+
+        Returns: by directory its row, what it holds, and whether it confirms; or what outdates the claim.
+        """
+        previous = claim.previous
+        request = wire.PromiseRequest(
+            replica_set=self._catalog.replica_set,
+            epoch=claim.epoch,
+            candidate=self.member,
+            previous_directory="" if previous is None else previous.directory,
+            previous_epoch=0 if previous is None else previous.epoch,
+        )
+        chosen = [d for d in directories if d in self.addresses]
+        answers = await asyncio.gather(*(self._ask(d, request) for d in chosen))
+        return {d: one for d, one in zip(chosen, answers, strict=True) if one is not None}
+
+    async def _ask(
+        self, directory: str, request: wire.PromiseRequest
+    ) -> Outdated | tuple[Row, dict[int, Held], bool] | None:
+        try:
+            answer = await self.stub(self.addresses[directory]).Promise(
+                request, timeout=PROMISE_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            if error_from_call(error).reason == "WRONG_REPLICA_SET":
+                raise error_from_call(error) from error
+            return None
+        if answer.member.directory != directory:
+            return None
+        row = row_of_message(answer.row)
+        if not answer.promised:
+            return Outdated(row, answer.epoch)
+        return row, held_of_messages(answer.held), answer.confirmed
+
+    async def close(self) -> None:
+        """Close the channels."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()

@@ -1,0 +1,133 @@
+"""ReplicaService: what operators ask a server about its set, and what the servers of a set ask each other."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from upr.config import ServerConfig
+from upr.replica.meeting import held_to_messages, row_of_message, row_to_message
+from upr.replica.owning import Owning
+from upr.service.buckets.catalog import Catalog
+from upr.service.calls import answering
+from upr.service.overload.intake import Context
+from upr_protocol.errors import UprError, shown
+from upr_protocol.ownership import Row, Served
+from upr_protocol.wire.v1 import replica_service_pb2 as wire
+
+
+class ReplicaMethods:
+    """Methods of ReplicaService, and the task behind them.
+
+    Args:
+        address: returns HOST:PORT where this server can be reached.
+    """
+
+    def __init__(self, catalog: Catalog, config: ServerConfig, address: Callable[[], str]) -> None:
+        self._catalog = catalog
+        self._owning = Owning(catalog, config, address)
+
+    async def run(self) -> None:
+        """Meet, follow and serve until cancelled."""
+        try:
+            await self._owning.run()
+        finally:
+            await self._owning.meeting.close()
+
+    def _check_set(self, replica_set: str) -> None:
+        own = self._catalog.replica_set
+        if not own or replica_set != own:
+            raise UprError(
+                f"the set of servers is {shown(replica_set)}; must be {own!r}",
+                reason="WRONG_REPLICA_SET",
+                hint="a server of another set is at this address",
+            )
+
+    @answering
+    async def GetTopology(
+        self, request: wire.GetTopologyRequest, context: Context
+    ) -> wire.GetTopologyResponse:
+        """Return what this server knows of its set."""
+        owning, meeting = self._owning, self._owning.meeting
+        standing = owning.standing
+        return wire.GetTopologyResponse(
+            replica_set=self._catalog.replica_set,
+            directory=standing.directory,
+            active=owning.active,
+            row=row_to_message(standing.row),
+            promised=standing.promised,
+            members=[self._status(member) for member in meeting.members],
+            waiting=owning.waiting,
+        )
+
+    def _status(self, member: wire.SetMember) -> wire.MemberStatus:
+        owning = self._owning
+        if member.directory == owning.standing.directory:
+            lag = sum(h.following.lag() for h in self._catalog.hosts if h.following is not None)
+            return wire.MemberStatus(
+                member=member, reached=True, in_step=owning.in_step, lag=0 if owning.active else lag
+            )
+        met = owning.meeting.met.get(member.directory)
+        if met is None:
+            return wire.MemberStatus(member=member)
+        lag = 0
+        for version, mine in owning.held().items():
+            if version in met.held:
+                theirs = np.minimum(met.held[version]["marker"], mine["high"])
+                lag += int((mine["high"] - theirs).sum())
+        return wire.MemberStatus(
+            member=member, reached=True, in_step=met.in_step, lag=lag if owning.active else 0
+        )
+
+    @answering
+    async def Promote(self, request: wire.PromoteRequest, context: Context) -> wire.PromoteResponse:
+        """Make this server the active one."""
+        end = await self._owning.promote(force=request.force, takeover=request.takeover)
+        addresses = self._owning.meeting.addresses
+        return wire.PromoteResponse(
+            row=row_to_message(end.row),
+            records=end.records,
+            without=[
+                wire.SetMember(directory=d, address=addresses.get(d, ""))
+                for d in sorted(end.without)
+            ],
+            lost=[
+                wire.LostRange(bucket=bucket, partition=p, seqno=here, high_seqno=there)
+                for bucket, p, here, there in end.lost
+            ],
+        )
+
+    @answering
+    async def Meet(self, request: wire.MeetRequest, context: Context) -> wire.MeetResponse:
+        """Learn what another server knows, and tell it what is known here."""
+        self._check_set(request.replica_set)
+        owning = self._owning
+        owning.meeting.heard_of([*request.members, request.member])
+        await owning.learned(row_of_message(request.row), request.epoch)
+        standing = owning.standing
+        return wire.MeetResponse(
+            member=owning.meeting.member,
+            row=row_to_message(standing.row),
+            epoch=standing.epoch,
+            in_step=owning.in_step,
+            held=held_to_messages(owning.held()),
+            members=owning.meeting.members,
+        )
+
+    @answering
+    async def Promise(self, request: wire.PromiseRequest, context: Context) -> wire.PromiseResponse:
+        """Promise an epoch to a candidate."""
+        self._check_set(request.replica_set)
+        owning = self._owning
+        owning.meeting.heard_of([request.candidate])
+        previous = Served(request.previous_directory, request.previous_epoch)
+        claim = Row(request.epoch, 0, request.candidate.directory, False, frozenset(), previous)
+        answer = await owning.promise(request.epoch, request.candidate.directory, claim)
+        standing = owning.standing
+        return wire.PromiseResponse(
+            member=owning.meeting.member,
+            promised=answer is not None,
+            row=row_to_message(standing.row if answer is None else answer.row),
+            epoch=standing.epoch,
+            confirmed=answer is not None and answer.confirmed,
+            held=[] if answer is None else held_to_messages(dict(answer.held)),
+        )

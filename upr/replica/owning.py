@@ -1,0 +1,529 @@
+"""Owning: what one server does so that its set has one active server; it drives ``upr_protocol.ownership``.
+
+The servers of a set meet every MEET_SECONDS: each tells the newest row that it knows, and learns the newer one. Who is
+active counts its replicas that way, and steps down when it meets a higher epoch. Who is not active follows the owner.
+A server that was the owner when it was stopped asks the others before it serves again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import lmdb
+import numpy as np
+
+from upr import failpoints
+from upr.config import ServerConfig
+from upr.engine.partitions import DEAD
+from upr.engine.recovery import Undo
+from upr.replica.meeting import MEET_SECONDS, Meeting
+from upr.replica.replication import Replication
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
+from upr.service.trouble import words_of
+from upr_protocol.block import U64
+from upr_protocol.errors import StorageFailedError, UnavailableError, UprError
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.ownership import (
+    HELD,
+    Ask,
+    Claim,
+    Follow,
+    Held,
+    Outdated,
+    Promise,
+    Row,
+    Serve,
+    Standing,
+)
+
+log = logging.getLogger(__name__)
+
+GATHER_SECONDS = 30.0
+"""Longest time without the end of a step while data is gathered."""
+CLAIMS_MAX = 5
+"""Claims of one promotion: each is above the epoch that ended the one before it."""
+Buckets = Mapping[int, Held]
+"""What a server holds, by bucket version."""
+
+
+def held_of(host: BucketService) -> Held:
+    """Return what is durable of a bucket."""
+    bucket, table = host.bucket, host.bucket.partitions
+    held = np.zeros(PARTITIONS, HELD)
+    held["marker"], held["high"], held["id"] = bucket.markers.seqno, table.durable, table.newest_id
+    for partition in np.flatnonzero(held["marker"]).tolist():
+        log_of = table.logs[partition]
+        given = log_of.records[log_of.index(log_of.id_at(int(held["marker"][partition])))]
+        held["epoch"][partition] = given.epoch
+    return held
+
+
+def in_one_order(buckets: Buckets, versions: Iterable[int]) -> Held:
+    """Return what is held as one column; of a bucket that is not there, nothing."""
+    nothing = np.zeros(PARTITIONS, HELD)
+    return np.concatenate([nothing[:0], *(buckets.get(version, nothing) for version in versions)])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A promise as it came, before it is known which buckets there are."""
+
+    row: Row
+    held: Buckets
+    confirmed: bool
+
+
+@dataclass(slots=True)
+class Promoted:
+    """Outcome of a promotion.
+
+    Attributes:
+        row: the row of the set now.
+        records: partitions that got a failover record.
+        without: counted directories that were given up.
+        lost: what the former owner was known to have above what is here: bucket, partition, from, to.
+    """
+
+    row: Row
+    records: int = 0
+    without: frozenset[str] = frozenset()
+    lost: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+
+class Owning:
+    """Part of one server in the ownership of its set.
+
+    Args:
+        address: returns HOST:PORT where this server can be reached.
+    """
+
+    def __init__(self, catalog: Catalog, config: ServerConfig, address: Callable[[], str]) -> None:
+        self._catalog = catalog
+        self._config = config
+        self._address = address
+        self.meeting = Meeting(catalog, address)
+        self.active = not catalog.replica
+        self.waiting = ""
+        self._claiming = asyncio.Lock()
+        self._storing = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None
+        self._followed = ""
+        self._paused = False
+        self._floor: dict[int, U64] = {}
+        if self.active:
+            self._note_floor()
+
+    @property
+    def standing(self) -> Standing:
+        """What this server has stored."""
+        return self._catalog.standing.standing
+
+    @property
+    def in_step(self) -> bool:
+        """Whether its small tables are whole in every bucket."""
+        hosts = self._catalog.hosts
+        return self.active or (
+            bool(hosts)
+            and all(host.following is not None and host.following.in_step for host in hosts)
+        )
+
+    def held(self) -> dict[int, Held]:
+        """Return what is durable here, by bucket version."""
+        return {host.bucket.identity.version: held_of(host) for host in self._catalog.hosts}
+
+    def served(self) -> int:
+        """Return the epoch in which this server served last; 0 if it cannot tell that nothing is missing."""
+        epochs = set()
+        for host in self._catalog.hosts:
+            table = host.bucket.partitions
+            epochs |= set(table.served_epoch[table.state != DEAD].tolist())
+        return int(epochs.pop()) if len(epochs) == 1 else 0
+
+    # Knowing
+
+    async def store(self, change: Callable[[Standing], Standing | None]) -> Standing | None:
+        """Change what is stored, durably; None when the change is refused."""
+        async with self._storing:
+            after = change(self.standing)
+            if after is not None and after != self.standing:
+                stored = replace(self._catalog.standing, standing=after)
+                await self._catalog.keep_standing(self.meeting.with_addresses(stored))
+        if after is not None:
+            self._tell_owner()
+        return after
+
+    def _tell_owner(self) -> None:
+        owner = "" if self.active else self.owner_address()
+        for host in self._catalog.hosts:
+            host.bucket.partitions.owner = owner
+
+    def owner_address(self) -> str:
+        """Return HOST:PORT of the active server, as far as it is known; else an empty string."""
+        standing = self.standing
+        if standing.promised > standing.row.epoch or standing.row.owner == standing.directory:
+            return ""
+        return self.meeting.addresses.get(standing.row.owner, "")
+
+    async def learned(self, row: Row, epoch: int) -> None:
+        """Learn what another server knows, and step down if another one may be active."""
+
+        def change(standing: Standing) -> Standing:
+            after = standing.learned(row)
+            # An owner owns no more; a replica goes on until it is asked itself.
+            return after.met(epoch) if after.owns else after
+
+        if change(self.standing) != self.standing:
+            await self.store(change)
+        if self.active and not self.standing.owns:
+            log.warning("a higher epoch was met: this server steps down", extra={"epoch": epoch})
+            await self.step_down(fenced=True)
+
+    async def step_down(self, *, fenced: bool) -> None:
+        """Take no more writes; what is numbered is on disk when this returns. See ``BucketService.step_down``."""
+        if not self.active:
+            return
+        self.active, self._catalog.replica = False, True
+        self._tell_owner()
+        await asyncio.gather(*(host.step_down(fenced=fenced) for host in self._catalog.hosts))
+
+    # Following
+
+    async def follow_nobody(self) -> None:
+        """Stop following."""
+        task, self._following, self._followed = self._following, None, ""
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _follow_owner(self) -> None:
+        """Follow the owner; before one is known, what the command line says."""
+        standing = self.standing
+        if standing.row.epoch:
+            targets: tuple[str, ...] = tuple(filter(None, [self.owner_address()]))
+        else:
+            targets = self._config.replicate_from
+        wanted = ",".join(targets)
+        if self._following is not None and self._following.done():
+            if not self._following.cancelled() and (error := self._following.exception()):
+                log.error("following the owner failed", exc_info=error)
+            self._following = None
+        if self._following is not None and wanted == self._followed:
+            return
+        await self.follow_nobody()
+        if targets:
+            replication = Replication(self._catalog, targets, self._config.anonymous, self._address)
+            self._following = asyncio.create_task(replication.run())
+            self._followed = wanted
+
+    # Promising
+
+    async def promise(self, epoch: int, candidate: str, claim: Row) -> Answer | None:
+        """Promise an epoch to a candidate; None when it cannot be promised.
+
+        Everything is durable before this returns: the promise, the states, and what was numbered here.
+        """
+        known = self.standing.row
+        after = await self.store(lambda standing: standing.promise(epoch, candidate))
+        if after is None:
+            return None
+        await self.follow_nobody()
+        await self.step_down(fenced=False)
+        await asyncio.gather(*map(self._durable, self._catalog.hosts))
+        return Answer(known, self.held(), after.confirms(claim, self.served()))
+
+    @staticmethod
+    async def _durable(host: BucketService) -> None:
+        tail = host.bucket.tail
+        if tail.end > tail.durable:
+            await host.durable(tail.end - 1)
+
+    # Promoting
+
+    async def promote(self, *, force: bool = False, takeover: bool = False) -> Promoted:
+        """Make this server the active one; see ``Promote`` in the service.
+
+        Raises:
+            UprError: it cannot be; NOT_IN_STEP, NOT_COUNTED, NOT_HEARD, NOT_CONFIRMED with the way out.
+        """
+        async with self._claiming:
+            if self.active and not force:
+                return Promoted(self.standing.row)
+            if not self.in_step and not force:
+                raise UprError(
+                    "this server is not in step, so producers' numbers and positions may be missing",
+                    reason="NOT_IN_STEP",
+                    hint="promote another one that 'upr-admin topology' shows in step, or use --force",
+                )
+            self.standing.claim(force=force)
+            self._paused = True
+            try:
+                if not force:
+                    await self._check_reached(takeover=takeover)
+                return await self._claim(force=force, takeover=takeover)
+            except (OSError, lmdb.Error) as error:
+                raise StorageFailedError(words_of(error)) from error
+            finally:
+                self._paused = False
+
+    async def _check_reached(self, *, takeover: bool) -> None:
+        """Raise before anything is changed, if somebody who must be heard cannot be."""
+        row = self.standing.row
+        reached = await self.meeting.reach(row.counted | {row.owner})
+        await asyncio.gather(*(self.learned(one.row, one.epoch) for one in reached.values()))
+        row = self.standing.row
+        missing = row.counted - set(reached) - {self.standing.directory}
+        if missing:
+            raise self._not_heard(missing)
+        if takeover and row.owner not in reached and row.owner != self.standing.directory:
+            raise UprError(
+                f"the active server {self.meeting.named(row.owner)} cannot be reached",
+                reason="NOT_CONFIRMED",
+                hint="'upr-admin promote' goes on without it",
+            )
+
+    def _not_heard(self, missing: Iterable[str]) -> UprError:
+        names = ", ".join(sorted(map(self.meeting.named, missing)))
+        return UprError(
+            f"counted servers that cannot be reached: {names}; they may have what is missing here",
+            reason="NOT_HEARD",
+            hint="start them, or use --force to go on without what only they have",
+            retriable=True,
+        )
+
+    async def _claim(self, *, force: bool, takeover: bool) -> Promoted:
+        above = 0
+        for _ in range(CLAIMS_MAX):
+            basis = self.standing.row
+            row = self.standing.claim(above=above, force=force)
+            known = self._known_highs()
+            me = self.standing.directory
+            own = await self.promise(row.epoch, me, row)
+            failpoints.hit("promote.after_claim")
+            if own is not None:
+                end = await self._drive(Claim(basis, row), {me: own}, force, takeover)
+                if isinstance(end, Promoted):
+                    end.lost = self._lost(known)
+                    return end
+                await self.store(lambda standing, newer=end.row: standing.learned(newer))  # type: ignore[misc]
+                above = end.epoch
+        raise UnavailableError("another server claims the ownership too", hint="try again")
+
+    async def _drive(
+        self, claim: Claim, answers: dict[str, Answer], force: bool, takeover: bool
+    ) -> "Promoted | Outdated":
+        """Do what a claim says, until it serves or is outdated."""
+        me, asked = self.standing.directory, False
+        while True:
+            self._check_mine(claim)
+            versions = sorted({v for a in answers.values() for v in a.held} | set(self.held()))
+            for directory, answer in answers.items():
+                held = in_one_order(answer.held, versions)
+                claim.promised(Promise(directory, answer.row, held, answer.confirmed))
+            step = claim.next(in_one_order(self.held(), versions))
+            if isinstance(step, Outdated):
+                return step
+            if isinstance(step, Ask):
+                if asked and force:
+                    claim.give_up(claim.missing)
+                elif asked:
+                    raise self._not_heard(claim.missing)
+                asked = True
+                refused = await self._ask(claim, step.directories - {me}, answers)
+                if refused is not None:
+                    return refused
+                failpoints.hit("promote.after_promises")
+            elif takeover and not claim.confirmed and claim.row.previous is not None:
+                raise UprError(
+                    f"{self.meeting.named(claim.row.previous.directory)} does not confirm that nothing is missing",
+                    reason="NOT_CONFIRMED",
+                    hint="'upr-admin promote' goes on without it",
+                )
+            elif isinstance(step, Follow):
+                await self._gather(claim, step, versions)
+            else:
+                return await self._serve(claim, step, versions)
+
+    def _check_mine(self, claim: Claim) -> None:
+        standing = self.standing
+        if (standing.promised, standing.candidate) != (claim.row.epoch, standing.directory):
+            raise UnavailableError(
+                f"epoch {standing.promised} was claimed by another server meanwhile",
+                hint="'upr-admin topology' shows who is active",
+            )
+
+    async def _ask(
+        self, claim: Claim, directories: Iterable[str], answers: dict[str, Answer]
+    ) -> Outdated | None:
+        """Ask servers for their promise at once, and keep the answers; return what outdates the claim."""
+        outcomes = await self.meeting.ask_promises(claim.row, directories)
+        for directory, outcome in outcomes.items():
+            if isinstance(outcome, Outdated):
+                return outcome
+            answers[directory] = Answer(*outcome)
+        return None
+
+    async def _gather(self, claim: Claim, step: Follow, versions: list[int]) -> None:
+        """Follow a server that promised until what is lacking is here, durably."""
+        address = self.meeting.addresses.get(step.directory, "")
+        only: dict[int, list[int]] = {}
+        for at in step.partitions.tolist():
+            only.setdefault(versions[at // PARTITIONS], []).append(at % PARTITIONS)
+        replication = Replication(self._catalog, (address,), True, self._address, only)
+        task = asyncio.create_task(replication.run())
+        try:
+            async with asyncio.timeout(GATHER_SECONDS):
+                while True:
+                    self._check_mine(claim)
+                    after = claim.next(in_one_order(self.held(), versions))
+                    lacking = isinstance(after, Follow) and after.directory == step.directory
+                    if not lacking:
+                        return
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            raise self._not_heard([step.directory]) from None
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.gather(*map(self._durable, self._catalog.hosts))
+
+    async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
+        """Store that this server serves, then the records, then be active."""
+        given_up = claim.row.counted - step.row.counted
+        await self.store(lambda standing: standing.learned(step.row))
+        failpoints.hit("promote.after_row")
+        held = in_one_order(self.held(), versions)
+        cut_off = step.cut_off(held)
+        for i, version in enumerate(versions):
+            part = slice(i * PARTITIONS, (i + 1) * PARTITIONS)
+            host = next(
+                (h for h in self._catalog.hosts if h.bucket.identity.version == version), None
+            )
+            if host is None:
+                continue
+            markers = step.marker[part].tolist()
+            above = np.flatnonzero(cut_off[part]).tolist()
+            if above:
+                logs = host.bucket.partitions.logs
+                undo = {p: Undo(markers[p], logs[p], step.row.epoch) for p in above}
+                host = await self._catalog.reopen(host.bucket.identity.name, undo)
+            alive = host.bucket.partitions.state != DEAD
+            records = np.flatnonzero(step.record[part] & alive).tolist()
+            await host.activate(step.row.epoch, {p: markers[p] for p in records})
+        self.active, self._catalog.replica, self.waiting = True, False, ""
+        self._tell_owner()
+        self._note_floor()
+        log.warning("this server is active", extra={"epoch": step.row.epoch})
+        return Promoted(step.row, int(step.record.sum()), given_up)
+
+    def _note_floor(self) -> None:
+        """Remember what the owner had when it began to serve."""
+        self._floor = {
+            host.bucket.identity.version: host.bucket.partitions.high.copy()
+            for host in self._catalog.hosts
+        }
+
+    def _known_highs(self) -> dict[int, U64]:
+        return {
+            host.bucket.identity.version: host.following.highs.copy()
+            for host in self._catalog.hosts
+            if host.following is not None
+        }
+
+    def _lost(self, known: Mapping[int, U64]) -> list[tuple[str, int, int, int]]:
+        """Return what the former owner was known to have above what is here."""
+        found = []
+        for host in self._catalog.hosts:
+            identity, here = host.bucket.identity, host.bucket.partitions.high
+            told = known.get(identity.version)
+            if told is not None:
+                found += [
+                    (identity.name, p, int(here[p]), int(told[p]))
+                    for p in np.flatnonzero(told > here).tolist()
+                ]
+        return found
+
+    # Meeting, and who is counted
+
+    async def run(self) -> None:
+        """Meet the others, follow or serve, until cancelled."""
+        try:
+            while True:
+                try:
+                    await self._round()
+                except (UprError, OSError, lmdb.Error) as error:
+                    self._wait_for(str(error))
+                await asyncio.sleep(MEET_SECONDS)
+        finally:
+            await self.follow_nobody()
+
+    def _wait_for(self, words: str) -> None:
+        if words != self.waiting:
+            self.waiting = words
+            if words:
+                log.warning("this server is not active", extra={"waiting": words})
+
+    async def _round(self) -> None:
+        if self._paused:
+            return
+        standing = self.standing
+        if not self.active and not standing.owns:
+            self._wait_for("")
+            if standing.promised <= standing.row.epoch:
+                await self._follow_owner()
+        await self.meeting.meet_all(standing)
+        for one in list(self.meeting.met.values()):
+            await self.learned(one.row, one.epoch)
+        await self.meeting.keep_addresses(self.store)
+        if self.active:
+            await self._count()
+        elif self.standing.owns and not self._paused:
+            await self._resume()
+
+    async def _resume(self) -> None:
+        """Serve again after a restart, when those that are counted let it."""
+        standing = self.standing
+        others = standing.row.counted - {standing.directory}
+        met = {d for d in others if d in self.meeting.met}
+        if self.served() == standing.row.epoch and (met or not others):
+            # One that promised nothing higher is enough: nobody was promoted without it.
+            for host in self._catalog.hosts:
+                await host.activate(standing.row.epoch, {})
+            self.active, self._catalog.replica, self.waiting = True, False, ""
+            self._tell_owner()
+            self._note_floor()
+            return
+        if others - met:
+            raise self._not_heard(others - met)
+        self._paused = True
+        try:
+            async with self._claiming:
+                await self._claim(force=False, takeover=False)
+        finally:
+            self._paused = False
+
+    async def _count(self) -> None:
+        """Count the replicas that are in step, and count this server no more when another has all that it had."""
+        row = self.standing.row
+        for directory, one in sorted(self.meeting.met.items()):
+            if one.in_step and directory not in row.counted and self.meeting.registered(directory):
+                row = row.counting(directory)
+        floor = in_one_order({v: _held(high) for v, high in self._floor.items()}, self._floor)
+        holding = {
+            directory: in_one_order(one.held, self._floor)["marker"]
+            for directory, one in self.meeting.met.items()
+        }
+        if row == self.standing.row:
+            stored = {d for d, one in self.meeting.met.items() if one.row.age >= row.age}
+            row = row.without(row.owner, floor["high"], holding, stored) or row
+        if row != self.standing.row:
+            await self.store(lambda standing: standing.learned(row))
+            # At once: until they have stored it, a promotion waits for servers that are counted no more.
+            await self.meeting.meet_all(self.standing)
+
+
+def _held(high: U64) -> Held:
+    held = np.zeros(PARTITIONS, HELD)
+    held["high"] = high
+    return held

@@ -1,0 +1,349 @@
+"""The Follow call of a replica for one bucket: what the upstream sends becomes durable here, under its numbers.
+
+Each partition is started where it ends here, with its horizon and the id of its newest row, as a consumer does. The
+failover log comes with the answer and is stored before any row. A history that must be undone cannot be undone in a
+living tail: the call ends with UndoNeededError, and the bucket is opened anew.
+
+What is acknowledged is the last complete durable marker: after each fsync, not after each frame.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from upr.engine.compaction import raise_purges
+from upr.engine.partitions import DEAD, PENDING, REPLICA
+from upr.engine.recovery import Undo
+from upr.engine.tail import TailEntry
+from upr.service.buckets.bucket_service import BucketService
+from upr.storage.journal import NumberedWrite
+from upr_protocol.block import POSITION, Block
+from upr_protocol.errors import ProtocolError, UnavailableError, UprError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.flow import CreditReturn
+from upr_protocol.handshake import RollbackAnswer, boundary_of
+from upr_protocol.limits import PARTITIONS, SILENT_INTERVALS
+from upr_protocol.position import Position
+from upr_protocol.wire.codec import encode_block, joined_blocks, log_from_messages, producer_writes
+from upr_protocol.wire.compression import zstd_available
+from upr_protocol.wire.grpc import error_from_call, error_of
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1 import types_pb2 as types
+
+HEARTBEAT_SECONDS = 1.0
+"""Interval of heartbeats: what was refused is started again so often, and an upstream that is silent for three is gone."""
+_NO_TOKEN = -1
+
+
+class UndoNeededError(Exception):
+    """The upstream has another history: partitions must undo a part of theirs first."""
+
+    def __init__(self, undo: Mapping[int, Undo]) -> None:
+        super().__init__(f"{len(undo)} partitions must undo a part of their history")
+        self.undo = undo
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a replica says of itself.
+
+    Attributes:
+        directory: the id of its data directory.
+        replica_set: the id of the set of servers that it belongs to.
+        address: HOST:PORT where it can be reached.
+        anonymous: whether it is not to be registered.
+    """
+
+    directory: str
+    replica_set: str
+    address: str
+    anonymous: bool
+
+
+class Receiving:
+    """One Follow call, from its Open to its end.
+
+    Args:
+        stub: ChangeStreamServiceStub of the upstream.
+        only: the partitions that are followed; None for all.
+    """
+
+    def __init__(
+        self,
+        host: BucketService,
+        stub: Any,
+        introduction: Introduction,
+        only: Sequence[int] | None = None,
+    ) -> None:
+        self._only = only
+        assert host.following is not None
+        self._host = host
+        self._bucket = host.bucket
+        self._table = host.bucket.partitions
+        self._following = host.following
+        self._introduction = introduction
+        self._call = stub.Follow()
+        self._writing = asyncio.Lock()
+        self._token = np.full(PARTITIONS, _NO_TOKEN, np.int64)
+        self._again: set[int] = set()
+        self._acknowledged = np.zeros(PARTITIONS, np.uint64)
+        self._returned = CreditReturn()
+
+    async def run(self) -> None:
+        """Follow until the call ends; it does not end well.
+
+        Raises:
+            UndoNeededError: partitions must undo something first.
+            UprError: the upstream refused or ended the call, cannot be reached, or broke the protocol.
+            OSError, lmdb.Error: something could not be stored here.
+        """
+        acknowledging: asyncio.Task[None] | None = None
+        try:
+            opened = await self._open()
+            self._returned = CreditReturn(opened.credit_bytes)
+            silence = SILENT_INTERVALS * opened.heartbeat_seconds
+            partitions = np.flatnonzero(self._table.state != DEAD).tolist()
+            await self._start(partitions if self._only is None else self._only)
+            self._following.connected, self._following.problem = True, None
+            acknowledging = asyncio.create_task(self._acknowledge())
+            while True:
+                await self._take(await self._read(silence))
+                if acknowledging.done():
+                    acknowledging.result()
+        except grpc.aio.AioRpcError as error:
+            raise error_from_call(error) from error
+        finally:
+            self._following.connected = False
+            if acknowledging is not None:
+                acknowledging.cancel()
+                await asyncio.gather(acknowledging, return_exceptions=True)
+            self._call.cancel()
+
+    async def _open(self) -> wire.Opened:
+        me, identity = self._introduction, self._bucket.identity
+        kind = wire.FOLLOW_KIND_ANONYMOUS_REPLICA if me.anonymous else wire.FOLLOW_KIND_REPLICA
+        opening = wire.Open(
+            bucket=identity.name,
+            bucket_version=identity.version,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            stability=types.STABILITY_MEMORY,
+            accept_zstd=zstd_available(),
+            kind=kind,
+            directory=me.directory,
+            replica_set=me.replica_set,
+            address=me.address,
+        )
+        await self._say(open=opening)
+        first = await self._read(SILENT_INTERVALS * HEARTBEAT_SECONDS)
+        if first.WhichOneof("message") != "opened":
+            raise ProtocolError("the upstream did not answer an Open with Opened")
+        return first.opened
+
+    async def _read(self, seconds: float) -> wire.FollowResponse:
+        try:
+            async with asyncio.timeout(seconds):
+                message = await self._call.read()
+        except TimeoutError:
+            raise UnavailableError(f"the upstream said nothing for {seconds:g} s") from None
+        if message is grpc.aio.EOF:
+            code, words = await self._call.code(), await self._call.details()
+            trailing = await self._call.trailing_metadata()
+            initial = await self._call.initial_metadata()
+            raise grpc.aio.AioRpcError(code, initial, trailing, words)
+        assert isinstance(message, wire.FollowResponse)
+        return message
+
+    async def _say(self, **message: Any) -> None:
+        async with self._writing:
+            await self._call.write(wire.FollowRequest(**message))
+
+    # Starting
+
+    async def _start(self, partitions: Iterable[int]) -> None:
+        requests = [self._request(partition) for partition in partitions]
+        if requests:
+            await self._say(start=wire.Start(partitions=requests))
+
+    def _request(self, partition: int) -> wire.StartPartition:
+        table = self._table
+        high, log = int(table.high[partition]), table.logs[partition]
+        request = wire.StartPartition(partition=partition, seqno=high)
+        if not high and table.state[partition] == PENDING:
+            # Nothing was adopted yet: its own id was never told to anybody.
+            return request
+        request.failover_id, request.epoch = log.newest.failover_id, int(table.epoch[partition])
+        if high:
+            request.data_id, request.horizon = log.id_at(high), int(table.horizon[partition])
+        return request
+
+    async def _answered(self, answers: Sequence[wire.StartAnswer]) -> None:
+        logs: dict[int, FailoverLog] = {}
+        epochs: dict[int, int] = {}
+        purges: dict[int, int] = {}
+        tokens: dict[int, int] = {}
+        undo: dict[int, Undo] = {}
+        again = []
+        for answer in answers:
+            partition = answer.partition
+            if answer.HasField("refused"):
+                self._again.add(partition)
+                continue
+            told = answer.started if answer.HasField("started") else answer.rollback
+            log = log_from_messages(told.failover_log)
+            if log is None:
+                raise ProtocolError(f"the upstream sent no failover log of partition {partition}")
+            self._check_epoch(partition, told.epoch)
+            if answer.HasField("started"):
+                logs[partition], epochs[partition] = log, told.epoch
+                started = answer.started
+                purges[partition], tokens[partition] = started.purge_seqno, started.token
+                self._following.highs[partition] = started.high_seqno
+                continue
+            one = self._undo(partition, answer.rollback, log)
+            if one is not None:
+                undo[partition] = one
+            else:
+                logs[partition], epochs[partition] = log, told.epoch
+                again.append(partition)
+        await self._adopt(logs, epochs, purges)
+        for partition, token in tokens.items():
+            self._token[partition] = token
+        self._following.in_step = self._following.in_step or bool(tokens)
+        if undo:
+            raise UndoNeededError(undo)
+        await self._start(again)
+
+    def _check_epoch(self, partition: int, epoch: int) -> None:
+        own = int(self._table.epoch[partition])
+        if self._table.state[partition] != PENDING and epoch < own:
+            raise UprError(
+                f"epoch of partition {partition} is {epoch} at the upstream; must be at least {own}, which is known here",
+                hint="the upstream was replaced: give --replicate-from the server that is active now",
+                reason="OLD_EPOCH",
+                retriable=True,
+            )
+
+    def _undo(self, partition: int, told: wire.Rollback, log: FailoverLog) -> Undo | None:
+        """Return what is to be undone after the answer "roll back"; None if nothing is."""
+        table = self._table
+        high, own = int(table.high[partition]), table.logs[partition]
+        if not high:
+            return None
+        position = Position(
+            self._bucket.identity.version,
+            own.newest.failover_id,
+            own.id_at(high),
+            high,
+            int(table.horizon[partition]),
+            (),
+            own,
+        )
+        answer = RollbackAnswer(told.rollback_seqno, told.failover_id, told.rule, told.words, log)
+        seqno = boundary_of(position, answer)
+        if max(high, int(table.horizon[partition])) <= seqno:
+            return None
+        return Undo(seqno, log, told.epoch)
+
+    async def _adopt(
+        self, logs: dict[int, FailoverLog], epochs: Mapping[int, int], purges: Mapping[int, int]
+    ) -> None:
+        """Store the logs, epochs and purge seqnos that are new, before anything is received under them."""
+        table = self._table
+        new = {
+            p: log
+            for p, log in logs.items()
+            if table.state[p] != REPLICA
+            or log != table.logs[p]
+            or epochs[p] != table.epoch[p]
+            or purges.get(p, 0) > table.purge[p]
+        }
+        if new:
+            raise_purges(self._bucket, {p: purges.get(p, 0) for p in new})
+            await self._host.adopt(new, epochs)
+
+    # Messages of the upstream
+
+    async def _take(self, message: wire.FollowResponse) -> None:
+        match message.WhichOneof("message"):
+            case "start_answers":
+                await self._answered(message.start_answers.answers)
+            case "frame":
+                await self._receive(message.frame)
+            case "heartbeat":
+                moved = np.frombuffer(message.heartbeat.high_seqnos, POSITION)
+                partitions = moved["partition"].astype(np.int64)
+                highs = self._following.highs
+                highs[partitions] = np.maximum(highs[partitions], moved["seqno"])
+                await self._say(pong=wire.Pong())
+                again, self._again = sorted(self._again), set()
+                await self._start(again)
+            case "ended":
+                self._ended(message.ended)
+
+    def _ended(self, ended: wire.Ended) -> None:
+        if not ended.streams:
+            raise error_of(ended.problem)
+        for stream in ended.streams:
+            if self._token[stream.partition] == stream.token:
+                self._token[stream.partition] = _NO_TOKEN
+                self._again.add(stream.partition)
+
+    async def _receive(self, frame: wire.Frame) -> None:
+        tokens = np.frombuffer(frame.tokens, "<u4")
+        messages: Sequence[types.Block] = frame.blocks
+        if frame.producer_writes or len(messages) == 1:
+            # The very blocks: a write names its block by number.
+            parsed = [_parsed(message) for message in messages]
+            blocks, encoded = [block for block, _ in parsed], [data for _, data in parsed]
+        else:
+            blocks, tokens = joined_blocks(messages, tokens)
+            encoded = [encode_block(block) for block in blocks]
+        writes = producer_writes(frame.producer_writes, blocks)
+        raised = np.frombuffer(frame.purge_seqnos, POSITION)
+        if len(raised):
+            purges = dict(zip(raised["partition"].tolist(), raised["seqno"].tolist(), strict=True))
+            logs = {p: self._table.logs[p] for p in purges}
+            epochs = {p: int(self._table.epoch[p]) for p in purges}
+            await self._adopt(logs, epochs, purges)
+        at = 0
+        for block, data, written in zip(blocks, encoded, writes, strict=True):
+            runs = block.runs
+            told, at = tokens[at : at + len(runs)], at + len(runs)
+            if len(told) != len(runs):
+                raise ProtocolError(f"a frame has {len(tokens)} tokens, too few for its runs")
+            live = self._token[runs["partition"].astype(np.int64)] == told
+            if not live.any():
+                continue
+            numbered = [NumberedWrite(*write) for write in written]
+            if not live.all():
+                entry = TailEntry(runs, data, numbered, 0).only(live)
+                block, data, numbered = entry.block(), entry.data, list(entry.writes)
+            await self._host.receive(block, data, numbered)
+        back = self._returned.consumed(frame.credit_bytes)
+        if back:
+            await self._say(credit=wire.Credit(bytes=back))
+
+    async def _acknowledge(self) -> None:
+        """Acknowledge the last complete durable markers whenever they moved."""
+        markers = self._bucket.markers
+        while True:
+            # Of what is followed only: an Ack above what was sent ends the call.
+            moved = (markers.seqno > self._acknowledged) & (self._token != _NO_TOKEN)
+            if moved.any():
+                partitions = np.flatnonzero(moved)
+                told = np.zeros(len(partitions), POSITION)
+                told["partition"], told["seqno"] = partitions, markers.seqno[partitions]
+                self._acknowledged[partitions] = markers.seqno[partitions]
+                await self._say(ack=wire.Ack(positions=told.tobytes()))
+            else:
+                await self._host.disk.next_change()
+
+
+def _parsed(message: types.Block) -> tuple[Block, bytes]:
+    """Return a block, checked whole, and its bytes, not compressed: those that the upstream has."""
+    blocks, _ = joined_blocks([message], np.zeros(0, np.uint32))
+    return blocks[0], encode_block(blocks[0]) if message.zstd else message.SerializeToString()

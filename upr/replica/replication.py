@@ -1,0 +1,224 @@
+"""Replication: a server keeps the buckets of an upstream, and receives what is written there.
+
+The upstream is asked for its buckets every LIST_SECONDS; a bucket is made here with the version that it has there, and
+dropped when it is there no more. Each bucket has a Follow call of its own (``receiving``), which is opened again, after a
+pause, whenever it ends. An upstream that cannot be reached is left for the next address.
+
+A directory joins the set of servers of its first upstream, for good. The upstream of another set is refused: what it does
+not have would be undone here.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc
+import lmdb
+
+from upr.engine.recovery import Undo
+from upr.replica.receiving import Introduction, Receiving, UndoNeededError
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
+from upr.service.trouble import words_of
+from upr_client.backoff import delay
+from upr_client.endpoints import endpoints_of
+from upr_protocol.errors import (
+    AlreadyExistsError,
+    BucketGoneError,
+    BucketNotFoundError,
+    StorageFailedError,
+    UprError,
+    shown,
+)
+from upr_protocol.wire.grpc import CLIENT_OPTIONS, error_from_call
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import admin_service_pb2_grpc, change_stream_service_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+LIST_SECONDS = 1.0
+"""Interval at which the upstream's buckets are looked at."""
+ANSWER_SECONDS = 5.0
+"""Longest wait for the list."""
+
+
+class Replication:
+    """The replica's side of one server.
+
+    Args:
+        upstreams: HOST:PORT of each, tried in turn.
+        anonymous: whether it is not registered there.
+        address: returns HOST:PORT where this server can be reached.
+        only: the partitions that are followed, by bucket version, and no bucket is dropped; None for all.
+
+    Raises:
+        InvalidArgumentError: an address is malformed.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        upstreams: Sequence[str],
+        anonymous: bool,
+        address: Callable[[], str],
+        only: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self._catalog = catalog
+        self._only = only
+        self._upstreams = endpoints_of(upstreams)
+        self._anonymous = anonymous
+        self._address = address
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._told = ""
+
+    async def run(self) -> None:
+        """Follow one upstream after the other until cancelled."""
+        failures = 0
+        while True:
+            for upstream in self._upstreams:
+                try:
+                    await self._follow(upstream)
+                except UprError as error:
+                    self._failed(upstream, error)
+                except (OSError, lmdb.Error) as error:
+                    self._failed(upstream, StorageFailedError(words_of(error)))
+                if self._told == "":
+                    failures = 0
+                failures += 1
+                await asyncio.sleep(delay(failures, random.random(), away=True))
+
+    def _failed(self, upstream: str, error: UprError) -> None:
+        """Say why an upstream cannot be followed: in the status, and once in the log."""
+        for host in self._catalog.hosts:
+            if host.following is not None:
+                host.following.address, host.following.problem = upstream, error
+        if str(error) != self._told:
+            self._told = str(error)
+            log.warning(
+                "the upstream cannot be followed", extra={"upstream": upstream, "error": str(error)}
+            )
+
+    async def _follow(self, upstream: str) -> None:
+        """Follow an upstream until it cannot be reached.
+
+        Raises:
+            UprError: it cannot be reached, or is none for this server.
+        """
+        async with grpc.aio.insecure_channel(upstream, options=CLIENT_OPTIONS) as channel:
+            stub = admin_service_pb2_grpc.AdminServiceStub(channel)
+            streams = change_stream_service_pb2_grpc.ChangeStreamServiceStub(channel)
+            try:
+                while True:
+                    try:
+                        request = admin.ListBucketsRequest()
+                        answer = await stub.ListBuckets(request, timeout=ANSWER_SECONDS)
+                    except grpc.aio.AioRpcError as error:
+                        raise error_from_call(error) from error
+                    self._check(answer)
+                    await self._match(answer)
+                    if self._told:
+                        log.info("the upstream is followed", extra={"upstream": upstream})
+                        self._told = ""
+                    for host in self._catalog.hosts:
+                        if self._only is None or host.bucket.identity.version in self._only:
+                            self._keep(host, upstream, streams)
+                    await asyncio.sleep(LIST_SECONDS)
+            finally:
+                calls = list(self._calls.values())
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
+                self._calls.clear()
+
+    def _check(self, answer: admin.ListBucketsResponse) -> None:
+        """Raise unless an upstream belongs to this server's set, or this one to none and has nothing of its own."""
+        own, theirs = self._catalog.replica_set, answer.replica_set
+        if answer.directory == self._catalog.directory_id:
+            words = "the upstream is this very server"
+        elif not theirs:
+            words = "the upstream has not joined a set of servers yet"
+        elif own and own != theirs:
+            words = f"the upstream belongs to the set of servers {shown(theirs)}; this server to {own!r}"
+        elif not own and any(host.bucket.partitions.high.any() for host in self._catalog.hosts):
+            words = "the data directory has data that is of no set of servers"
+        else:
+            return
+        raise UprError(
+            words,
+            hint="give --replicate-from a server of the same set, or --data an empty directory",
+            reason="WRONG_REPLICA_SET",
+            retriable=True,
+        )
+
+    async def _match(self, answer: admin.ListBucketsResponse) -> None:
+        """Drop the buckets that the upstream has no more, and make those that are missing here."""
+        versions = {info.version for info in answer.buckets}
+        for host in self._catalog.hosts:
+            identity = host.bucket.identity
+            if identity.version not in versions and self._only is None:
+                log.warning("a bucket is gone at the upstream", extra={"bucket": identity.name})
+                with contextlib.suppress(BucketNotFoundError, BucketGoneError):
+                    await self._catalog.drop(identity.name, identity.version)
+        known = {host.bucket.identity.version: host for host in self._catalog.hosts}
+        for info in answer.buckets:
+            found = known.get(info.version)
+            if found is None and not info.HasField("problem"):
+                with contextlib.suppress(AlreadyExistsError):
+                    found = await self._catalog.create(info.name, info.compression, info.version)
+            if found is not None and found.disk.quota.limit != info.quota_bytes:
+                await found.set_quota(info.quota_bytes)
+        if not self._catalog.replica_set:
+            # Behind the buckets: who has joined has them all, so that its own replicas drop none.
+            self._catalog.join(answer.replica_set)
+
+    def _keep(self, host: BucketService, upstream: str, streams: object) -> None:
+        """Keep a bucket's call open, from its next end on too."""
+        version = host.bucket.identity.version
+        call = self._calls.get(version)
+        if call is None or call.done():
+            if call is not None and not call.cancelled() and (error := call.exception()):
+                log.error("the replica of a bucket failed", exc_info=error)
+            self._calls[version] = asyncio.create_task(self._receive(host, upstream, streams))
+
+    async def _receive(self, host: BucketService, upstream: str, streams: object) -> None:
+        failures = 0
+        while True:
+            following = host.following
+            assert following is not None
+            following.address = upstream
+            introduction = Introduction(
+                self._catalog.directory_id,
+                self._catalog.replica_set,
+                self._address(),
+                self._anonymous,
+            )
+            try:
+                version = host.bucket.identity.version
+                only = None if self._only is None else self._only[version]
+                await Receiving(host, streams, introduction, only).run()
+            except UndoNeededError as needed:
+                host = await self._undo(host, needed.undo)
+                continue
+            except BucketGoneError:
+                # Dropped here or there: the next list says what to do.
+                return
+            except UprError as error:
+                following.problem = error
+            except (OSError, lmdb.Error) as error:
+                following.problem = StorageFailedError(words_of(error), retriable=True)
+            log.info(
+                "a call to the upstream ended",
+                extra={"bucket": host.bucket.identity.name, "error": str(following.problem)},
+            )
+            failures += 1
+            await asyncio.sleep(delay(failures, random.random(), away=True))
+
+    async def _undo(self, host: BucketService, undo: Mapping[int, Undo]) -> BucketService:
+        name = host.bucket.identity.name
+        log.warning(
+            "the upstream has another history: a part of the bucket's is undone",
+            extra={"bucket": name, "partitions": len(undo)},
+        )
+        return await self._catalog.reopen(name, undo)

@@ -1,0 +1,94 @@
+"""What a server has stored of its part in a set of servers: DIR/owner.json.
+
+It is not there while a server is alone. It is written whole, to a file beside it that then takes its name, so that after
+a crash it is the old one or the new one.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from upr.storage.journal import sync_folder
+from upr_protocol.errors import DataDirectoryError
+from upr_protocol.ownership import Row, Standing, first_row
+
+NAME = "owner.json"
+_NEW = "owner.json.new"
+FORMAT = 1
+NO_ROW = Row(0, 0, "", False, frozenset())
+"""The row of a server that has not heard of any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is stored.
+
+    Attributes:
+        standing: rows, promises.
+        addresses: HOST:PORT of the servers of the set, by directory, where they were last reached.
+    """
+
+    standing: Standing
+    addresses: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this server owns, and nobody else was counted: it need not ask anybody before it serves."""
+        standing = self.standing
+        return standing.owns and standing.row.counted <= {standing.directory}
+
+
+def read_standing(folder: Path, directory: str, *, replica: bool) -> Stored:
+    """Return what is stored in a data directory; without the file a server is alone, or a replica that knows nobody.
+
+    Raises:
+        DataDirectoryError: the file is malformed, or of another format.
+    """
+    path = folder / NAME
+    try:
+        text = json.loads(path.read_text())
+    except FileNotFoundError:
+        return Stored(Standing(directory, NO_ROW if replica else first_row(directory)))
+    except ValueError as error:
+        raise DataDirectoryError(f"{NAME} is malformed: {error}") from error
+    try:
+        if text["format"] != FORMAT:
+            raise DataDirectoryError(f"format of {NAME} is {text['format']}; must be {FORMAT}")
+        row: Any = text["row"]
+        known = Row(
+            row["epoch"], row["revision"], row["owner"], row["epoch"] > 0, frozenset(row["counted"])
+        )
+        standing = Standing(directory, known, text["promised"], text["candidate"])
+        return Stored(standing, dict(text["addresses"]))
+    except (KeyError, TypeError) as error:
+        raise DataDirectoryError(f"{NAME} is malformed: {error!r}") from error
+
+
+def write_standing(folder: Path, stored: Stored) -> None:
+    """Store it, durably.
+
+    Raises:
+        OSError: it could not be written; the old one is still there.
+    """
+    standing, row = stored.standing, stored.standing.row
+    text = {
+        "format": FORMAT,
+        "row": {
+            "epoch": row.epoch,
+            "revision": row.revision,
+            "owner": row.owner,
+            "counted": sorted(row.counted),
+        },
+        "promised": standing.promised,
+        "candidate": standing.candidate,
+        "addresses": dict(sorted(stored.addresses.items())),
+    }
+    with (folder / _NEW).open("w") as file:
+        file.write(json.dumps(text, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(folder / _NEW, folder / NAME)
+    sync_folder(folder)

@@ -1,0 +1,128 @@
+"""Mutations that a replica undid, kept for the operator: DIR/undone/<bucket>-<time>.jsonl.
+
+A file has a line for each mutation: {"partition", "seqno", "key", "op", "value"}, key and value in base64, op "set" or
+"delete", a delete without a value. Its first line names the bucket. A file is durable before what it tells of is undone;
+after a crash in between the same mutations are in another file once more.
+"""
+
+import base64
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upr.storage.journal import sync_folder
+from upr.storage.store import Identity
+from upr_protocol.block import (
+    OP_DELETE,
+    Block,
+    block_keys,
+    block_ops,
+    block_partitions,
+    block_seqnos,
+    block_values,
+)
+from upr_protocol.errors import DataDamagedError
+
+_PLAIN = re.compile("[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class UndoneFile:
+    """One file, and what its first line says.
+
+    Attributes:
+        bucket, version: whose mutations they were.
+        time: when they were undone, microseconds since the epoch.
+    """
+
+    path: Path
+    bucket: str
+    version: int
+    time: int
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the mutations, in the order of the file; see the module.
+
+        Raises:
+            DataDamagedError: a line cannot be read.
+        """
+        with self.path.open() as lines:
+            next(lines, None)
+            for number, line in enumerate(lines, 2):
+                yield _parsed(self.path, number, line)
+
+
+def write_undone(folder: Path, identity: Identity, blocks: Iterable[Block], now: int) -> int:
+    """Write the rows of blocks to a new file under a data directory, durably, and return how many there are.
+
+    Args:
+        folder: the data directory.
+        now: microseconds since the epoch.
+    """
+    name = identity.name if _PLAIN.fullmatch(identity.name) else f"{identity.version:016x}"
+    path = folder / "undone" / f"{name}-{now}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    head = {"bucket": identity.name, "version": f"{identity.version:016x}", "time": now}
+    count = 0
+    with path.open("w") as file:
+        file.write(json.dumps(head) + "\n")
+        for row in _rows(blocks):
+            file.write(json.dumps(row) + "\n")
+            count += 1
+        file.flush()
+        os.fsync(file.fileno())
+    if not count:
+        path.unlink()
+    sync_folder(path.parent)
+    sync_folder(folder)
+    return count
+
+
+def undone_files(folder: Path) -> list[UndoneFile]:
+    """Return the files under a data directory, oldest first.
+
+    Raises:
+        DataDamagedError: the first line of one cannot be read.
+    """
+    found = []
+    for path in (folder / "undone").glob("*.jsonl"):
+        with path.open() as lines:
+            head = _parsed(path, 1, next(lines, ""))
+        try:
+            found.append(
+                UndoneFile(path, head["bucket"], int(head["version"], 16), int(head["time"]))
+            )
+        except (KeyError, ValueError, TypeError) as error:
+            raise DataDamagedError(f"{path}: line 1 does not name a bucket") from error
+    return sorted(found, key=lambda one: (one.time, one.path.name))
+
+
+def _rows(blocks: Iterable[Block]) -> Iterator[dict[str, Any]]:
+    for block in blocks:
+        columns = (
+            block_partitions(block),
+            block_seqnos(block),
+            block_keys(block),
+            block_ops(block),
+            block_values(block),
+        )
+        for partition, seqno, key, op, value in zip(*columns, strict=True):
+            row = {"partition": partition, "seqno": seqno, "key": base64.b64encode(key).decode()}
+            if op == OP_DELETE:
+                yield {**row, "op": "delete"}
+            else:
+                yield {**row, "op": "set", "value": base64.b64encode(value or b"").decode()}
+
+
+def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise DataDamagedError(f"{path}: line {number} cannot be read")
+    return found
