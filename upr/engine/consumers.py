@@ -13,7 +13,7 @@ correct, but costly.
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -73,11 +73,6 @@ class Save:
         }
 
 
-class _Taker(Protocol):
-    def check_room(self, names: Set[str]) -> None: ...
-    def take_saved(self, save: Save) -> None: ...
-
-
 class Saves:
     """Pending saves of a bucket, in the order of the decisions.
 
@@ -85,7 +80,7 @@ class Saves:
         consumers: receive a save once it is stored.
     """
 
-    def __init__(self, consumers: _Taker) -> None:
+    def __init__(self, consumers: "Consumers") -> None:
         self._consumers = consumers
         self._waiting: list[Save] = []
 

@@ -21,7 +21,6 @@ import numpy as np
 from upr.engine.bucket import Bucket
 from upr.engine.consumers import read_positions
 from upr.engine.follower import Follower, PlainStarts
-from upr.engine.groups import Assignment, Seat
 from upr.engine.streams import (
     SUPERSEDED,
     Answer,
@@ -213,56 +212,6 @@ def read_member(opening: wire.Open) -> tuple[str, int]:
     return check_name(opening.member, "member"), micros(lease)
 
 
-class Membership:
-    """Membership of a call in a group.
-
-    Args:
-        seat: of the call.
-    """
-
-    def __init__(self, follower: Follower, seat: Seat) -> None:
-        self._follower = follower
-        self._seat = seat
-
-    def heard(self, now: float) -> None:
-        """Renew the lease, on any message of the client; ``now`` in seconds."""
-        self._seat.heard(micros(now))
-
-    def release(self, partitions: list[int], now: float) -> None:
-        """Release partitions of the member, and end their streams in the same step.
-
-        Raises:
-            InvalidArgumentError: there are more than PARTITIONS.
-        """
-        if len(partitions) > PARTITIONS:
-            raise InvalidArgumentError(
-                f"partitions of a Release are {len(partitions)}; must be at most {PARTITIONS}"
-            )
-        owned = self._seat.owned_among(partitions)
-        self._follower.stop(owned)
-        self._seat.release(owned, micros(now))
-
-    @property
-    def has_news(self) -> bool:
-        """Return whether there is a new Assignment."""
-        return self._seat.has_news
-
-    def next_message(self) -> wire.FollowResponse | None:
-        """Return the newest Assignment, once; None if there is no new one."""
-        assignment = self._seat.take_assignment()
-        return None if assignment is None else _assignment_message(assignment)
-
-
-def _assignment_message(assignment: Assignment) -> wire.FollowResponse:
-    return wire.FollowResponse(
-        assignment=wire.Assignment(
-            generation=assignment.generation,
-            owned=assignment.owned,
-            to_release=assignment.to_release,
-        )
-    )
-
-
 log = logging.getLogger(__name__)
 
 SILENT: Final = EndReason("SILENT", True, "the consumer sent nothing for three heartbeat intervals")
@@ -325,8 +274,6 @@ class Conversation:
         if old is not None:
             old.end_call(SUPERSEDED)
         self.follower.on_end = self.end
-        seat = self.follower.seat
-        self._member = None if seat is None else Membership(self.follower, seat)
 
     def close(self, now: float = 0.0, *, left: bool = False) -> None:
         """Remove the follower; with ``left`` the client ended the call itself."""
@@ -340,13 +287,13 @@ class Conversation:
     @property
     def is_urgent(self) -> bool:
         """Return whether something else than a frame is to be sent now."""
-        member = self._member
+        seat = self.follower.seat
         return bool(
             self._out
             or self._beat_now
             or self.ending is not None
             or self.follower.has_ended
-            or (member is not None and member.has_news)
+            or (seat is not None and seat.has_news)
         )
 
     def say(self, message: wire.FollowResponse) -> None:
@@ -374,8 +321,8 @@ class Conversation:
         if self.ending is not None or not isinstance(request, wire.FollowRequest):
             return
         try:
-            if self._member is not None:
-                self._member.heard(now)
+            if self.follower.seat is not None:
+                self.follower.seat.heard(micros(now))
             self._take(request, now, now_micros)
         except UprError as error:
             self.end(EndReason(error.reason, error.retriable, error.message, error.hint))
@@ -449,7 +396,8 @@ class Conversation:
         self._beat_now = True
 
     def _take_of_member(self, request: wire.FollowRequest, now: float) -> None:
-        if self._member is None:
+        seat = self.follower.seat
+        if seat is None:
             raise InvalidArgumentError(
                 f"a message of kind {request.WhichOneof('message')} in a call that names no member",
                 hint="name a member in Open",
@@ -457,7 +405,11 @@ class Conversation:
         if request.HasField("renew"):
             self.say(wire.FollowResponse(renewed=wire.Renewed(number=request.renew.number)))
         else:
-            self._member.release(list(request.release.partitions), now)
+            self._check_count("Release", len(request.release.partitions))
+            owned = seat.owned_among(request.release.partitions)
+            # Their streams end in the step in which somebody else may own them.
+            self.follower.stop(owned)
+            seat.release(owned, micros(now))
 
     @staticmethod
     def _check_count(kind: str, count: int) -> None:
@@ -496,8 +448,12 @@ class Conversation:
             self._ended.extend(self.follower.take_ended())
         if self._ended:
             return Outgoing(wire.FollowResponse(ended=_ended_message(self._ended.popleft())))
-        if self._member is not None and (message := self._member.next_message()) is not None:
-            return Outgoing(message)
+        seat = self.follower.seat
+        if seat is not None and (told := seat.take_assignment()) is not None:
+            assignment = wire.Assignment(
+                generation=told.generation, owned=told.owned, to_release=told.to_release
+            )
+            return Outgoing(wire.FollowResponse(assignment=assignment))
         # Counted from the last heartbeat, not the last frame: a consumer that receives frames may have nothing to send,
         # and only its answer to a heartbeat shows that it is alive.
         if self._beat_now or self.liveness.heartbeat_due(now):

@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from upr_client import backoff
 from upr_client._async.call import Call, Stubs
@@ -43,46 +44,30 @@ _logger = logging.getLogger("upr_client")
 Run = tuple[int, int, int, int]
 
 
+@dataclass(eq=False, slots=True)
 class Write:
-    """One write under way."""
+    """One write under way.
 
-    __slots__ = (
-        "done",
-        "error",
-        "failed",
-        "group",
-        "number",
-        "on_done",
-        "problems",
-        "refused",
-        "request",
-        "runs",
-        "unknown",
-    )
+    Attributes:
+        group: the single writes that it consists of; None for a block.
+        number: 0 while it has none: it gets one when it is sent.
+        unknown: whether a call ended, or was answered, without its outcome: then its number stays.
+        refused: the retriable refusal after which it, or the rest of it, is sent again.
+        failed: why partitions refused their part for good.
+        problems: of each partition that refused its part, why it did so last.
+    """
 
-    def __init__(
-        self,
-        request: kv_pb2.WriteRequest,
-        on_done: Callable[[], object] | None = None,
-        group: Group | None = None,
-    ) -> None:
-        self.request = request
-        self.on_done = on_done
-        self.group = group
-        """The single writes that it consists of; None for a block."""
-        self.number = 0
-        """0 while it has none: it gets one when it is sent."""
-        self.unknown = False
-        """True if a call ended, or was answered, without its outcome: then its number stays."""
-        self.refused: UprError | None = None
-        """Retriable refusal after which the write, or the rest of it, is sent again."""
-        self.failed: UprError | None = None
-        """Why partitions refused their part for good."""
-        self.problems: dict[int, types_pb2.Problem] = {}
-        """Of each partition that refused its part: why it did so last."""
-        self.runs: list[Run] = []
-        self.error: UprError | None = None
-        self.done = Event()
+    request: kv_pb2.WriteRequest
+    on_done: Callable[[], object] | None = None
+    group: Group | None = None
+    number: int = 0
+    unknown: bool = False
+    refused: UprError | None = None
+    failed: UprError | None = None
+    problems: dict[int, types_pb2.Problem] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    error: UprError | None = None
+    done: Event = field(default_factory=Event)
 
     async def result(self) -> list[Run]:
         """Wait for the outcome: the runs that were applied, or the error is raised."""

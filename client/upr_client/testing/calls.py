@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import grpc
 import numpy as np
@@ -199,27 +199,11 @@ class State:
             raise UnavailableError("the scripted server was made unreachable")
 
 
-class Role(Protocol):
-    """Decisions of a streaming call, called under the lock of the state."""
-
-    def take(self, request: Any) -> None:
-        """Deal with a request; an error that is raised ends the call with it."""
-
-    def step(self) -> Any | None:
-        """Return the next message; None if there is none now."""
-
-    def wait_seconds(self) -> float:
-        """After how long there may be something to say although nothing changed."""
-
-    def while_stalled(self) -> None:
-        """Record that the call is silent only because the server stalls."""
-
-
 class StreamingCall:
     """One Follow or Write call: a thread that hears, and the handler's own that says.
 
     Args:
-        role: what it does.
+        role: what it does; called under the lock of the state. An error that ``take`` raises ends the call with it.
         state: of the server.
         method: how the record calls it.
         requests: from gRPC.
@@ -227,7 +211,12 @@ class StreamingCall:
     """
 
     def __init__(
-        self, role: Role, state: State, method: str, requests: Iterator[Any], context: Any
+        self,
+        role: "FollowCall | WriteCall",
+        state: State,
+        method: str,
+        requests: Iterator[Any],
+        context: Any,
     ) -> None:
         self.role = role
         self.state = state

@@ -482,7 +482,7 @@ class ScriptedServer:
             gone = BucketGoneError("the bucket was dropped")
             for call in list(state.streaming):
                 if isinstance(call.role, FollowCall):
-                    call.role.end_call(_problem(gone))
+                    call.role.end_call(problem_of(gone))
                 else:
                     call.fail(gone)
             state.changed.notify_all()
@@ -570,14 +570,14 @@ class ScriptedServer:
     def end(self, partition: int, reason: str, message: str = "", retriable: bool = True) -> None:
         """End the open streams of a partition with a reason: "STATE_CHANGED", "STORAGE_ERROR" and so on."""
         with self._partition(partition):
-            problem = _problem(UprError(message or reason, reason=reason, retriable=retriable))
+            problem = problem_of(UprError(message or reason, reason=reason, retriable=retriable))
             for call in self._follow_calls():
                 call.end_stream(partition, problem)
 
     def end_calls(self, reason: str, message: str = "", retriable: bool = True) -> None:
         """End the open Follow calls as a whole with a reason: "SHUTTING_DOWN", "SUPERSEDED" and so on."""
         with self._state.changed:
-            problem = _problem(UprError(message or reason, reason=reason, retriable=retriable))
+            problem = problem_of(UprError(message or reason, reason=reason, retriable=retriable))
             for call in self._follow_calls():
                 call.end_call(problem)
 
@@ -648,7 +648,7 @@ class ScriptedServer:
             retriable=True,
         )
         for call in self._follow_calls():
-            call.end_stream(partition, _problem(changed))
+            call.end_stream(partition, problem_of(changed))
 
     def _restarted(self) -> None:
         self._state.server_id += 1
@@ -660,9 +660,3 @@ class ScriptedServer:
             for call in self._state.streaming:
                 call.fail(UnavailableError(words))
             self._state.changed.notify_all()
-
-
-def _problem(error: UprError) -> types_pb2.Problem:
-    return types_pb2.Problem(
-        reason=error.reason, retriable=error.retriable, message=error.message, hint=error.hint
-    )
