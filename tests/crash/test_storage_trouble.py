@@ -249,11 +249,13 @@ async def data_directory_gone(
 
 
 @pytest.mark.asyncio
-async def test_a_directory_that_goes_right_before_the_stop_is_no_clean_stop(
+async def test_a_bucket_that_is_replaced_right_before_the_stop_is_no_clean_stop(
     server_process: StartServer,
 ) -> None:
     server = server_process()
-    move(server.data)
+    (folder,) = (server.data / "buckets").iterdir()
+    move(folder)
+    shutil.copytree(folder.with_name("moved"), folder)
     assert await asyncio.to_thread(server.terminate) == 1
 
 

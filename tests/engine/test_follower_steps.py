@@ -116,7 +116,8 @@ def test_a_value_larger_than_the_credit_left_is_not_overtaken_for_ever(size: int
     commit(b)
     stored = flush(b)
     follower, _ = following(b, MINE, OTHER, window=1000)
-    write(b, OTHER)
+    # More than the quarter of the window that a receiver may hold back.
+    write(b, OTHER, b"x" * 300)
     small = follower.next_frame()
     assert small is not None
     data = next(d for p, _, d in stored if p == MINE)
@@ -131,7 +132,7 @@ def test_a_value_larger_than_the_credit_left_is_not_overtaken_for_ever(size: int
     # The consumer gives back everything but the newest frame each time, as one with live traffic does.
     last = small.size
     for _ in range(50):
-        write(b, OTHER)
+        write(b, OTHER, b"x" * 300)
         frame = follower.next_frame()
         if frame is not None:
             if MINE in decode_block(frame.blocks[0]).runs["partition"]:

@@ -23,6 +23,7 @@ from upr.storage.directory import DataDirectory
 from upr.storage.keyspace import PartitionRow, producer_key, producer_time_key
 from upr_protocol.block import Block, build_block
 from upr_protocol.errors import (
+    AlreadyExistsError,
     DataDirectoryError,
     NoRoomError,
     ShuttingDownError,
@@ -231,6 +232,16 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
     directory = DataDirectory(tmp_path / "data")
     yield Catalog(directory, config(tmp_path / "data"))
     directory.close()
+
+
+@pytest.mark.asyncio
+async def test_of_creations_of_one_name_at_once_one_wins(catalog: Catalog) -> None:
+    outcomes = await asyncio.gather(
+        *(catalog.create("one") for _ in range(3)), return_exceptions=True
+    )
+    assert sum(isinstance(one, AlreadyExistsError) for one in outcomes) == 2
+    assert sum(host.bucket.identity.name == "one" for host in catalog.hosts) == 1
+    await catalog.close()
 
 
 @pytest.mark.asyncio

@@ -15,8 +15,11 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawWriter, start_at
+from upr.service.overload import intake as intake_module
+from upr.service.overload.intake import Intake
 from upr_protocol.block import build_block
 from upr_protocol.errors import UprError
+from upr_protocol.limits import MESSAGE_BYTES_MAX, RECEIVE_LIMIT_BYTES, RECEIVE_WATCH_BYTES
 from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -118,6 +121,37 @@ async def write_large(writer: RawWriter, block: types.Block) -> kv.WriteResult:
             assert result.refused.retriable
             assert result.refused.hint
             await asyncio.sleep(0.05)
+
+
+class Peer:
+    """The context of a call: it has a name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def peer(self) -> str:
+        return self.name
+
+
+def test_who_sends_most_loses_its_calls_first_and_one_message_always_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"large": 100 * MIB, "larger": 150 * MIB, "small": MIB // 2}
+    held = RECEIVE_LIMIT_BYTES
+    monkeypatch.setattr(intake_module, "anonymous_bytes", lambda: held)
+    monkeypatch.setattr(intake_module, "received_by_peer", lambda: sizes)
+    intake, shed = Intake(), []
+    for name in sizes:
+        context: Any = Peer(name)
+        intake.expect(context, lambda name=name: shed.append(name))
+    intake.look()
+    assert shed == ["larger"], "72 MiB above the mark, and the largest has more"
+    held = RECEIVE_WATCH_BYTES + 200 * MIB
+    intake.look()
+    assert shed == ["larger", "large"]
+    sizes["small"] = MESSAGE_BYTES_MAX
+    intake.look()
+    assert shed == ["larger", "large"], "one message alone passes"
 
 
 @pytest.mark.asyncio
