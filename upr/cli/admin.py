@@ -14,6 +14,7 @@ from upr.cli.admin_commands.cut import cut
 from upr.cli.admin_commands.purge import purge
 from upr.cli.admin_commands.restore_copy import restore_copy
 from upr.cli.admin_commands.status import status, storage
+from upr.cli.admin_commands.undone import undone
 from upr_cli_kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, one_list, server_options
 from upr_cli_kit.output import (
     Group,
@@ -112,6 +113,7 @@ main.add_command(purge)
 main.add_command(restore_copy)
 main.add_command(status)
 main.add_command(storage)
+main.add_command(undone)
 
 
 @main.command("explain")

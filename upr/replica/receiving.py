@@ -19,6 +19,7 @@ from upr.engine.compaction import raise_purges
 from upr.engine.partitions import DEAD, PENDING, REPLICA
 from upr.engine.recovery import Undo
 from upr.engine.tail import TailEntry
+from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.storage.journal import NumberedWrite
 from upr_protocol.block import POSITION, Block
@@ -109,7 +110,7 @@ class Receiving:
         except grpc.aio.AioRpcError as error:
             raise error_from_call(error) from error
         finally:
-            self._following.connected = self._following.in_step = False
+            self._following.connected = self._following.tables = False
             if acknowledging is not None:
                 acknowledging.cancel()
                 await asyncio.gather(acknowledging, return_exceptions=True)
@@ -274,6 +275,8 @@ class Receiving:
                 await self._start(again)
             case "ended":
                 self._ended(message.ended)
+            case "tables":
+                await take_tables(self._host, message.tables)
 
     def _ended(self, ended: wire.Ended) -> None:
         if not ended.streams:

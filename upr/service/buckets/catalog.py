@@ -224,6 +224,15 @@ class Catalog:
         """The id of the set of servers that this one belongs to; empty for a replica that has not joined one."""
         return self._directory.cluster
 
+    def check_not_replica(self) -> None:
+        """Raise UprError, IS_REPLICA, where the buckets are those of an upstream."""
+        if self._config.replicate_from:
+            raise UprError(
+                "this server is a replica: its buckets are those of its upstream",
+                hint=f"ask {', '.join(self._config.replicate_from)}",
+                reason="IS_REPLICA",
+            )
+
     def join(self, replica_set: str) -> None:
         """Belong to a set of servers from now on, durably; of a server that belongs to none."""
         self._directory.join(replica_set)
