@@ -31,11 +31,53 @@ __all__ = [
     "Problem",
     "Promotion",
     "PurgeHolder",
+    "ReplicaStatus",
     "ServerStatus",
     "SetMember",
     "StorageInfo",
     "Topology",
+    "UpstreamStatus",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamStatus:
+    """How a replica follows its upstream.
+
+    Args:
+        address: HOST:PORT that it follows, or tries to.
+        connected: whether its call to the upstream is open.
+        in_step: whether it has the numbers of producers, the positions of consumers and the cuts too.
+        lag: mutations that the upstream told of and that are not durable on the replica.
+        lag_seconds: since it last had everything that it was told of; 0 while it has.
+        problem: why it does not follow now; None while it does.
+        undone: mutations that were undone since the server was started.
+    """
+
+    address: str
+    connected: bool
+    in_step: bool
+    lag: int
+    lag_seconds: float
+    problem: UprError | None
+    undone: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica that follows a server.
+
+    Args:
+        directory: the id of its data directory, 16 hex digits.
+        address: HOST:PORT where it can be reached.
+        anonymous: whether it is not registered and counts for nothing.
+        lag: mutations that it has not acknowledged; 0 of an anonymous one, which acknowledges nothing.
+    """
+
+    directory: str
+    address: str
+    anonymous: bool
+    lag: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +96,8 @@ class BucketStatus:
         damaged_partitions: partitions with damaged blocks.
         problem: why no writes are taken; None otherwise.
         quota_bytes: what its store and its tail may take; 0 for no such limit.
+        upstream: of a replica: how it follows; None of another server.
+        replicas: those that follow here, by address.
     """
 
     name: str
@@ -67,6 +111,8 @@ class BucketStatus:
     damaged_partitions: int
     problem: UprError | None
     quota_bytes: int = 0
+    upstream: UpstreamStatus | None = None
+    replicas: tuple[ReplicaStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +309,23 @@ def _bucket_status(message: admin.BucketStatus) -> BucketStatus:
         message.damaged_partitions,
         error_of(message.problem) if message.HasField("problem") else None,
         message.quota_bytes,
+        _upstream_status(message.upstream) if message.HasField("upstream") else None,
+        tuple(
+            ReplicaStatus(one.directory, one.address, one.anonymous, one.lag)
+            for one in message.replicas
+        ),
+    )
+
+
+def _upstream_status(message: admin.UpstreamStatus) -> UpstreamStatus:
+    return UpstreamStatus(
+        message.address,
+        message.connected,
+        message.in_step,
+        message.lag,
+        message.lag_seconds,
+        error_of(message.problem) if message.HasField("problem") else None,
+        message.undone,
     )
 
 

@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer, poll
 from tests.raw import RawClient
 from tests.service.bucket_state import rows_of
-from upr_client import AsyncClient
+from upr.cli.admin import main
+from upr.storage.store import Store
+from upr_client import AsyncClient, ServerPositions
 from upr_protocol.errors import UprError
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
 
@@ -63,6 +67,13 @@ def replica_of(start: StartServer, *upstreams: RunningServer, **more: Any) -> Ru
     return start("--replicate-from", ",".join(one.target for one in upstreams), **more)
 
 
+def shown(*arguments: str) -> str:
+    """What upr-admin prints."""
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 @pytest.mark.asyncio
 async def test_a_replica_joins_a_written_bucket_and_follows(server_process: StartServer) -> None:
     upstream = server_process("--tail-bytes", "200000")
@@ -71,7 +82,8 @@ async def test_a_replica_joins_a_written_bucket_and_follows(server_process: Star
         # Some of it is in the store, some is in the tail, and writing goes on.
         await bucket.write_many(pairs(5000, b"x" * 100))
         await bucket.write_many([(b"key 1", None)])
-        replica = replica_of(server_process, upstream)
+        # Less memory than there is to be received.
+        replica = server_process("--replicate-from", upstream.target, "--tail-bytes", "100000")
         for n in range(20):
             await bucket.write_many(pairs(50, b"round %d" % n, 10 * n))
         await in_sync(upstream, replica)
@@ -84,7 +96,8 @@ async def test_a_replica_joins_a_written_bucket_and_follows(server_process: Star
         with pytest.raises(UprError) as refused:
             await copy.set(b"late", b"w")
         assert refused.value.reason == "PARTITION_NOT_ACTIVE"
-    here = await poll(lambda: status(replica), lambda found: not found.upstream.lag)
+    here = await poll(lambda: status(replica), lambda found: found.upstream.in_step)
+    assert (here.upstream.lag, here.upstream.lag_seconds) == (0, 0)
     assert (here.upstream.address, here.upstream.connected) == (upstream.target, True)
     assert here.version == (await status(upstream)).version
     async with RawClient(replica.target) as raw:
@@ -96,6 +109,8 @@ async def test_a_replica_joins_a_written_bucket_and_follows(server_process: Star
     assert [(r.directory, r.address) for r in there.replicas] == [
         (mark["directory"], replica.target)
     ]
+    assert "in step" in shown("status", "--target", replica.target)
+    assert mark["directory"] in shown("status", "--target", upstream.target)
     assert mark["cluster"] == json.loads((upstream.data / "upr-stream.json").read_text())["cluster"]
 
 
@@ -167,6 +182,79 @@ async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
     assert base64.b64decode(told[b"to go"]["value"]) == b"new"
     assert told[b"lost"]["partition"] == partition_of(b"lost")
     assert (await status(replica)).upstream.undone == 3
+    (listed,) = json.loads(shown("undone", "list", str(replica.data), "--json"))
+    assert (listed["bucket"], listed["mutations"]) == ("default", 3)
+    assert [row["seqno"] for row in listed["rows"]] == [row["seqno"] for row in undone(replica)]
+    assert "b'lost'" not in shown("undone", "list", str(replica.data))
+    assert "'lost'" in shown("undone", "list", str(replica.data), "--rows")
+
+
+def small_tables(server: RunningServer) -> tuple[Any, Any, Any]:
+    """Producers' numbers, consumers' positions and cuts, as a stopped server has stored them."""
+    (folder,) = (server.data / "buckets").iterdir()
+    store = Store(folder / "store")
+    producers = {name: n.table.tolist() for name, n in store.producers_after(b"", 2**30)}
+    consumers = {
+        (name, partition): row
+        for name, partition, row in store.consumers()
+        if not name.startswith(b"replica:")
+    }
+    cuts = store.cuts()
+    store.close()
+    return producers, consumers, cuts
+
+
+async def follow(client: AsyncClient, consumer: str) -> None:
+    """Follow to what is there now, and acknowledge all of it."""
+    async with client.bucket("default").changes(
+        until="now", resume=ServerPositions(consumer)
+    ) as changes:
+        async for batch in changes.batches():
+            assert batch.rows
+
+
+@pytest.mark.asyncio
+async def test_the_small_tables_come_at_the_join_and_with_every_change(
+    server_process: StartServer,
+) -> None:
+    upstream = server_process("--tail-bytes", "100000")
+    async with AsyncClient(upstream.target) as client:
+        bucket = client.bucket("default")
+        await bucket.write_many(pairs(2000, b"x" * 100))
+        await follow(client, "before")
+        await client.admin.create_cut("default", "early", partitions=[1, 2, 3])
+        replica = replica_of(server_process, upstream)
+        await poll(lambda: status(replica), lambda found: found.upstream.in_step)
+        # And what comes later: numbers beside the blocks, the rows of a consumer, a cut made and one released.
+        await bucket.write_many(pairs(700, b"later"))
+        await client.admin.create_cut("default", "late", partitions=[4])
+        await follow(client, "after")
+        await client.admin.release_cut("default", "early")
+        await bucket.write_many(pairs(300, b"last"))
+        await in_sync(upstream, replica)
+
+        async def told() -> bool:
+            async with RawClient(replica.target) as raw:
+                cuts = (await raw.changes.ListCuts(wire.ListCutsRequest(bucket="default"))).cuts
+                known = await raw.admin.ListConsumers(admin.ListConsumersRequest(bucket="default"))
+            names = {one.name for one in known.consumers}
+            return {"before", "after"} <= names and [cut.name for cut in cuts] == ["late"]
+
+        await poll(told)
+        assert (
+            await poll(lambda: status(replica), lambda s: s.upstream.in_step)
+        ).upstream.connected
+    upstream.terminate()
+    replica.terminate()
+    (producers, consumers, cuts), (told_producers, told_consumers, told_cuts) = (
+        small_tables(server) for server in (upstream, replica)
+    )
+    assert producers
+    assert told_producers == producers
+    assert {key: row.seqno for key, row in told_consumers.items()} == {
+        key: row.seqno for key, row in consumers.items()
+    }
+    assert told_cuts.keys() == cuts.keys() == {b"late"}
 
 
 @pytest.mark.asyncio
@@ -213,6 +301,10 @@ async def test_buckets_come_and_go_with_those_of_the_upstream(server_process: St
             return [one.name for one in await copy.admin.buckets()]
 
         await poll(names, lambda found: found == ["default"])
+        for refused in (copy.admin.create_bucket("mine"), copy.admin.drop_bucket("default")):
+            with pytest.raises(UprError) as told:
+                await refused
+            assert told.value.reason == "IS_REPLICA"
 
 
 @pytest.mark.asyncio

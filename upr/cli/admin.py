@@ -15,6 +15,7 @@ from upr.cli.admin_commands.purge import purge
 from upr.cli.admin_commands.restore_copy import restore_copy
 from upr.cli.admin_commands.status import status, storage
 from upr.cli.admin_commands.topology import promote, takeover, topology
+from upr.cli.admin_commands.undone import undone
 from upr_cli_kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, one_list, server_options
 from upr_cli_kit.output import (
     Group,
@@ -116,6 +117,7 @@ main.add_command(storage)
 main.add_command(promote)
 main.add_command(takeover)
 main.add_command(topology)
+main.add_command(undone)
 
 
 @main.command("explain")

@@ -225,6 +225,8 @@ class Follower:
         self._groups = TailReaders(bucket.tail, options.memory, options.showing)
         self._ready: list[tuple[int, int, Encoded]] = []
         self._reading = False
+        self.reads = 0
+        """Number of reads of the store."""
         self._turn = 0
         self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
         self._told_purge: U64 = np.zeros(PARTITIONS, np.uint64)
@@ -594,6 +596,7 @@ class Follower:
         first = int(np.searchsorted(waiting, self._turn)) % len(waiting)
         chosen = np.roll(waiting, -first)[:READ_PARTITIONS].tolist()
         self._reading = True
+        self.reads += 1
         left = self.credit.window - self.credit.outstanding
         requests = [ReadRequest(p, int(self._seqno[p])) for p in chosen]
         return requests, min(FRAME_BYTES, left)
@@ -657,6 +660,11 @@ class Follower:
         # Entries were passed over and there are more: others have their turn first.
         self.wake()
         return None
+
+    @property
+    def is_past_store(self) -> bool:
+        """Whether there are streams, and each of them has read all that is stored."""
+        return bool(self._token.any()) and not self._is_reading()
 
     def _is_reading(self) -> bool:
         return self._reading or bool(self._ready) or bool(self._from_store.any())

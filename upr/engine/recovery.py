@@ -207,6 +207,7 @@ class _Replay:
         self.high: U64 = partitions.stored.copy()
         self.complete: U64 = partitions.complete.copy()
         self._horizon: U64 = partitions.horizon.copy()
+        self._time = 0
 
     def replay(self, commit: Commit) -> None:
         for place, entry in enumerate(commit.entries):
@@ -219,8 +220,9 @@ class _Replay:
                 ) from error
             live = self._live(block, commit.number, place)
             if live.any():
-                time = int(block.runs["time"][live].max())
-                whole = TailEntry(block.runs, entry.block, entry.writes, time, commit.number)
+                # Entries are searched by time; what a replica received may be older than what came before it.
+                self._time = max(self._time, int(block.runs["time"][live].max()))
+                whole = TailEntry(block.runs, entry.block, entry.writes, self._time, commit.number)
                 self.entries.append(whole.only(live))
                 self._note(block.runs[live])
 

@@ -155,7 +155,7 @@ class Owning:
         return after
 
     def _tell_owner(self) -> None:
-        owner = "" if self.active else self.owner_address()
+        owner = self._catalog.owner = "" if self.active else self.owner_address()
         for host in self._catalog.hosts:
             host.bucket.partitions.owner = owner
 

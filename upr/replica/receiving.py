@@ -19,6 +19,7 @@ from upr.engine.compaction import raise_purges
 from upr.engine.partitions import DEAD, PENDING, REPLICA
 from upr.engine.recovery import Undo
 from upr.engine.tail import TailEntry
+from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.storage.journal import NumberedWrite
 from upr_protocol.block import POSITION, Block
@@ -212,7 +213,6 @@ class Receiving:
         await self._adopt(logs, epochs, purges)
         for partition, token in tokens.items():
             self._token[partition] = token
-        self._following.in_step = self._following.in_step or bool(tokens)
         if undo:
             raise UndoNeededError(undo)
         await self._start(again)
@@ -283,6 +283,8 @@ class Receiving:
                 await self._start(again)
             case "ended":
                 self._ended(message.ended)
+            case "tables":
+                await take_tables(self._host, message.tables)
 
     def _ended(self, ended: wire.Ended) -> None:
         if not ended.streams:

@@ -31,6 +31,7 @@ from upr.service.conversation import PLAIN_AT_ONCE_BYTES, Conversation, Found, O
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
 from upr.service.overload.intake import Context, Intake, shed_error
 from upr.service.overload.pace import Rounds
+from upr.service.tables import TableFeed
 from upr.service.trouble import words_of
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
@@ -94,6 +95,10 @@ class FollowCall:
         self.say = self._talk.say
         self.end = self._talk.end
         self._sender: asyncio.Task[None] | None = None
+        self._tables: TableFeed | None = None
+        if options.is_replica:
+            self._tables = TableFeed(host, self.follower, self.say, self._drained, self._wake.set)
+            self._talk.before_frames = self._tables.changed_cuts
         self._shed = False
         self._arriving = intake.expect(context, self._end_at_once)
         host.users.add(self.bucket_gone)
@@ -119,6 +124,8 @@ class FollowCall:
         """Forget the follower."""
         self._arriving.close()
         self._host.users.discard(self.bucket_gone)
+        if self._tables is not None:
+            self._tables.close()
         self._talk.close(asyncio.get_running_loop().time(), left=self._left)
 
     async def run(self) -> UprError | None:
@@ -271,6 +278,8 @@ class FollowCall:
                 continue
             self._begin_read()
             self._begin_search()
+            if self._tables is not None and (work := self._tables.next_work()) is not None:
+                self._begin(work)
             if self._wake.is_set():
                 await asyncio.sleep(0)
                 continue
@@ -310,6 +319,12 @@ class FollowCall:
         wanted = self.follower.next_read()
         if wanted is not None:
             self._begin(self._read_store(*wanted))
+
+    async def _drained(self) -> None:
+        """Wait until all that was said is sent."""
+        while self._talk.waiting:
+            self._sent.clear()
+            await self._sent.wait()
 
     def _begin_search(self) -> None:
         wanted = self._talk.next_search()

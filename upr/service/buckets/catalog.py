@@ -170,6 +170,8 @@ class Catalog:
             directory.path, directory.id, replica=bool(config.replicate_from)
         )
         self.replica = not self.standing.alone
+        self.owner = ""
+        """HOST:PORT of the active server while this one is not, as far as it is known."""
         if not self.replica and not directory.cluster:
             directory.join(secrets.token_hex(8))
         try:
@@ -258,6 +260,17 @@ class Catalog:
         """Have a bucket follow nobody, and tell nobody, of an epoch below the one that the server promised."""
         epoch = host.bucket.partitions.epoch
         np.maximum(epoch, np.uint64(self.standing.standing.epoch), out=epoch)
+
+    def check_not_replica(self) -> None:
+        """Raise UprError, IS_REPLICA, where the buckets are those of an upstream."""
+        if self.replica:
+            owner = self.owner or ", ".join(self._config.replicate_from)
+            raise UprError(
+                "this server is a replica: its buckets are those of the active server",
+                hint=f"ask {owner}" if owner else "'upr-admin topology' shows who is active",
+                reason="IS_REPLICA",
+                owner=self.owner,
+            )
 
     def join(self, replica_set: str) -> None:
         """Belong to a set of servers from now on, durably; of a server that belongs to none."""
