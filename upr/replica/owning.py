@@ -160,11 +160,11 @@ class Owning:
             host.bucket.partitions.owner = owner
 
     def owner_address(self) -> str:
-        """Return HOST:PORT of the active server, as far as it is known; else an empty string."""
+        """Return HOST:PORT of the active server, or of the one that is about to be; empty if neither is known."""
         standing = self.standing
-        if standing.promised > standing.row.epoch or standing.row.owner == standing.directory:
-            return ""
-        return self.meeting.addresses.get(standing.row.owner, "")
+        changing = standing.promised > standing.row.epoch
+        owner = standing.candidate if changing else standing.row.owner
+        return self.meeting.addresses.get(owner, "")
 
     async def learned(self, row: Row, epoch: int) -> None:
         """Learn what another server knows, and step down if another one may be active."""
@@ -329,7 +329,8 @@ class Owning:
                     claim.give_up(claim.missing)
                 elif asked:
                     raise self._not_heard(claim.missing)
-                asked = True
+                asked = bool(claim.missing)
+                claim.asked(step.directories)
                 refused = await self._ask(claim, step.directories - {me}, answers)
                 if refused is not None:
                     return refused
