@@ -157,7 +157,12 @@ class Standing:
         return replace(self, promised=epoch, candidate=candidate)
 
     def learned(self, row: Row) -> "Standing":
-        """Return what it is when it hears of a row; older ones change nothing. A promise stays."""
+        """Return what it is when it hears of a row; older ones change nothing. A promise stays.
+
+        Two owners of one epoch were both forced: neither owns then, until one is promoted.
+        """
+        if row.epoch == self.row.epoch and row.owner != self.row.owner:
+            return self.met(row.epoch + 1)
         if row.age <= self.row.age:
             return self
         if row.epoch < self.promised:

@@ -92,6 +92,18 @@ def test_an_owner_that_promised_or_met_a_higher_epoch_owns_no_more() -> None:
     assert not Standing(B, SERVED).owns
 
 
+def test_of_two_owners_of_one_epoch_neither_owns() -> None:
+    other = replace(SERVED, owner=B)
+    for one, two in ((SERVED, other), (other, SERVED)):
+        standing = Standing(one.owner, one)
+        assert standing.owns
+        contested = standing.learned(two)
+        assert not contested.owns
+        assert contested.row == one
+        assert contested.claim().epoch > contested.promised
+        assert contested.learned(two) == contested
+
+
 def test_an_older_row_changes_nothing_and_a_promise_stays() -> None:
     newer = SERVED.counting("d")
     standing = Standing(B, newer)

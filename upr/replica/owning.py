@@ -122,11 +122,12 @@ class Owning:
 
     @property
     def in_step(self) -> bool:
-        """Whether its small tables are whole in every bucket."""
+        """Whether its small tables are whole in every bucket; those of the owner are its own, also after a restart."""
         hosts = self._catalog.hosts
-        return self.active or (
-            bool(hosts)
-            and all(host.following is not None and host.following.in_step for host in hosts)
+        if self.active or self.standing.row.owner == self.standing.directory:
+            return True
+        return bool(hosts) and all(
+            host.following is not None and host.following.in_step for host in hosts
         )
 
     def held(self) -> dict[int, Held]:
