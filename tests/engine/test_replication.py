@@ -152,7 +152,9 @@ def test_a_log_that_is_taken_over_ends_the_streams_of_readers() -> None:
     ]
     # It is not stored yet: nobody may be told of it.
     assert replica.partitions.state[A] == PENDING
-    assert isinstance(reader.start([StartRequest(A, None, 0, None)])[0], Refused)
+    (refused,) = reader.start([StartRequest(A, None, 0, None)])
+    assert isinstance(refused, Refused)
+    assert refused.error.retriable
     replica.adopted([A, B])
     assert isinstance(reader.start([StartRequest(A, 77, 0, None)])[0], Started)
     assert replica.partitions.epoch[[A, B]].tolist() == [5, 5]

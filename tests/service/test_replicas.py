@@ -2,6 +2,7 @@
 
 import base64
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +150,14 @@ def undone(server: RunningServer) -> list[dict[str, Any]]:
 
 @pytest.mark.asyncio
 @pytest.mark.crash
+@pytest.mark.parametrize("killed", ["", "recovery.before_records", "recovery.after_records"])
 async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
-    server_process: StartServer, tmp_path: Path
+    server_process: StartServer, tmp_path: Path, killed: str
 ) -> None:
     hold = tmp_path / "hold"
     upstream = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
-    replica = replica_of(server_process, upstream)
+    points = f"{killed}=kill" if killed else ""
+    replica = replica_of(server_process, upstream, environment={"UPR_FAILPOINTS": points})
     async with AsyncClient(upstream.target) as client:
         bucket = client.bucket("default")
         await bucket.write_many([*pairs(200), (b"to go", b"old")])
@@ -170,6 +173,10 @@ async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
             hold.unlink()
             upstream.start()
             await bucket.set(b"next", b"v")
+            if killed:
+                # While it undoes, which the next start does again, or has done.
+                assert replica.wait() == -signal.SIGKILL
+                replica.start(environment={"UPR_FAILPOINTS": ""})
             await in_sync(upstream, replica)
             assert await rows(replica) == await rows(upstream)
             assert await other.bucket("default").get(b"to go") == b"old"
@@ -181,10 +188,12 @@ async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
     }  # fmt: skip
     assert base64.b64decode(told[b"to go"]["value"]) == b"new"
     assert told[b"lost"]["partition"] == partition_of(b"lost")
-    assert (await status(replica)).upstream.undone == 3
-    (listed,) = json.loads(shown("undone", "list", str(replica.data), "--json"))
-    assert (listed["bucket"], listed["mutations"]) == ("default", 3)
-    assert [row["seqno"] for row in listed["rows"]] == [row["seqno"] for row in undone(replica)]
+    assert (await status(replica)).upstream.undone == (0 if killed.endswith("after_records") else 3)
+    listed = json.loads(shown("undone", "list", str(replica.data), "--json"))
+    # Killed in between, it is kept twice.
+    assert [(one["bucket"], one["mutations"]) for one in listed] == [("default", 3)] * (
+        2 if killed.endswith("before_records") else 1
+    )
     assert "b'lost'" not in shown("undone", "list", str(replica.data))
     assert "'lost'" in shown("undone", "list", str(replica.data), "--rows")
 

@@ -143,7 +143,10 @@ class Partitions:
             return self.problems[partition]
         state = STATE_NAMES[int(self.state[partition])]
         return PartitionNotActiveError(
-            f"partition {partition} is {state} here", hint="ask the server where it is active"
+            f"partition {partition} is {state} here",
+            hint="ask the server where it is active",
+            # A replica that takes over a log is pending until that is stored.
+            retriable=bool(self.state[partition] == PENDING),
         )
 
 
