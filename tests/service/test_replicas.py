@@ -223,6 +223,39 @@ async def follow(client: AsyncClient, consumer: str) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.crash
+async def test_a_bucket_that_is_opened_anew_is_not_gone(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    hold, reopening = tmp_path / "hold", tmp_path / "reopening"
+    upstream = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
+    points = f"recovery.before_records=hold:{reopening}"
+    replica = replica_of(server_process, upstream, environment={"UPR_FAILPOINTS": points})
+    async with AsyncClient(upstream.target) as client, RawClient(replica.target) as raw:
+        await client.bucket("default").set(b"key", b"v")
+        await in_sync(upstream, replica)
+        hold.touch()
+        reopening.touch()
+        await client.bucket("default").set(b"lost", b"v", durability="memory")
+
+        async def listed() -> admin.BucketInfo:
+            answer = await raw.admin.ListBuckets(admin.ListBucketsRequest())
+            (found,) = answer.buckets
+            return found  # type: ignore[no-any-return]
+
+        before = await poll(listed, lambda info: info.mutations == 2)
+        upstream.kill()
+        hold.unlink()
+        upstream.start()
+        # Its own replicas would drop what is not listed.
+        during = await poll(listed, lambda info: info.HasField("problem"))
+        assert (during.version, during.problem.reason) == (before.version, "HISTORY_CHANGED")
+        assert during.problem.retriable
+        reopening.unlink()
+        await in_sync(upstream, replica)
+
+
+@pytest.mark.asyncio
 async def test_the_small_tables_come_at_the_join_and_with_every_change(
     server_process: StartServer,
 ) -> None:
