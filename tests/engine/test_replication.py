@@ -261,6 +261,11 @@ def test_an_undo_reaches_into_the_store() -> None:
     assert (table.stored[A], table.high[A]) == (3, 3)
 
 
+def test_what_is_only_received_anew_is_not_told_as_undone() -> None:
+    table, gone, left, _ = undone({A: Undo(0, LOG, 3, lost=False)})
+    assert (gone, left, int(table.high[A])) == ([], [(B, 1)], 0)
+
+
 def test_the_end_of_a_part_of_a_stretch_is_no_marker() -> None:
     heads = [Head(0, 3, 3, 3, 10), Head(3, 6, 19, 3, 10)]
     table, _, left, cut_off = undone({A: Undo(9, LOG, 3)}, heads)

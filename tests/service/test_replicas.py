@@ -256,6 +256,35 @@ async def test_a_bucket_that_is_opened_anew_is_not_gone(
 
 
 @pytest.mark.asyncio
+@pytest.mark.crash
+async def test_a_replica_that_missed_purged_deletions_begins_anew(
+    server_process: StartServer,
+) -> None:
+    options = ("--tombstone-age", "0", "--purge-hold", "0", "--flush-seconds", "0.1")
+    upstream = server_process(*options)
+    replica = server_process("--replicate-from", upstream.target, *options)
+    async with AsyncClient(upstream.target) as client, RawClient(upstream.target) as raw:
+        bucket = client.bucket("default")
+        await bucket.write_many(pairs(50))
+        await in_sync(upstream, replica)
+        replica.kill()
+        await bucket.write_many([(key, None) for key, _ in pairs(25)])
+        # The row at the high seqno is never purged.
+        await bucket.write_many([(b"%d, %d" % (i, i), b"v") for i in range(3000)])
+
+        async def purged() -> int:
+            await raw.admin.Purge(admin.PurgeRequest(bucket="default"))
+            return sum(one.purge_seqno > 0 for one in await raw.partitions())
+
+        await poll(purged, lambda partitions: partitions >= 10)
+        replica.start()
+        await in_sync(upstream, replica)
+        assert await rows(replica) == await rows(upstream)
+    assert (await status(replica)).upstream.undone == 0
+    assert undone(replica) == []
+
+
+@pytest.mark.asyncio
 async def test_the_small_tables_come_at_the_join_and_with_every_change(
     server_process: StartServer,
 ) -> None:
