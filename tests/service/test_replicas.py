@@ -2,6 +2,7 @@
 
 import base64
 import json
+import secrets
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tests.harness import RunningServer, poll
 from tests.raw import RawClient
 from tests.service.bucket_state import rows_of
 from upr.cli.admin import main
+from upr.engine.partitions import ACTIVE
+from upr.storage.keyspace import PartitionRow
 from upr.storage.store import Store
 from upr_client import AsyncClient, ServerPositions
 from upr_protocol.errors import UprError
@@ -253,6 +256,54 @@ async def test_a_bucket_that_is_opened_anew_is_not_gone(
         assert during.problem.retriable
         reopening.unlink()
         await in_sync(upstream, replica)
+
+
+def make_active(server: RunningServer) -> None:
+    """Make all partitions of a stopped replica active, each with a record at its last complete marker."""
+    (folder,) = (server.data / "buckets").iterdir()
+    store = Store(folder / "store")
+    changes = {}
+    for partition, row in store.partitions().items():
+        assert isinstance(row, PartitionRow)
+        epoch = row.epoch + 1
+        log = row.log.with_record(1 + secrets.randbits(60), row.complete, epoch=epoch)
+        changes[partition] = (ACTIVE, epoch, row.purge_seqno, log)
+    store.put_logs(changes)
+    store.close()
+    server.options[:2] = []
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobody_else_has(
+    server_process: StartServer,
+) -> None:
+    old = server_process("--flush-seconds", "0.2")
+    new = replica_of(server_process, old)
+    async with AsyncClient(old.target) as client:
+        await client.bucket("default").write_many(pairs(400))
+        await in_sync(old, new)
+        assert new.terminate() == 0
+        await client.bucket("default").write_many([*pairs(5, b"alone"), (b"alone", b"v")])
+    old.kill()
+    make_active(new)
+    new.start()
+    async with AsyncClient(new.target) as client, AsyncClient(old.target) as reader:
+        await client.bucket("default").write_many([*pairs(3, b"after"), (b"after", b"v")])
+        old.options += ["--replicate-from", new.target]
+        old.start()
+        await in_sync(new, old)
+        assert await rows(old) == await rows(new)
+        assert await reader.bucket("default").get(b"alone") is None
+        # What it makes of itself is no history of its own: the log is that of the new one.
+        await client.bucket("default").set(b"later", b"v")
+        await in_sync(new, old)
+    told = [(base64.b64decode(row["key"]), base64.b64decode(row["value"])) for row in undone(old)]
+    assert sorted(told) == sorted([*pairs(5, b"alone"), (b"alone", b"v")])
+    old.terminate()
+    new.terminate()
+    for server in (old, new):
+        assert "fine" in shown("check", str(server.data))
 
 
 @pytest.mark.asyncio
