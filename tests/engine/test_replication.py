@@ -152,7 +152,9 @@ def test_a_log_that_is_taken_over_ends_the_streams_of_readers() -> None:
     ]
     # It is not stored yet: nobody may be told of it.
     assert replica.partitions.state[A] == PENDING
-    assert isinstance(reader.start([StartRequest(A, None, 0, None)])[0], Refused)
+    (refused,) = reader.start([StartRequest(A, None, 0, None)])
+    assert isinstance(refused, Refused)
+    assert refused.error.retriable
     replica.adopted([A, B])
     assert isinstance(reader.start([StartRequest(A, 77, 0, None)])[0], Started)
     assert replica.partitions.epoch[[A, B]].tolist() == [5, 5]
@@ -257,6 +259,11 @@ def test_an_undo_reaches_into_the_store() -> None:
     assert gone == [(A, s) for s in range(7, 12)]
     assert left == [(B, 1)]
     assert (table.stored[A], table.high[A]) == (3, 3)
+
+
+def test_what_is_only_received_anew_is_not_told_as_undone() -> None:
+    table, gone, left, _ = undone({A: Undo(0, LOG, 3, lost=False)})
+    assert (gone, left, int(table.high[A])) == ([], [(B, 1)], 0)
 
 
 def test_the_end_of_a_part_of_a_stretch_is_no_marker() -> None:

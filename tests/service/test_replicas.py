@@ -2,6 +2,8 @@
 
 import base64
 import json
+import secrets
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from tests.harness import RunningServer, poll
 from tests.raw import RawClient
 from tests.service.bucket_state import rows_of
 from upr.cli.admin import main
+from upr.engine.partitions import ACTIVE
+from upr.storage.keyspace import PartitionRow
 from upr.storage.store import Store
 from upr_client import AsyncClient, ServerPositions
 from upr_protocol.errors import UprError
@@ -149,12 +153,14 @@ def undone(server: RunningServer) -> list[dict[str, Any]]:
 
 @pytest.mark.asyncio
 @pytest.mark.crash
+@pytest.mark.parametrize("killed", ["", "recovery.before_records", "recovery.after_records"])
 async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
-    server_process: StartServer, tmp_path: Path
+    server_process: StartServer, tmp_path: Path, killed: str
 ) -> None:
     hold = tmp_path / "hold"
     upstream = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
-    replica = replica_of(server_process, upstream)
+    points = f"{killed}=kill" if killed else ""
+    replica = replica_of(server_process, upstream, environment={"UPR_FAILPOINTS": points})
     async with AsyncClient(upstream.target) as client:
         bucket = client.bucket("default")
         await bucket.write_many([*pairs(200), (b"to go", b"old")])
@@ -170,6 +176,10 @@ async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
             hold.unlink()
             upstream.start()
             await bucket.set(b"next", b"v")
+            if killed:
+                # While it undoes, which the next start does again, or has done.
+                assert replica.wait() == -signal.SIGKILL
+                replica.start(environment={"UPR_FAILPOINTS": ""})
             await in_sync(upstream, replica)
             assert await rows(replica) == await rows(upstream)
             assert await other.bucket("default").get(b"to go") == b"old"
@@ -181,10 +191,12 @@ async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
     }  # fmt: skip
     assert base64.b64decode(told[b"to go"]["value"]) == b"new"
     assert told[b"lost"]["partition"] == partition_of(b"lost")
-    assert (await status(replica)).upstream.undone == 3
-    (listed,) = json.loads(shown("undone", "list", str(replica.data), "--json"))
-    assert (listed["bucket"], listed["mutations"]) == ("default", 3)
-    assert [row["seqno"] for row in listed["rows"]] == [row["seqno"] for row in undone(replica)]
+    assert (await status(replica)).upstream.undone == (0 if killed.endswith("after_records") else 3)
+    listed = json.loads(shown("undone", "list", str(replica.data), "--json"))
+    # Killed in between, it is kept twice.
+    assert [(one["bucket"], one["mutations"]) for one in listed] == [("default", 3)] * (
+        2 if killed.endswith("before_records") else 1
+    )
     assert "b'lost'" not in shown("undone", "list", str(replica.data))
     assert "'lost'" in shown("undone", "list", str(replica.data), "--rows")
 
@@ -211,6 +223,116 @@ async def follow(client: AsyncClient, consumer: str) -> None:
     ) as changes:
         async for batch in changes.batches():
             assert batch.rows
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_a_bucket_that_is_opened_anew_is_not_gone(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    hold, reopening = tmp_path / "hold", tmp_path / "reopening"
+    upstream = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
+    points = f"recovery.before_records=hold:{reopening}"
+    replica = replica_of(server_process, upstream, environment={"UPR_FAILPOINTS": points})
+    async with AsyncClient(upstream.target) as client, RawClient(replica.target) as raw:
+        await client.bucket("default").set(b"key", b"v")
+        await in_sync(upstream, replica)
+        hold.touch()
+        reopening.touch()
+        await client.bucket("default").set(b"lost", b"v", durability="memory")
+
+        async def listed() -> admin.BucketInfo:
+            answer = await raw.admin.ListBuckets(admin.ListBucketsRequest())
+            (found,) = answer.buckets
+            return found  # type: ignore[no-any-return]
+
+        before = await poll(listed, lambda info: info.mutations == 2)
+        upstream.kill()
+        hold.unlink()
+        upstream.start()
+        # Its own replicas would drop what is not listed.
+        during = await poll(listed, lambda info: info.HasField("problem"))
+        assert (during.version, during.problem.reason) == (before.version, "HISTORY_CHANGED")
+        assert during.problem.retriable
+        reopening.unlink()
+        await in_sync(upstream, replica)
+
+
+def make_active(server: RunningServer) -> None:
+    """Make all partitions of a stopped replica active, each with a record at its last complete marker."""
+    (folder,) = (server.data / "buckets").iterdir()
+    store = Store(folder / "store")
+    changes = {}
+    for partition, row in store.partitions().items():
+        assert isinstance(row, PartitionRow)
+        epoch = row.epoch + 1
+        log = row.log.with_record(1 + secrets.randbits(60), row.complete, epoch=epoch)
+        changes[partition] = (ACTIVE, epoch, row.purge_seqno, log)
+    store.put_logs(changes)
+    store.close()
+    server.options[:2] = []
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobody_else_has(
+    server_process: StartServer,
+) -> None:
+    old = server_process("--flush-seconds", "0.2")
+    new = replica_of(server_process, old)
+    async with AsyncClient(old.target) as client:
+        await client.bucket("default").write_many(pairs(400))
+        await in_sync(old, new)
+        assert new.terminate() == 0
+        await client.bucket("default").write_many([*pairs(5, b"alone"), (b"alone", b"v")])
+    old.kill()
+    make_active(new)
+    new.start()
+    async with AsyncClient(new.target) as client, AsyncClient(old.target) as reader:
+        await client.bucket("default").write_many([*pairs(3, b"after"), (b"after", b"v")])
+        old.options += ["--replicate-from", new.target]
+        old.start()
+        await in_sync(new, old)
+        assert await rows(old) == await rows(new)
+        assert await reader.bucket("default").get(b"alone") is None
+        # What it makes of itself is no history of its own: the log is that of the new one.
+        await client.bucket("default").set(b"later", b"v")
+        await in_sync(new, old)
+    told = [(base64.b64decode(row["key"]), base64.b64decode(row["value"])) for row in undone(old)]
+    assert sorted(told) == sorted([*pairs(5, b"alone"), (b"alone", b"v")])
+    old.terminate()
+    new.terminate()
+    for server in (old, new):
+        assert "fine" in shown("check", str(server.data))
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_a_replica_that_missed_purged_deletions_begins_anew(
+    server_process: StartServer,
+) -> None:
+    options = ("--tombstone-age", "0", "--purge-hold", "0", "--flush-seconds", "0.1")
+    upstream = server_process(*options)
+    replica = server_process("--replicate-from", upstream.target, *options)
+    async with AsyncClient(upstream.target) as client, RawClient(upstream.target) as raw:
+        bucket = client.bucket("default")
+        await bucket.write_many(pairs(50))
+        await in_sync(upstream, replica)
+        replica.kill()
+        await bucket.write_many([(key, None) for key, _ in pairs(25)])
+        # The row at the high seqno is never purged.
+        await bucket.write_many([(b"%d, %d" % (i, i), b"v") for i in range(3000)])
+
+        async def purged() -> int:
+            await raw.admin.Purge(admin.PurgeRequest(bucket="default"))
+            return sum(one.purge_seqno > 0 for one in await raw.partitions())
+
+        await poll(purged, lambda partitions: partitions >= 10)
+        replica.start()
+        await in_sync(upstream, replica)
+        assert await rows(replica) == await rows(upstream)
+    assert (await status(replica)).upstream.undone == 0
+    assert undone(replica) == []
 
 
 @pytest.mark.asyncio

@@ -33,11 +33,13 @@ class Undo:
     Attributes:
         seqno: everything above the newest marker at or below it goes.
         log, epoch: of the upstream.
+        lost: whether the upstream does not have what goes; otherwise it is only received anew.
     """
 
     seqno: int
     log: FailoverLog
     epoch: int
+    lost: bool = True
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class Recovered:
         aside: journal blocks of dead partitions behind the gap, by partition, commit and place in the commit. Store
             them before the rest.
         complete: each partition's last complete marker, of store and entries together.
-        undone: the entries, and by partition the ends of the stored blocks, that a rollback removes.
+        undone: the entries, and by partition the ends of the stored blocks, that a rollback removes and nobody else has.
         notes: findings and actions for the log, in words.
     """
 
@@ -289,13 +291,14 @@ def _undo(
     markers = _markers(result.entries, blocks, undo)
     result.complete[list(markers)] = list(markers.values())
     limit = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
-    limit[chosen] = result.complete[chosen]
+    lost = [partition for partition, one in undo.items() if one.lost]
+    limit[lost] = result.complete[lost]
     entries = [
         entry.only(above)
         for entry in result.entries
         if (above := entry.runs["end_seqno"] > limit[entry.runs["partition"]]).any()
     ]
-    stored = {p: [head.end for head in blocks[p] if head.end > markers[p]] for p in undo}
+    stored = {p: [head.end for head in blocks[p] if head.end > markers[p]] for p in lost}
     result.undone = entries, {p: ends for p, ends in stored.items() if ends}
     _cut_off(result, result.complete, chosen)
     for partition, one in undo.items():

@@ -26,7 +26,7 @@ from upr_protocol.block import POSITION, Block
 from upr_protocol.errors import ProtocolError, UnavailableError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.flow import CreditReturn
-from upr_protocol.handshake import RollbackAnswer, boundary_of
+from upr_protocol.handshake import RollbackAnswer, Rule, boundary_of
 from upr_protocol.limits import PARTITIONS, SILENT_INTERVALS
 from upr_protocol.position import Position
 from upr_protocol.wire.codec import encode_block, joined_blocks, log_from_messages, producer_writes
@@ -246,7 +246,7 @@ class Receiving:
         seqno = boundary_of(position, answer)
         if max(high, int(table.horizon[partition])) <= seqno:
             return None
-        return Undo(seqno, log, told.epoch)
+        return Undo(seqno, log, told.epoch, lost=told.rule != Rule.BELOW_PURGE)
 
     async def _adopt(
         self, logs: dict[int, FailoverLog], epochs: Mapping[int, int], purges: Mapping[int, int]

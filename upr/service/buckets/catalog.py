@@ -165,7 +165,7 @@ class Catalog:
         self._room = DiskRoom(directory.path)
         self._on_failure: Callable[[], Awaitable[None]] | None = None
         self._waiting = WaitingRoom()
-        self._reopening: dict[str, BucketGoneError] = {}
+        self._reopening: dict[str, DamagedBucket] = {}
         self.standing = read_standing(
             directory.path, directory.id, replica=bool(config.replicate_from)
         )
@@ -283,8 +283,8 @@ class Catalog:
 
     @property
     def damaged(self) -> list[DamagedBucket]:
-        """The buckets that could not be opened."""
-        return list(self._damaged.values())
+        """The buckets that could not be opened, and those that are being opened anew: a replica must drop neither."""
+        return [*self._damaged.values(), *self._reopening.values()]
 
     @property
     def failed(self) -> bool:
@@ -315,7 +315,7 @@ class Catalog:
 
     def _missing(self, name: str) -> UprError:
         if name in self._reopening:
-            return self._reopening[name].with_traceback(None)
+            return self._reopening[name].problem.with_traceback(None)
         if len(name) > NAME_BYTES_MAX:
             check_name(name, "bucket")
         damaged = self._damaged.get(name)
@@ -464,7 +464,8 @@ class Catalog:
             retriable=True,
         )
         del self._hosts[name]
-        self._reopening[name] = error
+        version = host.bucket.identity.version
+        self._reopening[name] = DamagedBucket(host.folder, name, version, True, error)
         host.leave(error)
         task = asyncio.create_task(self._reopen(name, host, undo))
         self._closing.add(task)
