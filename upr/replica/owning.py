@@ -294,7 +294,9 @@ class Owning:
         )
 
     async def _claim(self, *, force: bool, takeover: bool) -> Promoted:
-        above = 0
+        # A server that never heard of a row knows the epochs of what it has.
+        epochs = [int(host.bucket.partitions.epoch.max()) for host in self._catalog.hosts]
+        above = max(epochs, default=0)
         for _ in range(CLAIMS_MAX):
             basis = self.standing.row
             row = self.standing.claim(above=above, force=force)
