@@ -13,6 +13,7 @@ from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, QUOTA_BYTES_MAX, check_na
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+from upr_protocol.wire.v1 import replica_service_pb2 as set_pb2
 from upr_protocol.wire.v1 import types_pb2
 
 __all__ = [
@@ -28,12 +29,57 @@ __all__ = [
     "PartitionPurge",
     "Pin",
     "Problem",
+    "Promotion",
     "PurgeHolder",
+    "ReplicaStatus",
     "ServerStatus",
+    "SetMember",
     "StorageInfo",
+    "Topology",
+    "UpstreamStatus",
 ]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamStatus:
+    """How a replica follows its upstream.
+
+    Args:
+        address: HOST:PORT that it follows, or tries to.
+        connected: whether its call to the upstream is open.
+        in_step: whether it has the numbers of producers, the positions of consumers and the cuts too.
+        lag: mutations that the upstream told of and that are not durable on the replica.
+        lag_seconds: since it last had everything that it was told of; 0 while it has.
+        problem: why it does not follow now; None while it does.
+        undone: mutations that were undone since the server was started.
+    """
+
+    address: str
+    connected: bool
+    in_step: bool
+    lag: int
+    lag_seconds: float
+    problem: UprError | None
+    undone: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica that follows a server.
+
+    Args:
+        directory: the id of its data directory, 16 hex digits.
+        address: HOST:PORT where it can be reached.
+        anonymous: whether it is not registered and counts for nothing.
+        lag: mutations that it has not acknowledged; 0 of an anonymous one, which acknowledges nothing.
+    """
+
+    directory: str
+    address: str
+    anonymous: bool
+    lag: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +98,8 @@ class BucketStatus:
         damaged_partitions: partitions with damaged blocks.
         problem: why no writes are taken; None otherwise.
         quota_bytes: what its store and its tail may take; 0 for no such limit.
+        upstream: of a replica: how it follows; None of another server.
+        replicas: those that follow here, by address.
     """
 
     name: str
@@ -65,6 +113,8 @@ class BucketStatus:
     damaged_partitions: int
     problem: UprError | None
     quota_bytes: int = 0
+    upstream: UpstreamStatus | None = None
+    replicas: tuple[ReplicaStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +289,7 @@ def server_status(message: admin.GetStatusResponse) -> ServerStatus:
     return of_message(
         ServerStatus,
         message,
-        buckets=tuple(of_message(BucketStatus, bucket) for bucket in message.buckets),
+        buckets=tuple(map(_bucket_status, message.buckets)),
         loop_delays=tuple(
             (part.up_to_seconds if part.HasField("up_to_seconds") else None, part.count)
             for part in message.loop_delays
@@ -247,6 +297,16 @@ def server_status(message: admin.GetStatusResponse) -> ServerStatus:
         clock_off_seconds=message.clock.off_seconds,
         clock_jumped_seconds=message.clock.jumped_seconds,
         clock_left_seconds=message.clock.left_seconds,
+    )
+
+
+def _bucket_status(message: admin.BucketStatus) -> BucketStatus:
+    upstream = message.upstream if message.HasField("upstream") else None
+    return of_message(
+        BucketStatus,
+        message,
+        upstream=None if upstream is None else of_message(UpstreamStatus, upstream),
+        replicas=tuple(of_message(ReplicaStatus, one) for one in message.replicas),
     )
 
 
@@ -453,3 +513,116 @@ def partition_info(message: admin.PartitionInfo) -> PartitionInfo:
     """Return a partition's state out of its message."""
     state = types_pb2.PartitionState.Name(message.state).removeprefix("PARTITION_STATE_").lower()
     return of_message(PartitionInfo, message, state=state)
+
+
+@dataclass(frozen=True, slots=True)
+class SetMember:
+    """One server of a set, as the server that was asked knows it.
+
+    Args:
+        directory: the id of its data directory; a server whose disk was replaced is another one.
+        address: HOST:PORT where it was last reached; empty if that is not known.
+        active: whether it is the owner of the newest epoch that is known.
+        counted: whether a promotion must hear it: it may have what others lack.
+        reached: whether it answered when it was last asked.
+        in_step: whether it can be promoted without losing more than its lag.
+        lag: mutations that the owner has and that were not durable there; only an owner knows it of others.
+    """
+
+    directory: str
+    address: str
+    active: bool
+    counted: bool
+    reached: bool
+    in_step: bool
+    lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Who is active in a set of servers, as far as one of them knows.
+
+    Args:
+        replica_set: the id of the set; empty while the server has joined none.
+        directory: of the server that answered.
+        active: whether that one is active.
+        epoch: counts the changes of the owner; 0 while it has heard of none.
+        promised: the highest epoch that it promised; above ``epoch`` a change is under way, or was given up.
+        members: the servers that it knows.
+        waiting: what it waits for before it serves or follows, in words; empty when it does.
+    """
+
+    replica_set: str
+    directory: str
+    active: bool
+    epoch: int
+    promised: int
+    members: tuple[SetMember, ...]
+    waiting: str
+
+    @property
+    def owner(self) -> SetMember | None:
+        """The active server; None if none is known."""
+        return next((member for member in self.members if member.active), None)
+
+
+def topology(message: set_pb2.GetTopologyResponse) -> Topology:
+    """Return a topology out of its message."""
+    row = message.row
+    known = {one.member.directory: one for one in message.members}
+    # One that is counted may be one whose address nobody told.
+    for directory in {*row.counted, row.owner} - {"", *known}:
+        known[directory] = set_pb2.MemberStatus(member=set_pb2.SetMember(directory=directory))
+    serving = message.promised <= row.epoch
+    members = [
+        SetMember(
+            directory,
+            one.member.address,
+            # A server of itself knows better than its row: it may wait for others before it serves.
+            message.active
+            if directory == message.directory
+            else serving and directory == row.owner,
+            directory in row.counted,
+            one.reached,
+            one.in_step,
+            one.lag,
+        )
+        for directory, one in sorted(known.items())
+    ]
+    return Topology(
+        message.replica_set,
+        message.directory,
+        message.active,
+        row.epoch,
+        message.promised,
+        tuple(members),
+        message.waiting,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A promotion that was done.
+
+    Args:
+        epoch: in which the server is active.
+        records: partitions that got a failover record; 0 when nothing can be missing.
+        without: addresses, or directories, of counted servers that were given up.
+        lost: of partitions whose former owner was known to have more: bucket, partition, the seqno where it ends here,
+            and the one up to which the former owner was known to have everything.
+    """
+
+    epoch: int
+    records: int
+    without: tuple[str, ...]
+    lost: tuple[tuple[str, int, int, int], ...]
+
+
+def promotion(message: set_pb2.PromoteResponse) -> Promotion:
+    """Return a promotion out of its message."""
+    return Promotion(
+        message.row.epoch,
+        message.records,
+        tuple(one.address or one.directory for one in message.without),
+        tuple((one.bucket, one.partition, one.seqno, one.high_seqno) for one in message.lost),
+    )

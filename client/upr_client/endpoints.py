@@ -6,7 +6,13 @@ from typing import Any, Final
 
 import grpc
 
-from upr_protocol.errors import InvalidArgumentError, ShuttingDownError, UnavailableError, UprError
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    PartitionNotActiveError,
+    ShuttingDownError,
+    UnavailableError,
+    UprError,
+)
 from upr_protocol.wire.grpc import PROBLEM_KEY, error_from_call
 
 Token = str | Callable[[], str]
@@ -15,7 +21,12 @@ SILENT_REASON: Final = "SILENT"
 """Of a call that ended because the other side was not heard."""
 
 _MOVES: Final = frozenset(
-    {UnavailableError.default_reason, ShuttingDownError.default_reason, SILENT_REASON}
+    {
+        UnavailableError.default_reason,
+        ShuttingDownError.default_reason,
+        PartitionNotActiveError.default_reason,
+        SILENT_REASON,
+    }
 )
 _PORT_MAX: Final = 65535
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed")
@@ -120,12 +131,17 @@ def authorization(token: Token) -> tuple[tuple[str, str], ...]:
 
 
 def moves_on(error: UprError) -> bool:
-    """Whether another endpoint may do better: this one cannot be reached, or is stopping."""
+    """Whether another endpoint may do better: this one cannot be reached, is stopping, or is not the active one."""
     return error.reason in _MOVES
 
 
-def was_never_sent(error: grpc.RpcError) -> bool:
-    """Whether a failed call cannot have reached a server, so that it may be made elsewhere without doing it twice."""
+def was_not_done(error: grpc.RpcError) -> bool:
+    """Whether a failed call did nothing for sure, so that it may be made elsewhere without doing it twice.
+
+    It cannot have reached a server, or was refused by one that is not the active one.
+    """
+    if call_error(error).reason == PartitionNotActiveError.default_reason:
+        return True
     code, details = getattr(error, "code", None), getattr(error, "details", None)
     if code is None or details is None or code() is not grpc.StatusCode.UNAVAILABLE:
         return False

@@ -157,7 +157,12 @@ class Standing:
         return replace(self, promised=epoch, candidate=candidate)
 
     def learned(self, row: Row) -> "Standing":
-        """Return what it is when it hears of a row; older ones change nothing. A promise stays."""
+        """Return what it is when it hears of a row; older ones change nothing. A promise stays.
+
+        Two owners of one epoch were both forced: neither owns then, until one is promoted.
+        """
+        if row.epoch == self.row.epoch and row.owner != self.row.owner:
+            return self.met(row.epoch + 1)
         if row.age <= self.row.age:
             return self
         if row.epoch < self.promised:
@@ -299,6 +304,7 @@ class Claim:
         self.row = row
         self.basis = basis
         self._gone: frozenset[str] = frozenset()
+        self._asked: frozenset[str] = frozenset()
         self._heard: dict[str, Promise] = {}
         self._outdated: Outdated | None = None
 
@@ -323,6 +329,10 @@ class Claim:
         """Take a refusal: somebody knows a newer row, or promised a higher epoch."""
         self._outdated = Outdated(row, max(epoch, self.row.epoch))
 
+    def asked(self, directories: Iterable[str]) -> None:
+        """Take note that servers were asked, whether they answered or not."""
+        self._asked |= frozenset(directories)
+
     def give_up(self, directories: Iterable[str]) -> None:
         """Go on without servers, as an operator ordered; never without the one that claims."""
         self._gone |= frozenset(directories) - {self.row.owner}
@@ -346,11 +356,13 @@ class Claim:
         """
         if self._outdated is not None:
             return self._outdated
-        if self.missing:
-            # All of them, also when who served last confirms: another one may have served without it meanwhile.
-            previous = self.row.previous
-            also = set() if previous is None else {previous.directory}
-            return Ask(self.missing | (also - self._gone - set(self._heard)))
+        # All of them, also when who served last confirms: another one may have served without it meanwhile. That one is
+        # asked as well, but not waited for.
+        previous = self.row.previous
+        last = frozenset() if previous is None else frozenset({previous.directory})
+        ask = self.missing | (last - self._asked - set(self._heard))
+        if ask:
+            return Ask(ask)
         confirmed = self._confirmed
         best, whose = self._best(mine, confirmed)
         source = self._lacking(mine, best, whose, confirmed is not None)

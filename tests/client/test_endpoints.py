@@ -14,10 +14,15 @@ from upr_client.endpoints import (
     endpoints_of,
     is_local,
     moves_on,
-    was_never_sent,
+    was_not_done,
 )
 from upr_client.errors import InvalidArgumentError
-from upr_protocol.errors import NoRoomError, ShuttingDownError, UnavailableError
+from upr_protocol.errors import (
+    NoRoomError,
+    PartitionNotActiveError,
+    ShuttingDownError,
+    UnavailableError,
+)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +111,7 @@ def test_a_channel_that_is_given_brings_its_own(options: dict[str, Any]) -> None
 def test_which_errors_make_another_endpoint_worth_trying() -> None:
     assert moves_on(UnavailableError("gone"))
     assert moves_on(ShuttingDownError("stopping"))
+    assert moves_on(PartitionNotActiveError("replica"))
     assert not moves_on(NoRoomError("full"))
 
 
@@ -119,7 +125,7 @@ def test_which_errors_make_another_endpoint_worth_trying() -> None:
         ("DEADLINE_EXCEEDED", "failed to connect to all addresses", False),
     ],
 )
-def test_only_what_had_no_connection_was_never_sent(
+def test_only_what_had_no_connection_was_not_done(
     code: str, details: str | None, never: bool
 ) -> None:
     class Failed(grpc.RpcError):
@@ -129,5 +135,5 @@ def test_only_what_had_no_connection_was_never_sent(
     error = Failed()
     error.code = lambda: grpc.StatusCode[code]
     error.details = lambda: details
-    assert was_never_sent(error) is never
-    assert not was_never_sent(grpc.RpcError())
+    assert was_not_done(error) is never
+    assert not was_not_done(grpc.RpcError())

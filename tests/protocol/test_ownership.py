@@ -44,6 +44,7 @@ def served(claim: Claim, mine: Held, *others: tuple[str, Held, bool]) -> Serve:
     claim.promised(Promise(B, SERVED, mine, False))
     for directory, theirs, confirmed in others:
         claim.promised(Promise(directory, SERVED, theirs, confirmed))
+    claim.asked({A})
     step = claim.next(mine)
     assert isinstance(step, Serve)
     return step
@@ -91,6 +92,18 @@ def test_an_owner_that_promised_or_met_a_higher_epoch_owns_no_more() -> None:
     assert not Standing(B, SERVED).owns
 
 
+def test_of_two_owners_of_one_epoch_neither_owns() -> None:
+    other = replace(SERVED, owner=B)
+    for one, two in ((SERVED, other), (other, SERVED)):
+        standing = Standing(one.owner, one)
+        assert standing.owns
+        contested = standing.learned(two)
+        assert not contested.owns
+        assert contested.row == one
+        assert contested.claim().epoch > contested.promised
+        assert contested.learned(two) == contested
+
+
 def test_an_older_row_changes_nothing_and_a_promise_stays() -> None:
     newer = SERVED.counting("d")
     standing = Standing(B, newer)
@@ -126,9 +139,20 @@ def test_all_counted_are_heard_and_who_served_last_is_asked_too() -> None:
     assert isinstance(claim.next(mine), Serve)
 
 
+def test_who_served_last_is_asked_once_though_it_is_not_counted() -> None:
+    basis = replace(SERVED, counted=frozenset({B}))
+    claim, _ = claim_of_b(basis)
+    mine = held((3, 1, 5, 5))
+    claim.promised(Promise(B, basis, mine, False))
+    assert claim.next(mine) == Ask(frozenset({A}))
+    claim.asked({A})
+    assert isinstance(claim.next(mine), Serve)
+
+
 def test_force_goes_on_without_those_given_up_and_counts_them_no_more() -> None:
     claim, _ = claim_of_b()
     claim.give_up({A, B, C})
+    claim.asked({A, C})
     mine = held((3, 1, 5, 5))
     claim.promised(Promise(B, SERVED, mine, False))
     step = claim.next(mine)
@@ -159,6 +183,7 @@ def test_the_epoch_of_the_row_decides_before_the_marker() -> None:
     mine = held((2, 1, 90, 90), (3, 2, 5, 5))
     claim.promised(Promise(B, SERVED, mine, False))
     claim.promised(Promise(C, SERVED, held((3, 2, 7, 9), (3, 2, 4, 4)), False))
+    claim.asked({A})
     step = claim.next(mine)
     assert isinstance(step, Follow)
     assert (step.directory, step.partitions.tolist(), step.seqnos.tolist()) == (C, [0], [7])
@@ -197,7 +222,8 @@ def test_a_source_that_is_lost_is_asked_again() -> None:
     claim.promised(Promise(B, SERVED, mine, False))
     claim.promised(Promise(C, SERVED, held((3, 1, 8, 8)), False))
     claim.lost(C)
-    assert claim.next(mine) == Ask(frozenset({A, C}))
+    claim.asked({A})
+    assert claim.next(mine) == Ask(frozenset({C}))
 
 
 def test_a_newer_row_or_a_higher_promise_ends_the_claim() -> None:

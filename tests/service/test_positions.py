@@ -21,7 +21,7 @@ from tests.storage.stored_blocks import consumers_of, store_of
 from upr.storage import keyspace
 from upr.storage.check.contents import Finding, check_consumers
 from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow
-from upr.storage.store import forget_future
+from upr.storage.undone import forget_future
 from upr_protocol.errors import UprError
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import admin_service_pb2 as admin

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_who_sends_most_loses_its_calls_first_and_one_message_always_passes(
     intake, shed = Intake(), []
     for name in sizes:
         context: Any = Peer(name)
-        intake.expect(context, lambda name=name: shed.append(name))
+        intake.expect(context, partial(shed.append, name))
     intake.look()
     assert shed == ["larger"], "72 MiB above the mark, and the largest has more"
     held = RECEIVE_WATCH_BYTES + 200 * MIB

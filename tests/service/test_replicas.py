@@ -2,19 +2,27 @@
 
 import base64
 import json
+import secrets
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer, poll
 from tests.raw import RawClient
 from tests.service.bucket_state import rows_of
-from upr_client import AsyncClient
+from upr.cli.admin import main
+from upr.engine.partitions import ACTIVE
+from upr.storage.keyspace import PartitionRow
+from upr.storage.store import Store
+from upr_client import AsyncClient, ServerPositions
 from upr_protocol.errors import UprError
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
 
@@ -63,6 +71,13 @@ def replica_of(start: StartServer, *upstreams: RunningServer, **more: Any) -> Ru
     return start("--replicate-from", ",".join(one.target for one in upstreams), **more)
 
 
+def shown(*arguments: str) -> str:
+    """What upr-admin prints."""
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 @pytest.mark.asyncio
 async def test_a_replica_joins_a_written_bucket_and_follows(server_process: StartServer) -> None:
     upstream = server_process("--tail-bytes", "200000")
@@ -71,7 +86,8 @@ async def test_a_replica_joins_a_written_bucket_and_follows(server_process: Star
         # Some of it is in the store, some is in the tail, and writing goes on.
         await bucket.write_many(pairs(5000, b"x" * 100))
         await bucket.write_many([(b"key 1", None)])
-        replica = replica_of(server_process, upstream)
+        # Less memory than there is to be received.
+        replica = server_process("--replicate-from", upstream.target, "--tail-bytes", "100000")
         for n in range(20):
             await bucket.write_many(pairs(50, b"round %d" % n, 10 * n))
         await in_sync(upstream, replica)
@@ -84,7 +100,8 @@ async def test_a_replica_joins_a_written_bucket_and_follows(server_process: Star
         with pytest.raises(UprError) as refused:
             await copy.set(b"late", b"w")
         assert refused.value.reason == "PARTITION_NOT_ACTIVE"
-    here = await poll(lambda: status(replica), lambda found: not found.upstream.lag)
+    here = await poll(lambda: status(replica), lambda found: found.upstream.in_step)
+    assert (here.upstream.lag, here.upstream.lag_seconds) == (0, 0)
     assert (here.upstream.address, here.upstream.connected) == (upstream.target, True)
     assert here.version == (await status(upstream)).version
     async with RawClient(replica.target) as raw:
@@ -96,6 +113,8 @@ async def test_a_replica_joins_a_written_bucket_and_follows(server_process: Star
     assert [(r.directory, r.address) for r in there.replicas] == [
         (mark["directory"], replica.target)
     ]
+    assert "in step" in shown("status", "--target", replica.target)
+    assert mark["directory"] in shown("status", "--target", upstream.target)
     assert mark["cluster"] == json.loads((upstream.data / "upr-stream.json").read_text())["cluster"]
 
 
@@ -134,12 +153,14 @@ def undone(server: RunningServer) -> list[dict[str, Any]]:
 
 @pytest.mark.asyncio
 @pytest.mark.crash
+@pytest.mark.parametrize("killed", ["", "recovery.before_records", "recovery.after_records"])
 async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
-    server_process: StartServer, tmp_path: Path
+    server_process: StartServer, tmp_path: Path, killed: str
 ) -> None:
     hold = tmp_path / "hold"
     upstream = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
-    replica = replica_of(server_process, upstream)
+    points = f"{killed}=kill" if killed else ""
+    replica = replica_of(server_process, upstream, environment={"UPR_FAILPOINTS": points})
     async with AsyncClient(upstream.target) as client:
         bucket = client.bucket("default")
         await bucket.write_many([*pairs(200), (b"to go", b"old")])
@@ -155,6 +176,10 @@ async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
             hold.unlink()
             upstream.start()
             await bucket.set(b"next", b"v")
+            if killed:
+                # While it undoes, which the next start does again, or has done.
+                assert replica.wait() == -signal.SIGKILL
+                replica.start(environment={"UPR_FAILPOINTS": ""})
             await in_sync(upstream, replica)
             assert await rows(replica) == await rows(upstream)
             assert await other.bucket("default").get(b"to go") == b"old"
@@ -166,7 +191,192 @@ async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
     }  # fmt: skip
     assert base64.b64decode(told[b"to go"]["value"]) == b"new"
     assert told[b"lost"]["partition"] == partition_of(b"lost")
-    assert (await status(replica)).upstream.undone == 3
+    assert (await status(replica)).upstream.undone == (0 if killed.endswith("after_records") else 3)
+    listed = json.loads(shown("undone", "list", str(replica.data), "--json"))
+    # Killed in between, it is kept twice.
+    assert [(one["bucket"], one["mutations"]) for one in listed] == [("default", 3)] * (
+        2 if killed.endswith("before_records") else 1
+    )
+    assert "b'lost'" not in shown("undone", "list", str(replica.data))
+    assert "'lost'" in shown("undone", "list", str(replica.data), "--rows")
+
+
+def small_tables(server: RunningServer) -> tuple[Any, Any, Any]:
+    """Producers' numbers, consumers' positions and cuts, as a stopped server has stored them."""
+    (folder,) = (server.data / "buckets").iterdir()
+    store = Store(folder / "store")
+    producers = {name: n.table.tolist() for name, n in store.producers_after(b"", 2**30)}
+    consumers = {
+        (name, partition): row
+        for name, partition, row in store.consumers()
+        if not name.startswith(b"replica:")
+    }
+    cuts = store.cuts()
+    store.close()
+    return producers, consumers, cuts
+
+
+async def follow(client: AsyncClient, consumer: str) -> None:
+    """Follow to what is there now, and acknowledge all of it."""
+    async with client.bucket("default").changes(
+        until="now", resume=ServerPositions(consumer)
+    ) as changes:
+        async for batch in changes.batches():
+            assert batch.rows
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_a_bucket_that_is_opened_anew_is_not_gone(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    hold, reopening = tmp_path / "hold", tmp_path / "reopening"
+    upstream = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
+    points = f"recovery.before_records=hold:{reopening}"
+    replica = replica_of(server_process, upstream, environment={"UPR_FAILPOINTS": points})
+    async with AsyncClient(upstream.target) as client, RawClient(replica.target) as raw:
+        await client.bucket("default").set(b"key", b"v")
+        await in_sync(upstream, replica)
+        hold.touch()
+        reopening.touch()
+        await client.bucket("default").set(b"lost", b"v", durability="memory")
+
+        async def listed() -> admin.BucketInfo:
+            answer = await raw.admin.ListBuckets(admin.ListBucketsRequest())
+            (found,) = answer.buckets
+            return found  # type: ignore[no-any-return]
+
+        before = await poll(listed, lambda info: info.mutations == 2)
+        upstream.kill()
+        hold.unlink()
+        upstream.start()
+        # Its own replicas would drop what is not listed.
+        during = await poll(listed, lambda info: info.HasField("problem"))
+        assert (during.version, during.problem.reason) == (before.version, "HISTORY_CHANGED")
+        assert during.problem.retriable
+        reopening.unlink()
+        await in_sync(upstream, replica)
+
+
+def make_active(server: RunningServer) -> None:
+    """Make all partitions of a stopped replica active, each with a record at its last complete marker."""
+    (folder,) = (server.data / "buckets").iterdir()
+    store = Store(folder / "store")
+    changes = {}
+    for partition, row in store.partitions().items():
+        assert isinstance(row, PartitionRow)
+        epoch = row.epoch + 1
+        log = row.log.with_record(1 + secrets.randbits(60), row.complete, epoch=epoch)
+        changes[partition] = (ACTIVE, epoch, row.purge_seqno, log)
+    store.put_logs(changes)
+    store.close()
+    server.options[:2] = []
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobody_else_has(
+    server_process: StartServer,
+) -> None:
+    old = server_process("--flush-seconds", "0.2")
+    new = replica_of(server_process, old)
+    async with AsyncClient(old.target) as client:
+        await client.bucket("default").write_many(pairs(400))
+        await in_sync(old, new)
+        assert new.terminate() == 0
+        await client.bucket("default").write_many([*pairs(5, b"alone"), (b"alone", b"v")])
+    old.kill()
+    make_active(new)
+    new.start()
+    async with AsyncClient(new.target) as client, AsyncClient(old.target) as reader:
+        await client.bucket("default").write_many([*pairs(3, b"after"), (b"after", b"v")])
+        old.options += ["--replicate-from", new.target]
+        old.start()
+        await in_sync(new, old)
+        assert await rows(old) == await rows(new)
+        assert await reader.bucket("default").get(b"alone") is None
+        # What it makes of itself is no history of its own: the log is that of the new one.
+        await client.bucket("default").set(b"later", b"v")
+        await in_sync(new, old)
+    told = [(base64.b64decode(row["key"]), base64.b64decode(row["value"])) for row in undone(old)]
+    assert sorted(told) == sorted([*pairs(5, b"alone"), (b"alone", b"v")])
+    old.terminate()
+    new.terminate()
+    for server in (old, new):
+        assert "fine" in shown("check", str(server.data))
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_a_replica_that_missed_purged_deletions_begins_anew(
+    server_process: StartServer,
+) -> None:
+    options = ("--tombstone-age", "0", "--purge-hold", "0", "--flush-seconds", "0.1")
+    upstream = server_process(*options)
+    replica = server_process("--replicate-from", upstream.target, *options)
+    async with AsyncClient(upstream.target) as client, RawClient(upstream.target) as raw:
+        bucket = client.bucket("default")
+        await bucket.write_many(pairs(50))
+        await in_sync(upstream, replica)
+        replica.kill()
+        await bucket.write_many([(key, None) for key, _ in pairs(25)])
+        # The row at the high seqno is never purged.
+        await bucket.write_many([(b"%d, %d" % (i, i), b"v") for i in range(3000)])
+
+        async def purged() -> int:
+            await raw.admin.Purge(admin.PurgeRequest(bucket="default"))
+            return sum(one.purge_seqno > 0 for one in await raw.partitions())
+
+        await poll(purged, lambda partitions: partitions >= 10)
+        replica.start()
+        await in_sync(upstream, replica)
+        assert await rows(replica) == await rows(upstream)
+    assert (await status(replica)).upstream.undone == 0
+    assert undone(replica) == []
+
+
+@pytest.mark.asyncio
+async def test_the_small_tables_come_at_the_join_and_with_every_change(
+    server_process: StartServer,
+) -> None:
+    upstream = server_process("--tail-bytes", "100000")
+    async with AsyncClient(upstream.target) as client:
+        bucket = client.bucket("default")
+        await bucket.write_many(pairs(2000, b"x" * 100))
+        await follow(client, "before")
+        await client.admin.create_cut("default", "early", partitions=[1, 2, 3])
+        replica = replica_of(server_process, upstream)
+        await poll(lambda: status(replica), lambda found: found.upstream.in_step)
+        # And what comes later: numbers beside the blocks, the rows of a consumer, a cut made and one released.
+        await bucket.write_many(pairs(700, b"later"))
+        await client.admin.create_cut("default", "late", partitions=[4])
+        await follow(client, "after")
+        await client.admin.release_cut("default", "early")
+        await bucket.write_many(pairs(300, b"last"))
+        await in_sync(upstream, replica)
+
+        async def told() -> bool:
+            async with RawClient(replica.target) as raw:
+                cuts = (await raw.changes.ListCuts(wire.ListCutsRequest(bucket="default"))).cuts
+                known = await raw.admin.ListConsumers(admin.ListConsumersRequest(bucket="default"))
+            names = {one.name for one in known.consumers}
+            return {"before", "after"} <= names and [cut.name for cut in cuts] == ["late"]
+
+        await poll(told)
+        assert (
+            await poll(lambda: status(replica), lambda s: s.upstream.in_step)
+        ).upstream.connected
+    upstream.terminate()
+    replica.terminate()
+    (producers, consumers, cuts), (told_producers, told_consumers, told_cuts) = (
+        small_tables(server) for server in (upstream, replica)
+    )
+    assert producers
+    assert told_producers == producers
+    assert {key: row.seqno for key, row in told_consumers.items()} == {
+        key: row.seqno for key, row in consumers.items()
+    }
+    assert told_cuts.keys() == cuts.keys() == {b"late"}
 
 
 @pytest.mark.asyncio
@@ -213,6 +423,10 @@ async def test_buckets_come_and_go_with_those_of_the_upstream(server_process: St
             return [one.name for one in await copy.admin.buckets()]
 
         await poll(names, lambda found: found == ["default"])
+        for refused in (copy.admin.create_bucket("mine"), copy.admin.drop_bucket("default")):
+            with pytest.raises(UprError) as told:
+                await refused
+            assert told.value.reason == "IS_REPLICA"
 
 
 @pytest.mark.asyncio

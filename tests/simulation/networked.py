@@ -29,7 +29,7 @@ HABITS = (
 
 def _catalog(hosts: dict[str, Any]) -> Catalog:
     catalog = Catalog.__new__(Catalog)
-    catalog._hosts, catalog._damaged = hosts, {}
+    catalog._hosts, catalog._damaged, catalog._reopening = hosts, {}, {}
     return catalog
 
 

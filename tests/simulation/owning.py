@@ -372,6 +372,7 @@ class World:
         server.sync()
         step = claim.next(server.held())
         if isinstance(step, Ask):
+            claim.asked(step.directories)
             for directory in sorted(step.directories, key=lambda _: self.r.random()):
                 other = self.at(directory)
                 if other is not None:

@@ -14,6 +14,8 @@ from upr.cli.admin_commands.cut import cut
 from upr.cli.admin_commands.purge import purge
 from upr.cli.admin_commands.restore_copy import restore_copy
 from upr.cli.admin_commands.status import status, storage
+from upr.cli.admin_commands.topology import promote, takeover, topology
+from upr.cli.admin_commands.undone import undone
 from upr_cli_kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, client_options, one_list
 from upr_cli_kit.output import (
     Group,
@@ -108,6 +110,10 @@ main.add_command(purge)
 main.add_command(restore_copy)
 main.add_command(status)
 main.add_command(storage)
+main.add_command(promote)
+main.add_command(takeover)
+main.add_command(topology)
+main.add_command(undone)
 
 
 @main.command("explain")

@@ -322,6 +322,8 @@ class Bucket:
             )
         # Not below the entry before it: entries are searched by time.
         time = max(self.tail.newest_time, int(runs["time"].max()))
+        if len(self.cuts):
+            self.cuts.passed(runs, self.tail.end)
         number = self._append(TailEntry(runs, data, writes, time))
         self._wake(memory=True)
         return number
@@ -352,6 +354,17 @@ class Bucket:
             table.state[changed] = PENDING
             for follower in list(self.followers):
                 follower.end_streams(changed, HISTORY_CHANGED)
+
+    def loaded_numbers(self, numbers: Mapping[bytes, int]) -> None:
+        """Record the largest numbers of producers that were stored from elsewhere."""
+        for name, number in numbers.items():
+            producer = self._producers.get(name)
+            if producer is not None and producer.loaded:
+                producer.last_number = max(producer.last_number, number)
+
+    def is_undone(self, partition: int, row: ProducerRow) -> bool:
+        """Return whether the seqnos of a producer's row are not on the failover log any more."""
+        return not _is_on(self.partitions.logs[partition], row)
 
     def adopted(self, partitions: Iterable[int]) -> None:
         """Record that the logs that were taken over are stored: the partitions are replicas."""

@@ -283,6 +283,18 @@ class Consumers:
             consumer.time[partition] = row.time
             consumer.saved[partition] = bool(row.position)
 
+    def replicated(self, name: str, rows: Mapping[int, ConsumerRow | None]) -> None:
+        """Take in rows by partition that came from the upstream and are stored; None for one that is gone."""
+        key = name.encode()
+        self.load((key, partition, row) for partition, row in rows.items() if row is not None)
+        consumer = self._consumers.get(name)
+        if consumer is not None:
+            gone = [partition for partition, row in rows.items() if row is None]
+            consumer.known[gone] = consumer.saved[gone] = False
+            consumer.dirty[list(rows)] = False
+            if not consumer.known.any():
+                del self._consumers[name]
+
     def get(self, name: str) -> Consumer | None:
         """Return a registered consumer, or None."""
         return self._consumers.get(name)

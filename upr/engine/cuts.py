@@ -16,7 +16,7 @@ import numpy.typing as npt
 from upr.engine.partitions import Partitions
 from upr.engine.tail import Tail
 from upr.storage.keyspace import CutRow, Pin
-from upr_protocol.block import U64
+from upr_protocol.block import U64, Runs
 from upr_protocol.errors import (
     AlreadyExistsError,
     CutNotFoundError,
@@ -72,6 +72,13 @@ class Cuts:
         self._named: dict[str, Cut] = {}
         self._held: list[Cut] = []
         self._lowest: U64 = np.full(PARTITIONS, NO_PIN, np.uint64)
+        self.changes = 0
+        """Number of changes of what ``named`` returns."""
+
+    @property
+    def named(self) -> list[Cut]:
+        """Return all cuts that have a name, also those that are not durable yet."""
+        return list(self._named.values())
 
     def __len__(self) -> int:
         """Return how many cuts have a name and are durable; one whose lease has just ended may be among them."""
@@ -143,6 +150,7 @@ class Cuts:
             self.forget(old)
         self._named[name] = cut
         self._hold(cut)
+        self.changes += 1
         return cut
 
     def _check_room(self, name: str, holder: str, now: int) -> None:
@@ -172,6 +180,27 @@ class Cuts:
             self._named[cut.name] = cut
             self._hold(cut)
 
+    def replicated(self, row: CutRow, name: str, tail: Tail) -> None:
+        """Take over a cut of the upstream, or what it has become.
+
+        A pin above what was received yet gets its fence when it is passed; see ``passed``.
+        """
+        old = self._named.get(name)
+        cut = Cut(name, row.created, row.expires, row.lease, row.pins, durable=True)
+        cut.fences = fences_of(tail, cut.seqnos)
+        self._named[name] = cut
+        self._hold(cut)
+        if old is not None:
+            self._drop(old)
+        self.changes += 1
+
+    def passed(self, runs: Runs, entry: int) -> None:
+        """Set fences at an entry that is about to be appended, whose runs begin at pinned seqnos."""
+        partitions, starts = runs["partition"], runs["start_seqno"]
+        for cut in self._held:
+            if (cut.seqnos[partitions] == starts).any() and entry not in cut.fences:
+                cut.fences = (*cut.fences, entry)
+
     def renew(self, name: str, lease: int | None, now: int) -> Cut:
         """Renew a cut's lease; None keeps its length.
 
@@ -185,21 +214,28 @@ class Cuts:
             )
         cut.lease = cut.lease if lease is None else lease
         cut.expires = now + cut.lease
+        self.changes += 1
         return cut
 
     def remove(self, name: str) -> Cut | None:
         """Remove a cut from the names and return it, None if there is none. Its pins hold until ``forget``."""
+        self.changes += 1
         return self._named.pop(name, None)
 
     def put_back(self, cut: Cut) -> None:
         """Restore the name of a removed cut, unless another has it or its pins were dropped."""
         if cut in self._held:
             self._named.setdefault(cut.name, cut)
+            self.changes += 1
 
     def forget(self, cut: Cut) -> None:
         """Drop a cut's pins."""
         if self._named.get(cut.name) is cut:
             del self._named[cut.name]
+            self.changes += 1
+        self._drop(cut)
+
+    def _drop(self, cut: Cut) -> None:
         if cut in self._held:
             self._held.remove(cut)
         self._lowest = np.min(

@@ -227,6 +227,8 @@ class Follower:
         # Partition, token and size of a large block that is read again when there is credit for it.
         self._unfit: tuple[int, int, int] | None = None
         self._reading = False
+        self.reads = 0
+        """Number of reads of the store."""
         self._turn = 0
         self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
         self._told_purge: U64 = np.zeros(PARTITIONS, np.uint64)
@@ -597,6 +599,7 @@ class Follower:
         first = int(np.searchsorted(waiting, self._turn)) % len(waiting)
         chosen = np.roll(waiting, -first)[:READ_PARTITIONS].tolist()
         self._reading = True
+        self.reads += 1
         left = self.credit.window - self.credit.outstanding
         requests = [ReadRequest(p, int(self._seqno[p])) for p in chosen]
         return requests, min(FRAME_BYTES, left)
@@ -682,6 +685,11 @@ class Follower:
     def ready_bytes(self) -> int:
         """Return the bytes of blocks that were read, and not sent."""
         return sum([block.size for _, _, block in self._ready])
+
+    @property
+    def is_past_store(self) -> bool:
+        """Whether there are streams, and each of them has read all that is stored."""
+        return bool(self._token.any()) and not self._is_reading()
 
     def _is_reading(self) -> bool:
         return self._reading or bool(self._ready) or bool(self._from_store.any())

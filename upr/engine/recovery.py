@@ -33,11 +33,13 @@ class Undo:
     Attributes:
         seqno: everything above the newest marker at or below it goes.
         log, epoch: of the upstream.
+        lost: whether the upstream does not have what goes; otherwise it is only received anew.
     """
 
     seqno: int
     log: FailoverLog
     epoch: int
+    lost: bool = True
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class Recovered:
         aside: journal blocks of dead partitions behind the gap, by partition, commit and place in the commit. Store
             them before the rest.
         complete: each partition's last complete marker, of store and entries together.
-        undone: the entries, and by partition the ends of the stored blocks, that a rollback removes.
+        undone: the entries, and by partition the ends of the stored blocks, that a rollback removes and nobody else has.
         notes: findings and actions for the log, in words.
     """
 
@@ -207,6 +209,7 @@ class _Replay:
         self.high: U64 = partitions.stored.copy()
         self.complete: U64 = partitions.complete.copy()
         self._horizon: U64 = partitions.horizon.copy()
+        self._time = 0
 
     def replay(self, commit: Commit) -> None:
         for place, entry in enumerate(commit.entries):
@@ -219,8 +222,9 @@ class _Replay:
                 ) from error
             live = self._live(block, commit.number, place)
             if live.any():
-                time = int(block.runs["time"][live].max())
-                whole = TailEntry(block.runs, entry.block, entry.writes, time, commit.number)
+                # Entries are searched by time; what a replica received may be older than what came before it.
+                self._time = max(self._time, int(block.runs["time"][live].max()))
+                whole = TailEntry(block.runs, entry.block, entry.writes, self._time, commit.number)
                 self.entries.append(whole.only(live))
                 self._note(block.runs[live])
 
@@ -287,13 +291,14 @@ def _undo(
     markers = _markers(result.entries, blocks, undo)
     result.complete[list(markers)] = list(markers.values())
     limit = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
-    limit[chosen] = result.complete[chosen]
+    lost = [partition for partition, one in undo.items() if one.lost]
+    limit[lost] = result.complete[lost]
     entries = [
         entry.only(above)
         for entry in result.entries
         if (above := entry.runs["end_seqno"] > limit[entry.runs["partition"]]).any()
     ]
-    stored = {p: [head.end for head in blocks[p] if head.end > markers[p]] for p in undo}
+    stored = {p: [head.end for head in blocks[p] if head.end > markers[p]] for p in lost}
     result.undone = entries, {p: ends for p, ends in stored.items() if ends}
     _cut_off(result, result.complete, chosen)
     for partition, one in undo.items():

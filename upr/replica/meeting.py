@@ -157,7 +157,9 @@ class Meeting:
 
     async def meet_all(self, standing: Standing) -> None:
         """Meet all known servers at once."""
-        self._note_followers()
+        if standing.owns:
+            # The replica of a replica is none of the owner's: it goes on following where it was told to.
+            self._note_followers()
         self.met = await self.reach(set(self.addresses))
 
     async def reach(self, directories: Iterable[str]) -> dict[str, Met]:

@@ -122,11 +122,12 @@ class Owning:
 
     @property
     def in_step(self) -> bool:
-        """Whether its small tables are whole in every bucket."""
+        """Whether its small tables are whole in every bucket; those of the owner are its own, also after a restart."""
         hosts = self._catalog.hosts
-        return self.active or (
-            bool(hosts)
-            and all(host.following is not None and host.following.in_step for host in hosts)
+        if self.active or self.standing.row.owner == self.standing.directory:
+            return True
+        return bool(hosts) and all(
+            host.following is not None and host.following.in_step for host in hosts
         )
 
     def held(self) -> dict[int, Held]:
@@ -155,16 +156,16 @@ class Owning:
         return after
 
     def _tell_owner(self) -> None:
-        owner = "" if self.active else self.owner_address()
+        owner = self._catalog.owner = "" if self.active else self.owner_address()
         for host in self._catalog.hosts:
             host.bucket.partitions.owner = owner
 
     def owner_address(self) -> str:
-        """Return HOST:PORT of the active server, as far as it is known; else an empty string."""
+        """Return HOST:PORT of the active server, or of the one that is about to be; empty if neither is known."""
         standing = self.standing
-        if standing.promised > standing.row.epoch or standing.row.owner == standing.directory:
-            return ""
-        return self.meeting.addresses.get(standing.row.owner, "")
+        changing = standing.promised > standing.row.epoch
+        owner = standing.candidate if changing else standing.row.owner
+        return self.meeting.addresses.get(owner, "")
 
     async def learned(self, row: Row, epoch: int) -> None:
         """Learn what another server knows, and step down if another one may be active."""
@@ -293,7 +294,9 @@ class Owning:
         )
 
     async def _claim(self, *, force: bool, takeover: bool) -> Promoted:
-        above = 0
+        # A server that never heard of a row knows the epochs of what it has.
+        epochs = [int(host.bucket.partitions.epoch.max()) for host in self._catalog.hosts]
+        above = max(epochs, default=0)
         for _ in range(CLAIMS_MAX):
             basis = self.standing.row
             row = self.standing.claim(above=above, force=force)
@@ -329,7 +332,8 @@ class Owning:
                     claim.give_up(claim.missing)
                 elif asked:
                     raise self._not_heard(claim.missing)
-                asked = True
+                asked = bool(claim.missing)
+                claim.asked(step.directories)
                 refused = await self._ask(claim, step.directories - {me}, answers)
                 if refused is not None:
                     return refused

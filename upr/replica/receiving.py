@@ -19,13 +19,14 @@ from upr.engine.compaction import raise_purges
 from upr.engine.partitions import DEAD, PENDING, REPLICA
 from upr.engine.recovery import Undo
 from upr.engine.tail import TailEntry
+from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.storage.journal import NumberedWrite
 from upr_protocol.block import POSITION, Block
 from upr_protocol.errors import ProtocolError, UnavailableError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.flow import CreditReturn
-from upr_protocol.handshake import RollbackAnswer, boundary_of
+from upr_protocol.handshake import RollbackAnswer, Rule, boundary_of
 from upr_protocol.limits import PARTITIONS, SILENT_INTERVALS
 from upr_protocol.position import Position
 from upr_protocol.wire.codec import encode_block, joined_blocks, log_from_messages, producer_writes
@@ -212,7 +213,6 @@ class Receiving:
         await self._adopt(logs, epochs, purges)
         for partition, token in tokens.items():
             self._token[partition] = token
-        self._following.in_step = self._following.in_step or bool(tokens)
         if undo:
             raise UndoNeededError(undo)
         await self._start(again)
@@ -246,7 +246,7 @@ class Receiving:
         seqno = boundary_of(position, answer)
         if max(high, int(table.horizon[partition])) <= seqno:
             return None
-        return Undo(seqno, log, told.epoch)
+        return Undo(seqno, log, told.epoch, lost=told.rule != Rule.BELOW_PURGE)
 
     async def _adopt(
         self, logs: dict[int, FailoverLog], epochs: Mapping[int, int], purges: Mapping[int, int]
@@ -283,6 +283,8 @@ class Receiving:
                 await self._start(again)
             case "ended":
                 self._ended(message.ended)
+            case "tables":
+                await take_tables(self._host, message.tables)
 
     def _ended(self, ended: wire.Ended) -> None:
         if not ended.streams:

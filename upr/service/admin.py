@@ -275,7 +275,7 @@ def _upstream(following: Following | None) -> admin.UpstreamStatus | None:
     return admin.UpstreamStatus(
         address=following.address,
         connected=following.connected,
-        in_step=following.in_step,
+        in_step=following.connected and following.in_step,
         lag=following.lag(),
         lag_seconds=following.lag_seconds(),
         problem=problem_of(problem) if problem is not None else None,
@@ -340,6 +340,7 @@ class AdminMethods:
     ) -> admin.CreateBucketResponse:
         """Create an empty bucket."""
         check_quota(request.quota_bytes)
+        self._catalog.check_not_replica()
         host = await self._catalog.create(request.name, request.compression)
         if request.quota_bytes:
             await host.set_quota(request.quota_bytes)
@@ -355,6 +356,7 @@ class AdminMethods:
         self, request: admin.SetBucketQuotaRequest, context: Context
     ) -> admin.SetBucketQuotaResponse:
         """Set a bucket's quota."""
+        self._catalog.check_not_replica()
         host = self._catalog.find(request.bucket)
         await host.set_quota(check_quota(request.quota_bytes))
         return admin.SetBucketQuotaResponse(bucket=await _bucket_info(host))
@@ -364,6 +366,7 @@ class AdminMethods:
         self, request: admin.DropBucketRequest, context: Context
     ) -> admin.DropBucketResponse:
         """Remove a bucket with its data; see ``Catalog.drop``."""
+        self._catalog.check_not_replica()
         known = request.HasField("version")
         version = await self._catalog.drop(request.name, request.version if known else None)
         return admin.DropBucketResponse(bucket_version=version)

@@ -11,7 +11,6 @@ from google.protobuf.message import DecodeError
 from upr import __version__
 from upr.engine.bucket import Bucket
 from upr.engine.consumers import Save
-from upr.engine.cuts import Cut
 from upr.engine.groups import Hold, fenced
 from upr.engine.streams import SHUTTING_DOWN
 from upr.service.buckets.bucket_service import BucketService
@@ -23,6 +22,7 @@ from upr.service.overload.callers import Callers, peer_of
 from upr.service.overload.intake import Context, Intake, abort
 from upr.service.overload.pace import Rounds
 from upr.service.overload.sending import SendingRoom
+from upr.service.tables import cut_message
 from upr.service.trouble import words_of
 from upr_protocol.block import U64
 from upr_protocol.errors import (
@@ -86,22 +86,6 @@ def lease_micros(seconds: float) -> int | None:
             hint="renew it in time for a longer one; 0 means the default",
         )
     return max(round(seconds * 1e6), 1) if seconds else None
-
-
-def cut_message(cut: Cut, *, with_partitions: bool) -> wire.Cut:
-    """Return a cut as the wire has it."""
-    message = wire.Cut(
-        name=cut.name,
-        created_time=cut.created,
-        expires_time=cut.expires,
-        lease_seconds=cut.lease / 1e6,
-    )
-    if with_partitions:
-        for partition, pin in cut.pins.items():
-            message.partitions.add(
-                partition=partition, failover_id=pin.failover_id, seqno=pin.seqno
-            )
-    return message
 
 
 POSITIONS_AT_ONCE = 128

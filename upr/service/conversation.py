@@ -268,6 +268,8 @@ class Conversation:
         self._beat_now = False
         self._told_unkept = False
         self._wake = wake
+        self.before_frames: Callable[[], wire.FollowResponse | None] = lambda: None
+        """Returns what must be sent before the next frame, None for nothing."""
         self.follower = Follower(bucket, options, credit, wake)
         self._starts = WaitingStarts(self._answer)
         old = bucket.add_follower(self.follower, micros(now))
@@ -471,6 +473,9 @@ class Conversation:
         return self._next_frame()
 
     def _next_frame(self) -> Outgoing | None:
+        first = self.before_frames()
+        if first is not None:
+            return Outgoing(first)
         frame = self.follower.next_frame()
         if frame is None:
             return None

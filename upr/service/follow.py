@@ -32,6 +32,7 @@ from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, second
 from upr.service.overload.intake import Context, Intake, shed_error
 from upr.service.overload.pace import Rounds
 from upr.service.overload.sending import Sender, SendingRoom
+from upr.service.tables import TableFeed
 from upr.service.trouble import words_of
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
@@ -100,6 +101,10 @@ class FollowCall:
         self.say = self._talk.say
         self.end = self._talk.end
         self._sender: asyncio.Task[None] | None = None
+        self._tables: TableFeed | None = None
+        if options.is_replica:
+            self._tables = TableFeed(host, self.follower, self.say, self._drained, self._wake.set)
+            self._talk.before_frames = self._tables.changed_cuts
         self._shed = False
         self._arriving = intake.expect(context, self._end_at_once)
         host.users.add(self.bucket_gone)
@@ -141,6 +146,8 @@ class FollowCall:
         self._arriving.close()
         self._room.leave(self._sending)
         self._host.users.discard(self.bucket_gone)
+        if self._tables is not None:
+            self._tables.close()
         self._talk.close(asyncio.get_running_loop().time(), left=self._left)
 
     async def run(self) -> UprError | None:
@@ -299,6 +306,8 @@ class FollowCall:
             if self._room.join(self._sending):
                 self._begin_read()
             self._begin_search()
+            if self._tables is not None and (work := self._tables.next_work()) is not None:
+                self._begin(work)
             self._room.pass_on()
             if self._wake.is_set():
                 await asyncio.sleep(0)
@@ -345,6 +354,12 @@ class FollowCall:
         if wanted is not None:
             self._room.hold(self._sending, wanted[1])
             self._begin(self._read_store(*wanted))
+
+    async def _drained(self) -> None:
+        """Wait until all that was said is sent."""
+        while self._talk.waiting:
+            self._sent.clear()
+            await self._sent.wait()
 
     def _begin_search(self) -> None:
         wanted = self._talk.next_search()

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -647,6 +647,65 @@ class Store:
                     rows[partition] = ProducerRow(*fields)
         return rows
 
+    def producers_after(self, name: bytes, max_bytes: int) -> list[tuple[bytes, ProducerNumbers]]:
+        """Return the numbers of the producers behind a name, by name: about ``max_bytes`` of them; damaged rows are left
+        out."""
+        found: list[tuple[bytes, ProducerNumbers]] = []
+        size = 0
+        with self._env.begin() as txn, txn.cursor(db=self._producers) as cursor:
+            # The key of a producer's ProducerSeen, its first one, is the name and a zero byte.
+            more = cursor.set_range(name + b"\1")
+            while more and size < max_bytes:
+                key = bytes(cursor.key())
+                seen = self._seen(txn, key)
+                tables = [cursor_table(cursor) for _ in _keys_of(cursor, key[:-1])]
+                table = np.concatenate([NO_NUMBERS, *(one for one in tables if one is not None)])
+                if seen is not None and len(table):
+                    found.append((key[:-1], ProducerNumbers(table, seen.time)))
+                size += table.nbytes + len(key)
+                more = cursor.set_range(key[:-1] + b"\1")
+        return found
+
+    def put_producers(
+        self,
+        rows: Iterable[tuple[bytes, ProducerNumbers]],
+        newer: Callable[[int, int, int], bool],
+    ) -> None:
+        """Store numbers of producers, durably, but those for which there is a newer one.
+
+        Args:
+            newer: returns whether a stored number counts more than one to be stored, given its partition, its failover id
+                and its end seqno; asked where the stored one is not smaller.
+        """
+        with self._writing() as txn:
+            for name, numbers in rows:
+                kept = self._not_older(txn, name, numbers.table, newer)
+                if len(kept):
+                    self._put_producer(txn, name, ProducerNumbers(kept, numbers.time))
+
+    def _not_older(
+        self,
+        txn: Any,
+        name: bytes,
+        table: npt.NDArray[np.void],
+        newer: Callable[[int, int, int], bool],
+    ) -> npt.NDArray[np.void]:
+        known: dict[int, tuple[int, int, int]] = {}
+        with txn.cursor(db=self._producers) as cursor:
+            for _ in _keys_of(cursor, name):
+                stored = cursor_table(cursor)
+                for partition, number, failover_id, _, end in (
+                    () if stored is None else stored.tolist()
+                ):
+                    known[partition] = (number, failover_id, end)
+        keep = []
+        for partition, number in zip(
+            table["partition"].tolist(), table["number"].tolist(), strict=True
+        ):
+            has, failover_id, end = known.get(partition, (-1, 0, 0))
+            keep.append(has < number or not newer(partition, failover_id, end))
+        return table[keep]
+
     def _put_producer(self, txn: Any, name: bytes, numbers: ProducerNumbers) -> None:
         table = numbers.table
         slots = table["partition"] // PRODUCER_SLOT
@@ -725,6 +784,18 @@ class Store:
             log.error("a position is lost", extra={"error": error.message})
             return ConsumerRow(0, 0, 0, 0, keyspace.DAMAGED_POSITION)
 
+    def consumer_rows(
+        self, consumer: bytes, partitions: Iterable[int]
+    ) -> dict[int, ConsumerRow | None]:
+        """Return a consumer's rows in some partitions; None where there is none."""
+        found: dict[int, ConsumerRow | None] = {}
+        with self._env.begin() as txn:
+            for partition in partitions:
+                key = keyspace.consumer_key(consumer, partition)
+                value = txn.get(key, db=self._consumers)
+                found[partition] = None if value is None else self._consumer(key, bytes(value))
+        return found
+
     def saved_positions(self, consumer: bytes, partitions: Iterable[int]) -> dict[int, bytes]:
         """Return a consumer's saved positions by partition, see ``ConsumerRow.position``."""
         found = {}
@@ -800,6 +871,18 @@ def _keys_of(cursor: Any, name: bytes) -> Iterator[bytes]:
         more = cursor.next()
 
 
+NO_NUMBERS = np.zeros(0, keyspace.PRODUCER)
+
+
+def cursor_table(cursor: Any) -> npt.NDArray[np.void] | None:
+    """Return the producer's table at a cursor; None, with a line in the log, where it is damaged."""
+    try:
+        return keyspace.unpack_producer(bytes(cursor.key()), bytes(cursor.value()))
+    except DataDamagedError as error:
+        log.error("what is known of a producer is lost", extra={"error": error.message})
+        return None
+
+
 def _merged(key: bytes, stored: bytes, part: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     """Return the newer table of a slot, with the partitions that only the stored one has."""
     try:
@@ -810,39 +893,3 @@ def _merged(key: bytes, stored: bytes, part: npt.NDArray[np.void]) -> npt.NDArra
     old = old[~np.isin(old["partition"], part["partition"])]
     whole = np.concatenate((old, part))
     return whole[np.argsort(whole["partition"])]
-
-
-@dataclass(frozen=True, slots=True)
-class FutureForgotten:
-    """Rows that ``forget_future`` removed.
-
-    Attributes:
-        cuts: the names of all cuts, which belong to the history of the original.
-        consumers: (name, partition, acknowledged seqno) above what the partition keeps.
-    """
-
-    cuts: tuple[str, ...]
-    consumers: tuple[tuple[str, int, int], ...]
-
-
-def forget_future(store: Store, ends: Mapping[int, int]) -> FutureForgotten:
-    """Remove all cuts, and acknowledged positions above the data that stays; durable when it returns.
-
-    Args:
-        ends: by partition, the last complete marker that stays; other partitions are not changed.
-    """
-    cuts = store.cuts()
-    gone: dict[tuple[bytes, int], ConsumerRow | None] = {}
-    told: list[tuple[str, int, int]] = []
-    for name, partition, row in store.consumers():
-        # A saved position must stay, however high: its consumer has the data, and must roll back.
-        if partition in ends and row.seqno > ends[partition] and not row.position:
-            gone[name, partition] = None
-            told.append((name.decode(errors="replace"), partition, row.seqno))
-    if cuts:
-        store.put_cuts(dict.fromkeys(cuts))
-    if gone:
-        store.put_consumers(gone)
-    return FutureForgotten(
-        tuple(sorted(n.decode(errors="replace") for n in cuts)), tuple(sorted(told))
-    )

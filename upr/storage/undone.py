@@ -1,4 +1,6 @@
-"""Mutations that a replica undid, kept for the operator: DIR/undone/<bucket>-<time>.jsonl.
+"""What is undone: mutations of a replica, kept for the operator, and rows of a future that is lost.
+
+Mutations are in DIR/undone/<bucket>-<time>.jsonl.
 
 A file has a line for each mutation: {"partition", "seqno", "key", "op", "value"}, key and value in base64, op "set" or
 "delete", a delete without a value. Its first line names the bucket. A file is durable before what it tells of is undone;
@@ -9,13 +11,14 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from upr.storage.journal import sync_folder
-from upr.storage.store import Identity
+from upr.storage.keyspace import ConsumerRow
+from upr.storage.store import Identity, Store
 from upr_protocol.block import (
     OP_DELETE,
     Block,
@@ -126,3 +129,39 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataDamagedError(f"{path}: line {number} cannot be read")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class FutureForgotten:
+    """Rows that ``forget_future`` removed.
+
+    Attributes:
+        cuts: the names of all cuts, which belong to the history of the original.
+        consumers: (name, partition, acknowledged seqno) above what the partition keeps.
+    """
+
+    cuts: tuple[str, ...]
+    consumers: tuple[tuple[str, int, int], ...]
+
+
+def forget_future(store: Store, ends: Mapping[int, int]) -> FutureForgotten:
+    """Remove all cuts, and acknowledged positions above the data that stays; durable when it returns.
+
+    Args:
+        ends: by partition, the last complete marker that stays; other partitions are not changed.
+    """
+    cuts = store.cuts()
+    gone: dict[tuple[bytes, int], ConsumerRow | None] = {}
+    told: list[tuple[str, int, int]] = []
+    for name, partition, row in store.consumers():
+        # A saved position must stay, however high: its consumer has the data, and must roll back.
+        if partition in ends and row.seqno > ends[partition] and not row.position:
+            gone[name, partition] = None
+            told.append((name.decode(errors="replace"), partition, row.seqno))
+    if cuts:
+        store.put_cuts(dict.fromkeys(cuts))
+    if gone:
+        store.put_consumers(gone)
+    return FutureForgotten(
+        tuple(sorted(n.decode(errors="replace") for n in cuts)), tuple(sorted(told))
+    )

@@ -28,13 +28,14 @@ from upr_client._async.io import (
 )
 from upr_client.changes.groups import is_of_group
 from upr_client.changes.link import MOMENT_SECONDS, CallState
-from upr_client.endpoints import Token, authorization, call_error, moves_on, was_never_sent
+from upr_client.endpoints import Token, authorization, call_error, moves_on, was_not_done
 from upr_protocol.errors import ClosedError, UnavailableError, UprError
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1.admin_service_pb2_grpc import AdminServiceStub
 from upr_protocol.wire.v1.change_stream_service_pb2_grpc import ChangeStreamServiceStub
 from upr_protocol.wire.v1.key_value_service_pb2_grpc import KeyValueServiceStub
+from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
 
 _logger = logging.getLogger("upr_client")
 
@@ -48,6 +49,7 @@ class Stubs(NamedTuple):
     streams: Any
     keys: Any
     admin: Any
+    sets: Any
     endpoint: int
     """Its index."""
     connection: int
@@ -79,7 +81,7 @@ class Router:
         self._token = token
         self._given = channel
         self._channels: dict[int, Channel] = {}
-        self._raw: dict[int, tuple[Any, Any, Any]] = {}
+        self._raw: dict[int, tuple[Any, Any, Any, Any]] = {}
         self._opened: dict[int, int] = {}
         self._current = 0
         self._mutex = mutex()
@@ -93,10 +95,10 @@ class Router:
         """Return the services of the current endpoint."""
         index = self._current
         self.raw(index)
-        streams, keys, admin = (_Service(self, index, number) for number in range(3))
-        return Stubs(streams, keys, admin, index, self._opened.get(index, 0))
+        streams, keys, admin, sets = (_Service(self, index, number) for number in range(4))
+        return Stubs(streams, keys, admin, sets, index, self._opened.get(index, 0))
 
-    def raw(self, index: int) -> tuple[Any, Any, Any]:
+    def raw(self, index: int) -> tuple[Any, Any, Any, Any]:
         """Return gRPC's own stubs of an endpoint; its channel is made when first needed."""
         with self._mutex:
             self.check()
@@ -112,6 +114,7 @@ class Router:
                     ChangeStreamServiceStub(channel),
                     KeyValueServiceStub(channel),
                     AdminServiceStub(channel),
+                    ReplicaServiceStub(channel),
                 )
             return stubs
 
@@ -120,11 +123,23 @@ class Router:
         return None if self._token is None else authorization(self._token)
 
     def failed(self, error: UprError, index: int) -> None:
-        """Go on to the next endpoint if this one is the current one, and the error says that another may do better."""
+        """Go on to another endpoint if this one is the current one, and the error says that another may do better.
+
+        It is the server that the error names as the active one, else the next endpoint. A server that is no endpoint of
+        the client is used too, unless the client has a token or a channel of its own: those are for whom it was given.
+        """
         with self._mutex:
-            if len(self.endpoints) == 1 or index != self._current or not moves_on(error):
+            if index != self._current or not moves_on(error):
                 return
-            self._current = (index + 1) % len(self.endpoints)
+            owner = error.owner
+            if owner and owner not in self.endpoints and not (self._token or self._given):
+                self.endpoints = (*self.endpoints, owner)
+            if len(self.endpoints) == 1:
+                return
+            known = owner in self.endpoints
+            self._current = (
+                self.endpoints.index(owner) if known else (index + 1) % len(self.endpoints)
+            )
             following = self.endpoints[self._current]
         _logger.info(
             "%s: %s (%s); going on to %s", self.endpoints[index], error.reason, error, following
@@ -175,7 +190,8 @@ class _Service:
 async def _unary(router: Router, number: int, name: str, request: Any, seconds: float) -> Any:
     """Make a unary call, within a total time in seconds.
 
-    One that cannot have reached a server is made at each of the other endpoints, once.
+    One that cannot have reached a server, or was refused by one that is not the active one, is made at each of the other
+    endpoints, once.
     """
     deadline = now() + seconds
     tried = set[int]()
@@ -198,7 +214,7 @@ async def _unary(router: Router, number: int, name: str, request: Any, seconds: 
             # Closed by another task or thread meanwhile: that is the reason then.
             router.check()
             router.failed(call_error(error), index)
-            if router.current in tried or not was_never_sent(error):
+            if router.current in tried or not was_not_done(error):
                 raise
 
 

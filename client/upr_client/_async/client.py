@@ -21,8 +21,9 @@ class AsyncClient:
     belongs to the process and, in the asyncio flavour, to the event loop that made it.
 
     With several endpoints the first one is used until a call finds that it cannot be reached, loses its connection,
-    or is told that the server is stopping; then the next one, and after the last the first again. A unary call that
-    cannot have reached its server is made once at each of the others; any other is not made again.
+    or is told that the server is stopping; then the next one, and after the last the first again. A server that is not
+    the active one of its set names the one that is, which is used from then on. A unary call that did nothing for sure
+    is made once at each of the others; any other is not made again.
 
     Args:
         target: the server's address, "host:port"; several with commas in between, or as a sequence.

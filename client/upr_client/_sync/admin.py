@@ -16,8 +16,10 @@ from upr_client.admin import (
     CutInfo,
     PartitionInfo,
     PartitionPurge,
+    Promotion,
     ServerStatus,
     StorageInfo,
+    Topology,
     check_quota,
     consumer_info,
     consumer_positions,
@@ -25,14 +27,17 @@ from upr_client.admin import (
     of_message,
     partition_info,
     partition_purge,
+    promotion,
     reset_request,
     server_status,
+    topology,
 )
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import check_name
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.v1 import admin_service_pb2 as wire
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+from upr_protocol.wire.v1 import replica_service_pb2 as set_pb2
 
 
 class Admin:
@@ -60,6 +65,31 @@ class Admin:
     def status(self) -> ServerStatus:
         """Return what the server process is and uses."""
         return server_status(self._call("GetStatus", wire.GetStatusRequest()))
+
+    # The set of servers.
+
+    def topology(self) -> Topology:
+        """Return who is active in the server's set, as far as it knows."""
+        stub = self._connection.stubs().sets.GetTopology
+        return topology(self._connection.ask(stub, set_pb2.GetTopologyRequest()))
+
+    def promote(
+        self, *, force: bool = False, takeover: bool = False, seconds: float = 60.0
+    ) -> Promotion:
+        """Make the server the active one of its set, and return when it is.
+
+        Args:
+            force: go on without those that cannot be reached: what only they have is undone when they come back.
+            takeover: only if the server that is active now confirms that nothing is missing.
+            seconds: how long it may take.
+
+        Raises:
+            UprError: it cannot be promoted; NOT_IN_STEP, NOT_COUNTED, NOT_HEARD or NOT_CONFIRMED. After another
+                failure ``topology`` says who is active.
+        """
+        request = set_pb2.PromoteRequest(force=force, takeover=takeover)
+        stub = self._connection.stubs().sets.Promote
+        return promotion(self._connection.ask(stub, request, seconds))
 
     def buckets(self) -> list[BucketInfo]:
         """Return the server's buckets by name."""

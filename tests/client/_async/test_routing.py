@@ -7,7 +7,12 @@ from tests.client._async.adapter import running, serve
 from tests.client.certificates import Certificate
 from tests.client.key_values import Faults, KeyValueServer
 from upr_client import AsyncClient, UprError
-from upr_client.errors import NoRoomError, ShuttingDownError, UnavailableError
+from upr_client.errors import (
+    NoRoomError,
+    PartitionNotActiveError,
+    ShuttingDownError,
+    UnavailableError,
+)
 
 
 @pytest.mark.asyncio
@@ -75,6 +80,49 @@ async def test_a_write_goes_on_at_the_next_endpoint_and_comes_round() -> None:
     assert first.calls >= 2
     assert second.calls >= 2
     assert {**first.values, **second.values} == {b"%d" % number: b"v" for number in range(5)}
+
+
+def not_active(owner: str) -> PartitionNotActiveError:
+    return PartitionNotActiveError("a replica", retriable=True, owner=owner)
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_names_the_active_server_which_is_used_from_then_on() -> None:
+    replica, active, other = KeyValueServer(), KeyValueServer(), KeyValueServer()
+    async with running(replica), running(active), running(other):
+        refusal = not_active(active.target)
+        replica.faults.refused_partitions = dict.fromkeys(range(1024), refusal)
+        for endpoints in ([replica.target], [replica.target, other.target, active.target]):
+            async with AsyncClient(endpoints) as client:
+                await client.bucket().set(b"k", b"v")
+                assert client.target == active.target
+        replica.faults.stopping = refusal
+        async with AsyncClient(replica.target) as client:
+            # It was refused, so it is asked for again at once.
+            assert await client.bucket().get(b"k") == b"v"
+    assert (replica.values, active.values, other.calls) == ({}, {b"k": b"v"}, 0)
+
+
+@pytest.mark.asyncio
+async def test_where_no_active_server_is_named_the_next_endpoint_is_tried() -> None:
+    replica, active = KeyValueServer(), KeyValueServer()
+    replica.faults.stopping = not_active("")
+    async with running(replica), running(active):
+        async with AsyncClient([replica.target, active.target]) as client:
+            await client.bucket().set(b"k", b"v")
+            assert client.target == active.target
+
+
+@pytest.mark.asyncio
+async def test_a_token_goes_to_no_server_that_was_only_named() -> None:
+    replica, active = KeyValueServer(), KeyValueServer()
+    async with running(replica), running(active):
+        replica.faults.stopping = not_active(active.target)
+        async with AsyncClient(replica.target, token="secret") as client:
+            with pytest.raises(PartitionNotActiveError):
+                await client.bucket().get(b"k")
+            assert client.endpoints == (replica.target,)
+    assert active.tokens == []
 
 
 @pytest.mark.asyncio

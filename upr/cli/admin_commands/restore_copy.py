@@ -38,7 +38,8 @@ def _restore(folder: Path) -> dict[str, Any]:
     from upr.service.buckets.bucket_service import new_failover_id
     from upr.service.clock import Clock
     from upr.storage.journal import Journal
-    from upr.storage.store import Store, forget_future
+    from upr.storage.store import Store
+    from upr.storage.undone import forget_future
 
     store = Store(folder / "store")
     journal = None

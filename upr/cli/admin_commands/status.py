@@ -34,6 +34,10 @@ _STATUS_COLUMNS = (
 )
 
 
+_UPSTREAM_COLUMNS = ("bucket", "upstream", "state", "lag", "lag_seconds", "undone", "problem")
+_REPLICA_COLUMNS = ("bucket", "replica", "directory", "registered", "lag")
+
+
 @click.command("status")
 @client_option
 @json_option
@@ -55,6 +59,14 @@ def status(client: "Client", as_json: bool) -> None:
         click.echo(f"clock             {words}")
     click.echo()
     click.echo(columns(_STATUS_COLUMNS, map(_row, found.buckets)))
+    following = [_upstream_row(bucket) for bucket in found.buckets if bucket.upstream is not None]
+    if following:
+        click.echo()
+        click.echo(columns(_UPSTREAM_COLUMNS, following))
+    replicas = [row for bucket in found.buckets for row in _replica_rows(bucket)]
+    if replicas:
+        click.echo()
+        click.echo(columns(_REPLICA_COLUMNS, replicas))
 
 
 def _delays(found: "ServerStatus") -> str:
@@ -102,12 +114,35 @@ def _row(bucket: "BucketStatus") -> tuple[object, ...]:
     )
 
 
+def _upstream_row(bucket: "BucketStatus") -> tuple[object, ...]:
+    upstream = bucket.upstream
+    assert upstream is not None
+    state = "in step" if upstream.in_step else "following" if upstream.connected else "away"
+    return (
+        bucket.name,
+        upstream.address or "-",
+        state,
+        upstream.lag,
+        f"{upstream.lag_seconds:.1f}",
+        upstream.undone,
+        upstream.problem.message if upstream.problem is not None else "-",
+    )
+
+
+def _replica_rows(bucket: "BucketStatus") -> Iterator[tuple[object, ...]]:
+    for one in bucket.replicas:
+        lag = "-" if one.anonymous else one.lag
+        yield bucket.name, one.address, one.directory, "no" if one.anonymous else "yes", lag
+
+
 def _status_document(found: "ServerStatus") -> dict[str, Any]:
     document = asdict(found)
     document["server_id"] = f"{found.server_id:016x}"
     for bucket, told in zip(found.buckets, document["buckets"], strict=True):
         told["version"] = f"{bucket.version:016x}"
         told["problem"] = problem_document(bucket.problem)
+        if bucket.upstream is not None:
+            told["upstream"]["problem"] = problem_document(bucket.upstream.problem)
     return document
 
 

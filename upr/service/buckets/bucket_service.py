@@ -9,7 +9,7 @@ import errno
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
@@ -87,7 +87,9 @@ class Following:
     Attributes:
         address: HOST:PORT that it follows, or tries to.
         connected: whether its streams are open.
-        in_step: whether it has the small tables too, with every seqno that they name.
+        tables: whether the upstream has told all of its small tables.
+        needed: the seqnos that they name, shape (1024,).
+        cuts: the names of the cuts that the upstream has told of.
         undone: mutations that were undone since the server was started.
         problem: why it does not follow now; None while it does.
         highs: the newest seqnos that the upstream told of, shape (1024,).
@@ -96,11 +98,19 @@ class Following:
     def __init__(self, bucket: Bucket, undone: int = 0) -> None:
         self._bucket = bucket
         self.address = ""
-        self.connected = self.in_step = False
+        self.connected = self.tables = False
+        self.needed = np.zeros(PARTITIONS, np.uint64)
+        self.cuts: set[str] = set()
         self.undone = undone
         self.problem: UprError | None = None
         self.highs = np.zeros(PARTITIONS, np.uint64)
         self._level = time.monotonic()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether it has the small tables, and durably every seqno that they name."""
+        durable = self._bucket.partitions.durable
+        return self.tables and bool((durable >= self.needed).all())
 
     def lag(self) -> int:
         """Return how many mutations that the upstream told of are not durable here."""
@@ -153,6 +163,8 @@ class BucketService:
         self._config = config
         self._wanted_room = 0
         self.failover_log_records = config.failover_log_records
+        self.on_consumers: set[Callable[[Collection[tuple[bytes, int]]], None]] = set()
+        """Functions that are told which rows of consumers, by name and partition, were stored or removed."""
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Awaitable[None]] | None = None
@@ -529,7 +541,16 @@ class BucketService:
     async def _put_consumers(self, rows: Callable[[], Mapping[Any, Any]]) -> None:
         if not self.disk.stopping and self.disk.room.left() < 0:
             raise OSError(errno.ENOSPC, "there is no room above the reserve")
-        await self.disk.in_store_thread(lambda: self.disk.store.put_consumers(rows()))
+        stored: set[tuple[bytes, int]] = set()
+
+        def put() -> None:
+            told = rows()
+            self.disk.store.put_consumers(told)
+            stored.update(told)
+
+        await self.disk.in_store_thread(put)
+        for tell in list(self.on_consumers):
+            tell(stored)
 
     async def _clear_proof(self) -> None:
         """Remove the proof once for all waiting writes; runs to completion even if a caller is cancelled."""

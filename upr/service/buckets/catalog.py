@@ -165,11 +165,13 @@ class Catalog:
         self._room = DiskRoom(directory.path)
         self._on_failure: Callable[[], Awaitable[None]] | None = None
         self._waiting = WaitingRoom()
-        self._reopening: dict[str, BucketGoneError] = {}
+        self._reopening: dict[str, DamagedBucket] = {}
         self.standing = read_standing(
             directory.path, directory.id, replica=bool(config.replicate_from)
         )
         self.replica = not self.standing.alone
+        self.owner = ""
+        """HOST:PORT of the active server while this one is not, as far as it is known."""
         if not self.replica and not directory.cluster:
             directory.join(secrets.token_hex(8))
         try:
@@ -259,6 +261,17 @@ class Catalog:
         epoch = host.bucket.partitions.epoch
         np.maximum(epoch, np.uint64(self.standing.standing.epoch), out=epoch)
 
+    def check_not_replica(self) -> None:
+        """Raise UprError, IS_REPLICA, where the buckets are those of an upstream."""
+        if self.replica:
+            owner = self.owner or ", ".join(self._config.replicate_from)
+            raise UprError(
+                "this server is a replica: its buckets are those of the active server",
+                hint=f"ask {owner}" if owner else "'upr-admin topology' shows who is active",
+                reason="IS_REPLICA",
+                owner=self.owner,
+            )
+
     def join(self, replica_set: str) -> None:
         """Belong to a set of servers from now on, durably; of a server that belongs to none."""
         self._directory.join(replica_set)
@@ -270,8 +283,8 @@ class Catalog:
 
     @property
     def damaged(self) -> list[DamagedBucket]:
-        """The buckets that could not be opened."""
-        return list(self._damaged.values())
+        """The buckets that could not be opened, and those that are being opened anew: a replica must drop neither."""
+        return [*self._damaged.values(), *self._reopening.values()]
 
     @property
     def failed(self) -> bool:
@@ -302,7 +315,7 @@ class Catalog:
 
     def _missing(self, name: str) -> UprError:
         if name in self._reopening:
-            return self._reopening[name].with_traceback(None)
+            return self._reopening[name].problem.with_traceback(None)
         if len(name) > NAME_BYTES_MAX:
             check_name(name, "bucket")
         damaged = self._damaged.get(name)
@@ -451,7 +464,8 @@ class Catalog:
             retriable=True,
         )
         del self._hosts[name]
-        self._reopening[name] = error
+        version = host.bucket.identity.version
+        self._reopening[name] = DamagedBucket(host.folder, name, version, True, error)
         host.leave(error)
         task = asyncio.create_task(self._reopen(name, host, undo))
         self._closing.add(task)

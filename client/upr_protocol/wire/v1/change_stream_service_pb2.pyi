@@ -1161,8 +1161,8 @@ Global___ProducerWrite: _TypeAlias = ProducerWrite  # noqa: Y015
 
 @_typing.final
 class Tables(_message.Message):
-    """Rows of the small tables of a bucket: whole after a replica's streams were opened and whenever it read from the store,
-    then every change. Each row replaces the one that the replica has.
+    """Rows of the small tables of a bucket: whole when all of a replica's streams are past the store, and again whenever
+    one of them has read from it; changes of consumers and cuts at any time.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1170,9 +1170,7 @@ class Tables(_message.Message):
     BEGINS_FIELD_NUMBER: _builtins.int
     PRODUCERS_FIELD_NUMBER: _builtins.int
     CONSUMERS_FIELD_NUMBER: _builtins.int
-    FORGOTTEN_CONSUMERS_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
-    RELEASED_CUTS_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
     begins: _builtins.bool
     """From here on the replica is not in step: rows of its tables may be missing until the message with "complete"."""
@@ -1180,23 +1178,15 @@ class Tables(_message.Message):
     """The tables are whole with this message: the replica is in step when it has every seqno that they name."""
     @_builtins.property
     def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProducerRows]:
-        """Producers' numbers in stored rows."""
+        """Producers' numbers in stored rows; each counts where the replica has no larger one."""
 
     @_builtins.property
     def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerRow]:
-        """Positions of consumers."""
+        """Positions of consumers; each replaces the one that the replica has."""
 
     @_builtins.property
-    def forgotten_consumers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Consumers that were forgotten, by name; before the rows of this message."""
-
-    @_builtins.property
-    def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]:
-        """Cuts that were made or renewed."""
-
-    @_builtins.property
-    def released_cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Cuts that were released or whose lease ended, by name."""
+    def cuts(self) -> Global___Cuts:
+        """All cuts, before the first row above their pins; absent when none has changed."""
 
     def __init__(
         self,
@@ -1204,18 +1194,40 @@ class Tables(_message.Message):
         begins: _builtins.bool = ...,
         producers: _abc.Iterable[Global___ProducerRows] | None = ...,
         consumers: _abc.Iterable[Global___ConsumerRow] | None = ...,
-        forgotten_consumers: _abc.Iterable[_builtins.str] | None = ...,
-        cuts: _abc.Iterable[Global___Cut] | None = ...,
-        released_cuts: _abc.Iterable[_builtins.str] | None = ...,
+        cuts: Global___Cuts | None = ...,
         complete: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "complete", b"complete", "consumers", b"consumers", "cuts", b"cuts", "forgotten_consumers", b"forgotten_consumers", "producers", b"producers", "released_cuts", b"released_cuts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "complete", b"complete", "consumers", b"consumers", "cuts", b"cuts", "producers", b"producers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tables: _TypeAlias = Tables  # noqa: Y015
+
+@_typing.final
+class Cuts(_message.Message):
+    """All cuts of a bucket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CUTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]:
+        """With their partitions."""
+
+    def __init__(
+        self,
+        *,
+        cuts: _abc.Iterable[Global___Cut] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cuts: _TypeAlias = Cuts  # noqa: Y015
 
 @_typing.final
 class ProducerRows(_message.Message):

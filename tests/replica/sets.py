@@ -1,0 +1,69 @@
+"""Sets of real servers, for tests of who is active."""
+
+import time
+from collections.abc import Callable
+
+from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS, RunningServer
+from upr_client import Client, UprError
+from upr_client.admin import Topology
+
+
+def wait_for(ask: Callable[[], bool], what: str) -> None:
+    """Ask until it is so; the servers are other processes."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not ask():
+        assert time.monotonic() < deadline, f"in vain for {what}"
+        time.sleep(0.01)
+
+
+def topology(target: str) -> Topology | None:
+    """Return what a server knows; None while it does not answer."""
+    try:
+        with Client(target) as client:
+            return client.admin.topology()
+    except UprError:
+        return None
+
+
+def counted(target: str) -> set[str]:
+    """Return the addresses that a server takes for counted."""
+    known = topology(target)
+    return set() if known is None else {one.address for one in known.members if one.counted}
+
+
+def start_set(start: StartServer, replicas: int = 1) -> list[RunningServer]:
+    """Start an active server and replicas of it, and wait until all know that the replicas are counted."""
+    servers = [start("--flush-seconds", "600")]
+    for _ in range(replicas):
+        servers.append(start("--replicate-from", servers[0].target))
+    wait_until_counted(servers, servers[0])
+    return servers
+
+
+def wait_until_counted(servers: list[RunningServer], owner: RunningServer) -> None:
+    """Wait until each server knows that all but the owner are counted."""
+    others = {one.target for one in servers if one is not owner}
+    for server in servers:
+        wait_for(
+            lambda server=server: counted(server.target) == others,  # type: ignore[misc]
+            f"{others} to be counted at {server.target}: {topology(server.target)}",
+        )
+
+
+def is_active(server: RunningServer) -> bool:
+    """Return whether a server is active."""
+    known = topology(server.target)
+    return known is not None and known.active
+
+
+def state_of(target: str) -> list[tuple[int, int, int]]:
+    """Return each partition's newest id, high and durable seqno at a server."""
+    with Client(target) as client:
+        found = client.admin.partitions("default")
+    return [(one.failover_id, one.high_seqno, one.durable_seqno) for one in found]
+
+
+def wait_until_equal(servers: list[RunningServer]) -> None:
+    """Wait until all servers have the same history up to the same seqnos."""
+    wait_for(lambda: len({tuple(state_of(one.target)) for one in servers}) == 1, "one history")

@@ -1,0 +1,269 @@
+"""Who is active: promotion, takeover, and the former active one that comes back, with real servers."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.conftest import StartServer
+from tests.harness import RunningServer
+from tests.replica.sets import (
+    counted,
+    is_active,
+    start_set,
+    state_of,
+    topology,
+    wait_for,
+    wait_until_counted,
+    wait_until_equal,
+)
+from upr.cli import admin
+from upr_cli_kit.exit_codes import REFUSED
+from upr_client import Client, UprError
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(admin.main, arguments)
+    assert "Traceback" not in result.output
+    return result
+
+
+class Writing:
+    """A writer on a thread: it writes one key after the other, each acknowledged, over all endpoints."""
+
+    def __init__(self, endpoints: list[str]) -> None:
+        self.acknowledged: dict[bytes, bytes] = {}
+        self.longest = 0.0
+        self.error: UprError | None = None
+        self._endpoints = endpoints
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "Writing":
+        self._thread.start()
+        self.go_on()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            with Client(self._endpoints, retry_seconds=60) as client:
+                bucket = client.bucket()
+                while not self._stop.is_set():
+                    key = b"%d" % len(self.acknowledged)
+                    began = time.monotonic()
+                    bucket.set(key, b"v")
+                    self.longest = max(self.longest, time.monotonic() - began)
+                    self.acknowledged[key] = b"v"
+        except UprError as error:
+            self.error = error
+
+    def go_on(self) -> None:
+        """Wait until more is acknowledged than was."""
+        before = len(self.acknowledged)
+        wait_for(lambda: len(self.acknowledged) > before or self.error is not None, "a write")
+
+
+def test_a_replica_is_promoted_after_sigkill_and_the_old_one_comes_back(
+    server_process: StartServer,
+) -> None:
+    old, new = start_set(server_process)
+    with Writing([old.target, new.target]) as writing:
+        for _ in range(20):
+            writing.go_on()
+        old.kill()
+        before = len(writing.acknowledged)
+        done = run("promote", "--target", new.target, "--json")
+        assert done.exit_code == 0, done.output
+        document = json.loads(done.stdout)
+        assert (document["epoch"], document["records"], document["without"]) == (2, 1024, [])
+        for _ in range(20):
+            writing.go_on()
+        old.start()
+        wait_until_counted([old, new], new)
+        writing.go_on()
+    wait_until_equal([old, new])
+    after = dict(list(writing.acknowledged.items())[before:])
+    for server in (old, new):
+        with Client(server.target) as client:
+            assert client.bucket().get_many(list(after)) == after
+    known = topology(old.target)
+    assert known is not None
+    assert known.owner is not None
+    assert known.owner.address == new.target
+
+
+def test_takeovers_under_load_lose_nothing_and_make_no_record(server_process: StartServer) -> None:
+    servers = start_set(server_process)
+    ids = [row[0] for row in state_of(servers[0].target)]
+    with Writing([servers[0].target, servers[1].target]) as writing:
+        for turn in range(20):
+            source, target = servers[turn % 2], servers[(turn + 1) % 2]
+            writing.go_on()
+            done = run("takeover", "--to", target.target, "--json")
+            assert done.exit_code == 0, done.output
+            assert json.loads(done.stdout)["records"] == 0
+            wait_until_counted(servers, target)
+            assert not is_active(source)
+            writing.go_on()
+    wait_until_equal(servers)
+    state = state_of(servers[0].target)
+    assert [row[0] for row in state] == ids
+    # Each write once: no key was written twice.
+    assert sum(row[1] for row in state) == len(writing.acknowledged)
+    print(f"longest pause of a writer: {writing.longest:.3f} s")
+
+
+def test_a_promotion_that_may_lose_something_needs_force(server_process: StartServer) -> None:
+    owner, first, second = start_set(server_process, replicas=2)
+    with Client(owner.target) as client:
+        for number in range(50):
+            client.bucket().set(b"%d" % number, b"v")
+    wait_until_equal([owner, first, second])
+    owner.kill()
+    second.kill()
+    refused = run("promote", "--target", first.target)
+    assert refused.exit_code == REFUSED, refused.output
+    assert second.target in refused.stderr
+    assert "--force" in refused.stderr
+    assert (is_active(first), topology(first.target).promised) == (False, 1)  # type: ignore[union-attr]
+
+    done = run("promote", "--force", "--yes", "--target", first.target)
+    assert done.exit_code == 0, done.output
+    assert f"without {second.target}" in done.stderr
+    assert is_active(first)
+    assert counted(first.target) == {first.target}
+    # Those that were away follow, and are counted again.
+    owner.start()
+    second.start()
+    wait_until_counted([owner, first, second], first)
+    wait_until_equal([owner, first, second])
+
+
+def test_a_replica_that_is_not_in_step_is_not_promoted(server_process: StartServer) -> None:
+    owner = server_process()
+    replica = server_process("--replicate-from", "127.0.0.1:1")
+    refused = run("promote", "--target", replica.target)
+    assert refused.exit_code == REFUSED
+    assert "not in step" in refused.stderr
+    assert is_active(owner)
+
+
+@pytest.mark.parametrize("end", [RunningServer.kill, RunningServer.terminate])
+def test_an_active_server_asks_before_it_serves_again(
+    server_process: StartServer, end: Callable[[RunningServer], object]
+) -> None:
+    owner, replica = start_set(server_process)
+    with Client(owner.target) as client:
+        given = client.bucket().set(b"k", b"v")
+    wait_until_equal([owner, replica])
+    end(owner)
+    end(replica)
+    owner.start()
+    wait_for(lambda: "cannot be reached" in (topology(owner.target).waiting), "a reason")  # type: ignore[union-attr]
+    assert not is_active(owner)
+    with (
+        Client(owner.target, retry_seconds=0) as client,
+        pytest.raises(UprError, match="is replica here"),
+    ):
+        client.bucket().set(b"k", b"w")
+    replica.start()
+    wait_for(lambda: is_active(owner), "the owner to serve")
+    with Client(owner.target) as client:
+        assert client.bucket().get(b"k") == b"v"
+        # A clean stop needs no record.
+        same = client.bucket().set(b"k", b"w").failover_id == given.failover_id
+    assert same == (end is RunningServer.terminate)
+    wait_until_equal([owner, replica])
+
+
+def test_a_refused_write_names_the_active_server(server_process: StartServer) -> None:
+    owner, replica = start_set(server_process)
+    # Only the replica is known: it says where to go.
+    with Client(replica.target) as client:
+        client.bucket().set(b"k", b"v")
+        assert client.target == owner.target
+    with (
+        Client(replica.target, token="secret", retry_seconds=0) as client,
+        pytest.raises(UprError) as refused,
+    ):
+        client.bucket().set(b"k", b"v")
+    assert (refused.value.owner, refused.value.retriable) == (owner.target, True)
+
+
+def test_a_split_brain_heals(server_process: StartServer) -> None:
+    owner, replica = start_set(server_process)
+    owner.kill()
+    forced = run("promote", "--force", "--yes", "--target", replica.target, "--json")
+    assert forced.exit_code == 0, forced.output
+    replica.kill()
+    # The old one is forced too: neither hears of the other.
+    owner.start()
+    forced = run("promote", "--force", "--yes", "--target", owner.target, "--json")
+    assert forced.exit_code == 0, forced.output
+    with Client(owner.target) as client:
+        client.bucket().set(b"k", b"here")
+    replica.start()
+    # Both were forced in one epoch, so neither may serve until one of them is chosen.
+    wait_for(lambda: not is_active(owner) and not is_active(replica), "both to step down")
+    assert run("promote", "--target", owner.target).exit_code == 0
+    assert is_active(owner)
+    wait_for(lambda: len({tuple(state_of(s.target)) for s in (owner, replica)}) == 1, "one history")
+
+
+FAILPOINTS = [
+    "promote.after_claim",
+    "promote.after_promises",
+    "promote.after_row",
+    "promote.before_partitions",
+    "promote.after_partitions",
+]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("place", FAILPOINTS)
+@pytest.mark.parametrize("lost", ["source is killed", "source stays"])
+def test_killed_while_it_is_promoted(server_process: StartServer, place: str, lost: str) -> None:
+    old, new = start_set(server_process)
+    with Client(old.target) as client:
+        for number in range(50):
+            client.bucket().set(b"%d" % number, b"v")
+    wait_until_equal([old, new])
+    new.terminate()
+    new.start(environment={"UPR_FAILPOINTS": f"{place}=kill"})
+    wait_until_counted([old, new], old)
+    wait_for(lambda: all(m.in_step for m in topology(new.target).members), "in step")  # type: ignore[union-attr]
+    if lost == "source is killed":
+        old.kill()
+    assert run("promote", "--target", new.target).exit_code != 0
+    new.wait()
+    new.start()
+    if lost == "source is killed":
+        old.start()
+
+    def settled() -> bool:
+        """Promote the old one whenever nobody is active; it may step down when it hears of the claim."""
+        active = [one for one in (old, new) if is_active(one)]
+        if not active:
+            run("promote", "--target", old.target)
+        others = {one.target for one in (old, new)} - {one.target for one in active}
+        return len(active) == 1 and all(counted(one.target) == others for one in (old, new))
+
+    wait_for(settled, "one active server")
+    owner, other = (old, new) if is_active(old) else (new, old)
+    wait_until_equal([old, new])
+    assert not is_active(other)
+    with Client(owner.target) as client:
+        keys = [b"%d" % number for number in range(50)]
+        assert client.bucket().get_many(keys) == dict.fromkeys(keys, b"v")
+    for server in (old, new):
+        server.terminate()
+        assert run("check", str(server.data)).exit_code == 0

@@ -1,0 +1,128 @@
+"""``upr-admin topology``, ``promote`` and ``takeover``: who is active in a set of servers, and how that changes."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from upr_cli_kit.options import ADDRESS, target_option
+from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
+from upr_cli_kit.times import DURATION
+
+if TYPE_CHECKING:
+    from upr_client.admin import Promotion
+
+_COLUMNS = ("address", "directory", "active", "counted", "reached", "in step", "lag")
+_SECONDS = 60.0
+_seconds_option = click.option(
+    "--timeout",
+    "seconds",
+    type=DURATION,
+    default=_SECONDS,
+    show_default=True,
+    help="How long it may take.",
+)
+
+
+@click.command("topology")
+@target_option
+@json_option
+@verbose_option
+def topology(target: str, as_json: bool) -> None:
+    """Show who is active, who is counted, and who is behind, as far as the server knows."""
+    from upr_client import Client
+
+    with Client(target) as client:
+        found = client.admin.topology()
+    if as_json:
+        print_json(asdict(found))
+        return
+    click.echo(f"set {found.replica_set or '-'}, epoch {found.epoch}")
+    click.echo(
+        columns(
+            _COLUMNS,
+            (
+                (
+                    member.address or "-",
+                    member.directory,
+                    *("yes" if yes else "no" for yes in (member.active, member.counted)),
+                    *("yes" if yes else "no" for yes in (member.reached, member.in_step)),
+                    member.lag,
+                )
+                for member in found.members
+            ),
+        )
+    )
+    if found.waiting:
+        note(f"this server waits: {found.waiting}")
+    if found.promised > found.epoch:
+        note(f"epoch {found.promised} was promised: a change is under way, or was given up")
+
+
+@click.command("promote")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Go on without servers that cannot be reached; what only they have is undone when they come back.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask, with --force.")
+@_seconds_option
+@target_option
+@json_option
+@verbose_option
+def promote(force: bool, yes: bool, seconds: float, target: str, as_json: bool) -> None:
+    """Make the server at --target the active one of its set: its active server is dead.
+
+    It hears every counted server first, so that nothing that one of them has is lost. If one cannot be reached, it is
+    refused, and nothing is changed; --force goes on without it.
+    """
+    if force and not yes:
+        click.confirm(
+            "What only servers have that cannot be reached is undone when they come back. Go on?",
+            abort=True,
+            err=True,
+        )
+    _promote(target, seconds, as_json, force=force)
+
+
+@click.command("takeover")
+@click.option(
+    "--to", "target", type=ADDRESS, required=True, help="HOST:PORT of the server to be active."
+)
+@_seconds_option
+@json_option
+@verbose_option
+def takeover(target: str, seconds: float, as_json: bool) -> None:
+    """Make another server the active one, without losing anything: the active one hands over.
+
+    Writers are refused for a moment, and go on at the new one by themselves.
+    """
+    _promote(target, seconds, as_json, takeover=True)
+
+
+def _promote(
+    target: str, seconds: float, as_json: bool, *, force: bool = False, takeover: bool = False
+) -> None:
+    from upr_client import Client
+
+    with Client(target) as client:
+        done = client.admin.promote(force=force, takeover=takeover, seconds=seconds)
+    if as_json:
+        document = asdict(done)
+        names = ("bucket", "partition", "seqno", "high_seqno")
+        document["lost"] = [dict(zip(names, one, strict=True)) for one in done.lost]
+        print_json(document)
+        return
+    click.echo(f"{target} is active in epoch {done.epoch}")
+    _tell_losses(done)
+
+
+def _tell_losses(done: "Promotion") -> None:
+    if done.records:
+        note(f"{done.records} partitions got a failover record")
+    for name in done.without:
+        note(f"warning: without {name}: what only it has is undone when it comes back")
+    for bucket, partition, seqno, high in done.lost:
+        note(
+            f"warning: bucket {bucket}, partition {partition}: {high - seqno} mutations above {seqno} may be lost"
+        )

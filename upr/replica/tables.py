@@ -1,0 +1,128 @@
+"""The small tables of the upstream, taken over by a replica: see ``upr.service.tables`` for when what is told.
+
+Each is stored before it counts. The replica is in step when all were told and it durably has every seqno that they name:
+a producer's number that runs ahead of its data would let a resent write be taken for a repetition.
+"""
+
+import numpy as np
+
+from upr.engine.bucket import Bucket
+from upr.service.buckets.bucket_service import BucketService, Following
+from upr.storage.keyspace import (
+    PRODUCER,
+    ConsumerRow,
+    CutRow,
+    Pin,
+    ProducerNumbers,
+    ProducerRow,
+)
+from upr_protocol.errors import ProtocolError
+from upr_protocol.failover import check_partition
+from upr_protocol.limits import NAME_BYTES_MAX, PARTITIONS, check_name
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+
+async def take_tables(host: BucketService, tables: wire.Tables) -> None:
+    """Store what a message tells of the small tables, and let it count.
+
+    Raises:
+        ProtocolError, InvalidArgumentError: a value is out of range.
+        OSError, lmdb.Error: it cannot be stored.
+    """
+    following = host.following
+    assert following is not None
+    if tables.begins:
+        following.tables = False
+    if tables.producers:
+        await _take_producers(host, following, [_numbers(one) for one in tables.producers])
+    if tables.consumers:
+        await _take_consumers(host, following, tables)
+    if tables.HasField("cuts"):
+        await _take_cuts(host, following, tables.cuts)
+    if tables.complete:
+        following.tables = True
+
+
+def _numbers(told: wire.ProducerRows) -> tuple[bytes, ProducerNumbers]:
+    name = told.producer
+    if not 0 < len(name) <= NAME_BYTES_MAX or b"\0" in name or len(told.table) % PRODUCER.itemsize:
+        raise ProtocolError(
+            f"rows of a producer have a name of {len(name)} and a table of {len(told.table)} bytes"
+        )
+    table = np.frombuffer(told.table, PRODUCER)
+    if (table["partition"][1:] <= table["partition"][:-1]).any():
+        raise ProtocolError("rows of a producer are not ascending by partition")
+    return name, ProducerNumbers(table, told.time)
+
+
+async def _take_producers(
+    host: BucketService, following: Following, told: list[tuple[bytes, ProducerNumbers]]
+) -> None:
+    bucket = host.bucket
+    rows = [(name, ProducerNumbers(_standing(bucket, n.table), n.time)) for name, n in told]
+
+    def newer(partition: int, failover_id: int, end: int) -> bool:
+        """Whether a stored number that is larger stays: not if what it was given to was undone, nor that of a place."""
+        row = ProducerRow(0, failover_id, 0, end)
+        return partition < PARTITIONS and not bucket.is_undone(partition, row)
+
+    store = host.disk.store
+    await host.disk.in_store_thread(lambda: store.put_producers(rows, newer))
+    for _, numbers in rows:
+        table = numbers.table[numbers.table["partition"] < PARTITIONS]
+        np.maximum.at(following.needed, table["partition"], table["end_seqno"])
+    bucket.loaded_numbers(
+        {name: int(numbers.table["number"].max()) for name, numbers in rows if len(numbers.table)}
+    )
+
+
+def _standing(bucket: Bucket, table: "np.typing.NDArray[np.void]") -> "np.typing.NDArray[np.void]":
+    """Return the rows whose seqnos are on the failover log, and those of places."""
+    keep = [
+        partition >= PARTITIONS or not bucket.is_undone(partition, ProducerRow(*fields))
+        for partition, *fields in table.tolist()
+    ]
+    return table[keep]
+
+
+async def _take_consumers(host: BucketService, following: Following, tables: wire.Tables) -> None:
+    by_name: dict[str, dict[int, ConsumerRow | None]] = {}
+    for one in tables.consumers:
+        row = None
+        if not one.removed:
+            row = ConsumerRow(one.generation, one.failover_id, one.seqno, one.time, one.position)
+        rows = by_name.setdefault(check_name(one.consumer, "consumer"), {})
+        rows[check_partition(one.partition)] = row
+    stored = {(name.encode(), p): row for name, rows in by_name.items() for p, row in rows.items()}
+    store, bucket = host.disk.store, host.bucket
+    await host.disk.in_store_thread(lambda: store.put_consumers(stored))
+    for name, rows in by_name.items():
+        bucket.consumer_positions.replicated(name, rows)
+        for partition, row in rows.items():
+            if row is not None and row.failover_id == bucket.partitions.newest_id[partition]:
+                needed = max(int(following.needed[partition]), row.seqno)
+                following.needed[partition] = needed
+    bucket.owners.begin_above(bucket.consumer_positions.newest_generation)
+    for tell in list(host.on_consumers):
+        tell(stored.keys())
+
+
+async def _take_cuts(host: BucketService, following: Following, told: wire.Cuts) -> None:
+    rows: dict[str, CutRow] = {}
+    for one in told.cuts:
+        pins = {check_partition(p.partition): Pin(p.failover_id, p.seqno) for p in one.partitions}
+        lease = round(one.lease_seconds * 1e6)
+        rows[check_name(one.name, "cut")] = CutRow(one.created_time, one.expires_time, lease, pins)
+    cuts, tail = host.bucket.cuts, host.bucket.tail
+    # In force before they are stored, and given up after: no crash leaves one without its pins.
+    for name, row in rows.items():
+        cuts.replicated(row, name, tail)
+    gone = following.cuts - rows.keys()
+    following.cuts = set(rows)
+    changes: dict[bytes, CutRow | None] = {name.encode(): row for name, row in rows.items()}
+    changes |= {name.encode(): None for name in gone}
+    await host.disk.in_store_thread(lambda: host.disk.store.put_cuts(changes))
+    for name in gone:
+        cut = cuts.remove(name)
+        if cut is not None:
+            cuts.forget(cut)
