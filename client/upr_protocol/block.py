@@ -253,15 +253,15 @@ def _check_columns(block: Block) -> int:
     return rows
 
 
-def _check_offsets(name: str, offsets: bytes, data: bytes, rows: int) -> npt.NDArray[np.int32]:
+def _check_offsets(name: str, offsets: bytes, data: bytes, rows: int) -> U32:
     if len(offsets) != 4 * (rows + 1):
         raise CorruptBlockError(
             f"{name} offsets take {len(offsets)} bytes; must be {4 * (rows + 1)} for {rows} rows"
         )
-    array = np.frombuffer(offsets, "<i4")
-    lengths: npt.NDArray[np.int32] = np.diff(array)
-    # Neighbours are compared, not subtracted: a difference of int32 wraps, and what falls would seem to rise.
-    if array[0] != 0 or array[-1] != len(data) or (array[1:] < array[:-1]).any():
+    array = np.frombuffer(offsets, "<u4")
+    lengths: U32 = array[1:] - array[:-1]
+    # Where offsets fall, the length wraps to a large one: then the sum, which does not wrap, is not that of the data.
+    if array[0] or int(lengths.sum(dtype=np.int64)) != len(data):
         raise CorruptBlockError(
             f"{name} offsets run from {array[0]} to {array[-1]} over {len(data)} bytes, or fall"
         )
@@ -631,7 +631,7 @@ def _sorted_block(
         pick = itemgetter(*order.tolist())
         keys, values = pick(keys), pick(values)
     counts = np.bincount(partitions)
-    touched = np.flatnonzero(counts)
+    touched = counts.nonzero()[0]
     ops = b""
     if rows.deletes is not None and rows.deletes[part].any():
         ops = np.where(rows.deletes[part][order], OP_DELETE, OP_SET).astype(np.uint8).tobytes()
@@ -652,7 +652,7 @@ def _sorted_block(
 
 def _offsets(lengths: I64) -> bytes:
     offsets = np.zeros(len(lengths) + 1, "<i4")
-    np.cumsum(lengths, out=offsets[1:])
+    lengths.cumsum(out=offsets[1:])
     return offsets.tobytes()
 
 

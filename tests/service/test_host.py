@@ -17,6 +17,7 @@ from upr.service import key_value as writes_module
 from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, create_bucket
+from upr.service.buckets.disk import Worker
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload.intake import Intake
 from upr.storage.directory import DataDirectory
@@ -756,3 +757,38 @@ async def test_a_large_write_waits_for_its_turn_before_it_is_numbered_and_few_ma
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     await host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_worker_leaves_out_what_was_cancelled_before_its_turn() -> None:
+    worker = Worker("test")
+    go_on, begun = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def first() -> str:
+        begun.set()
+        go_on.wait(WAIT_SECONDS)
+        done.append("first")
+        return threading.current_thread().name
+
+    def fails() -> None:
+        done.append("fails")
+        raise OSError("no disk")
+
+    tasks = [asyncio.create_task(worker.run(first)) for _ in range(2)]
+    waiting = asyncio.create_task(worker.run(lambda: done.append("cancelled")))
+    failing = asyncio.create_task(worker.run(fails))
+    await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+    # Of a function that runs only the waiting ends.
+    for task in (tasks[0], waiting):
+        task.cancel()
+    await asyncio.wait([tasks[0], waiting])
+    go_on.set()
+    assert await tasks[1] == "test"
+    with pytest.raises(OSError, match="no disk"):
+        await failing
+    assert done == ["first", "first", "fails"]
+    worker.close()
+    with pytest.raises(RuntimeError, match="has ended"):
+        await worker.run(fails)
+    Worker("never used").close()
