@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS, RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer, poll
 from tests.raw import RawClient, start_at
 from tests.service.keys import some_keys
 from upr.cli.admin import main as admin
@@ -32,18 +32,6 @@ async def health_of(server: RunningServer, name: str) -> int:
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=WAIT_SECONDS)
         status: int = answer.status
         return status
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    """Wait until a function, or what it awaits, is true."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        while True:
-            found = holds()
-            if asyncio.iscoroutine(found):
-                found = await found
-            if found:
-                return
-            await asyncio.sleep(0.05)
 
 
 async def problem(server: RunningServer, command: str = "status") -> dict[str, Any] | None:
@@ -93,7 +81,7 @@ async def test_lasting_trouble_is_told_once_and_shown_until_it_ends(
         async def is_told() -> bool:
             return await health_of(server, "bucket/default") == NOT_SERVING
 
-        await until(is_told)
+        await poll(is_told)
         for command in ("status", "bucket"):
             told = await problem(server, command)
             assert told is not None
@@ -110,7 +98,7 @@ async def test_lasting_trouble_is_told_once_and_shown_until_it_ends(
         async def is_over() -> bool:
             return await health_of(server, "bucket/default") == SERVING
 
-        await until(is_over)
+        await poll(is_over)
         assert not (await write).HasField("refused")
         assert await problem(server) is None
         assert (lines(server, BEGINS), lines(server, ENDS)) == (1, 1)
@@ -139,7 +127,7 @@ async def test_a_full_tail_that_cannot_be_stored_refuses_writes(
         async def is_taken() -> bool:
             return not (await writer.write([(b"key", b"value")])).HasField("refused")
 
-        await until(is_taken)
+        await poll(is_taken)
     assert await asyncio.to_thread(server.terminate) == 0
 
 
@@ -224,14 +212,14 @@ async def data_directory_gone(
                 result = await writer.write([(b"key", b"value")])
                 return result.HasField("refused") and result.refused.reason == "STORAGE_FAILED"
 
-            await until(is_refused)
+            await poll(is_refused)
 
         async def is_known() -> bool:
             told = await problem(server)
             assert told is None or str(server.folder) not in told["message"]
             return told is not None and says_so(told["message"])
 
-        await until(is_known)
+        await poll(is_known)
         assert await health_of(server, "bucket/default") == NOT_SERVING
         refused = await refusal(client)
         assert refused.reason == "STORAGE_FAILED"

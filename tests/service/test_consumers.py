@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient, RawFollow, start_at
-from tests.service.keys import some_keys
+from tests.service.test_positions import PARTITION, fill
 from upr.config import ServerConfig
 from upr.engine.consumers import Consumers
 from upr.service import admin as consumer_methods
@@ -26,18 +26,9 @@ from upr_client import FilePositions
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
-PARTITION = 9
-
 
 def ack(*positions: tuple[int, int]) -> wire.Ack:
     return wire.Ack(positions=b"".join(struct.pack("<IQ", *one) for one in positions))
-
-
-async def fill(client: RawClient, rows: int) -> None:
-    """Write some rows into PARTITION."""
-    writer = await client.writer("")
-    await writer.write([(key, b"value") for key in some_keys(PARTITION, rows)])
-    await writer.close()
 
 
 async def consumers(client: RawClient, *, with_positions: bool = True) -> list[admin.ConsumerInfo]:

@@ -10,9 +10,9 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient, RawFollow, all_rows, start_at
-from tests.service.keys import some_keys
 from tests.service.test_positions import (
     NAME,
+    fill,
     info,
     load,
     position,
@@ -62,12 +62,6 @@ async def two(
     return a, b, asked
 
 
-async def write(client: RawClient, partition: int, rows: int) -> None:
-    writer = await client.writer("")
-    await writer.write([(key, b"value") for key in some_keys(partition, rows)])
-    await writer.close()
-
-
 async def refusal(follow: RawFollow, partition: int) -> str:
     (answer,) = await follow.start(start_at(partition))
     return str(answer.refused.reason)
@@ -76,7 +70,7 @@ async def refusal(follow: RawFollow, partition: int) -> str:
 @pytest.mark.asyncio
 async def test_members_share_the_partitions_and_hand_them_over(target: str) -> None:
     async with RawClient(target) as client:
-        await write(client, 1023, 3)
+        await fill(client, 3, 1023)
         a = await member(client, "a")
         assert (a.opened.lease_seconds, a.opened.generation) == (30.0, 0)
         first = await assigned(a)
@@ -128,7 +122,7 @@ async def test_after_its_lease_a_paused_member_gets_no_row_and_saves_nothing(
         generation = (await info(client)).generation
         # a says nothing from here on.
         assert len((await assigned(b)).owned) == PARTITIONS
-        await write(client, 0, 3)
+        await fill(client, 3, 0)
         assert await save(client, generation, position(1, 0), member="a") == [0]
         (answer,) = await b.start(start_at(0))
         frame = (await b.until("frame")).frame
@@ -233,7 +227,7 @@ async def test_what_an_open_may_not_say(target: str) -> None:
 @pytest.mark.asyncio
 async def test_a_reset_ends_the_calls_of_a_group_and_fences_it(target: str) -> None:
     async with RawClient(target) as client:
-        await write(client, 5, 3)
+        await fill(client, 3, 5)
         a, b, _ = await two(client)
         generation = (await info(client)).generation
         assert await save(client, generation, position(3, 5), member="a") == []
@@ -272,8 +266,8 @@ async def test_ownership_begins_anew_with_the_server(server_process: StartServer
 @pytest.mark.asyncio
 async def test_acks_of_a_member_count_for_what_it_owns(target: str) -> None:
     async with RawClient(target) as client:
-        await write(client, 0, 3)
-        await write(client, 1023, 3)
+        await fill(client, 3, 0)
+        await fill(client, 3, 1023)
         a = await member(client, "a")
         await assigned(a)
         await a.start(start_at(0), start_at(1023))
