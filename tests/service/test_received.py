@@ -141,7 +141,8 @@ def test_who_sends_most_loses_its_calls_first_and_one_message_always_passes(
     held = RECEIVE_LIMIT_BYTES
     monkeypatch.setattr(intake_module, "anonymous_bytes", lambda: held)
     monkeypatch.setattr(intake_module, "received_by_peer", lambda: sizes)
-    intake, shed = Intake(), []
+    intake = Intake()
+    shed: list[str] = []
     for name in sizes:
         context: Any = Peer(name)
         intake.expect(context, partial(shed.append, name))

@@ -298,6 +298,21 @@ async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobo
         # What it makes of itself is no history of its own: the log is that of the new one.
         await client.bucket("default").set(b"later", b"v")
         await in_sync(new, old)
+        (file,) = (old.data / "undone").glob("*.jsonl")
+        put_back = (
+            "undone",
+            "apply",
+            str(file),
+            "--if-unchanged",
+            "--target",
+            new.target,
+            "--json",
+        )
+        for written in (3, 0):
+            told = json.loads(shown(*put_back))
+            assert told == {"written": written, "changed_since": 6 - written, "elsewhere": 0}
+        values = await client.bucket("default").get_many([b"alone", *(key for key, _ in pairs(6))])
+        assert list(values.values()) == [b"v", *[b"after"] * 3, *[b"alone"] * 2, b"v"]
     told = [(base64.b64decode(row["key"]), base64.b64decode(row["value"])) for row in undone(old)]
     assert sorted(told) == sorted([*pairs(5, b"alone"), (b"alone", b"v")])
     old.terminate()
