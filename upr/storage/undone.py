@@ -39,6 +39,7 @@ class UndoneFile:
 
     Attributes:
         bucket, version: whose mutations they were.
+        markers: by partition, the seqno above which all went.
         time: when they were undone, microseconds since the epoch.
     """
 
@@ -46,6 +47,7 @@ class UndoneFile:
     bucket: str
     version: int
     time: int
+    markers: dict[int, int]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the mutations, in the order of the file; see the module.
@@ -59,17 +61,25 @@ class UndoneFile:
                 yield _parsed(self.path, number, line)
 
 
-def write_undone(folder: Path, identity: Identity, blocks: Iterable[Block], now: int) -> int:
+def write_undone(
+    folder: Path,
+    identity: Identity,
+    blocks: Iterable[Block],
+    markers: Mapping[int, int],
+    now: int,
+) -> int:
     """Write the rows of blocks to a new file under a data directory, durably, and return how many there are.
 
     Args:
         folder: the data directory.
+        markers: by partition, the seqno above which all of it goes.
         now: microseconds since the epoch.
     """
     name = identity.name if _PLAIN.fullmatch(identity.name) else f"{identity.version:016x}"
     path = folder / "undone" / f"{name}-{now}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    head = {"bucket": identity.name, "version": f"{identity.version:016x}", "time": now}
+    version = f"{identity.version:016x}"
+    head = {"bucket": identity.name, "version": version, "time": now, "markers": markers}
     count = 0
     with path.open("w") as file:
         file.write(json.dumps(head) + "\n")
@@ -91,17 +101,25 @@ def undone_files(folder: Path) -> list[UndoneFile]:
     Raises:
         DataDamagedError: the first line of one cannot be read.
     """
-    found = []
-    for path in (folder / "undone").glob("*.jsonl"):
-        with path.open() as lines:
-            head = _parsed(path, 1, next(lines, ""))
-        try:
-            found.append(
-                UndoneFile(path, head["bucket"], int(head["version"], 16), int(head["time"]))
-            )
-        except (KeyError, ValueError, TypeError) as error:
-            raise DataDamagedError(f"{path}: line 1 does not name a bucket") from error
+    found = [read_undone(path) for path in (folder / "undone").glob("*.jsonl")]
     return sorted(found, key=lambda one: (one.time, one.path.name))
+
+
+def read_undone(path: Path) -> UndoneFile:
+    """Return one file.
+
+    Raises:
+        DataDamagedError: its first line cannot be read.
+    """
+    with path.open() as lines:
+        head = _parsed(path, 1, next(lines, ""))
+    try:
+        markers = {int(partition): int(seqno) for partition, seqno in head["markers"].items()}
+        return UndoneFile(
+            path, head["bucket"], int(head["version"], 16), int(head["time"]), markers
+        )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DataDamagedError(f"{path}: line 1 does not name a bucket") from error
 
 
 def _rows(blocks: Iterable[Block]) -> Iterator[dict[str, Any]]:

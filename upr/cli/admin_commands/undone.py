@@ -1,26 +1,31 @@
 """``upr-admin undone``: what a replica undid because its upstream has another history."""
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import DirectoryPath
+from upr_cli_kit.options import DirectoryPath, target_option
 from upr_cli_kit.output import Group, columns, json_option, print_json, verbose_option
 from upr_cli_kit.times import format_micros
+from upr_protocol.errors import UprError
+from upr_protocol.limits import GET_KEYS_MAX
 
 if TYPE_CHECKING:
     from upr.storage.undone import UndoneFile
 
 _COLUMNS = ("file", "bucket", "undone_at", "mutations", "partitions")
+_SECONDS = 30.0
+"""Longest wait for a Get."""
 _ROW_COLUMNS = ("partition", "seqno", "op", "key", "value_bytes")
 
 
 @click.group("undone", cls=Group)
 @verbose_option
 def undone() -> None:
-    """Look at the mutations that a replica has undone."""
+    """Look at the mutations that a replica has undone, and put them back."""
 
 
 @undone.command("list")
@@ -45,6 +50,85 @@ def list_command(directory: Path, rows: bool, as_json: bool) -> None:
         click.echo()
         click.echo(document["file"])
         click.echo(columns(_ROW_COLUMNS, map(_row, document["rows"])))
+
+
+@undone.command("apply")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--if-unchanged",
+    is_flag=True,
+    required=True,
+    help="Leave out the keys that anybody has written since.",
+)
+@target_option
+@json_option
+@verbose_option
+def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) -> None:
+    """Write the mutations in FILE again, of each key the newest, to the server that is active now.
+
+    A key is looked at right before it is written, not in one step with it. Applying a file once more changes nothing.
+    """
+    from upr.storage.undone import read_undone
+    from upr_client import Client
+    from upr_protocol.partitioning import partition_of
+
+    one = read_undone(file)
+    newest: dict[bytes, tuple[int, bytes | None]] = {}
+    for row in one.rows():
+        value = base64.b64decode(row["value"]) if row["op"] == "set" else None
+        newest[base64.b64decode(row["key"])] = (row["partition"], value)
+    # The server looks for a key in the partition that it computes.
+    mine = {key: told for key, told in newest.items() if partition_of(key) == told[0]}
+    written = changed = 0
+    with Client(target) as client:
+        bucket = client.bucket(one.bucket)
+        left = list(mine)
+        while left:
+            seqnos = _newest_seqnos(target, one.bucket, left[:GET_KEYS_MAX])
+            keys, left = left[: len(seqnos)], left[len(seqnos) :]
+            free = [key for key in keys if seqnos[key] <= one.markers.get(partition_of(key), 0)]
+            bucket.write_many([(key, mine[key][1]) for key in free])
+            written, changed = written + len(free), changed + len(keys) - len(free)
+    document = {
+        "written": written,
+        "changed_since": changed,
+        "elsewhere": len(newest) - len(mine),
+    }
+    if as_json:
+        print_json(document)
+        return
+    click.echo(f"{written} keys written; {changed} left out, which were written since")
+    if document["elsewhere"]:
+        click.echo(f"{document['elsewhere']} left out, which are not in the partition of their key")
+
+
+def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[bytes, int]:
+    """Return the seqno of the newest mutation of each key, 0 for none; at least of the first key.
+
+    Raises:
+        UprError: no server of the target answers, or a partition cannot be read.
+    """
+    import grpc
+
+    from upr_protocol.wire.grpc import CLIENT_OPTIONS, error_from_call, error_of
+    from upr_protocol.wire.v1 import key_value_service_pb2 as kv
+    from upr_protocol.wire.v1.key_value_service_pb2_grpc import KeyValueServiceStub
+
+    failure: UprError | None = None
+    for endpoint in target.split(","):
+        with grpc.insecure_channel(endpoint.strip(), options=CLIENT_OPTIONS) as channel:
+            try:
+                request = kv.GetRequest(bucket=bucket, keys=keys)
+                answers = KeyValueServiceStub(channel).Get(request, timeout=_SECONDS).answers
+            except grpc.RpcError as error:
+                failure = error_from_call(error)
+                continue
+        for answer in answers:
+            if answer.HasField("problem"):
+                raise error_of(answer.problem)
+        return {key: answer.seqno for key, answer in zip(keys, answers, strict=False)}
+    assert failure is not None
+    raise failure
 
 
 def _document(one: "UndoneFile", *, with_rows: bool) -> dict[str, Any]:

@@ -261,7 +261,9 @@ class BucketService:
         tail = (entry.block() for entry in entries)
         # DIR/buckets/<version>
         folder = self.folder.parent.parent
-        self.undone = write_undone(folder, identity, chain(blocks, tail), self.disk.clock.now())
+        markers = {p: int(result.complete[p]) for p in self._undo}
+        now = self.disk.clock.now()
+        self.undone = write_undone(folder, identity, chain(blocks, tail), markers, now)
         if self.undone:
             result.notes.append(f"{self.undone} mutations were undone; upr-admin undone lists them")
         return [
