@@ -199,8 +199,13 @@ class Owning:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _follow_owner(self) -> None:
-        """Follow the owner; before one is known, what the command line says."""
+        """Follow the owner, unless this server owns or promised; before one is known, what the command line says."""
         standing = self.standing
+        if self.active or self._paused or standing.owns:
+            return
+        self._wait_for("")
+        if standing.promised > standing.row.epoch:
+            return
         if standing.row.epoch:
             targets: tuple[str, ...] = tuple(filter(None, [self.owner_address()]))
         else:
@@ -471,14 +476,12 @@ class Owning:
     async def _round(self) -> None:
         if self._paused:
             return
-        standing = self.standing
-        if not self.active and not standing.owns:
-            self._wait_for("")
-            if standing.promised <= standing.row.epoch:
-                await self._follow_owner()
-        await self.meeting.meet_all(standing)
+        await self._follow_owner()
+        await self.meeting.meet_all(self.standing)
         for one in list(self.meeting.met.values()):
             await self.learned(one.row, one.epoch)
+        # One that was the owner should undo soon: until then its rows are merged with those that it must undo.
+        await self._follow_owner()
         await self.meeting.keep_addresses(self.store)
         if self.active:
             await self._count()

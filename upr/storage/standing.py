@@ -7,7 +7,7 @@ a crash it is the old one or the new one.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ class Stored:
 def read_standing(folder: Path, directory: str, *, replica: bool) -> Stored:
     """Return what is stored in a data directory; without the file a server is alone, or a replica that knows nobody.
 
+    Args:
+        replica: whether the server is told to follow. One that was promoted since stays the owner.
+
     Raises:
         DataDirectoryError: the file is malformed, or of another format.
     """
@@ -62,6 +65,9 @@ def read_standing(folder: Path, directory: str, *, replica: bool) -> Stored:
             row["epoch"], row["revision"], row["owner"], row["epoch"] > 0, frozenset(row["counted"])
         )
         standing = Standing(directory, known, text["promised"], text["candidate"])
+        if replica and standing.owns and known.epoch == 1:
+            # It was never promoted: it is told to follow now.
+            standing = replace(standing, row=NO_ROW)
         return Stored(standing, dict(text["addresses"]))
     except (KeyError, TypeError) as error:
         raise DataDirectoryError(f"{NAME} is malformed: {error!r}") from error
