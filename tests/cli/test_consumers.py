@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.raw import RawClient
-from tests.service.test_groups import member, two, write
-from tests.service.test_positions import NAME, info, load, position, save
+from tests.service.test_groups import member, two
+from tests.service.test_positions import NAME, fill, info, load, position, save
 from upr.cli.admin import main
 from upr_cli_kit import exit_codes
 from upr_cli_kit.times import format_micros, parse_time
@@ -42,7 +42,7 @@ async def test_the_members_of_a_group_are_shown_with_what_they_own(
     target: str,
 ) -> None:
     async with RawClient(target) as client:
-        await write(client, 1023, 5)
+        await fill(client, 5, 1023)
         await two(client)
         # It has no position yet, and is listed all the same.
         (told,) = await document(target)
@@ -88,7 +88,7 @@ async def test_the_members_of_a_group_are_shown_with_what_they_own(
 @pytest.mark.asyncio
 async def test_reset_to_each_place(target: str) -> None:
     async with RawClient(target) as client:
-        await write(client, 9, 5)
+        await fill(client, 5, 9)
         shown = await text(target, "reset", NAME, "--to", "now", "--create", "--yes")
         assert shown == f"reset: {NAME}, all partitions to now; 1024 positions stored\n"
         assert (await load(client))[9].seqno == 5

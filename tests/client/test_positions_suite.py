@@ -149,7 +149,7 @@ class Faulty:
         if self.mistake == "bounded":
             positions = dict(list(positions.items())[:1000])
         if self.failing and self.mistake == "half":
-            self._positions.update(dict(list(positions.items())[:500]))
+            self._positions.update(dict(list(positions.items())[: len(positions) // 2]))
             raise OSError("no room")
         if self.failing and self.mistake == "silent":
             return
@@ -205,8 +205,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(mistake: str) -> None:
+def test_a_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Faulty(mistake)
+    if mistake in ("half", "silent"):
+        # They are found last.
+        monkeypatch.setattr(suite, "PARTITIONS", 64)
 
     @contextmanager
     def failing() -> Iterator[None]:
@@ -219,7 +222,7 @@ def test_a_mistake_is_found(mistake: str) -> None:
         check_position_store(lambda: store, failing=failing)
 
 
-def test_the_mistakes_are_mistakes() -> None:
+def test_the_mistakes_are_mistakes(few: None) -> None:
     store = Faulty("")
     check_position_store(lambda: store)
 
@@ -243,7 +246,9 @@ def test_the_suite_needs_no_test_framework() -> None:
 
     code = (
         "import sys\nfrom upr_client import MemoryPositions\n"
+        "from upr_client.testing import positions\n"
         "from upr_client.testing.positions import check_position_store\n"
+        "positions.PARTITIONS = 64\n"
         "store = MemoryPositions()\ncheck_position_store(lambda: store)\n"
         "print('pytest' in sys.modules)\n"
         "try:\n    check_position_store(MemoryPositions)\nexcept AssertionError:\n    print('found')\n"
