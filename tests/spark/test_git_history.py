@@ -91,12 +91,12 @@ def _edits() -> bytes:
     return b"".join(stream)
 
 
-ENGINE = ("--processes", "2")
+ENGINES = {"local": ("--processes", "2"), "spark": ("--engine", "spark")}
 
 
-def kill_in_the_middle(repository: Path, server: RunningServer) -> None:
+def kill_in_the_middle(repository: Path, server: RunningServer, options: tuple[str, ...]) -> None:
     """Begin a backup, and SIGKILL its driver when some of its groups are recorded and others are not."""
-    with Backup(repository, *ENGINE, *GROUPS_KILLED) as backup:
+    with Backup(repository, *options, *GROUPS_KILLED) as backup:
         backup.until_staged(1)
         os.kill(server.pid, signal.SIGSTOP)
         everything = children(backup.pid)
@@ -109,15 +109,25 @@ def kill_in_the_middle(repository: Path, server: RunningServer) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "engine",
+    ["local", pytest.param("spark", marks=[pytest.mark.spark, pytest.mark.long])],
+)
 def test_every_point_is_the_tree_at_its_commit(
-    server_process: Callable[..., RunningServer], tmp_path: Path
+    server_process: Callable[..., RunningServer],
+    tmp_path: Path,
+    engine: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if engine == "spark":
+        request.getfixturevalue("spark")
     repository = tmp_path / "repository"
     history = History(tmp_path / "history")
     server, other = server_process(), server_process()
 
     def run() -> dict[str, Any]:
-        command = ["backup", "--json", *ENGINE, *GROUPS]
+        """Take a backup from this process, which has the session of all tests."""
+        command = ["backup", "--json", *ENGINES[engine], *GROUPS]
         code, stdout, stderr = upr_backup(repository, *command)
         assert code == 0, stderr
         return {**json.loads(stdout), "words": stderr}
@@ -128,7 +138,7 @@ def test_every_point_is_the_tree_at_its_commit(
     assert run()["kind"] == "full"
 
     trees.append(history.load(POINTS[1], server.target))
-    kill_in_the_middle(repository, server)
+    kill_in_the_middle(repository, server, ENGINES[engine])
     with Client(server.target) as client:
         # After the cut of the killed run: the run that goes on with it does not have this.
         client.bucket().set(b"later", b"")
