@@ -64,12 +64,13 @@ class Server:
         self._log = folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
         self.target = "127.0.0.1:0"
+        self.options: list[str] = []
 
     async def start(self) -> None:
         """Start it, the second time on the port of the first, and wait until it serves."""
         self._ready.unlink(missing_ok=True)
         command = [sys.executable, "-m", "upr.cli", "server", "--data", str(self._folder / "data")]
-        command += ["--listen", self.target, "--ready-file", str(self._ready)]
+        command += ["--listen", self.target, "--ready-file", str(self._ready), *self.options]
         process = self._process = self._spawn(command)
         await until(lambda: self._is_ready() or process.poll() is not None)
         if not self._is_ready():
@@ -84,6 +85,11 @@ class Server:
             return subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
 
     def kill(self) -> int:
         """SIGKILL it; returns its process number."""

@@ -271,10 +271,13 @@ def test(arguments: list[str]) -> None:
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
 
-def demo(repo: Path) -> None:
-    """Load a repository's history, kill the server in the middle, and compare what a follower has."""
+def demo(repo: Path, failover: bool) -> None:
+    """Load a repository's history, kill the server in the middle, and compare what a follower has; or fail over."""
     setup()
-    MAIN.run("demo", ["tools/demo.py", "--repo", str(repo)])
+    MAIN.run(
+        "demo",
+        ["-m", "tools.demo_failover"] if failover else ["tools/demo.py", "--repo", str(repo)],
+    )
 
 
 def bench(arguments: list[str]) -> None:
@@ -315,6 +318,9 @@ def parser() -> argparse.ArgumentParser:
     )
     demonstration.add_argument(
         "--repo", type=Path, default=ROOT, help="a git repository (default: this one)"
+    )
+    demonstration.add_argument(
+        "--failover", action="store_true", help="a replica takes over, a follower undoes"
     )
     tests = commands.add_parser(
         "test", help="lint and tests, with --all the long ones too; or pytest with arguments"
@@ -372,7 +378,7 @@ def main() -> int:
         elif options.command == "bench":
             bench(sys.argv[2:])
         elif options.command == "demo":
-            demo(options.repo.resolve())
+            demo(options.repo.resolve(), options.failover)
         elif options.command == "soak":
             given = {name: getattr(options, name) for name in ("minutes", "seed", "steps", "world")}
             soak(options.kind, [f"--{name}={value}" for name, value in given.items() if value])

@@ -19,8 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def start_demo(repo: Path, temporary: Path) -> subprocess.Popen[str]:
     """Start the demo with a temporary folder of its own, which shows what it leaves behind."""
+    return start(["tools/demo.py", "--repo", str(repo)], temporary)
+
+
+def start(arguments: list[str], temporary: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "tools/demo.py", "--repo", str(repo)],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
@@ -47,6 +51,18 @@ def test_the_demo_ends_with_every_blob_equal(tmp_path: Path, commits: int, bare:
     assert "goes on with its next write" in out
     assert "1024 partitions were told to roll back, by the rule next_record" in out
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.crash
+def test_the_failover_demo_undoes_what_the_replica_lacked(tmp_path: Path) -> None:
+    demo = start(["-m", "tools.demo_failover"], tmp_path)
+    out, errors = demo.communicate(timeout=200)
+    assert demo.returncode == 0, out + errors
+    assert "goes back to its snapshot marker 418, and undoes 16 mutations" in out
+    # The former active server undid the 8 that only it had.
+    assert any(line.split()[-2:] == ["8", "1"] for line in out.splitlines() if "undone/" in line)
+    assert "RESULT    A, B and the follower have the same 436 mutations" in out
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.crash

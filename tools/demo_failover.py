@@ -1,0 +1,248 @@
+"""A failover in plain words: an active server dies, its replica is promoted, a follower undoes what never happened.
+
+Run by ``tools/dev.py demo --failover``. The replica is stopped before the active server dies, and gets only a part
+of what a follower has seen. After the promotion the follower, the former active server and the new one are
+compared, row by row.
+"""
+
+import argparse
+import asyncio
+import itertools
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.demo import WAIT_SECONDS, Server, say, until
+from upr_client import AsyncBucket, AsyncClient, ChangeBatch, Only, Rollback, Tuning
+from upr_protocol.errors import UprError
+from upr_protocol.partitioning import partition_of
+
+FIRST, KEPT, LOST = 418, 426, 434
+"""Where the replica is for sure, where it is held up, and how far the follower sees."""
+MORE = 10
+"""Rows written after the promotion."""
+PARTITION = partition_of(b"order")
+
+
+def keys() -> list[bytes]:
+    """Return keys of one partition, in which everything happens."""
+    numbered = (b"order-%d" % number for number in itertools.count())
+    of_it = (key for key in numbered if partition_of(key) == PARTITION)
+    return list(itertools.islice(of_it, LOST + MORE))
+
+
+@dataclass
+class Follower:
+    """What a follower keeps of the partition: each row under its seqno.
+
+    Attributes:
+        undone: seqnos of rows that it undid.
+    """
+
+    rows: dict[int, tuple[bytes, bytes | None]] = field(default_factory=dict)
+    undone: list[int] = field(default_factory=list)
+
+    @property
+    def seqno(self) -> int:
+        """Up to where it has everything."""
+        return max(self.rows, default=0)
+
+    def apply(self, batch: ChangeBatch) -> None:
+        """Keep a batch of changes."""
+        for _, seqno, _, key, value in batch.changes:
+            self.rows[seqno] = key, value
+
+    def undo(self, rollback: Rollback) -> None:
+        """Forget what lies above the rollback's seqno."""
+        above = [seqno for seqno in self.rows if seqno > rollback.seqno]
+        for seqno in above:
+            del self.rows[seqno]
+        self.undone += above
+        say(f"follower  {rollback.words}")
+        say(
+            f"          it goes back to its snapshot marker {rollback.seqno}, and undoes {len(above)} mutations"
+        )
+
+
+async def until_true(ask: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until a server says what is waited for.
+
+    Raises:
+        UprError: it did not in time.
+    """
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:
+            try:
+                if await ask():
+                    return
+            except UprError as error:
+                if not error.retriable:
+                    raise
+            await asyncio.sleep(0.05)
+
+
+async def is_in_step(client: AsyncClient) -> bool:
+    """Return whether a replica has all that its upstream told of."""
+    followed = [bucket.upstream for bucket in (await client.admin.status()).buckets]
+    return bool(followed) and all(one and one.in_step and not one.lag for one in followed)
+
+
+async def counts_others(client: AsyncClient) -> bool:
+    """Return whether an active server counts its replicas, and itself no more: what it acknowledges outlives it."""
+    topology = await client.admin.topology()
+    counted = [member.directory for member in topology.members if member.counted]
+    return bool(counted) and topology.directory not in counted
+
+
+async def rows_of(bucket: AsyncBucket) -> dict[int, tuple[bytes, bytes | None]]:
+    """Return what a server has of the partition."""
+    reader = Follower()
+    async with bucket.changes(until="now", only=Only(partitions=[PARTITION])) as changes:
+        async for batch in changes.batches():
+            if isinstance(batch, ChangeBatch):
+                reader.apply(batch)
+    return reader.rows
+
+
+class Failover:
+    """One run, with a folder for each of two servers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._a_folder, b_folder = folder / "a", folder / "b"
+        for one in (self._a_folder, b_folder):
+            one.mkdir()
+        self.a, self.b = Server(self._a_folder), Server(b_folder)
+        self._keys = keys()
+        self._follower = Follower()
+
+    async def run(self) -> bool:
+        """Tell the whole story; return whether all three have the same in the end."""
+        await self.a.start()
+        self.b.options = ["--replicate-from", self.a.target]
+        await self.b.start()
+        say(f"servers   A at {self.a.target} is active, B at {self.b.target} is its replica")
+        both = f"{self.a.target},{self.b.target}"
+        async with (
+            AsyncClient(both, retry_seconds=WAIT_SECONDS) as client,
+            AsyncClient(self.a.target) as at_a,
+            AsyncClient(self.b.target) as at_b,
+        ):
+            await until_true(lambda: is_in_step(at_b))
+            await until_true(lambda: counts_others(at_a))
+            following = asyncio.create_task(self._follow(client.bucket()))
+            try:
+                await self._lose(client.bucket(), at_b)
+                await self._promote(client.bucket(), at_b)
+                return await self._come_back(at_b)
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+
+    async def _follow(self, bucket: AsyncBucket) -> None:
+        changes = bucket.changes(
+            only=Only(partitions=[PARTITION]),
+            tuning=Tuning(retry_seconds=WAIT_SECONDS),
+            on_rollback=self._follower.undo,
+        )
+        async with changes:
+            async for batch in changes.batches():
+                self._follower.apply(batch)
+
+    async def _write(self, bucket: AsyncBucket, first: int, last: int, value: bytes) -> None:
+        """Write one row for each seqno above ``first``, in one batch that ends in a snapshot marker."""
+        await bucket.write_many([(key, value) for key in self._keys[first:last]])
+
+    async def _lose(self, bucket: AsyncBucket, at_b: AsyncClient) -> None:
+        """Write what B gets, then what it does not get, and kill A."""
+        await self._write(bucket, 0, FIRST, b"written")
+        # Two snapshot markers for the follower, also when a frame could have held both writes.
+        await until(lambda: self._follower.seqno == FIRST)
+        await self._write(bucket, FIRST, KEPT, b"written")
+        await until(lambda: self._follower.seqno == KEPT)
+        await until_true(lambda: is_in_step(at_b))
+        say(f"writer    {KEPT} mutations of partition {PARTITION} acknowledged; A and B have them")
+        self.b.send(signal.SIGSTOP)
+        # Twice what may be on its way to B: it gets a part of them, and no snapshot marker.
+        await self._write(bucket, KEPT, LOST, bytes(2 * 2**20))
+        await until(lambda: self._follower.seqno == LOST)
+        say(
+            f"writer    {LOST - KEPT} more, of 2 MiB each, while B is stopped: A and the follower have {LOST}, B {KEPT}"
+        )
+        say(f"A         SIGKILL to process {self.a.kill()}; B goes on")
+        self.b.send(signal.SIGCONT)
+
+    async def _promote(self, bucket: AsyncBucket, at_b: AsyncClient) -> None:
+        say(f"operator  $ upr-admin promote --target {self.b.target}")
+        done = await at_b.admin.promote()
+        say(
+            f"B         is active in epoch {done.epoch}; {done.records} partitions have a new failover record"
+        )
+        log = (await at_b.admin.failover_logs("default", [PARTITION]))[PARTITION]
+        say(f"          the log of partition {PARTITION}: {', '.join(map(str, log))}")
+        for _, partition, seqno, high in done.lost:
+            say(
+                f"          A was known to have {seqno + 1} to {high} of partition {partition}, too"
+            )
+        # The writer knows both servers, and finds the one that is active.
+        await self._write(bucket, LOST, LOST + MORE, b"written at B")
+        await until(lambda: bool(self._follower.undone) and self._follower.seqno == KEPT + MORE)
+        say(
+            f"writer    {MORE} mutations acknowledged by B; the follower has everything up to {KEPT + MORE}"
+        )
+
+    async def _come_back(self, at_b: AsyncClient) -> bool:
+        self.a.options = ["--replicate-from", self.b.target]
+        await self.a.start()
+        say("A         started again, as a replica of B, on the data that it had")
+        async with AsyncClient(self.a.target) as at_a:
+            await until_true(lambda: is_in_step(at_a))
+            data = self._a_folder / "data"
+            command = [sys.executable, "-m", "upr.cli", "admin", "undone", "list", str(data)]
+            say("operator  $ upr-admin undone list DATA_OF_A")
+            told = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+            for line in told.stdout.splitlines():
+                say(f"          {line.replace(str(data), 'DATA_OF_A')}")
+            states = [await rows_of(at_a.bucket()), await rows_of(at_b.bucket())]
+        equal = states[0] == states[1] == self._follower.rows and len(states[0]) == KEPT + MORE
+        if equal:
+            say(f"RESULT    A, B and the follower have the same {KEPT + MORE} mutations")
+        else:
+            sizes = [len(state) for state in (*states, self._follower.rows)]
+            say(f"RESULT    A, B and the follower DIFFER: {sizes} mutations")
+        return equal
+
+
+async def demonstrate() -> int:
+    """Run it in a temporary folder; returns the exit status."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    with tempfile.TemporaryDirectory(prefix="upr-demo-") as folder:
+        story = Failover(Path(folder))
+        try:
+            return 0 if await story.run() else 1
+        finally:
+            for server in (story.a, story.b):
+                server.send(signal.SIGCONT)
+                server.stop()
+
+
+def main() -> int:
+    """Run the demo."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    try:
+        return asyncio.run(demonstrate())
+    except (UprError, TimeoutError) as error:
+        print(f"error: {error or 'nothing happened in time'}", file=sys.stderr)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted; everything is put away", file=sys.stderr)
+        return 130
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
