@@ -444,6 +444,7 @@ async def test_an_upstream_of_another_set_is_refused(server_process: StartServer
         await client.bucket("default").set(b"mine", b"v")
     replica = replica_of(server_process, upstream)
     await in_sync(upstream, replica)
+    wait_until_counted([upstream, replica], upstream)
     replica.terminate()
     # It knows who is active in its set, and follows that one whatever it is told.
     replica.options[1] = other.target
