@@ -219,17 +219,17 @@ def test_a_split_brain_heals(server_process: StartServer) -> None:
     wait_for(lambda: len({tuple(state_of(s.target)) for s in (owner, replica)}) == 1, "one history")
 
 
-FAILPOINTS = [
-    "promote.after_claim",
-    "promote.after_promises",
-    "promote.after_row",
-    "promote.before_partitions",
-    "promote.after_partitions",
-]
-
-
 @pytest.mark.crash
-@pytest.mark.parametrize("place", FAILPOINTS)
+@pytest.mark.parametrize(
+    "place",
+    [
+        "promote.after_claim",
+        "promote.after_promises",
+        "promote.after_row",
+        "promote.before_partitions",
+        "promote.after_partitions",
+    ],
+)
 @pytest.mark.parametrize("lost", ["source is killed", "source stays"])
 def test_killed_while_it_is_promoted(server_process: StartServer, place: str, lost: str) -> None:
     old, new = start_set(server_process)
