@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_follower_steps import commit, flush, write
@@ -65,6 +65,8 @@ ASKS = st.lists(
 )
 
 
+# A horizon above the high seqno under the newest id: a failover record is missing.
+@example([0] * 6, [ACTIVE] * 6, [0] * 6, [2] * 6, [Ask(0xA, 1, 0xA, 5)] * 6, False, False)
 @settings(max_examples=150, deadline=None)
 @given(
     six(st.integers(0, 2)),
