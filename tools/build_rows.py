@@ -25,18 +25,22 @@ def compiled(source: Path, folder: Path) -> Path | None:
     """
     if sys.implementation.name != "cpython":
         return None
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     target = folder / f"{source.stem}{sysconfig.get_config_var('EXT_SUFFIX')}"
     # Beside it and moved there: a running process may have the old one loaded.
     made = target.with_suffix(f".{os.getpid()}")
     include = sysconfig.get_paths()["include"]
     options = ["-O3", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(made)]
+    nothing = subprocess.DEVNULL
     try:
+        compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
         folder.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
-        subprocess.run([*compiler, *options], check=True, capture_output=True, timeout=SECONDS)
+        # No pipes: what the compiler starts would hold them open beyond the time.
+        subprocess.run(
+            [*compiler, *options], check=True, stdout=nothing, stderr=nothing, timeout=SECONDS
+        )
         made.replace(target)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
     finally:
         made.unlink(missing_ok=True)

@@ -26,6 +26,8 @@ FIRST, KEPT, LOST = 418, 426, 434
 MORE = 10
 """Rows written after the promotion."""
 PARTITION = partition_of(b"order")
+FILLER = b"filler"
+assert partition_of(FILLER) != PARTITION
 
 
 def keys() -> list[bytes]:
@@ -138,6 +140,11 @@ class Failover:
                 await self._lose(client.bucket(), at_b)
                 await self._promote(client.bucket(), at_b)
                 return await self._come_back(at_b)
+            except UprError:
+                if following.done() and (error := following.exception()) is not None:
+                    # What is waited for did not happen because of this.
+                    raise error from None
+                raise
             finally:
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
@@ -166,11 +173,12 @@ class Failover:
         await until_true(lambda: is_in_step(at_b))
         say(f"writer    {KEPT} mutations of partition {PARTITION} acknowledged; A and B have them")
         self.b.send(signal.SIGSTOP)
-        # Twice what may be on its way to B: it gets a part of them, and no snapshot marker.
-        await self._write(bucket, KEPT, LOST, bytes(2 * 2**20))
+        # More than every buffer between A and B holds, in another partition: what follows does not leave A.
+        await bucket.set(FILLER, bytes(16 * 2**20))
+        await self._write(bucket, KEPT, LOST, b"only A has this")
         await until(lambda: self._follower.seqno == LOST)
         say(
-            f"writer    {LOST - KEPT} more, of 2 MiB each, while B is stopped: A and the follower have {LOST}, B {KEPT}"
+            f"writer    {LOST - KEPT} more, while B is stopped: A and the follower have {LOST}, B {KEPT}"
         )
         say(f"A         SIGKILL to process {self.a.kill()}; B goes on")
         self.b.send(signal.SIGCONT)
@@ -203,7 +211,9 @@ class Failover:
             data = self._a_folder / "data"
             command = [sys.executable, "-m", "upr.cli", "admin", "undone", "list", str(data)]
             say("operator  $ upr-admin undone list DATA_OF_A")
-            told = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+            told = await asyncio.to_thread(
+                subprocess.run, command, stdout=subprocess.PIPE, text=True, check=True
+            )
             for line in told.stdout.splitlines():
                 say(f"          {line.replace(str(data), 'DATA_OF_A')}")
             states = [await rows_of(at_a.bucket()), await rows_of(at_b.bucket())]
@@ -236,7 +246,7 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     try:
         return asyncio.run(demonstrate())
-    except (UprError, TimeoutError) as error:
+    except (UprError, TimeoutError, subprocess.CalledProcessError) as error:
         print(f"error: {error or 'nothing happened in time'}", file=sys.stderr)
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted; everything is put away", file=sys.stderr)

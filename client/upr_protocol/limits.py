@@ -96,9 +96,10 @@ SENDING_SECONDS: Final = 4.0
 SENDING_BYTES_A_SECOND: Final = 4 * 2**20
 """Longest time, and for a large message slowest rate, in which a connection accepts a message while others wait."""
 
-ANSWERS_BYTES_MAX: Final = 48 * 2**20
+ANSWERS_BYTES_MAX: Final = 64 * 2**20
 SMALL_ANSWER_BYTES: Final = 64 * 2**10
-"""Answers of more than the second that clients have not taken, in all; a further one is refused. gRPC holds two copies."""
+"""Answers of more than the second that clients have not taken, in all, half of it for one peer; a further one is refused,
+but a peer's first. gRPC holds two copies."""
 
 ROUND_SECONDS_MAX: Final = 0.25
 """Longest time that a small frame waits for others while the server is busy."""

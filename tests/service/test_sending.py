@@ -17,6 +17,7 @@ from tests.service.test_received import MIB, sampled, within
 from upr.service.overload.sending import Sender, SendingRoom
 from upr_client import AsyncClient
 from upr_protocol.limits import PARTITIONS, SENDING_BYTES
+from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
 
@@ -59,10 +60,28 @@ def test_one_message_may_exceed_the_room_and_the_others_wait_in_order() -> None:
     assert not room.join(third.sender)
     room.hold(first.sender, 0)
     assert (second.told, third.told) == (["wake"], [])
+    assert not room.join(first.sender), "it does not overtake"
+    assert not room.join(third.sender)
+    assert room.join(second.sender)
     # It has nothing to send any more.
     room.pass_on()
     assert third.told == ["wake"]
     assert room.join(third.sender)
+    room.hold(third.sender, 1)
+    assert first.told == ["wake"], "there is room for one more"
+
+
+def test_who_is_busy_otherwise_holds_nobody_up() -> None:
+    room = SendingRoom()
+    first, second, third = Call(), Call(), Call()
+    room.hold(first.sender, SENDING_BYTES)
+    assert not room.join(second.sender)
+    assert not room.join(third.sender)
+    second.sender.is_busy = True
+    room.hold(first.sender, 0)
+    assert room.join(third.sender)
+    second.sender.is_busy = False
+    assert room.join(second.sender)
 
 
 def test_who_leaves_gives_its_room_back_and_waits_no_more() -> None:
@@ -83,8 +102,8 @@ async def test_who_takes_nothing_is_ended_only_while_others_wait(
     monkeypatch.setattr("upr.service.overload.sending.SENDING_SECONDS", -SENDING_BYTES)
     room = SendingRoom()
     first, reading, second = Call(), Call(), Call()
-    room.hold(first.sender, SENDING_BYTES, sending=True)
     room.hold(reading.sender, 1)
+    room.hold(first.sender, SENDING_BYTES, sending=True)
     for _ in range(3):
         await asyncio.sleep(0)
     assert not first.ended.is_set()
@@ -92,16 +111,24 @@ async def test_who_takes_nothing_is_ended_only_while_others_wait(
     async with asyncio.timeout(30):
         await first.ended.wait()
     assert not reading.ended.is_set()
+    # One whose message is sent only when somebody waits already is ended as well.
+    late = Call()
+    room.hold(late.sender, 1, sending=True)
+    async with asyncio.timeout(30):
+        await late.ended.wait()
     assert second.told == []
 
 
-async def silent_follow(client: RawClient) -> None:
-    """Open a follower of everything that reads nothing, not even Opened."""
-    call = client.changes.Follow()
-    opening = changes.Open(bucket="default", heartbeat_seconds=60)
-    await call.write(changes.FollowRequest(open=opening))
-    start = changes.Start(partitions=[start_at(partition) for partition in range(PARTITIONS)])
-    await call.write(changes.FollowRequest(start=start))
+START = changes.Start(partitions=[start_at(partition) for partition in range(PARTITIONS)])
+
+
+async def silent_follows(stack: contextlib.AsyncExitStack, target: str) -> None:
+    """Open followers of everything that read nothing, not even Opened; their streams begin at the same time."""
+    clients = [await stack.enter_async_context(RawClient(target)) for _ in range(SILENT)]
+    calls = [client.changes.Follow() for client in clients]
+    opening = changes.FollowRequest(open=changes.Open(bucket="default", heartbeat_seconds=60))
+    await asyncio.gather(*[call.write(opening) for call in calls])
+    await asyncio.gather(*[call.write(changes.FollowRequest(start=START)) for call in calls])
 
 
 async def read_values(follow: RawFollow, count: int) -> None:
@@ -127,14 +154,56 @@ async def test_followers_that_take_nothing_hold_little_and_keep_nobody_up(
         assert server.terminate() == 0
         server.start()
     async with sampled(server.pid) as samples, contextlib.AsyncExitStack() as stack:
-        for _ in range(SILENT):
-            await silent_follow(await stack.enter_async_context(RawClient(server.target)))
+        await silent_follows(stack, server.target)
         client = await stack.enter_async_context(RawClient(server.target))
         follow = await client.follow(credit_bytes=64 * MIB)
-        await follow.send(start=changes.Start(partitions=[start_at(p) for p in range(PARTITIONS)]))
+        await follow.send(start=START)
         await read_values(follow, 3)
         await follow.close()
     within(samples)
+
+
+async def read_to_a_late_heartbeat(follow: RawFollow) -> None:
+    """Answer heartbeats until three came in a row: everything else that was due has been sent."""
+    beats = 0
+    while beats < 3:
+        message = await follow.read()
+        assert not message.HasField("ended"), message
+        beats = beats + 1 if message.HasField("heartbeat") else 0
+        if beats:
+            await follow.send(pong=changes.Pong())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("count", "size"), [(3, 13 * MIB), (70, 400 * 1024)])
+async def test_consumers_that_give_no_credit_keep_nobody_up(
+    server_process: StartServer, count: int, size: int
+) -> None:
+    """They answer heartbeats, so they stay; what waits for their credit takes no room."""
+    server = server_process()
+    async with AsyncClient(server.target) as writing:
+        bucket = writing.bucket()
+        for number in range(4):
+            await bucket.set(b"key", b"%d" % number + os.urandom(size))
+        await bucket.set(b"another key", b"value")
+    partition, other = partition_of(b"key"), partition_of(b"another key")
+    assert partition != other
+    assert server.terminate() == 0
+    server.start()
+    async with RawClient(server.target) as client:
+        paused = []
+        for _ in range(count):
+            follow = await client.follow(credit_bytes=MIB, heartbeat_seconds=0.2)
+            follow.give_credit = False
+            await follow.send(start=changes.Start(partitions=[start_at(partition)]))
+            paused.append(follow)
+        # Each gets what its credit allows, and is alive.
+        await asyncio.gather(*[read_to_a_late_heartbeat(follow) for follow in paused])
+        follow = await client.follow()
+        await follow.send(start=changes.Start(partitions=[start_at(other)]))
+        while not (await follow.read()).HasField("frame"):
+            pass
+        await asyncio.gather(*[read_to_a_late_heartbeat(follow) for follow in paused])
 
 
 @pytest.mark.asyncio

@@ -224,7 +224,7 @@ class Follower:
         self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
         self._groups = TailReaders(bucket.tail, options.memory, options.showing)
         self._ready: list[tuple[int, int, Encoded]] = []
-        # Partition, token and size of a large block that is read again when there is credit for it.
+        # Partition, token and size of a block that is read again when it can be sent.
         self._unfit: tuple[int, int, int] | None = None
         self._reading = False
         self.reads = 0
@@ -648,7 +648,8 @@ class Follower:
         frame = self._frame_from_store()
         if frame is None and (self._ready or self._is_held_up()):
             # Blocks from the store wait for credit. Smaller frames from the tail must not use it up for ever.
-            self._drop_large()
+            # A consumer may take as long as it likes to give credit: what it waits for is not kept.
+            self.put_back()
             return None
         for _ in range(STEPS_AT_ONCE):
             if frame is None:
@@ -666,16 +667,21 @@ class Follower:
         self.wake()
         return None
 
-    def _drop_large(self) -> None:
-        """Forget a large block until there is credit for it: that may take as long as the consumer likes."""
-        if self._ready and self._ready[0][2].size > FRAME_BYTES:
+    def put_back(self) -> None:
+        """Forget the blocks that were read, because the first of them cannot be sent now; they are read again."""
+        if self._ready:
             partition, token, block = self._ready[0]
             self._unfit = partition, token, block.size
             self._turn = partition
             self._ready.clear()
 
+    @property
+    def unfit_bytes(self) -> int:
+        """Return the size of the block that is to be read again, 0 if there is none."""
+        return self._unfit[2] if self._unfit is not None else 0
+
     def _is_held_up(self) -> bool:
-        """Return whether a large block of an open stream waits for credit."""
+        """Return whether a block of an open stream was put back."""
         if self._unfit is None:
             return False
         partition, token, _ = self._unfit

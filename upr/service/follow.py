@@ -105,7 +105,9 @@ class FollowCall:
         if options.is_replica:
             self._tables = TableFeed(host, self.follower, self.say, self._drained, self._wake.set)
             self._talk.before_frames = self._tables.changed_cuts
-        self._shed = False
+        # Bytes that a read under way may bring, and those of the frame that gRPC has.
+        self._reserved = self._frame_bytes = 0
+        self._cut: UprError | None = None
         self._arriving = intake.expect(context, self._end_at_once)
         host.users.add(self.bucket_gone)
 
@@ -131,10 +133,15 @@ class FollowCall:
             self._room.hold(self._sending, held, sending=is_sending)
             self._wake.set()
 
+    def _account(self) -> None:
+        """Tell the room what is on its way: what is read, was read, and is sent."""
+        size = self._reserved + self.follower.ready_bytes + self._frame_bytes
+        self._room.hold(self._sending, size, sending=self._frame_bytes > 0)
+
     def _end_slow(self) -> None:
         """End the call without further messages, because others wait for the room that its message takes."""
-        self.end(too_slow(SENDING_SECONDS))
-        self._end_at_once()
+        why = too_slow(SENDING_SECONDS)
+        self._end_at_once(UprError(why.words, reason=why.reason, retriable=True, hint=why.hint))
 
     def bucket_gone(self, error: BucketGoneError) -> None:
         """End all streams and the call, because the bucket was dropped, or is opened again with another history."""
@@ -160,9 +167,9 @@ class FollowCall:
         sender = self._sender = asyncio.create_task(self._send())
         try:
             await self._watch(sender)
-            if self._shed and not self._is_too_slow:
-                raise shed_error()
-            if not self._half_closed and not self._shed:
+            if self._cut is not None:
+                raise self._cut
+            if not self._half_closed:
                 async with asyncio.timeout(HALF_CLOSE_SECONDS):
                     await asyncio.shield(reader)
         except TimeoutError:
@@ -177,9 +184,10 @@ class FollowCall:
             ending = self._talk.ending
             if self._is_too_slow:
                 log.warning("a consumer is too slow", extra=self._who)
+            why = self._cut or ending
             log.info(
                 "follow ended",
-                extra={**self._who, "reason": ending.reason if ending else "CLIENT_LEFT"},
+                extra={**self._who, "reason": why.reason if why else "CLIENT_LEFT"},
             )
         if ending is None or not self._is_too_slow or self._talk.over:
             return None
@@ -189,7 +197,8 @@ class FollowCall:
 
     @property
     def _is_too_slow(self) -> bool:
-        return self._talk.ending is not None and self._talk.ending.reason == TOO_SLOW
+        why = self._cut or self._talk.ending
+        return why is not None and why.reason == TOO_SLOW
 
     @property
     def _who(self) -> dict[str, str]:
@@ -208,14 +217,15 @@ class FollowCall:
             left = min(max(deadline - loop.time(), 0.01), self._reader_seconds)
             await asyncio.wait({sender}, timeout=left)
             if not sender.done() and self._must_end(loop.time()):
-                async with asyncio.timeout(HALF_CLOSE_SECONDS):
-                    await sender
-        if not self._shed:
+                done, _ = await asyncio.wait({sender}, timeout=HALF_CLOSE_SECONDS)
+                if not done:
+                    raise TimeoutError
+        if self._cut is None:
             sender.result()
 
-    def _end_at_once(self) -> None:
-        """End the call without further messages, because too much is arriving."""
-        self._shed = True
+    def _end_at_once(self, why: UprError | None = None) -> None:
+        """End the call without further messages; without a reason, because too much is arriving."""
+        self._cut = self._cut or why or shed_error()
         if self._sender is not None:
             self._sender.cancel()
 
@@ -288,6 +298,12 @@ class FollowCall:
         self._wake.set()
 
     async def _send(self) -> None:
+        try:
+            await self._send_all()
+        finally:
+            self._room.leave(self._sending)
+
+    async def _send_all(self) -> None:
         loop = asyncio.get_running_loop()
         while not self._half_closed:
             self._wake.clear()
@@ -295,7 +311,9 @@ class FollowCall:
             saying = self._talk.next_message(loop.time(), self._hold)
             if saying is not None:
                 if saying.frame is None:
+                    self._sending.is_busy = True
                     await self._write(saying.message)
+                    self._sending.is_busy = False
                 else:
                     await self._send_frame(saying, saying.frame)
                 del saying
@@ -303,6 +321,7 @@ class FollowCall:
                 if self._talk.over:
                     return
                 continue
+            self._account()
             if self._room.join(self._sending):
                 self._begin_read()
             self._begin_search()
@@ -315,12 +334,14 @@ class FollowCall:
             await self._idle(loop.time())
 
     async def _send_frame(self, saying: Outgoing, frame: FrameOut) -> None:
-        self._room.hold(self._sending, frame.size + self.follower.ready_bytes, sending=True)
+        self._frame_bytes = frame.size
+        self._account()
         if isinstance(saying.message, Iterator):
             await self._send_plain(saying, frame)
         else:
             await self._write(saying.message, frame.size)
-        self._room.hold(self._sending, self.follower.ready_bytes)
+        self._frame_bytes = 0
+        self._account()
         self._is_small = frame.size < SMALL_BYTES
         if not self._is_small:
             # A slow link may keep an answer to a heartbeat behind much data, but it takes the data. Small messages
@@ -350,9 +371,11 @@ class FollowCall:
             self._wake.set()
 
     def _begin_read(self) -> None:
+        known = self.follower.unfit_bytes
         wanted = self.follower.next_read()
         if wanted is not None:
-            self._room.hold(self._sending, wanted[1])
+            self._reserved = max(wanted[1], known)
+            self._account()
             self._begin(self._read_store(*wanted))
 
     async def _drained(self) -> None:
@@ -398,7 +421,12 @@ class FollowCall:
                 f"the store cannot be read: {words_of(error)}", retriable=True
             )
             self.follower.read_failed(damaged, requests)
-        self._room.hold(self._sending, self.follower.ready_bytes)
+        self._reserved = 0
+        self._account()
+        if self.follower.ready_bytes > FRAME_BYTES and self._room.exceeds(self._sending):
+            # How large a block is shows when it is read, and others may have read one at the same time.
+            self.follower.put_back()
+            self._account()
         self._wake.set()
 
 

@@ -1,6 +1,7 @@
 """The gate: the gRPC interceptor that receives, counts and charges every call before its method sees it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -36,8 +37,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         self._callers = callers
         self._limits = limits
         self._handlers: dict[str, Any] = {}
-        self._answering = 0
-        """Bytes of answers that gRPC has and the clients have not taken."""
+        self._answering: Counter[str] = Counter()
+        """Bytes of answers that gRPC has and the clients have not taken, by peer."""
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
@@ -75,7 +76,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                         # The error is kept while the client does not take it either.
                         del answer
                         raise TooManyError(
-                            f"answers that clients have not taken are {self._answering} bytes; must be at most {ANSWERS_BYTES_MAX} with that of this {name}",
+                            f"answers that clients have not taken are {self._answering.total()} bytes; must be at most {ANSWERS_BYTES_MAX} with that of this {name}, and half of it for one peer",
                             hint="ask again, for less at a time",
                         )
                     return answer
@@ -113,12 +114,17 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         size = answer.ByteSize()
         if size <= SMALL_ANSWER_BYTES:
             return True
-        if self._answering and self._answering + size > ANSWERS_BYTES_MAX:
+        peer, held = peer_of(context.peer()), self._answering
+        if held[peer] and (
+            held.total() + size > ANSWERS_BYTES_MAX or held[peer] + size > ANSWERS_BYTES_MAX // 2
+        ):
             return False
-        self._answering += size
+        held[peer] += size
 
         def taken(_: Context) -> None:
-            self._answering -= size
+            held[peer] -= size
+            if not held[peer]:
+                del held[peer]
 
         context.add_done_callback(taken)  # type: ignore[arg-type]  # (the stubs are wrong)
         return True

@@ -1,8 +1,8 @@
 """Room for what is on its way to followers: the bytes that calls have read or encoded, and gRPC has not sent.
 
 gRPC keeps a message until the client takes it. One that reads nothing would cost a frame, or a value of 20 MiB, for as
-long as its call lasts. So a call takes its next frame only while less than SENDING_BYTES is on its way; the others wait
-for their turn. A call that holds bytes while others wait is ended after some seconds. Calls that have shown that they
+long as its call lasts. So a call takes more only while less than SENDING_BYTES is on its way; the others wait for their
+turn. A call whose message is not taken while others wait is ended after some seconds. Calls that have shown that they
 read have a room of their own, which those that have not cannot fill.
 """
 
@@ -18,15 +18,17 @@ class Sender:
     """One call.
 
     Attributes:
-        wake: called when there may be room.
+        wake: called when it is its turn.
         end: called when the call is to end, because it takes too long while others wait.
         held: bytes on their way.
+        is_busy: whether it sends something else now; others have their turn before it.
         deadline: when the message that gRPC has must be sent if others wait, by the event loop's clock; None: it has none.
     """
 
     wake: Callable[[], None]
     end: Callable[[], None]
     held: int = 0
+    is_busy: bool = False
     deadline: float | None = None
 
 
@@ -44,26 +46,34 @@ class SendingRoom:
     _timer: asyncio.TimerHandle | None = None
 
     def join(self, sender: Sender) -> bool:
-        """Return whether a sender may take more now. If not, it is woken when there may be room."""
-        if sender.held or self.held < SENDING_BYTES:
+        """Return whether a sender may take more now. If not, it is woken when it is its turn."""
+        is_its_turn = self._first() in (None, sender)
+        if sender.held or (is_its_turn and self.held < SENDING_BYTES):
+            self._waiting.pop(sender, None)
             return True
         self._waiting[sender] = None
         self._look_again()
         return False
 
+    def exceeds(self, sender: Sender) -> bool:
+        """Return whether the room is full without what a sender holds."""
+        return self.held - sender.held >= SENDING_BYTES
+
     def hold(self, sender: Sender, size: int, *, sending: bool = False) -> None:
         """Record how many bytes a sender has on their way now, and whether gRPC has them."""
         self.held += size - sender.held
         sender.held = size
-        sender.deadline = None
-        if sending:
-            patience = SENDING_SECONDS + size / SENDING_BYTES_A_SECOND
-            sender.deadline = asyncio.get_running_loop().time() + patience
         if size:
             self._holding.add(sender)
         else:
             self._holding.discard(sender)
-            self.pass_on()
+        if not sending:
+            sender.deadline = None
+        elif sender.deadline is None:
+            patience = SENDING_SECONDS + size / SENDING_BYTES_A_SECOND
+            sender.deadline = asyncio.get_running_loop().time() + patience
+            self._look_again()
+        self.pass_on()
 
     def leave(self, sender: Sender) -> None:
         """Forget a sender."""
@@ -71,17 +81,23 @@ class SendingRoom:
         self.hold(sender, 0)
 
     def pass_on(self) -> None:
-        """Wake the sender that waits longest, if there is room. Whoever is woken and takes nothing must call this."""
-        if self._waiting and self.held < SENDING_BYTES:
-            sender = next(iter(self._waiting))
-            del self._waiting[sender]
-            sender.wake()
+        """Wake the sender whose turn it is, if there is room. One that joined and took nothing must call this."""
+        if self.held < SENDING_BYTES and (first := self._first()) is not None:
+            first.wake()
+
+    def _first(self) -> Sender | None:
+        return next((one for one in self._waiting if not one.is_busy), None)
 
     def _look_again(self) -> None:
         """Have the slow ones ended in time, as long as somebody waits."""
         deadlines = [one.deadline for one in self._holding if one.deadline is not None]
-        if self._timer is None and deadlines:
-            self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_slow)
+        if not self._waiting or not deadlines:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= min(deadlines):
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_slow)
 
     def _end_slow(self) -> None:
         self._timer = None
