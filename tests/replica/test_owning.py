@@ -1,6 +1,8 @@
 """Who is active: promotion, takeover, and the former active one that comes back, with real servers."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -99,6 +101,28 @@ def test_a_replica_is_promoted_after_sigkill_and_the_old_one_comes_back(
     assert known is not None
     assert known.owner is not None
     assert known.owner.address == new.target
+
+
+def test_a_former_owner_that_was_only_stopped_undoes_and_follows_without_a_restart(
+    server_process: StartServer,
+) -> None:
+    old, new = start_set(server_process)
+    with Client(old.target) as client:
+        for number in range(20):
+            client.bucket().set(b"%d" % number, b"v")
+    wait_until_equal([old, new])
+    os.kill(new.pid, signal.SIGSTOP)
+    with Client(old.target) as client:
+        client.bucket().set(b"only here", bytes(2**20))
+    os.kill(old.pid, signal.SIGSTOP)
+    os.kill(new.pid, signal.SIGCONT)
+    done = run("promote", "--force", "--yes", "--target", new.target)
+    assert done.exit_code == 0, done.output
+    with Client(new.target) as client:
+        client.bucket().set(b"0", b"new")
+    os.kill(old.pid, signal.SIGCONT)
+    wait_until_counted([old, new], new)
+    wait_until_equal([old, new])
 
 
 def test_takeovers_under_load_lose_nothing_and_make_no_record(server_process: StartServer) -> None:

@@ -401,7 +401,7 @@ class Bucket:
         runs["horizon"] = runs["end_seqno"]
         runs["time"] = now
         table.high[partitions] = runs["end_seqno"]
-        table.complete[partitions] = runs["end_seqno"]
+        table.complete[partitions] = table.horizon[partitions] = runs["end_seqno"]
         return runs
 
     def _admit(self, block: Block, call: ProducerCall | None) -> tuple[Block, dict[int, UprError]]:
