@@ -244,6 +244,30 @@ def test_a_split_brain_heals(server_process: StartServer) -> None:
 
 
 @pytest.mark.crash
+@pytest.mark.parametrize("place", ["promote.after_row", "promote.before_partitions"])
+def test_one_that_is_left_alone_ends_its_promotion_at_the_next_start(
+    server_process: StartServer, place: str
+) -> None:
+    old, new, third = start_set(server_process, replicas=2)
+    with Client(old.target) as client:
+        client.bucket().set(b"k", b"v")
+    wait_until_equal([old, new, third])
+    new.terminate()
+    new.start(environment={"UPR_FAILPOINTS": f"{place}=kill"})
+    wait_until_counted([old, new, third], old)
+    wait_for(lambda: all(m.in_step for m in topology(new.target).members), "in step")  # type: ignore[union-attr]
+    old.kill()
+    third.kill()
+    assert run("promote", "--force", "--yes", "--target", new.target).exit_code != 0
+    new.wait()
+    new.start(environment={"UPR_FAILPOINTS": ""})
+    wait_for(lambda: is_active(new), "the one that is left")
+    with Client(new.target) as client:
+        assert client.bucket().get(b"k") == b"v"
+        client.bucket().set(b"k", b"w")
+
+
+@pytest.mark.crash
 @pytest.mark.parametrize(
     "place",
     [

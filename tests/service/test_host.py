@@ -1,6 +1,7 @@
 """The bucket's host and the Write call, in one process: what fails beside the main path."""
 
 import asyncio
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 from tests.harness import WAIT_SECONDS
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
+from upr.engine.partitions import ACTIVE
+from upr.engine.recovery import Undo
 from upr.service import key_value as writes_module
+from upr.service.buckets import bucket_service as bucket_service_module
 from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, create_bucket
@@ -31,6 +35,7 @@ from upr_protocol.errors import (
     StorageFailedError,
     UprError,
 )
+from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -792,3 +797,55 @@ async def test_a_worker_leaves_out_what_was_cancelled_before_its_turn() -> None:
     with pytest.raises(RuntimeError, match="has ended"):
         await worker.run(fails)
     Worker("never used").close()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_was_fenced_acknowledges_again_once_it_is_promoted(
+    folder: Path,
+) -> None:
+    host = await started(BucketService(folder, config(folder)))
+    await host.step_down(fenced=True)
+    await host.activate(2, {})
+    written = await host.write(rows(b"a"), b"", None, 0)
+    await asyncio.wait_for(host.durable(written.entry), WAIT_SECONDS)
+    assert await asyncio.wait_for(host.close(), WAIT_SECONDS)
+
+
+@pytest.mark.asyncio
+async def test_an_active_partition_takes_over_no_log(folder: Path) -> None:
+    host = await started(BucketService(folder, config(folder)))
+    table = host.bucket.partitions
+    before = table.logs[3]
+    with pytest.raises(UprError, match="active or dead"):
+        await host.adopt({3: FailoverLog.born(7, epoch=9)}, {3: 9})
+    assert (table.state[3], table.logs[3], table.epoch[3]) == (ACTIVE, before, 1)
+    assert await asyncio.wait_for(host.close(), WAIT_SECONDS)
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_whose_undoing_finds_no_room_is_opened_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def told() -> None:
+        pass
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    directory = DataDirectory(tmp_path / "replica")
+    catalog = Catalog(directory, config(directory.path, replicate_from=("127.0.0.1:1",)))
+    catalog.start(told)
+    host = await catalog.create("some", version=7)
+    undo = {3: Undo(0, FailoverLog.born(7, epoch=9), 9)}
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket_service_module, "write_undone", full)
+        with pytest.raises(StorageFailedError, match="could be undone") as refused:
+            await catalog.reopen("some", undo)
+    assert refused.value.retriable
+    again = catalog.find("some")
+    assert again is not host
+    assert (again.bucket.partitions.epoch[3], catalog.damaged) == (1, [])
+    # The next call asks again.
+    assert (await catalog.reopen("some", undo)).bucket.partitions.epoch[3] == 9
+    assert await asyncio.wait_for(catalog.close(), WAIT_SECONDS)
+    directory.close()

@@ -23,7 +23,13 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.trouble import words_of
 from upr_protocol.block import U64
-from upr_protocol.errors import StorageFailedError, UnavailableError, UprError
+from upr_protocol.errors import (
+    DataDamagedError,
+    StorageFailedError,
+    UnavailableError,
+    UprError,
+    shown,
+)
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.ownership import (
     HELD,
@@ -187,7 +193,11 @@ class Owning:
             return
         self.active, self._catalog.replica = False, True
         self._tell_owner()
-        await asyncio.gather(*(host.step_down(fenced=fenced) for host in self._catalog.hosts))
+        hosts = self._catalog.hosts
+        await asyncio.gather(*(host.step_down(fenced=fenced) for host in hosts))
+        await self._catalog.settled()
+        late = [host for host in self._catalog.hosts if host not in hosts]
+        await asyncio.gather(*(host.step_down(fenced=fenced) for host in late))
 
     # Following
 
@@ -218,32 +228,53 @@ class Owning:
         if self._following is not None and wanted == self._followed:
             return
         await self.follow_nobody()
-        if targets:
+        # What is awaited may have let in a promise or a promotion.
+        if targets and self.standing == standing and not (self.active or self._paused):
             replication = Replication(self._catalog, targets, self._config.anonymous, self._address)
             self._following = asyncio.create_task(replication.run())
             self._followed = wanted
 
     # Promising
 
-    async def promise(self, epoch: int, candidate: str, claim: Row) -> Answer | None:
+    async def promise(
+        self, epoch: int, candidate: str, claim: Row, *, force: bool = False
+    ) -> Answer | None:
         """Promise an epoch to a candidate; None when it cannot be promised.
 
         Everything is durable before this returns: the promise, the states, and what was numbered here.
+
+        Args:
+            force: whether an operator goes on without the buckets that are damaged here.
+
+        Raises:
+            UprError: a bucket is damaged; nobody can tell what only this server has of it.
         """
+        await self._catalog.settled()
+        self._check_whole(force=force)
         known = self.standing.row
         after = await self.store(lambda standing: standing.promise(epoch, candidate))
         if after is None:
             return None
         await self.follow_nobody()
         await self.step_down(fenced=False)
+        # A bucket that was being made or opened anew is promised too.
+        await self._catalog.settled()
+        self._check_whole(force=force)
         await asyncio.gather(*map(self._durable, self._catalog.hosts))
         return Answer(known, self.held(), after.confirms(claim, self.served()))
+
+    def _check_whole(self, *, force: bool) -> None:
+        if self._catalog.damaged and not force:
+            raise DataDamagedError(
+                f"bucket {shown(self._catalog.damaged[0].name)} is damaged here",
+                hint="restore it, promote another server, or use --force to go on without it",
+            )
 
     @staticmethod
     async def _durable(host: BucketService) -> None:
         tail = host.bucket.tail
         if tail.end > tail.durable:
-            await host.durable(tail.end - 1)
+            await host.journalled(tail.end - 1)
 
     # Promoting
 
@@ -307,7 +338,7 @@ class Owning:
             row = self.standing.claim(above=above, force=force)
             known = self._known_highs()
             me = self.standing.directory
-            own = await self.promise(row.epoch, me, row)
+            own = await self.promise(row.epoch, me, row, force=force)
             failpoints.hit("promote.after_claim")
             if own is not None:
                 end = await self._drive(Claim(basis, row), {me: own}, force, takeover)
@@ -395,6 +426,7 @@ class Owning:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            await self._catalog.settled()
             await asyncio.gather(*map(self._durable, self._catalog.hosts))
 
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:

@@ -57,6 +57,7 @@ from upr_protocol.errors import (
     NoRoomError,
     ShuttingDownError,
     StorageFailedError,
+    UnavailableError,
     UnknownOutcomeError,
     UprError,
 )
@@ -396,8 +397,12 @@ class BucketService:
         ``Bucket.begin_adopting``.
 
         Raises:
+            UprError: a partition is active here, or dead.
             OSError, lmdb.Error: they cannot be stored; the partitions stay pending.
         """
+        states = self.bucket.partitions.state[list(logs)]
+        if np.isin(states, (ACTIVE, DEAD)).any():
+            raise UnavailableError("a partition is active or dead here; must be a replica's")
         self.bucket.begin_adopting(logs, epochs)
         purge = self.bucket.partitions.purge
         rows = {p: (REPLICA, epochs[p], int(purge[p]), log) for p, log in logs.items()}
@@ -427,7 +432,7 @@ class BucketService:
         failpoints.hit("promote.after_partitions")
         table.served_epoch[list(logs)] = epoch
         table.state[list(logs)] = ACTIVE
-        self._replica, self.following = False, None
+        self._replica, self._fenced, self.following = False, False, None
 
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes, in this step, and have everything that was numbered on disk before this returns.
@@ -447,7 +452,7 @@ class BucketService:
         self.following = self.following or Following(self.bucket)
         self.disk.changed()
         if self.bucket.tail.end > self.bucket.tail.durable:
-            await self._journalled(self.bucket.tail.end - 1)
+            await self.journalled(self.bucket.tail.end - 1)
         rows = {
             p: (REPLICA, int(table.epoch[p]), int(table.purge[p]), table.logs[p]) for p in active
         }
@@ -591,14 +596,14 @@ class BucketService:
         """
         if self.bucket.tail.durable > entry:
             return
-        await self._journalled(entry)
+        await self.journalled(entry)
         if self._fenced:
             raise UnknownOutcomeError(
                 "another server became active before the write was acknowledged",
                 hint="send it again there with its number to learn the outcome",
             )
 
-    async def _journalled(self, entry: int) -> None:
+    async def journalled(self, entry: int) -> None:
         """Wait until a tail entry is on disk, whoever is active; see ``durable``."""
         while self.bucket.tail.durable <= entry:
             if self.disk.gone is not None:

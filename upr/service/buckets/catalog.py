@@ -16,7 +16,7 @@ import numpy as np
 
 from upr import failpoints
 from upr.config import ServerConfig
-from upr.engine.partitions import ACTIVE, PENDING
+from upr.engine.partitions import ACTIVE, DEAD, PENDING
 from upr.engine.recovery import Undo
 from upr.service import trouble
 from upr.service.buckets.bucket_service import LOST_HINT, BucketService, new_failover_id
@@ -135,6 +135,13 @@ def _damaged(folder: Path, error: Exception) -> DamagedBucket:
     return DamagedBucket(folder, name, version, identity is not None, problem)
 
 
+def _rows_of(folder: Path) -> list[PartitionRow]:
+    """Return the partitions' rows that can be read; what cannot is told when the bucket is opened."""
+    with contextlib.suppress(Exception), contextlib.closing(Store(folder / "store")) as store:
+        return [row for row in store.partitions().values() if isinstance(row, PartitionRow)]
+    return []
+
+
 class Catalog:
     """The buckets of a data directory, all of them opened at start.
 
@@ -169,7 +176,7 @@ class Catalog:
         self.standing = read_standing(
             directory.path, directory.id, replica=bool(config.replicate_from)
         )
-        self.replica = not self.standing.alone
+        self.replica = not (self.standing.alone and self._serves())
         self.owner = ""
         """HOST:PORT of the active server while this one is not, as far as it is known."""
         if not self.replica and not directory.cluster:
@@ -203,6 +210,16 @@ class Catalog:
         if is_missing and self._may_create(DEFAULT_BUCKET):
             folder = create_bucket(self._directory, DEFAULT_BUCKET)
             self._add(self._opened(folder))
+
+    def _serves(self) -> bool:
+        """Return whether all partitions became active in the stored epoch: a promotion may have ended in between."""
+        epoch = self.standing.standing.row.epoch
+        rows = (
+            row
+            for folder in (self._directory.buckets() if epoch > 1 else ())
+            for row in _rows_of(folder)
+        )
+        return all(row.served_epoch == epoch for row in rows if row.state != DEAD)
 
     def _remove_leftovers(self) -> None:
         try:
@@ -383,8 +400,7 @@ class Catalog:
 
     @property
     def _count(self) -> int:
-        opened = len(self._hosts) + len(self._reopening)
-        return opened + len(self._damaged) + len(self._creating)
+        return len(self._hosts) + len(self._damaged) + len(self._creating)
 
     def _check_new(self, name: str) -> None:
         if self._stopping:
@@ -444,19 +460,20 @@ class Catalog:
     async def reopen(self, name: str, undo: Mapping[int, Undo]) -> BucketService:
         """Close a bucket, open it without what is undone, and return it; runs to completion even if cancelled.
 
-        Streams end with HISTORY_CHANGED, and until it is open again every request is refused with that reason. If it
-        cannot be opened it is listed as damaged.
+        Streams end with HISTORY_CHANGED, and until it is open again every request is refused with that reason. If nothing
+        could be undone, on a full disk for example, it is opened as it was. If it cannot be opened it is listed as damaged.
 
         Args:
             undo: see ``recover``.
 
         Raises:
             BucketNotFoundError: there is none of that name.
+            StorageFailedError: nothing was undone; ask again.
             UprError: it could not be opened.
         """
         host = self.find(name)
         # What was acknowledged by the upstream is told as undone only when it is in the journal.
-        await host.durable(host.bucket.tail.end - 1)
+        await host.journalled(host.bucket.tail.end - 1)
         error = BucketGoneError(
             f"bucket {shown(name)} is opened anew with the history of its upstream",
             hint="ask again",
@@ -468,28 +485,40 @@ class Catalog:
         self._reopening[name] = DamagedBucket(host.folder, name, version, True, error)
         host.leave(error)
         task = asyncio.create_task(self._reopen(name, host, undo))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._creating[name] = task
         return await finish_even_if_cancelled(task)
 
     async def _reopen(
         self, name: str, host: BucketService, undo: Mapping[int, Undo]
     ) -> BucketService:
         folder, undone = host.folder, host.following.undone if host.following else 0
-        await host.discard()
+        failure: Exception | None = None
         try:
-            host = await asyncio.to_thread(self._opened, folder, undo)
+            await host.discard()
+            try:
+                host = await asyncio.to_thread(self._opened, folder, undo)
+            except (OSError, lmdb.Error) as error:
+                failure = error
+                host = await asyncio.to_thread(self._opened, folder)
         except Exception as error:
             self._damaged[name] = damaged = _damaged(folder, error)
             raise damaged.problem from error
         finally:
-            del self._reopening[name]
+            del self._reopening[name], self._creating[name]
         if host.following is not None:
             host.following.undone += undone
         self._add(host)
         self._start(host)
         await self._tell_health()
+        if failure is not None:
+            words = f"nothing of bucket {shown(name)} could be undone: {words_of(failure)}"
+            raise StorageFailedError(words, retriable=True) from failure
         return host
+
+    async def settled(self) -> None:
+        """Wait until no bucket is being created or opened anew, also for those who were cancelled since."""
+        while self._creating:
+            await asyncio.wait(self._creating.values())
 
     # Dropping
 
