@@ -4,7 +4,7 @@ A server is called where it said that it can be reached: in its Follow call, or 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,12 +123,10 @@ class Meeting:
         """Return what is to be stored, with the addresses of now."""
         return replace(stored, addresses=dict(self.addresses))
 
-    async def keep_addresses(
-        self, store: Callable[[Callable[[Standing], Standing]], Awaitable[Any]]
-    ) -> None:
-        """Store the addresses if they changed, and this server does not stand alone."""
-        if self.addresses and self.addresses != dict(self._catalog.standing.addresses):
-            await self._catalog.keep_standing(self.with_addresses(self._catalog.standing))
+    @property
+    def has_news(self) -> bool:
+        """Whether there are addresses that are not stored."""
+        return bool(self.addresses) and self.addresses != dict(self._catalog.standing.addresses)
 
     def registered(self, directory: str) -> bool:
         """Return whether a replica follows here, registered, in every bucket."""

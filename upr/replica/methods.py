@@ -1,18 +1,27 @@
 """ReplicaService: what operators ask a server about its set, and what the servers of a set ask each other."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import numpy as np
 
 from upr.config import ServerConfig
 from upr.replica.meeting import held_to_messages, row_of_message, row_to_message
 from upr.replica.owning import Owning
-from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.catalog import Catalog, finish_even_if_cancelled
 from upr.service.calls import answering
 from upr.service.overload.intake import Context
 from upr_protocol.errors import UprError, shown
 from upr_protocol.ownership import Row, Served
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
+
+_T = TypeVar("_T")
+
+
+async def _whole(work: Coroutine[Any, Any, _T]) -> _T:
+    """Do it to its end, also when the caller is gone: half a change of owner is none."""
+    return await finish_even_if_cancelled(asyncio.create_task(work))
 
 
 class ReplicaMethods:
@@ -81,7 +90,8 @@ class ReplicaMethods:
     @answering
     async def Promote(self, request: wire.PromoteRequest, context: Context) -> wire.PromoteResponse:
         """Make this server the active one."""
-        end = await self._owning.promote(force=request.force, takeover=request.takeover)
+        promoting = self._owning.promote(force=request.force, takeover=request.takeover)
+        end = await _whole(promoting)
         addresses = self._owning.meeting.addresses
         return wire.PromoteResponse(
             row=row_to_message(end.row),
@@ -102,7 +112,7 @@ class ReplicaMethods:
         self._check_set(request.replica_set)
         owning = self._owning
         owning.meeting.heard_of([*request.members, request.member])
-        await owning.learned(row_of_message(request.row), request.epoch)
+        await _whole(owning.learned(row_of_message(request.row), request.epoch))
         standing = owning.standing
         return wire.MeetResponse(
             member=owning.meeting.member,
@@ -121,7 +131,7 @@ class ReplicaMethods:
         owning.meeting.heard_of([request.candidate])
         previous = Served(request.previous_directory, request.previous_epoch)
         claim = Row(request.epoch, 0, request.candidate.directory, False, frozenset(), previous)
-        answer = await owning.promise(request.epoch, request.candidate.directory, claim)
+        answer = await _whole(owning.promise(request.epoch, request.candidate.directory, claim))
         standing = owning.standing
         return wire.PromiseResponse(
             member=owning.meeting.member,

@@ -113,6 +113,8 @@ class Owning:
         self.active = not catalog.replica
         self.waiting = ""
         self._claiming = asyncio.Lock()
+        # Held while buckets change their role: a promise waits for an activation, and sees it.
+        self._changing = asyncio.Lock()
         self._storing = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self._followed = ""
@@ -154,9 +156,10 @@ class Owning:
         """Change what is stored, durably; None when the change is refused."""
         async with self._storing:
             after = change(self.standing)
-            if after is not None and after != self.standing:
+            if after is not None:
                 stored = replace(self._catalog.standing, standing=after)
-                await self._catalog.keep_standing(self.meeting.with_addresses(stored))
+                if after != self.standing or self.meeting.has_news:
+                    await self._catalog.keep_standing(self.meeting.with_addresses(stored))
         if after is not None:
             self._tell_owner()
         return after
@@ -249,19 +252,20 @@ class Owning:
         Raises:
             UprError: a bucket is damaged; nobody can tell what only this server has of it.
         """
-        await self._catalog.settled()
-        self._check_whole(force=force)
-        known = self.standing.row
-        after = await self.store(lambda standing: standing.promise(epoch, candidate))
-        if after is None:
-            return None
-        await self.follow_nobody()
-        await self.step_down(fenced=False)
-        # A bucket that was being made or opened anew is promised too.
-        await self._catalog.settled()
-        self._check_whole(force=force)
-        await asyncio.gather(*map(self._durable, self._catalog.hosts))
-        return Answer(known, self.held(), after.confirms(claim, self.served()))
+        async with self._changing:
+            await self._catalog.settled()
+            self._check_whole(force=force)
+            known = self.standing.row
+            after = await self.store(lambda standing: standing.promise(epoch, candidate))
+            if after is None:
+                return None
+            await self.follow_nobody()
+            await self.step_down(fenced=False)
+            # A bucket that was being made or opened anew is promised too.
+            await self._catalog.settled()
+            self._check_whole(force=force)
+            await asyncio.gather(*map(self._durable, self._catalog.hosts))
+            return Answer(known, self.held(), after.confirms(claim, self.served()))
 
     def _check_whole(self, *, force: bool) -> None:
         if self._catalog.damaged and not force:
@@ -432,31 +436,48 @@ class Owning:
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
         """Store that this server serves, then the records, then be active."""
         given_up = claim.row.counted - step.row.counted
-        await self.store(lambda standing: standing.learned(step.row))
-        failpoints.hit("promote.after_row")
-        held = in_one_order(self.held(), versions)
-        cut_off = step.cut_off(held)
-        for i, version in enumerate(versions):
-            part = slice(i * PARTITIONS, (i + 1) * PARTITIONS)
-            host = next(
-                (h for h in self._catalog.hosts if h.bucket.identity.version == version), None
+        async with self._changing:
+            await self.store(lambda standing: standing.learned(step.row))
+            failpoints.hit("promote.after_row")
+            self._check_owns()
+            held = in_one_order(self.held(), versions)
+            cut_off = step.cut_off(held)
+            for i, version in enumerate(versions):
+                part = slice(i * PARTITIONS, (i + 1) * PARTITIONS)
+                host = next(
+                    (h for h in self._catalog.hosts if h.bucket.identity.version == version), None
+                )
+                if host is None:
+                    continue
+                markers = step.marker[part].tolist()
+                above = np.flatnonzero(cut_off[part]).tolist()
+                if above:
+                    logs = host.bucket.partitions.logs
+                    undo = {p: Undo(markers[p], logs[p], step.row.epoch) for p in above}
+                    host = await self._catalog.reopen(host.bucket.identity.name, undo)
+                alive = host.bucket.partitions.state != DEAD
+                records = np.flatnonzero(step.record[part] & alive).tolist()
+                await host.activate(step.row.epoch, {p: markers[p] for p in records})
+            await self._begin_to_serve()
+        log.warning("this server is active", extra={"epoch": step.row.epoch})
+        return Promoted(step.row, int(step.record.sum()), given_up)
+
+    def _check_owns(self) -> None:
+        """Raise if another server was promised, or has, a higher epoch."""
+        if not self.standing.owns:
+            raise UnavailableError(
+                "another server claimed a higher epoch meanwhile",
+                hint="'upr-admin topology' shows who is active",
             )
-            if host is None:
-                continue
-            markers = step.marker[part].tolist()
-            above = np.flatnonzero(cut_off[part]).tolist()
-            if above:
-                logs = host.bucket.partitions.logs
-                undo = {p: Undo(markers[p], logs[p], step.row.epoch) for p in above}
-                host = await self._catalog.reopen(host.bucket.identity.name, undo)
-            alive = host.bucket.partitions.state != DEAD
-            records = np.flatnonzero(step.record[part] & alive).tolist()
-            await host.activate(step.row.epoch, {p: markers[p] for p in records})
+
+    async def _begin_to_serve(self) -> None:
+        """Be active: the buckets are. A higher epoch that was met while they became so ends it at once."""
         self.active, self._catalog.replica, self.waiting = True, False, ""
         self._tell_owner()
         self._note_floor()
-        log.warning("this server is active", extra={"epoch": step.row.epoch})
-        return Promoted(step.row, int(step.record.sum()), given_up)
+        if not self.standing.owns:
+            await self.step_down(fenced=True)
+        self._check_owns()
 
     def _note_floor(self) -> None:
         """Remember what the owner had when it began to serve."""
@@ -514,8 +535,11 @@ class Owning:
             await self.learned(one.row, one.epoch)
         # One that was the owner should undo soon: until then its rows are merged with those that it must undo.
         await self._follow_owner()
-        await self.meeting.keep_addresses(self.store)
-        if self.active:
+        if self.meeting.has_news:
+            await self.store(lambda standing: standing)
+        if self.active and not self.standing.owns:
+            await self.step_down(fenced=True)
+        elif self.active:
             await self._count()
         elif self.standing.owns and not self._paused:
             await self._resume()
@@ -527,11 +551,12 @@ class Owning:
         met = {d for d in others if d in self.meeting.met}
         if self.served() == standing.row.epoch and (met or not others):
             # One that promised nothing higher is enough: nobody was promoted without it.
-            for host in self._catalog.hosts:
-                await host.activate(standing.row.epoch, {})
-            self.active, self._catalog.replica, self.waiting = True, False, ""
-            self._tell_owner()
-            self._note_floor()
+            async with self._changing:
+                if self.standing != standing or self.active or self._paused:
+                    return
+                for host in self._catalog.hosts:
+                    await host.activate(standing.row.epoch, {})
+                await self._begin_to_serve()
             return
         if others - met:
             raise self._not_heard(others - met)
