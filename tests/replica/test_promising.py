@@ -50,8 +50,8 @@ async def test_a_bucket_that_is_being_made_is_promised_too(
     monkeypatch.setattr(catalog, "_create_now", held_up)
     # As a replication that is cancelled leaves it.
     creating = asyncio.create_task(catalog.create("some", version=VERSION))
-    while not catalog._creating:
-        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert catalog._creating
     creating.cancel()
     await asyncio.gather(creating, return_exceptions=True)
     promising = asyncio.create_task(owning.promise(2, "other", CLAIM))

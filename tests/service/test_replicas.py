@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from tests.conftest import StartServer
 from tests.harness import RunningServer, poll
 from tests.raw import RawClient
-from tests.replica.sets import wait_until_counted
+from tests.replica.sets import topology, wait_for, wait_until_counted
 from tests.service.bucket_state import rows_of
 from upr.cli.admin import main
 from upr.storage.store import Store
@@ -435,6 +436,71 @@ async def test_buckets_come_and_go_with_those_of_the_upstream(server_process: St
             with pytest.raises(UprError) as told:
                 await refused
             assert told.value.reason == "IS_REPLICA"
+
+
+@pytest.mark.asyncio
+@pytest.mark.crash
+async def test_a_bucket_that_its_upstream_never_had_is_kept(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    old = server_process()
+    new = replica_of(server_process, old)
+    await in_sync(old, new)
+    wait_until_counted([old, new], old)
+    assert new.terminate() == 0
+    async with AsyncClient(old.target) as client:
+        await client.admin.create_bucket("second")
+        await client.bucket("second").write_many(pairs(20))
+    old.kill()
+    new.start()
+    shown("promote", "--force", "--yes", "--target", new.target)
+    old.start()
+    wait_until_counted([old, new], new)
+    (one,) = json.loads(shown("undone", "list", str(old.data), "--json"))
+    assert (one["bucket"], one["mutations"]) == ("second", 20)
+    kept = Path(one["file"])
+    refused = CliRunner().invoke(
+        main, ["undone", "apply", f"{kept}.jsonl", "--if-unchanged", "--target", new.target]
+    )
+    assert "kept whole" in refused.output
+    # The folder is a whole bucket: another server serves it.
+    other = server_process()
+    assert other.terminate() == 0
+    os.rename(kept, other.data / "buckets" / kept.name.partition("-")[0])
+    other.start()
+    assert await rows(other, "second") == dict(pairs(20))
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_cannot_be_made_stops_no_other(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    full = tmp_path / "full"
+    upstream = server_process()
+    points = f"bucket.before_create=error-while:ENOSPC:{full}"
+    replica = replica_of(server_process, upstream, environment={"UPR_FAILPOINTS": points})
+
+    def in_step() -> bool:
+        known = topology(replica.target)
+        assert known is not None
+        return all(member.in_step for member in known.members)
+
+    await in_sync(upstream, replica)
+    wait_for(in_step, "the replica to be in step")
+    full.touch()
+    async with AsyncClient(upstream.target) as client:
+        await client.admin.create_bucket("second")
+        wait_for(lambda: not in_step(), "the bucket to be missing")
+        await client.bucket("default").write_many(pairs(20))
+        await in_sync(upstream, replica)
+        # A call that is opened anew is served as well.
+        upstream.terminate()
+        upstream.start()
+        await client.bucket("default").write_many(pairs(20, b"w"))
+        await in_sync(upstream, replica)
+    assert not in_step()
+    full.unlink()
+    wait_for(in_step, "the missing bucket")
 
 
 @pytest.mark.asyncio

@@ -130,12 +130,17 @@ class Owning:
 
     @property
     def in_step(self) -> bool:
-        """Whether its small tables are whole in every bucket; those of the owner are its own, also after a restart."""
+        """Whether it has every bucket that was listed last, and its small tables are whole in each; those of the owner
+        are its own, also after a restart.
+        """
         hosts = self._catalog.hosts
         if self.active or self.standing.row.owner == self.standing.directory:
             return True
-        return bool(hosts) and all(
-            host.following is not None and host.following.in_step for host in hosts
+        held = {host.bucket.identity.version for host in hosts}
+        return (
+            bool(hosts)
+            and self._catalog.listed <= held
+            and all(host.following is not None and host.following.in_step for host in hosts)
         )
 
     def held(self) -> dict[int, Held]:

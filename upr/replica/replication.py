@@ -22,6 +22,7 @@ from upr.replica.receiving import Introduction, Receiving, UndoNeededError
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.trouble import words_of
+from upr.storage.store import Identity
 from upr_client.backoff import delay
 from upr_client.endpoints import endpoints_of
 from upr_protocol.errors import (
@@ -72,6 +73,8 @@ class Replication:
         self._address = address
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._told = ""
+        self._seen: set[int] = set()
+        self._failures: dict[int, str] = {}
 
     async def run(self) -> None:
         """Follow one upstream after the other until cancelled."""
@@ -106,6 +109,7 @@ class Replication:
         Raises:
             UprError: it cannot be reached, or is none for this server.
         """
+        self._seen.clear()
         async with grpc.aio.insecure_channel(upstream, options=CLIENT_OPTIONS) as channel:
             stub = admin_service_pb2_grpc.AdminServiceStub(channel)
             streams = change_stream_service_pb2_grpc.ChangeStreamServiceStub(channel)
@@ -153,25 +157,54 @@ class Replication:
         )
 
     async def _match(self, answer: admin.ListBucketsResponse) -> None:
-        """Drop the buckets that the upstream has no more, and make those that are missing here."""
+        """Drop the buckets that the upstream has no more, and make those that are missing here.
+
+        What fails for one bucket is tried again at the next list; the others are followed.
+        """
         versions = {info.version for info in answer.buckets}
-        for host in self._catalog.hosts:
-            identity = host.bucket.identity
-            if identity.version not in versions and self._only is None:
-                log.warning("a bucket is gone at the upstream", extra={"bucket": identity.name})
-                with contextlib.suppress(BucketNotFoundError, BucketGoneError):
-                    await self._catalog.drop(identity.name, identity.version)
+        if self._only is None:
+            whole = {info.version for info in answer.buckets if not info.HasField("problem")}
+            self._catalog.listed = frozenset(whole)
+            for host in self._catalog.hosts:
+                if host.bucket.identity.version not in versions:
+                    await self._drop(host.bucket.identity)
+        self._seen |= versions
         known = {host.bucket.identity.version: host for host in self._catalog.hosts}
         for info in answer.buckets:
-            found = known.get(info.version)
-            if found is None and not info.HasField("problem"):
-                with contextlib.suppress(AlreadyExistsError):
-                    found = await self._catalog.create(info.name, info.compression, info.version)
-            if found is not None and found.disk.quota.limit != info.quota_bytes:
-                await found.set_quota(info.quota_bytes)
+            try:
+                await self._make(info, known.get(info.version))
+                self._failures.pop(info.version, None)
+            except UprError as error:
+                self._bucket_failed(info.name, info.version, error)
         if not self._catalog.replica_set:
-            # Behind the buckets: who has joined has them all, so that its own replicas drop none.
+            # Behind the buckets: its own replicas drop what it does not list.
             self._catalog.join(answer.replica_set)
+
+    async def _drop(self, identity: Identity) -> None:
+        """Drop a bucket; one that this upstream never listed is kept aside, because it may be nowhere else."""
+        log.warning("a bucket is gone at the upstream", extra={"bucket": identity.name})
+        keep = identity.version not in self._seen
+        try:
+            with contextlib.suppress(BucketNotFoundError, BucketGoneError):
+                await self._catalog.drop(identity.name, identity.version, keep=keep)
+        except UprError as error:
+            self._bucket_failed(identity.name, identity.version, error)
+
+    async def _make(self, info: admin.BucketInfo, found: BucketService | None) -> None:
+        if found is None and not info.HasField("problem"):
+            with contextlib.suppress(AlreadyExistsError):
+                found = await self._catalog.create(info.name, info.compression, info.version)
+        if found is not None and found.disk.quota.limit != info.quota_bytes:
+            await found.set_quota(info.quota_bytes)
+
+    def _bucket_failed(self, name: str, version: int, error: UprError) -> None:
+        """Say once in the log why a bucket is not as it is at the upstream."""
+        if self._failures.get(version) != str(error):
+            self._failures[version] = str(error)
+            log.warning(
+                "a bucket of the upstream cannot be followed",
+                extra={"bucket": name, "error": str(error)},
+            )
 
     def _keep(self, host: BucketService, upstream: str, streams: object) -> None:
         """Keep a bucket's call open, from its next end on too."""

@@ -5,6 +5,8 @@ Mutations are in DIR/undone/<bucket>-<time>.jsonl.
 A file has a line for each mutation: {"partition", "seqno", "key", "op", "value"}, key and value in base64, op "set" or
 "delete", a delete without a value. Its first line names the bucket. A file is durable before what it tells of is undone;
 after a crash in between the same mutations are in another file once more.
+
+A bucket that its upstream never had is kept whole: DIR/undone/<version>-<time> is its folder, and a file of one line names it.
 """
 
 import base64
@@ -21,6 +23,7 @@ from upr.storage.keyspace import ConsumerRow
 from upr.storage.store import Identity, Store
 from upr_protocol.block import (
     OP_DELETE,
+    U64,
     Block,
     block_keys,
     block_ops,
@@ -41,6 +44,8 @@ class UndoneFile:
         bucket, version: whose mutations they were.
         markers: by partition, the seqno above which all went.
         time: when they were undone, microseconds since the epoch.
+        folder: of a bucket that is kept whole, beside the file; empty for the mutations in the file.
+        mutations, partitions: how many of a bucket that is kept whole.
     """
 
     path: Path
@@ -48,6 +53,9 @@ class UndoneFile:
     version: int
     time: int
     markers: dict[int, int]
+    folder: str = ""
+    mutations: int = 0
+    partitions: int = 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the mutations, in the order of the file; see the module.
@@ -95,6 +103,36 @@ def write_undone(
     return count
 
 
+def keep_bucket(folder: Path, identity: Identity, highs: U64, now: int) -> Path:
+    """Move the folder of a bucket to the data directory's ``undone``, durably, and return where it is.
+
+    Args:
+        highs: the high seqno of each partition.
+        now: microseconds since the epoch.
+    """
+    kept = folder.parent.parent / "undone" / f"{identity.version:016x}-{now}"
+    head = {
+        "bucket": identity.name,
+        "version": f"{identity.version:016x}",
+        "time": now,
+        "markers": {},
+        "folder": kept.name,
+        "mutations": int(highs.sum()),
+        "partitions": int((highs > 0).sum()),
+    }
+    kept.parent.mkdir(exist_ok=True)
+    new = kept.with_name(f"{kept.name}.new")
+    with new.open("w") as file:
+        file.write(json.dumps(head) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, kept.with_name(f"{kept.name}.jsonl"))
+    os.rename(folder, kept)
+    for parent in (kept.parent, folder.parent, folder.parent.parent):
+        sync_folder(parent)
+    return kept
+
+
 def undone_files(folder: Path) -> list[UndoneFile]:
     """Return the files under a data directory, oldest first.
 
@@ -116,7 +154,14 @@ def read_undone(path: Path) -> UndoneFile:
     try:
         markers = {int(partition): int(seqno) for partition, seqno in head["markers"].items()}
         return UndoneFile(
-            path, head["bucket"], int(head["version"], 16), int(head["time"]), markers
+            path,
+            head["bucket"],
+            int(head["version"], 16),
+            int(head["time"]),
+            markers,
+            head.get("folder", ""),
+            head.get("mutations", 0),
+            head.get("partitions", 0),
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise DataDamagedError(f"{path}: line 1 does not name a bucket") from error

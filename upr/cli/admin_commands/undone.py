@@ -10,7 +10,7 @@ import click
 from upr_cli_kit.options import DirectoryPath, target_option
 from upr_cli_kit.output import Group, columns, json_option, print_json, verbose_option
 from upr_cli_kit.times import format_micros
-from upr_protocol.errors import UprError
+from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.limits import GET_KEYS_MAX
 
 if TYPE_CHECKING:
@@ -73,6 +73,11 @@ def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) ->
     from upr_protocol.partitioning import partition_of
 
     one = read_undone(file)
+    if one.folder:
+        raise InvalidArgumentError(
+            f"{file.name} names a bucket that is kept whole, in {one.folder}; must be a file of mutations",
+            hint="move that folder to DIR/buckets/ of a new data directory, named by its version, and serve that",
+        )
     newest: dict[bytes, tuple[int, bytes | None]] = {}
     for row in one.rows():
         value = base64.b64decode(row["value"]) if row["op"] == "set" else None
@@ -132,18 +137,18 @@ def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[byte
 
 
 def _document(one: "UndoneFile", *, with_rows: bool) -> dict[str, Any]:
-    count, partitions, kept = 0, set(), []
+    count, partitions, kept = one.mutations, set(), []
     for row in one.rows():
         count += 1
         partitions.add(row["partition"])
         if with_rows:
             kept.append(row)
     document: dict[str, Any] = {
-        "file": str(one.path),
+        "file": str(one.path.parent / one.folder if one.folder else one.path),
         "bucket": one.bucket,
         "undone_at": format_micros(one.time),
         "mutations": count,
-        "partitions": len(partitions),
+        "partitions": one.partitions or len(partitions),
     }
     return {**document, "rows": kept} if with_rows else document
 

@@ -30,6 +30,7 @@ from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
 from upr.storage.standing import Stored, read_standing, write_standing
 from upr.storage.store import Identity, Store
+from upr.storage.undone import keep_bucket
 from upr_protocol.errors import (
     AlreadyExistsError,
     BucketGoneError,
@@ -177,6 +178,8 @@ class Catalog:
             directory.path, directory.id, replica=bool(config.replicate_from)
         )
         self.replica = not (self.standing.alone and self._serves())
+        self.listed: frozenset[int] = frozenset()
+        """Versions of the buckets that the upstream listed last."""
         self.owner = ""
         """HOST:PORT of the active server while this one is not, as far as it is known."""
         if not self.replica and not directory.cluster:
@@ -522,12 +525,15 @@ class Catalog:
 
     # Dropping
 
-    async def drop(self, name: str, version: int | None = None) -> int:
+    async def drop(self, name: str, version: int | None = None, *, keep: bool = False) -> int:
         """Remove a bucket with its data, and return its version; runs to completion even if the caller is cancelled.
 
         From the first step on no request finds it, and its calls end with BUCKET_GONE. The answer comes when the drop
         is durable; the data is deleted after that. If the server dies before the answer, the bucket may be back,
         complete, with its version.
+
+        Args:
+            keep: whether the folder of a bucket that is not empty goes to ``undone`` instead.
 
         Raises:
             BucketNotFoundError: there is none of that name.
@@ -548,18 +554,24 @@ class Catalog:
             known, folder = damaged.version, damaged.folder
             _check_version(name, known, version)
             del self._damaged[name]
-        renaming = asyncio.create_task(self._rename(name, known, folder))
+        kept = host if keep and host is not None and host.bucket.partitions.high.any() else None
+        renaming = asyncio.create_task(self._rename(name, known, folder, kept))
         self._renaming[name] = renaming
-        closing = asyncio.create_task(self._close_dropped(host, renaming))
+        closing = asyncio.create_task(self._close_dropped(host, renaming, kept=kept is not None))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         await finish_even_if_cancelled(renaming)
         log.info("bucket dropped", extra={"bucket": name, "version": f"{known:016x}"})
         return known
 
-    async def _rename(self, name: str, version: int, folder: Path) -> Path:
+    async def _rename(
+        self, name: str, version: int, folder: Path, kept: BucketService | None
+    ) -> Path:
         def rename() -> Path:
             failpoints.hit("bucket.before_drop")
+            if kept is not None:
+                bucket, now = kept.bucket, self._clock.now()
+                return keep_bucket(folder, bucket.identity, bucket.partitions.high, now)
             dropped = self._directory.drop_bucket(folder)
             failpoints.hit("bucket.after_drop")
             return dropped
@@ -578,12 +590,14 @@ class Catalog:
             del self._renaming[name]
 
     async def _close_dropped(
-        self, host: BucketService | None, renaming: asyncio.Task[Path]
+        self, host: BucketService | None, renaming: asyncio.Task[Path], *, kept: bool
     ) -> None:
         try:
             if host is not None:
                 await host.discard()
-            await asyncio.to_thread(shutil.rmtree, await renaming)
+            folder = await renaming
+            if not kept:
+                await asyncio.to_thread(shutil.rmtree, folder)
         except Exception as error:
             log.error("a dropped bucket could not be deleted", exc_info=error)
         await self._tell_health()
