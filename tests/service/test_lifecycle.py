@@ -19,6 +19,7 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.raw import RawClient, all_rows, seqnos_of, start_at
 from tests.service.keys import some_keys
+from tests.storage.stored_blocks import put_rows
 from upr.cli.admin import main as admin
 from upr.storage.store import Store
 from upr_protocol.errors import DataDamagedError
@@ -185,7 +186,7 @@ async def test_the_longest_failover_logs_fit_everywhere(
             for p, row in store.partitions().items()
             if not isinstance(row, DataDamagedError)
         }
-        store.put_flush([], rows, {})
+        put_rows(store, rows)
         store.write_proof(np.full(1024, end, np.uint64))
     server.start()
     everything = dict.fromkeys(range(1024))

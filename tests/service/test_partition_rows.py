@@ -13,7 +13,7 @@ from tests.raw import all_rows
 from tests.storage.closed import Closed, block_of
 from tests.storage.stored_blocks import consumers_of
 from upr.config import ServerConfig
-from upr.engine.partitions import REPLICA
+from upr.engine.partitions import ACTIVE, REPLICA
 from upr.engine.tail import TailEntry
 from upr.service.buckets.bucket_service import BucketService
 from upr.storage.blocks import last_complete
@@ -74,7 +74,7 @@ async def test_every_field_survives_a_flush_and_a_restart(closed: Closed) -> Non
     store = closed.store()
     highs = NOTHING.copy()
     highs[P], highs[STRETCH] = 3, 6
-    store.write_recovery({}, [], {}, highs)
+    store.write_recovery({P: told, STRETCH: resting}, [], {}, highs)
     store.put_flush(
         [
             (P, 3, encode_block(block_of(P, 0, 3))),
@@ -99,6 +99,20 @@ async def test_every_field_survives_a_flush_and_a_restart(closed: Closed) -> Non
     assert host.bucket.markers.seqno[STRETCH] == 3
     assert consumers_of(host.disk.store) == {b"replica": {P: consumer}}
     assert await host.close()
+
+
+def test_a_flush_leaves_what_a_promotion_stored_meanwhile(closed: Closed) -> None:
+    store = closed.store()
+    row = store.partitions()[P]
+    assert isinstance(row, PartitionRow)
+    log = row.log.with_record(9, 0, 10, epoch=7)
+    made = replace(row, state=REPLICA, stored_high=3, complete=2, horizon=5)
+    store.put_logs({P: (ACTIVE, 7, 1, log)}, served=7)
+    store.put_flush([], {P: made}, {})
+    store.close()
+    assert row_of(closed, P) == replace(
+        made, state=ACTIVE, epoch=7, purge_seqno=1, log=log, served_epoch=7
+    )
 
 
 @pytest.mark.asyncio

@@ -292,6 +292,10 @@ async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobo
         # What it makes of itself is no history of its own: the log is that of the new one.
         await client.bucket("default").set(b"later", b"v")
         await in_sync(new, old)
+        # A replica that is behind is not asked what a key has now.
+        old.terminate()
+        old.options = ["--replicate-from", "127.0.0.1:1"]
+        old.start()
         (file,) = (old.data / "undone").glob("*.jsonl")
         put_back = (
             "undone",
@@ -299,7 +303,7 @@ async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobo
             str(file),
             "--if-unchanged",
             "--target",
-            new.target,
+            f"{old.target},{new.target}",
             "--json",
         )
         for written in (3, 0):

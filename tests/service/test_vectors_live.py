@@ -16,6 +16,7 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.raw import RawClient, start_at
 from tests.service.test_bad_input import failing
+from tests.storage.stored_blocks import put_rows
 from upr.storage.journal import Commit, Journal, JournalEntry
 from upr.storage.store import Store
 from upr_protocol.block import build_block, make_runs, sealed
@@ -77,7 +78,8 @@ def seed(server: RunningServer, vectors: list[dict[str, Any]]) -> None:
         if event.get("clean") is False:
             # Rows behind the marker whose own marker never came: part of a stretch.
             tails.append(run_of(partition, high, event["durable_high_seqno"], 434))
-    store.put_flush(blocks, rows, {})
+    store.put_flush(blocks, {}, {})
+    put_rows(store, rows)
     if tails:
         store.clear_proof()
         journal = Journal(folder / "journal", identity.version)

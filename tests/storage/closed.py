@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.storage.stored_blocks import put_rows
 from upr.service.buckets.catalog import create_bucket
 from upr.storage.blocks import hashes_of
 from upr.storage.directory import DataDirectory
@@ -83,7 +84,7 @@ class Closed:
         ends = [int(block.runs["end_seqno"][0]) for block in blocks]
         store.put_flush(
             [(partition, e, encode_block(b)) for e, b in zip(ends, blocks, strict=True)],
-            rows,
+            {},
             {},
             [
                 pack_hashes(
@@ -95,6 +96,7 @@ class Closed:
                 for e, b in zip(ends, blocks, strict=True)
             ],
         )
+        put_rows(store, rows)
         store.clear_proof()
         store.close()
 

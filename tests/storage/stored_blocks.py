@@ -1,6 +1,6 @@
 """Stored blocks made by hand, and what a reader of them must find."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,3 +146,9 @@ def consumers_of(store: Store) -> dict[bytes, dict[int, ConsumerRow]]:
     for name, partition, row in store.consumers():
         rows.setdefault(name, {})[partition] = row
     return rows
+
+
+def put_rows(store: Store, rows: Mapping[int, PartitionRow]) -> None:
+    """Store rows of partitions whole, which only the creation of a bucket and recovery do."""
+    with store._writing() as txn:
+        store._put_partitions(txn, rows)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.storage.closed import NEVER, Closed, block_of, filled
+from tests.storage.stored_blocks import put_rows
 from upr.storage import keyspace
 from upr.storage.check.contents import DAMAGE, NOTE, Finding
 from upr.storage.check.directory import BucketReport, check_directory
@@ -548,7 +549,7 @@ def test_what_is_kept_aside_of_dead_partitions_is_checked(tmp_path: Path) -> Non
     row = PartitionRow(4, 1, 0, 0, 0, FailoverLog.born(6), reason="the store ends at 0")
     good = encode_block(block_of(5, 3, 5))
     store = closed.store()
-    store.put_flush([], {5: row}, {})
+    put_rows(store, {5: row})
     store.put_aside({(5, 2, 0): good, (6, 2, 0): encode_block(block_of(6, 3, 5))})
     store.put_aside({(5, 3, 0): good[:-1] + bytes([good[-1] ^ 1]), (5, 4, 0): good[:9]})
     store.close()

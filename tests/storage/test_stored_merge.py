@@ -17,6 +17,7 @@ from tests.storage.stored_blocks import (
     filled,
     limits_of,
     put,
+    put_rows,
     read_above,
     rows_of,
     stored_rows,
@@ -394,7 +395,7 @@ def test_a_replacement_stores_its_purge_seqno_and_lowers_nothing(store: Store) -
     rows = store.partitions()
     row = rows[P]
     assert not isinstance(row, DataDamagedError)
-    store.put_flush([], {P: replace(row, stored_high=9, purge_seqno=4)}, {})
+    put_rows(store, {P: replace(row, stored_high=9, purge_seqno=4)})
     for seqno, wanted in ((0, 4), (3, 4), (4, 4), (6, 6)):
         data = store.blocks(P, [1])[0]
         store.replace([Replacement(P, [1], [(1, data)], purge=seqno)])

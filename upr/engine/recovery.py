@@ -292,13 +292,14 @@ def _undo(
     result.complete[list(markers)] = list(markers.values())
     limit = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
     lost = [partition for partition, one in undo.items() if one.lost]
-    limit[lost] = result.complete[lost]
+    # What the upstream has too, between the marker and its seqno, is only received anew.
+    limit[lost] = [max(markers[partition], undo[partition].seqno) for partition in lost]
     entries = [
         entry.only(above)
         for entry in result.entries
         if (above := entry.runs["end_seqno"] > limit[entry.runs["partition"]]).any()
     ]
-    stored = {p: [head.end for head in blocks[p] if head.end > markers[p]] for p in lost}
+    stored = {p: [head.end for head in blocks[p] if head.end > limit[p]] for p in lost}
     result.undone = entries, {p: ends for p, ends in stored.items() if ends}
     _cut_off(result, result.complete, chosen)
     for partition, one in undo.items():

@@ -105,6 +105,8 @@ class Receiving:
         acknowledging: asyncio.Task[None] | None = None
         try:
             opened = await self._open()
+            # Stored blocks come without the numbers of their producers, until the tables are told.
+            self._following.tables = False
             self._returned = CreditReturn(opened.credit_bytes)
             silence = SILENT_INTERVALS * opened.heartbeat_seconds
             partitions = np.flatnonzero(self._table.state != DEAD).tolist()

@@ -230,10 +230,11 @@ class Replication:
             try:
                 version = host.bucket.identity.version
                 only = None if self._only is None else self._only[version]
-                await Receiving(host, streams, introduction, only).run()
-            except UndoNeededError as needed:
-                host = await self._undo(host, needed.undo)
-                continue
+                try:
+                    await Receiving(host, streams, introduction, only).run()
+                except UndoNeededError as needed:
+                    host = await self._undo(host, needed.undo)
+                    continue
             except BucketGoneError:
                 # Dropped here or there: the next list says what to do.
                 return

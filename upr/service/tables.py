@@ -110,7 +110,7 @@ class TableFeed:
         try:
             await work
         except (OSError, lmdb.Error, BucketGoneError):
-            # Told again, whole, in the next call: the replica is not in step until then.
+            # Told when there is work again, or in the next call. What was to be told whole is not complete until then.
             return
         finally:
             self._busy = False
@@ -145,7 +145,11 @@ class TableFeed:
             if name.startswith(REPLICAS_NAME):
                 continue
             key = name.encode("utf-8", "surrogateescape")
-            rows = await disk.in_reader(partial(disk.store.consumer_rows, key, partitions))
+            try:
+                rows = await disk.in_reader(partial(disk.store.consumer_rows, key, partitions))
+            except (OSError, lmdb.Error):
+                self._mark(name)[partitions] = True
+                raise
             told = [_consumer_message(name, partition, row) for partition, row in rows.items()]
             await self._tell(wire.Tables(consumers=told))
 

@@ -418,9 +418,10 @@ class Store:
         producers: Mapping[bytes, ProducerNumbers],
         hashes: Sequence[bytes] = (),
     ) -> None:
-        """Store blocks (partition, end_seqno, bytes) and their partitions' rows in one transaction.
+        """Store blocks (partition, end_seqno, bytes) and where their partitions end now, in one transaction.
 
         Args:
+            rows: ``stored_high``, ``complete``, ``horizon`` are stored; a promotion may have written the rest anew.
             hashes: of the blocks' keys, as ``keyspace.pack_hashes``; blocks without any are read by every search.
         """
         with self._writing() as txn:
@@ -429,7 +430,10 @@ class Store:
                 cursor.putmulti(items)
             with txn.cursor(db=self._hashes) as cursor:
                 cursor.putmulti([(key, one) for (key, _), one in zip(items, hashes, strict=False)])
-            self._put_partitions(txn, rows)
+            for partition, row in rows.items():
+                ends = {name: getattr(row, name) for name in ("stored_high", "complete", "horizon")}
+                row = dataclasses.replace(self._partition(txn, partition), **ends)
+                self._put_partitions(txn, {partition: row})
             for name, numbers in producers.items():
                 self._put_producer(txn, name, numbers)
 
@@ -450,9 +454,7 @@ class Store:
         """
         with self._writing() as txn:
             for partition, (state, epoch, purge, log) in changes.items():
-                key = keyspace.partition_key(partition)
-                value = bytes(txn.get(key, db=self._partitions) or b"")
-                row = keyspace.unpack_partition(value, partition)
+                row = self._partition(txn, partition)
                 row = dataclasses.replace(
                     row,
                     state=state,
@@ -461,7 +463,11 @@ class Store:
                     log=log,
                     served_epoch=row.served_epoch if served is None else served,
                 )
-                txn.put(key, keyspace.pack_partition(partition, row), db=self._partitions)
+                self._put_partitions(txn, {partition: row})
+
+    def _partition(self, txn: Any, partition: int) -> PartitionRow:
+        value = bytes(txn.get(keyspace.partition_key(partition), db=self._partitions) or b"")
+        return keyspace.unpack_partition(value, partition)
 
     def _put_partitions(self, txn: Any, rows: Mapping[int, PartitionRow]) -> None:
         for partition, row in rows.items():
@@ -576,11 +582,10 @@ class Store:
 
     def _raise_purge(self, txn: Any, partition: int, seqno: int) -> None:
         """Change the stored row: a flush may have written a newer one than the compaction has seen."""
-        key = keyspace.partition_key(partition)
-        row = keyspace.unpack_partition(bytes(txn.get(key, db=self._partitions) or b""), partition)
+        row = self._partition(txn, partition)
         if seqno > row.purge_seqno:
             row = dataclasses.replace(row, purge_seqno=seqno)
-            txn.put(key, keyspace.pack_partition(partition, row), db=self._partitions)
+            self._put_partitions(txn, {partition: row})
 
     def file_bytes(self) -> int:
         """Return the size of the environment's file, which never shrinks."""

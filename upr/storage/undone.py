@@ -42,7 +42,7 @@ class UndoneFile:
 
     Attributes:
         bucket, version: whose mutations they were.
-        markers: by partition, the seqno above which all went.
+        markers: by partition, the seqno above which the upstream has none of it.
         time: when they were undone, microseconds since the epoch.
         folder: of a bucket that is kept whole, beside the file; empty for the mutations in the file.
         mutations, partitions: how many of a bucket that is kept whole.
@@ -76,11 +76,11 @@ def write_undone(
     markers: Mapping[int, int],
     now: int,
 ) -> int:
-    """Write the rows of blocks to a new file under a data directory, durably, and return how many there are.
+    """Write rows of blocks to a new file under a data directory, durably, and return how many there are.
 
     Args:
         folder: the data directory.
-        markers: by partition, the seqno above which all of it goes.
+        markers: by partition, the seqno above which rows are written: what the upstream has too is only received anew.
         now: microseconds since the epoch.
     """
     name = identity.name if _PLAIN.fullmatch(identity.name) else f"{identity.version:016x}"
@@ -89,15 +89,19 @@ def write_undone(
     version = f"{identity.version:016x}"
     head = {"bucket": identity.name, "version": version, "time": now, "markers": markers}
     count = 0
-    with path.open("w") as file:
+    # Under its name only when it is whole: a torn one could not be listed.
+    unnamed = path.with_name(f"{path.name}.new")
+    with unnamed.open("w") as file:
         file.write(json.dumps(head) + "\n")
-        for row in _rows(blocks):
+        for row in _rows(blocks, markers):
             file.write(json.dumps(row) + "\n")
             count += 1
         file.flush()
         os.fsync(file.fileno())
-    if not count:
-        path.unlink()
+    if count:
+        unnamed.rename(path)
+    else:
+        unnamed.unlink()
     sync_folder(path.parent)
     sync_folder(folder)
     return count
@@ -167,7 +171,7 @@ def read_undone(path: Path) -> UndoneFile:
         raise DataDamagedError(f"{path}: line 1 does not name a bucket") from error
 
 
-def _rows(blocks: Iterable[Block]) -> Iterator[dict[str, Any]]:
+def _rows(blocks: Iterable[Block], markers: Mapping[int, int]) -> Iterator[dict[str, Any]]:
     for block in blocks:
         columns = (
             block_partitions(block),
@@ -177,6 +181,8 @@ def _rows(blocks: Iterable[Block]) -> Iterator[dict[str, Any]]:
             block_values(block),
         )
         for partition, seqno, key, op, value in zip(*columns, strict=True):
+            if seqno <= markers[partition]:
+                continue
             row = {"partition": partition, "seqno": seqno, "key": base64.b64encode(key).decode()}
             if op == OP_DELETE:
                 yield {**row, "op": "delete"}

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _COLUMNS = ("file", "bucket", "undone_at", "mutations", "partitions")
 _SECONDS = 30.0
 """Longest wait for a Get."""
+_HOPS = 3
+"""How many servers are asked in turn who is active."""
 _ROW_COLUMNS = ("partition", "seqno", "op", "key", "value_bytes")
 
 
@@ -111,7 +113,7 @@ def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[byte
     """Return the seqno of the newest mutation of each key, 0 for none; at least of the first key.
 
     Raises:
-        UprError: no server of the target answers, or a partition cannot be read.
+        UprError: no active server is found or answers, or a partition cannot be read.
     """
     import grpc
 
@@ -119,21 +121,34 @@ def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[byte
     from upr_protocol.wire.v1 import key_value_service_pb2 as kv
     from upr_protocol.wire.v1.key_value_service_pb2_grpc import KeyValueServiceStub
 
-    failure: UprError | None = None
-    for endpoint in target.split(","):
-        with grpc.insecure_channel(endpoint.strip(), options=CLIENT_OPTIONS) as channel:
-            try:
-                request = kv.GetRequest(bucket=bucket, keys=keys)
-                answers = KeyValueServiceStub(channel).Get(request, timeout=_SECONDS).answers
-            except grpc.RpcError as error:
-                failure = error_from_call(error)
-                continue
-        for answer in answers:
-            if answer.HasField("problem"):
-                raise error_of(answer.problem)
-        return {key: answer.seqno for key, answer in zip(keys, answers, strict=False)}
-    assert failure is not None
-    raise failure
+    # A replica answers too, with what it has so far.
+    with grpc.insecure_channel(_active_server(target), options=CLIENT_OPTIONS) as channel:
+        try:
+            request = kv.GetRequest(bucket=bucket, keys=keys)
+            answers = KeyValueServiceStub(channel).Get(request, timeout=_SECONDS).answers
+        except grpc.RpcError as error:
+            raise error_from_call(error) from error
+    for answer in answers:
+        if answer.HasField("problem"):
+            raise error_of(answer.problem)
+    return {key: answer.seqno for key, answer in zip(keys, answers, strict=False)}
+
+
+def _active_server(target: str) -> str:
+    """Return HOST:PORT of the server that says of itself that it is active."""
+    from upr_client import Client
+
+    asked = target
+    for _ in range(_HOPS):
+        with Client(asked) as client:
+            found = client.admin.topology()
+        if found.active and "," not in asked:
+            return asked
+        asked = next((one.address for one in found.members if one.active and one.address), target)
+    raise UprError(
+        "no server of the target says that it is active",
+        hint="upr-admin topology shows who is; give its address with --target",
+    )
 
 
 def _document(one: "UndoneFile", *, with_rows: bool) -> dict[str, Any]:

@@ -262,7 +262,7 @@ class BucketService:
         tail = (entry.block() for entry in entries)
         # DIR/buckets/<version>
         folder = self.folder.parent.parent
-        markers = {p: int(result.complete[p]) for p in self._undo}
+        markers = {p: max(int(result.complete[p]), one.seqno) for p, one in self._undo.items()}
         now = self.disk.clock.now()
         self.undone = write_undone(folder, identity, chain(blocks, tail), markers, now)
         if self.undone:

@@ -1,0 +1,124 @@
+"""The calls of a replica without a network: when it stops to be in step, and what it does after an error."""
+
+import asyncio
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.storage.closed import Closed
+from upr.config import ServerConfig
+from upr.replica import replication
+from upr.replica.receiving import Introduction, Receiving, UndoNeededError
+from upr.replica.replication import Replication
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.tables import TableFeed
+from upr_protocol.errors import UnavailableError
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+
+class Upstream:
+    """A stub of an upstream that says some messages and is gone then."""
+
+    def __init__(self, *messages: wire.FollowResponse) -> None:
+        self._messages = list(messages)
+
+    def Follow(self) -> "Upstream":
+        return self
+
+    async def write(self, _: wire.FollowRequest) -> None: ...
+
+    async def read(self) -> wire.FollowResponse:
+        if not self._messages:
+            raise UnavailableError("gone")
+        return self._messages.pop(0)
+
+    def cancel(self) -> None: ...
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[BucketService]:
+    closed = Closed(tmp_path / "data")
+    host = BucketService(closed.bucket, ServerConfig(data=closed.path), replica=True)
+    yield host
+    host.disk.store.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("answers", [False, True])
+async def test_a_new_call_is_in_step_when_the_tables_were_told_in_it(
+    host: BucketService, answers: bool
+) -> None:
+    assert host.following is not None
+    host.following.tables = True
+    opened = wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1))
+    upstream = Upstream(opened) if answers else Upstream()
+    with pytest.raises(UnavailableError):
+        await Receiving(host, upstream, Introduction("d", "s", "a", False)).run()
+    # While nobody answers it has what it had.
+    assert host.following.in_step == (not answers)
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_could_not_be_opened_anew_says_so_and_is_tried_again(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, asked = [], asyncio.Event()
+
+    async def run(_: Receiving) -> None:
+        calls.append(host.following.problem if host.following else None)
+        if len(calls) == 2:
+            asked.set()
+            await asyncio.Event().wait()
+        raise UndoNeededError({})
+
+    async def reopen(*_: Any) -> BucketService:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(Receiving, "run", run)
+    monkeypatch.setattr(replication, "delay", lambda *_, **__: 0)
+    catalog: Any = SimpleNamespace(directory_id="d", replica_set="s", reopen=reopen)
+    following = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a")
+    task = asyncio.create_task(following._receive(host, "127.0.0.1:1", Upstream()))
+    done, _ = await asyncio.wait(
+        {task, waiting := asyncio.create_task(asked.wait())}, return_when=asyncio.FIRST_COMPLETED
+    )
+    assert done == {waiting}
+    task.cancel()
+    assert calls[0] is None
+    assert "no room" in str(calls[1])
+
+
+@pytest.mark.asyncio
+async def test_a_change_that_could_not_be_read_is_told_later(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[wire.FollowResponse] = []
+
+    async def drained() -> None: ...
+
+    follower: Any = SimpleNamespace(reads=1, is_past_store=True)
+    feed = TableFeed(host, follower, said.append, drained, lambda: None)
+
+    async def work() -> None:
+        told = feed.next_work()
+        assert told is not None
+        await told
+
+    def failing(*_: Any) -> None:
+        raise OSError("not now")
+
+    await work()
+    assert said.pop().tables.complete
+    for tell in host.on_consumers:
+        tell({(b"reader", 5)})
+    with monkeypatch.context() as patched:
+        patched.setattr(host.disk.store, "consumer_rows", failing)
+        await work()
+    assert said == []
+    await work()
+    assert [(c.consumer, c.partition) for m in said for c in m.tables.consumers] == [("reader", 5)]
+    feed.close()

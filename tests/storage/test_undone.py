@@ -1,0 +1,57 @@
+"""Files of what was undone: only whole ones are listed, and only rows that the upstream has not are told."""
+
+import base64
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.model import Row
+from upr.storage.store import Identity
+from upr.storage.undone import undone_files, write_undone
+from upr_client.testing.memory import run_block
+from upr_protocol.block import Block
+
+P, TIME = 7, 100
+IDENTITY = Identity("b", 1)
+
+
+def block(first: int, *keys: bytes) -> Block:
+    rows = [Row(first + i, key, None if key == b"gone" else b"v") for i, key in enumerate(keys)]
+    end = first + len(keys) - 1
+    return run_block(P, rows, first - 1, end, end, TIME)
+
+
+def test_what_the_upstream_has_too_is_not_told(tmp_path: Path) -> None:
+    # The upstream has all up to 3, which lies within a block.
+    blocks = [block(1, b"a", b"b"), block(3, b"c", b"gone", b"e")]
+    assert write_undone(tmp_path, IDENTITY, blocks, {P: 3}, TIME) == 2
+    (file,) = undone_files(tmp_path)
+    assert (file.bucket, file.version, file.time, file.markers) == ("b", 1, TIME, {P: 3})
+    told = [(row["seqno"], base64.b64decode(row["key"]), row["op"]) for row in file.rows()]
+    assert told == [(4, b"gone", "delete"), (5, b"e", "set")]
+
+
+def test_no_file_is_left_of_nothing(tmp_path: Path) -> None:
+    assert write_undone(tmp_path, IDENTITY, [block(1, b"a")], {P: 1}, TIME) == 0
+    assert list((tmp_path / "undone").iterdir()) == []
+
+
+def test_a_file_that_was_not_written_to_its_end_is_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no room"):
+        write_undone(tmp_path, IDENTITY, [block(1, b"a")], {P: 0}, TIME)
+    assert undone_files(tmp_path) == []
+    monkeypatch.setattr(os, "fsync", sync)
+    assert write_undone(tmp_path, IDENTITY, [block(1, b"a")], {P: 0}, TIME + 1) == 1
+    (file,) = undone_files(tmp_path)
+    assert file.time == TIME + 1
+    assert [row["seqno"] for row in file.rows()] == [1]
