@@ -217,7 +217,7 @@ class Standing:
 
 
 HELD = np.dtype([("epoch", "<u8"), ("id", "<u8"), ("marker", "<u8"), ("high", "<u8")])
-"""What a server holds of a partition, 32 bytes: the last complete durable marker, the epoch of the record under which
+"""Record of a partition at a server, 32 bytes: the last complete durable marker, the epoch of the record under which
 the row there was given, the newest failover id, and the high seqno."""
 Held = npt.NDArray[Any]
 """One of dtype HELD for each partition of all buckets, in one order at all servers."""

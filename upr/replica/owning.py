@@ -51,7 +51,7 @@ GATHER_SECONDS = 30.0
 CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
 Buckets = Mapping[int, Held]
-"""What a server holds, by bucket version."""
+"""Columns of what a server holds, by bucket version."""
 
 
 def held_of(host: BucketService) -> Held:

@@ -87,8 +87,6 @@ class Replication:
                     self._failed(upstream, error)
                 except (OSError, lmdb.Error) as error:
                     self._failed(upstream, StorageFailedError(words_of(error)))
-                if self._told == "":
-                    failures = 0
                 failures += 1
                 await asyncio.sleep(delay(failures, random.random(), away=True))
 

@@ -13,7 +13,6 @@ set the day's clock right. While that is back behind the server's clock by more 
 import asyncio
 import json
 import logging
-import os
 import time
 import zlib
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from typing import Any, Final
 from upr import failpoints
 from upr.service.trouble import words_of
 from upr.storage.directory import DataDirectory
-from upr.storage.journal import sync_folder
+from upr.storage.journal import replace_durably
 from upr_protocol.limits import CLOCK_JUMP_SECONDS
 
 log = logging.getLogger(__name__)
@@ -206,13 +205,7 @@ def read_clock(path: Path) -> Known | None:
 def write_clock(path: Path, known: Known) -> None:
     """Store the state, durably; raises OSError."""
     document: dict[str, Any] = asdict(known)
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("w") as file:
-        file.write(json.dumps({**document, "crc32": _crc(document)}) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    replace_durably(path, json.dumps({**document, "crc32": _crc(document)}) + "\n")
 
 
 def _crc(document: dict[str, Any]) -> str:

@@ -120,7 +120,7 @@ class WaitingStarts:
 
 
 REPLICAS_NAME: Final = "replica:"
-"""How the consumer names of registered replicas begin; the ids of their directories follow."""
+"""Beginning of the consumer names of registered replicas; the ids of their directories follow."""
 _DIRECTORY: Final = re.compile("[0-9a-f]{16}")
 
 

@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from upr.storage.journal import sync_folder
+from upr.storage.journal import replace_durably, sync_folder
 from upr_protocol.errors import DataDirectoryError
 
 FORMAT = 3
 _PROGRAM = "upr-stream"
 _MARK = "upr-stream.json"
-_NEW_MARK = "upr-stream.json.new"
+_NEW_MARK = f"{_MARK}.new"
 _NEW = ".new"
 _DROPPED = ".dropped"
 _VERSION = re.compile("[0-9a-f]{16}")
@@ -166,13 +166,7 @@ class DataDirectory:
         """Write the mark of the directory, durably, and return its id, by default a new one."""
         own = own or secrets.token_hex(8)
         text = {"program": _PROGRAM, "format": FORMAT, "directory": own, "cluster": cluster}
-        temporary = self.path / _NEW_MARK
-        with temporary.open("w") as file:
-            file.write(json.dumps(text) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / _MARK)
-        sync_folder(self.path)
+        replace_durably(self.path / _MARK, json.dumps(text) + "\n")
         return own
 
     def join(self, cluster: str) -> None:

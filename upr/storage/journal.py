@@ -534,6 +534,21 @@ def _write_whole(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
+def replace_durably(path: Path, text: str) -> None:
+    """Write a text file whole, durably: after a crash it is the old one or the new one.
+
+    Raises:
+        OSError: it could not be written; the old one is still there.
+    """
+    new = path.with_name(f"{path.name}.new")
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,22 +1,20 @@
-"""What a server has stored of its part in a set of servers: DIR/owner.json.
+"""The part that a server has in a set of servers, as it is stored: DIR/owner.json.
 
 It is not there while a server is alone. It is written whole, to a file beside it that then takes its name, so that after
 a crash it is the old one or the new one.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from upr.storage.journal import sync_folder
+from upr.storage.journal import replace_durably
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.ownership import Row, Standing, first_row
 
 NAME = "owner.json"
-_NEW = "owner.json.new"
 FORMAT = 1
 NO_ROW = Row(0, 0, "", False, frozenset())
 """The row of a server that has not heard of any."""
@@ -92,9 +90,4 @@ def write_standing(folder: Path, stored: Stored) -> None:
         "candidate": standing.candidate,
         "addresses": dict(sorted(stored.addresses.items())),
     }
-    with (folder / _NEW).open("w") as file:
-        file.write(json.dumps(text, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(folder / _NEW, folder / NAME)
-    sync_folder(folder)
+    replace_durably(folder / NAME, json.dumps(text, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What is undone: mutations of a replica, kept for the operator, and rows of a future that is lost.
+"""Undone mutations of a replica, kept for the operator; and rows of a future that is lost.
 
 Mutations are in DIR/undone/<bucket>-<time>.jsonl.
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from upr.storage.journal import sync_folder
+from upr.storage.journal import replace_durably, sync_folder
 from upr.storage.keyspace import ConsumerRow
 from upr.storage.store import Identity, Store
 from upr_protocol.block import (
@@ -125,12 +125,7 @@ def keep_bucket(folder: Path, identity: Identity, highs: U64, now: int) -> Path:
         "partitions": int((highs > 0).sum()),
     }
     kept.parent.mkdir(exist_ok=True)
-    new = kept.with_name(f"{kept.name}.new")
-    with new.open("w") as file:
-        file.write(json.dumps(head) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, kept.with_name(f"{kept.name}.jsonl"))
+    replace_durably(kept.with_name(f"{kept.name}.jsonl"), json.dumps(head) + "\n")
     os.rename(folder, kept)
     for parent in (kept.parent, folder.parent, folder.parent.parent):
         sync_folder(parent)

@@ -20,7 +20,7 @@ _COLUMNS = ("file", "bucket", "undone_at", "mutations", "partitions")
 _SECONDS = 30.0
 """Longest wait for a Get."""
 _HOPS = 3
-"""How many servers are asked in turn who is active."""
+"""Number of servers that are asked in turn who is active."""
 _ROW_COLUMNS = ("partition", "seqno", "op", "key", "value_bytes")
 
 
