@@ -233,7 +233,7 @@ class World:
             self.parts = self.plan.prepare() if self.plan else []
         elif self.parts:
             merged = self.plan.merge(self.parts.pop(0))
-            self.store.put_flush(merged.blocks, self.bucket.flush_rows(merged), {})
+            self.store.put_flush(merged.blocks, self.bucket.flush_ends(merged), {})
             self.bucket.slice_stored(merged)
         else:
             self.plan = None
@@ -300,7 +300,7 @@ def test_what_was_flushed_between_search_and_start_makes_it_begin_earlier(tmp_pa
     assert plan is not None
     for part in plan.prepare():
         merged = plan.merge(part)
-        world.store.put_flush(merged.blocks, b.flush_rows(merged), {})
+        world.store.put_flush(merged.blocks, b.flush_ends(merged), {})
         b.slice_stored(merged)
     # The tail still holds it.
     assert Beginnings(b.markers.seqno, b.tail).at_time(MINE, 15, found) == 2

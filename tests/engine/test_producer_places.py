@@ -71,8 +71,8 @@ class Server:
             for name, numbers in plan.producer_rows(part, merged).items():
                 for partition, *fields in numbers.table.tolist():
                     self.stored.setdefault(name, {})[partition] = ProducerRow(*fields)
-            self.rows.update(self.bucket.flush_rows(merged))
             self.bucket.slice_stored(merged)
+            self.rows.update({p: self.bucket.partitions.row(p) for p in merged.ends})
         through = self.bucket.end_flush(slices >= len(parts))
         self.commits = [commit for commit in self.commits if commit.number > through]
 

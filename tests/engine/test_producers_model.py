@@ -182,8 +182,8 @@ class WriterAndBucket(RuleBasedStateMachine):
             for numbers in plan.producer_rows(part, merged).values():
                 for partition, *fields in numbers.table.tolist():
                     self.stored[partition] = ProducerRow(*fields)
-            self.rows.update(self.bucket.flush_rows(merged))
             self.bucket.slice_stored(merged)
+            self.rows.update({p: self.bucket.partitions.row(p) for p in merged.ends})
         through = self.bucket.end_flush(slices >= len(parts))
         self.commits = [commit for commit in self.commits if commit.number > through]
 

@@ -81,7 +81,7 @@ async def test_every_field_survives_a_flush_and_a_restart(closed: Closed) -> Non
             (STRETCH, 3, encode_block(block_of(STRETCH, 0, 3))),
             (STRETCH, 6, encode_block(block_of(STRETCH, 3, 6, horizon=12))),
         ],
-        {P: told, STRETCH: resting},
+        {P: (3, 3, 3), STRETCH: (6, 3, 12)},
         {},
     )
     consumer = ConsumerRow(1, 6, 2, 5, b"", 3)
@@ -106,13 +106,11 @@ def test_a_flush_leaves_what_a_promotion_stored_meanwhile(closed: Closed) -> Non
     row = store.partitions()[P]
     assert isinstance(row, PartitionRow)
     log = row.log.with_record(9, 0, 10, epoch=7)
-    made = replace(row, state=REPLICA, stored_high=3, complete=2, horizon=5)
     store.put_logs({P: (ACTIVE, 7, 1, log)}, served=7)
-    store.put_flush([], {P: made}, {})
+    store.put_flush([], {P: (3, 2, 5)}, {})
     store.close()
-    assert row_of(closed, P) == replace(
-        made, state=ACTIVE, epoch=7, purge_seqno=1, log=log, served_epoch=7
-    )
+    row = replace(row, state=ACTIVE, epoch=7, purge_seqno=1, log=log, served_epoch=7)
+    assert row_of(closed, P) == replace(row, stored_high=3, complete=2, horizon=5)
 
 
 @pytest.mark.asyncio

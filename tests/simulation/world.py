@@ -284,7 +284,7 @@ class World:
             merged = self.plan.merge(part)
             self.store.put_flush(
                 merged.blocks,
-                self.bucket.flush_rows(merged),
+                self.bucket.flush_ends(merged),
                 self.plan.producer_rows(part, merged),
                 merged.hashes,
             )

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from tools.bench.children import BARE_UNARY, bare_server
 from tools.bench.common import KEYS, VALUE_BYTES, Figure, Row, batches, server, zipfian_rows
 from tools.bench.cpu import server_cpu
 from upr.storage.blocks import hashes_of
-from upr.storage.keyspace import PartitionRow, pack_hashes
+from upr.storage.keyspace import pack_hashes
 from upr.storage.store import Store
 from upr_client import AsyncBucket, AsyncClient
 from upr_protocol.block import Block, make_runs, sealed
@@ -67,22 +66,16 @@ def _fill(data: Path, keys: Sequence[Sequence[bytes]], blocks: int) -> None:
     """Store the keys of each partition in so many blocks of one stretch, which no compaction touches."""
     (folder,) = data.glob("buckets/*")
     store = Store(folder / "store")
-    rows: dict[int, PartitionRow] = {}
-    before = store.partitions()
     highs = np.zeros(PARTITIONS, np.uint64)
     for partition, mine in enumerate(keys):
-        row = before[partition]
-        assert isinstance(row, PartitionRow)
         end = len(mine)
         size = -(-end // blocks)
         made = [
             (min(at + size, end), *_block(partition, at, mine[at : at + size], end))
             for at in range(0, end, size)
         ]
-        rows = {partition: replace(row, stored_high=end, complete=end, horizon=end)}
-        store.put_flush(
-            [(partition, last, data) for last, data, _ in made], rows, {}, [h for *_, h in made]
-        )
+        encoded = [(partition, last, data) for last, data, _ in made]
+        store.put_flush(encoded, {partition: (end, end, end)}, {}, [h for *_, h in made])
         highs[partition] = end
     store.write_proof(highs)
     store.close()

@@ -23,7 +23,7 @@ from upr.engine.tail import Tail, TailEntry
 from upr.storage.blocks import Compress, Encoded
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
 from upr.storage.journal import Commit, NumberedWrite
-from upr.storage.keyspace import PartitionRow, ProducerNumbers, ProducerRow
+from upr.storage.keyspace import ProducerNumbers, ProducerRow
 from upr.storage.store import Identity
 from upr_protocol.block import U64, Block, Runs, select_runs
 from upr_protocol.errors import (
@@ -498,22 +498,18 @@ class Bucket:
         stored, horizon = table.stored.copy(), table.stored_horizon.copy()
         return FlushPlan(entries, stored, horizon, list(table.logs))
 
-    def flush_rows(self, merged: Merged) -> dict[int, PartitionRow]:
-        """Return the partitions' rows to store with a slice."""
-        table = self.partitions
-        return {p: table.row(p, self._stored_with(merged, p)) for p in merged.ends}
-
-    def _stored_with(self, merged: Merged, partition: int) -> tuple[int, int, int]:
-        """Return a partition's stored end, complete marker and horizon after a slice."""
-        before = int(self.partitions.stored_complete[partition])
-        marker = merged.markers.get(partition, before)
-        return merged.ends[partition], marker, merged.horizons[partition]
+    def flush_ends(self, merged: Merged) -> dict[int, tuple[int, int, int]]:
+        """Return each partition's stored end, complete marker and horizon, as they are once a slice is stored."""
+        before = self.partitions.stored_complete
+        return {
+            p: (end, merged.markers.get(p) or int(before[p]), merged.horizons[p])
+            for p, end in merged.ends.items()
+        }
 
     def slice_stored(self, merged: Merged) -> None:
         """Record that a slice is in the store: readers use it from now on."""
-        table = self.partitions
-        for p in merged.ends:
-            table.set_stored(p, *self._stored_with(merged, p))
+        for p, ends in self.flush_ends(merged).items():
+            self.partitions.set_stored(p, *ends)
 
     def end_flush(self, complete: bool) -> int:
         """Drop the entries that are stored completely; return the commit number up to which journal segments can go.

@@ -94,22 +94,16 @@ class Partitions:
         self.stored_complete[partition] = complete
         self.stored_horizon[partition] = horizon
 
-    def row(self, partition: int, stored: tuple[int, int, int] | None = None) -> PartitionRow:
-        """Return a partition's row, with these stored end, complete marker and horizon."""
-        if stored is None:
-            columns = (self.stored, self.stored_complete, self.stored_horizon)
-            high, complete, horizon = (int(column[partition]) for column in columns)
-        else:
-            high, complete, horizon = stored
+    def row(self, partition: int) -> PartitionRow:
         return PartitionRow(
             int(self.state[partition]),
             int(self.epoch[partition]),
             int(self.purge[partition]),
-            high,
+            int(self.stored[partition]),
             int(self.first_commit[partition]),
             self.logs[partition],
-            complete,
-            horizon,
+            int(self.stored_complete[partition]),
+            int(self.stored_horizon[partition]),
             int(self.served_epoch[partition]),
             self.reasons.get(partition, ""),
             int(self.since[partition]),

@@ -22,6 +22,9 @@ _PARTITION_KEY = struct.Struct(">H")
 _BLOCK_KEY = struct.Struct(">HQ")
 _ASIDE_KEY = struct.Struct(">HQI")
 _PARTITION = struct.Struct("<BQQQQQQQQQHH")
+_ENDS = struct.Struct("<QQQ")
+_ENDS_AT = struct.calcsize("<BQQQ")
+"""Place of stored high, last complete marker and horizon in ``_PARTITION``."""
 _RECORD = struct.Struct("<QQQ")
 _PRODUCER_SEEN = struct.Struct("<QQ")
 _TIME = struct.Struct(">Q")
@@ -287,6 +290,14 @@ def unpack_partition(value: bytes, partition: int) -> PartitionRow:
         raise DataDamagedError(
             f"partition {partition}: the stored row is malformed: {error}"
         ) from error
+
+
+def with_ends(value: bytes, partition: int, stored_high: int, complete: int, horizon: int) -> bytes:
+    """Return the stored form of a row with other ends, or raise DataDamagedError; the rest is not taken apart."""
+    key = partition_key(partition)
+    body = unseal(value, key, f"partition {partition}")
+    ends = _ENDS.pack(stored_high, complete, horizon)
+    return seal(body[:_ENDS_AT] + ends + body[_ENDS_AT + len(ends) :], key)
 
 
 def _fields(layout: struct.Struct, value: bytes, key: bytes, what: str) -> tuple[int, ...]:

@@ -414,14 +414,15 @@ class Store:
     def put_flush(
         self,
         blocks: Iterable[tuple[int, int, bytes]],
-        rows: Mapping[int, PartitionRow],
+        ends: Mapping[int, tuple[int, int, int]],
         producers: Mapping[bytes, ProducerNumbers],
         hashes: Sequence[bytes] = (),
     ) -> None:
         """Store blocks (partition, end_seqno, bytes) and where their partitions end now, in one transaction.
 
         Args:
-            rows: ``stored_high``, ``complete``, ``horizon`` are stored; a promotion may have written the rest anew.
+            ends: stored high, last complete marker and horizon, by partition. The rest of each row stays: a promotion
+                may have written it anew.
             hashes: of the blocks' keys, as ``keyspace.pack_hashes``; blocks without any are read by every search.
         """
         with self._writing() as txn:
@@ -430,10 +431,11 @@ class Store:
                 cursor.putmulti(items)
             with txn.cursor(db=self._hashes) as cursor:
                 cursor.putmulti([(key, one) for (key, _), one in zip(items, hashes, strict=False)])
-            for partition, row in rows.items():
-                ends = {name: getattr(row, name) for name in ("stored_high", "complete", "horizon")}
-                row = dataclasses.replace(self._partition(txn, partition), **ends)
-                self._put_partitions(txn, {partition: row})
+            for partition, told in ends.items():
+                key = keyspace.partition_key(partition)
+                value = bytes(txn.get(key, db=self._partitions) or b"")
+                row = keyspace.with_ends(value, partition, *told)
+                txn.put(key, row, db=self._partitions)
             for name, numbers in producers.items():
                 self._put_producer(txn, name, numbers)
 

@@ -150,11 +150,11 @@ class Flusher:
             return merged, plan.producer_rows(part, merged)
 
         merged, producers = await self._disk.in_store_thread(merge)
-        rows = self._bucket.flush_rows(merged)
+        ends = self._bucket.flush_ends(merged)
 
         def store() -> None:
             failpoints.hit("flush.before_commit")
-            self._store.put_flush(merged.blocks, rows, producers, merged.hashes)
+            self._store.put_flush(merged.blocks, ends, producers, merged.hashes)
             failpoints.hit("flush.after_commit")
 
         await self._disk.in_store_thread(store)
