@@ -1,7 +1,7 @@
 /* Rows of a block as Python objects, made from its columns in one pass.
 
-The function here does what block_changes of upr_client/changes/events.py does in Python, and nothing else: that one is
-the reference. Columns that contradict each other are not for this module: then it returns None, the caller asks the
+The functions here do what block_changes and block_items of upr_client/changes/events.py do in Python, and nothing else:
+those are the reference. Columns that contradict each other are not for this module: then it returns None, the caller asks the
 reference, and so both always agree. Every offset is compared with the end of its column before anything is read there.
 */
 
@@ -152,20 +152,48 @@ cell(const char *offsets, const char *data, Py_ssize_t row)
     return PyBytes_FromStringAndSize(first == end ? NULL : data + first, end - first);
 }
 
+static int
+is_delete(const Columns *columns, Py_ssize_t row)
+{
+    return columns->op_codes != NULL && columns->op_codes[row] == OP_DELETE;
+}
+
+/* Return a new reference to the value of a row, None for a delete and where there are no values. */
+static PyObject *
+value_of(const Columns *columns, Py_ssize_t row)
+{
+    if (is_delete(columns, row) || columns->value_offsets == NULL) {
+        return Py_NewRef(Py_None);
+    }
+    return cell(columns->value_offsets, columns->values, row);
+}
+
+/* Return the key and the value of a row. */
+static PyObject *
+item_of(const Columns *columns, Py_ssize_t row)
+{
+    PyObject *key = cell(columns->key_offsets, columns->keys, row);
+    PyObject *value = value_of(columns, row);
+    PyObject *made = key == NULL || value == NULL ? NULL : PyTuple_New(2);
+    if (made == NULL) {
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(made, 0, key);
+    PyTuple_SET_ITEM(made, 1, value);
+    /* As with rows: see there. */
+    PyObject_GC_UnTrack(made);
+    return made;
+}
+
 /* Return one row; its partition and op are borrowed. */
 static PyObject *
 row_of(const Columns *columns, Py_ssize_t row, PyObject *partition, uint64_t seqno)
 {
-    int is_delete = columns->op_codes != NULL && columns->op_codes[row] == OP_DELETE;
     PyObject *number = PyLong_FromUnsignedLongLong(seqno);
     PyObject *key = cell(columns->key_offsets, columns->keys, row);
-    PyObject *value;
-    if (is_delete || columns->value_offsets == NULL) {
-        value = Py_NewRef(Py_None);
-    }
-    else {
-        value = cell(columns->value_offsets, columns->values, row);
-    }
+    PyObject *value = value_of(columns, row);
     PyTupleObject *made = NULL;
     if (number != NULL && key != NULL && value != NULL) {
         made = PyObject_GC_NewVar(PyTupleObject, columns->kind, FIELDS);
@@ -183,15 +211,29 @@ row_of(const Columns *columns, Py_ssize_t row, PyObject *partition, uint64_t seq
     take longer than making it. */
     PyTuple_SET_ITEM(made, 0, Py_NewRef(partition));
     PyTuple_SET_ITEM(made, 1, number);
-    PyTuple_SET_ITEM(made, 2, Py_NewRef(columns->ops[is_delete]));
+    PyTuple_SET_ITEM(made, 2, Py_NewRef(columns->ops[is_delete(columns, row)]));
     PyTuple_SET_ITEM(made, 3, key);
     PyTuple_SET_ITEM(made, 4, value);
     return (PyObject *)made;
 }
 
+/* Put the items of all rows into a list that has a place for each. */
+static int
+fill_items(const Columns *columns, PyObject *list)
+{
+    for (Py_ssize_t row = 0; row < columns->rows; row++) {
+        PyObject *made = item_of(columns, row);
+        if (made == NULL) {
+            return -1;
+        }
+        PyList_SET_ITEM(list, row, made);
+    }
+    return 0;
+}
+
 /* Put all rows into a list that has a place for each. */
 static int
-fill(const Columns *columns, PyObject *list)
+fill_rows(const Columns *columns, PyObject *list)
 {
     Py_ssize_t row = 0;
     for (Py_ssize_t at = 0; at < columns->run_count; at++) {
@@ -216,6 +258,30 @@ fill(const Columns *columns, PyObject *list)
     return 0;
 }
 
+/* Return a list that was filled from seven columns, or None if they do not fit each other. */
+static PyObject *
+listed(PyObject *const *args, Columns *columns, int (*fill)(const Columns *, PyObject *))
+{
+    if (!columns_fit(args, columns)) {
+        Py_RETURN_NONE;
+    }
+    PyObject *list = PyList_New(columns->rows);
+    if (list == NULL) {
+        return NULL;
+    }
+    /* Thousands of new objects and none that could be garbage. */
+    int collecting = PyGC_Disable();
+    int failed = fill(columns, list);
+    if (collecting) {
+        PyGC_Enable();
+    }
+    if (failed) {
+        Py_DECREF(list);
+        return NULL;
+    }
+    return list;
+}
+
 PyDoc_STRVAR(rows_doc, "rows(kind, ops, runs, seqnos, op_codes, key_offsets, keys, value_offsets, values)\n--\n\n"
                        "Return a block's rows as a list of kind, or None if its columns do not fit each other.");
 
@@ -235,27 +301,25 @@ rows(PyObject *module, PyObject *const *args, Py_ssize_t count)
     }
     columns.ops[0] = PyTuple_GET_ITEM(args[1], 0);
     columns.ops[1] = PyTuple_GET_ITEM(args[1], 1);
-    if (!columns_fit(args + 2, &columns)) {
-        Py_RETURN_NONE;
-    }
-    PyObject *list = PyList_New(columns.rows);
-    if (list == NULL) {
+    return listed(args + 2, &columns, fill_rows);
+}
+
+PyDoc_STRVAR(items_doc, "items(runs, seqnos, op_codes, key_offsets, keys, value_offsets, values)\n--\n\n"
+                        "Return a block's keys and values as a list of pairs, or None if its columns do not fit each other.");
+
+static PyObject *
+items(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    Columns columns;
+    if (count != 7) {
+        PyErr_SetString(PyExc_TypeError, "items takes seven columns");
         return NULL;
     }
-    /* Thousands of new objects and none that could be garbage. */
-    int collecting = PyGC_Disable();
-    int failed = fill(&columns, list);
-    if (collecting) {
-        PyGC_Enable();
-    }
-    if (failed) {
-        Py_DECREF(list);
-        return NULL;
-    }
-    return list;
+    return listed(args, &columns, fill_items);
 }
 
 static PyMethodDef methods[] = {
+    {"items", (PyCFunction)(void (*)(void))items, METH_FASTCALL, items_doc},
     {"rows", (PyCFunction)(void (*)(void))rows, METH_FASTCALL, rows_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -2,6 +2,17 @@
 
 from typing import TypeVar
 
+def items(
+    runs: bytes,
+    seqnos: bytes,
+    op_codes: bytes,
+    key_offsets: bytes,
+    keys: bytes,
+    value_offsets: bytes,
+    values: bytes,
+    /,
+) -> list[tuple[bytes, bytes | None]] | None: ...
+
 T = TypeVar("T", bound=tuple[object, ...])
 
 def rows(

@@ -285,7 +285,7 @@ def check_started(
             f"the server started partition {wrong['partition']} under id {int(wrong['failover_id']):016x}: "
             "no Start was sent, or it is no id"
         )
-    if len(np.unique(partitions)) < len(partitions):
+    if np.bincount(partitions, minlength=1).max() > 1:
         raise ProtocolError("the server started a partition twice")
     return partitions
 
@@ -376,10 +376,11 @@ class Consumer:
             if bucket and "" in table.names:
                 nameless = table.rows["bucket"] == table.names.index("")
                 self._nameless = table.rows["partition"][nameless].astype(np.int64)
-        versions = np.unique(self._version[self._version != 0])
+        # A set: np.unique imports a module on its first call, which takes longer than the rest of a start.
+        versions = set(self._version.tolist()) - {0}
         if len(versions) == 1:
             # Of two versions nothing is known but that one of them at least is void.
-            self.bucket_version = int(versions[0])
+            self.bucket_version = versions.pop()
 
     # Positions, of all partitions as columns.
 

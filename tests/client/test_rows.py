@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 
 from tools.build_rows import SOURCE, compiled
 from upr_client.changes import events
-from upr_client.changes.events import Change, block_changes, changes_in_python
+from upr_client.changes.events import (
+    Change,
+    block_changes,
+    block_items,
+    changes_in_python,
+    items_in_python,
+)
 from upr_protocol.block import RUN, Block, build_block
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +52,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def fast(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_rows", module.rows)
+    monkeypatch.setattr(events, "_rows", module)
 
 
 @st.composite
@@ -93,6 +99,8 @@ def test_rows_are_those_of_the_reference(module: Any, fast: None, block: Block) 
     # By the compiled function itself, and not by the reference behind it.
     arguments = (block.runs.tobytes(), *(getattr(block, name) for name in COLUMNS))
     assert module.rows(Change, ("set", "delete"), *arguments) == wanted
+    items = [(change.key, change.value) for change in wanted]
+    assert module.items(*arguments) == block_items(block) == items_in_python(block) == items
 
 
 @unchanged
@@ -117,12 +125,13 @@ def test_columns_that_do_not_fit_give_what_the_reference_gives(
     changed: Any = np.frombuffer(column, RUN) if name == "runs" else bytes(column)
     block = replace(block, **{name: changed})
     assert outcome(block_changes, block) == outcome(changes_in_python, block)
+    assert outcome(block_items, block) == outcome(items_in_python, block)
 
 
 def test_rows_are_not_the_collector_s_business_and_are_freed(fast: None) -> None:
     block = build_block([b"key-%d" % i for i in range(3000)], [b"v"] * 3000)
     changes = block_changes(block)
-    assert not any(map(gc.is_tracked, changes))
+    assert not any(map(gc.is_tracked, [*changes, *block_items(block)]))
     value = changes[7].value
     before = sys.getrefcount(Change)
     del changes
@@ -140,7 +149,10 @@ def test_what_is_no_kind_of_tuple_or_no_column_is_refused(module: Any) -> None:
     ):
         with pytest.raises(TypeError):
             module.rows(*arguments)
+    with pytest.raises(TypeError):
+        module.items(*columns[1:])
     assert module.rows(Change, names, *columns[1:], memoryview(b"")) is None
+    assert module.items(*columns[1:], memoryview(b"")) is None
 
 
 def test_it_can_be_switched_off() -> None:

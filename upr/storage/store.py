@@ -421,8 +421,7 @@ class Store:
         """Store blocks (partition, end_seqno, bytes) and where their partitions end now, in one transaction.
 
         Args:
-            ends: stored high, last complete marker and horizon, by partition. The rest of each row stays: a promotion
-                may have written it anew.
+            ends: stored high, last complete marker and horizon. The rest of a row stays: promotions write it too.
             hashes: of the blocks' keys, as ``keyspace.pack_hashes``; blocks without any are read by every search.
         """
         with self._writing() as txn:
@@ -433,8 +432,7 @@ class Store:
                 cursor.putmulti([(key, one) for (key, _), one in zip(items, hashes, strict=False)])
             for partition, told in ends.items():
                 key = keyspace.partition_key(partition)
-                value = bytes(txn.get(key, db=self._partitions) or b"")
-                row = keyspace.with_ends(value, partition, *told)
+                row = keyspace.with_ends(self._row(txn, partition), partition, *told)
                 txn.put(key, row, db=self._partitions)
             for name, numbers in producers.items():
                 self._put_producer(txn, name, numbers)
@@ -468,16 +466,15 @@ class Store:
                 self._put_partitions(txn, {partition: row})
 
     def _partition(self, txn: Any, partition: int) -> PartitionRow:
-        value = bytes(txn.get(keyspace.partition_key(partition), db=self._partitions) or b"")
-        return keyspace.unpack_partition(value, partition)
+        return keyspace.unpack_partition(self._row(txn, partition), partition)
+
+    def _row(self, txn: Any, partition: int) -> bytes:
+        return bytes(txn.get(keyspace.partition_key(partition), db=self._partitions) or b"")
 
     def _put_partitions(self, txn: Any, rows: Mapping[int, PartitionRow]) -> None:
         for partition, row in rows.items():
-            txn.put(
-                keyspace.partition_key(partition),
-                keyspace.pack_partition(partition, row),
-                db=self._partitions,
-            )
+            key = keyspace.partition_key(partition)
+            txn.put(key, keyspace.pack_partition(partition, row), db=self._partitions)
 
     def read(self, requests: Sequence[ReadRequest], max_bytes: int) -> list[list[bytes] | None]:
         """Return stored blocks for each request until ``max_bytes`` are reached.

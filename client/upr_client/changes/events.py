@@ -83,18 +83,24 @@ class Rollback(NamedTuple):
     keys_complete: bool = False
 
 
-def _compiled_rows() -> Callable[..., list[Change] | None] | None:
-    """Return the compiled function that makes rows; None where it is not installed, or switched off."""
+def _compiled() -> Any:
+    """Return the compiled module that makes rows; None where it is not installed, or switched off."""
     if os.environ.get("UPR_PURE_PYTHON"):
         return None
     try:
-        from upr_protocol._rows import rows
+        from upr_protocol import _rows
     except ImportError:
         return None
-    return rows
+    # One of another version, left by a build that is not this one's.
+    return _rows if hasattr(_rows, "items") else None
 
 
-_rows: Final = _compiled_rows()
+_rows: Final = _compiled()
+
+
+def _columns(block: Block) -> tuple[bytes, ...]:
+    offsets = (block.key_offsets, block.keys, block.value_offsets, block.values)
+    return block.runs.tobytes(), block.seqnos, block.ops, *offsets
 
 
 def block_changes(block: Block) -> list[Change]:
@@ -103,20 +109,24 @@ def block_changes(block: Block) -> list[Change]:
     The compiled function makes them where it is there and the columns fit each other, else ``changes_in_python``.
     """
     if _rows is not None:
-        changes = _rows(
-            Change,
-            _OPS,
-            block.runs.tobytes(),
-            block.seqnos,
-            block.ops,
-            block.key_offsets,
-            block.keys,
-            block.value_offsets,
-            block.values,
-        )
+        changes: list[Change] | None = _rows.rows(Change, _OPS, *_columns(block))
         if changes is not None:
             return changes
     return changes_in_python(block)
+
+
+def block_items(block: Block) -> list[tuple[bytes, bytes | None]]:
+    """Return a numbered block's keys and values, in order, made as ``block_changes`` makes rows."""
+    if _rows is not None:
+        items: list[tuple[bytes, bytes | None]] | None = _rows.items(*_columns(block))
+        if items is not None:
+            return items
+    return items_in_python(block)
+
+
+def items_in_python(block: Block) -> list[tuple[bytes, bytes | None]]:
+    """As ``block_items``, which this is the reference of."""
+    return list(zip(block_keys(block), block_values(block), strict=True))
 
 
 def changes_in_python(block: Block) -> list[Change]:
@@ -185,6 +195,15 @@ class ChangeBatch:
             for block in self.blocks:
                 self._changes += block_changes(block)
         return self._changes
+
+    def items(self) -> list[tuple[bytes, bytes | None]]:
+        """Return the changes as key and value, None for a delete, for who folds them: ``state.update(batch.items())``.
+
+        It is faster than ``changes``, and keeps nothing.
+        """
+        if len(self.blocks) == 1:
+            return block_items(self.blocks[0])
+        return [item for block in self.blocks for item in block_items(block)]
 
     def events(self) -> list[Change | Marker]:
         """The changes with each marker behind what it completes."""

@@ -93,14 +93,14 @@ class Upr:
     async def drain(self, total: int) -> AsyncIterator[list[Row]]:
         async with self._bucket.changes(until="now") as changes:
             async for batch in changes.batches():
-                yield [(change.key, change.value) for change in batch.changes]
+                yield batch.items()
 
     async def follow(self) -> AsyncIterator[list[Row]]:
         async with self._bucket.changes(start="now") as changes:
             await changes.ready()
             yield []
             async for batch in changes.batches():
-                yield [(change.key, change.value) for change in batch.changes]
+                yield batch.items()
 
     async def remember(self, path: str) -> None:
         async with self._bucket.changes(resume=FilePositions(path), until="now") as changes:
@@ -111,7 +111,7 @@ class Upr:
         async with self._bucket.changes(resume=FilePositions(path)) as changes:
             async for batch in changes.batches():
                 if batch.rows:
-                    return [(change.key, change.value) for change in batch.changes]
+                    return batch.items()
         raise AssertionError("the stream ended")
 
 
