@@ -192,7 +192,7 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
         target[there] = np.frombuffer(b"".join(told), dtype)
     seqnos = np.repeat(runs["start_seqno"], counts) + offsets.astype(np.uint64)
     partitions = np.repeat(runs["partition"], counts)
-    order = np.argsort(partitions, kind="stable")
+    order = _by_number(partitions)
     picked = pa.array(order)
     ends = np.zeros(PARTITIONS, np.uint64)
     horizons = np.zeros(PARTITIONS, np.uint64)
@@ -209,6 +209,11 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
         seqnos[order],
         times[order],
     )
+
+
+def _by_number(partitions: npt.NDArray[Any]) -> I64:
+    """Return the rows' order by partition, stable. Of 16 bits numpy sorts by radix, which takes a fifth of the time."""
+    return np.argsort(partitions.astype(np.uint16), kind="stable")
 
 
 def _rows_of(blocks: Sequence[Encoded], runs: Runs) -> list[int]:
@@ -305,7 +310,7 @@ def merge_slice(
     merged = Merged([], {})
     if limits is not None:
         rows = _purged(rows, (partitions, seqnos, ops, times), stored, limits, merged.purges)
-    order = rows[np.argsort(partitions[rows], kind="stable")]
+    order = rows[_by_number(partitions[rows])]
     merged.rows = len(order)
     picked = pa.array(order)
     columns = _Columns(
@@ -323,7 +328,9 @@ def merge_slice(
                 ranges, largest, marker = torn[partition].ranges(start)
             first, last = int(bounds[i]), int(bounds[i + 1])
             for begin, stop, reached in ranges:
-                cut = first + int(np.searchsorted(columns.seqnos[first:last], stop, side="right"))
+                # An integer of Python would have all seqnos converted to floating point.
+                told = np.uint64(stop)
+                cut = first + int(np.searchsorted(columns.seqnos[first:last], told, side="right"))
                 run = (partition, begin, stop, reached)
                 merged.blocks += columns.stretch((first, cut), run, merged.hashes, compress)
                 first = cut
