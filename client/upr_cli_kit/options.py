@@ -164,7 +164,7 @@ _LOGIN = "upr.login"
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _LOGIN_OPTIONS = (
     click.option(
-        "--tls", is_flag=True, envvar="UPR_TLS", help="Encrypt, and trust the usual ones."
+        "--tls", is_flag=True, envvar="UPR_TLS", help="Encrypt, and trust the usual authorities."
     ),
     click.option(
         "--tls-ca", type=_FILE, envvar="UPR_TLS_CA", help="PEM file of the authorities to trust."

@@ -169,3 +169,43 @@ def test_contexts(world: World) -> None:
     world.run("admin", "status", "--context", "reader", status=3)
     world.run("admin", "context", "use", "root")
     world.run(*create, "b")
+
+
+def test_the_commands_of_the_operators_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The five commands under "Security", as they are printed but for the folder and the port."""
+    guide = (Path(__file__).parents[2] / "upr" / "OPERATORS.md").read_text()
+    block = guide.partition("## Security\n")[2].partition("```\n")[2].partition("```")[0]
+    lines = block.replace("/tmp/", f"{tmp_path}/").splitlines()
+    assert [line.split()[0] for line in lines].count("upr-server") == 1
+    assert len(lines) == 5
+    certificate = make_certificate(tmp_path)
+    (tmp_path / "cert.pem").write_bytes(certificate.chain)
+    monkeypatch.setenv("UPR_CONTEXTS", str(tmp_path / "contexts.json"))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+
+    def run(line: str) -> str:
+        done = subprocess.run(line, shell=True, capture_output=True, text=True)
+        assert done.returncode == 0, (line, done.stderr)
+        return done.stdout
+
+    server: subprocess.Popen[bytes] | None = None
+    ready = tmp_path / "ready"
+    try:
+        for line in lines:
+            if line.startswith("upr-server"):
+                free = f"exec {line} --listen 127.0.0.1:0 --ready-file {ready}"
+                server = subprocess.Popen(free, shell=True, stderr=subprocess.DEVNULL)
+                wait_until(ready.exists, "the server was not ready in time")
+                continue
+            address = ready.read_text().strip() if ready.exists() else ""
+            run(line.replace("127.0.0.1:7711", address))
+        indexer = f"--tls-ca {tmp_path}/cert.pem --token-file {tmp_path}/indexer.token"
+        where = f"--target {ready.read_text().strip()} --bucket orders"
+        assert run(f"upr-cat follow --until-now {where} {indexer}") == ""
+        assert "orders" in run("upr-admin bucket list")
+    finally:
+        if server is not None:
+            server.kill()
+            server.wait()
