@@ -507,6 +507,36 @@ def test_a_malformed_file_is_refused_at_the_start(tmp_path: Path, line: str, wor
     assert "upr_abc" not in server.log_text()
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["cert"], "must be a certificate with its key"),
+        (["client-ca"], "must be a certificate with its key"),
+        (["cert", "other-key"], "cannot be used"),
+        (["cert", "no-key"], "No such file"),
+        (["cert", "key", "no-client-ca"], "No such file"),
+    ],
+)
+def test_tls_that_cannot_be_is_refused_at_the_start(
+    tmp_path: Path, names: list[str], words: str
+) -> None:
+    (tmp_path / "other").mkdir()
+    make_certificate(tmp_path)
+    make_certificate(tmp_path / "other")
+    paths = {
+        "cert": ("--tls-cert", tmp_path / "chain.pem"),
+        "key": ("--tls-key", tmp_path / "key.pem"),
+        "client-ca": ("--tls-client-ca", tmp_path / "chain.pem"),
+        "other-key": ("--tls-key", tmp_path / "other" / "key.pem"),
+        "no-key": ("--tls-key", tmp_path / "none"),
+        "no-client-ca": ("--tls-client-ca", tmp_path / "none"),
+    }
+    server = RunningServer(tmp_path, *(str(part) for name in names for part in paths[name]))
+    server.launch()
+    assert server.wait() == 2
+    assert words in server.log_text()
+
+
 def test_another_address_needs_tls_and_identities(tmp_path: Path) -> None:
     make_certificate(tmp_path)
     add_identity(tmp_path / "identities", "a", {"read": None})
