@@ -164,7 +164,9 @@ class RunningServer:
         self._ready.unlink(missing_ok=True)
         arguments = ["server", "--data", str(self.data), "--listen", self.target]
         arguments += ["--ready-file", str(self._ready), *self.options]
-        variables = {**os.environ, **self.environment, **(environment or {})}
+        # Tests drop buckets and forget consumers as they like; those of access take this away.
+        variables = {"UPR_SERVER_OPEN_ADMIN": "1", **os.environ}
+        variables |= {**self.environment, **(environment or {})}
         if not prefix:
             self._process = _Forked(arguments, self.log, variables)
             return

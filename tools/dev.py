@@ -330,7 +330,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("gen", help="write generated code")
     measures = commands.add_parser(
         "bench",
-        help="measure; [spark|backup|cpu|hostile|peers] --json, --only ingest|singles|reading|get|resume|latency|live|merging",
+        help="measure; [spark|backup|cpu|hostile|peers] --json, --only ingest|singles|reading|get|resume|latency|live|merging|secure",
     )
     measures.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     soaking = commands.add_parser("soak", help="long tests, bounded by --minutes")

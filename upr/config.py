@@ -42,6 +42,13 @@ class ServerConfig:
         require_data: the data directory must be there already, with a bucket in it.
         replicate_from: HOST:PORT of the upstreams that a replica tries in turn; none for a server that is no replica.
         anonymous: whether a replica is not registered with its upstream, and counts for nothing there.
+        tls_cert, tls_key: PEM files of the server's certificate and its key; None for no encryption. Towards other
+            servers of its set it is the client's certificate.
+        tls_client_ca: PEM file of the authorities of clients' certificates, which every client must show then.
+        tokens: the file of identities; None for none.
+        open_admin: whether anyone may drop a bucket and the like, where there are no identities.
+        peer_ca: PEM file of the authorities of the other servers' certificates; None for links without encryption.
+        peer_token: file of the token that is shown to the other servers.
     """
 
     data: Path
@@ -63,3 +70,15 @@ class ServerConfig:
     data_moved: bool = False
     replicate_from: tuple[str, ...] = ()
     anonymous: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tokens: Path | None = None
+    open_admin: bool = False
+    peer_ca: Path | None = None
+    peer_token: Path | None = None
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether anything is said of TLS."""
+        return bool(self.tls_cert or self.tls_key or self.tls_client_ca)

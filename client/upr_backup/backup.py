@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from upr_backup.engines.engine import Engine, Finished, Rows
@@ -20,6 +20,7 @@ from upr_backup.repository.lock import Holding
 from upr_backup.repository.repository import Attempt, Repository
 from upr_backup.task import Task, TaskResult, staged_result
 from upr_client.admin import CutInfo, Pin
+from upr_client.endpoints import Login
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
 
@@ -78,6 +79,7 @@ class Run:
         engine: reads the groups.
         lock: which is held.
         target: addresses of the server, for the tasks.
+        login: the credentials there, for the tasks.
         full: whether everything is read anew.
         restart: whether what an unfinished run left is given up; False from then on.
         say: called with a line for people.
@@ -92,6 +94,7 @@ class Run:
     engine: Engine
     lock: Holding
     target: str = ""
+    login: Login = field(default_factory=Login)
     full: bool = False
     restart: bool = False
     say: Callable[[str], Any] = _nothing
@@ -225,6 +228,7 @@ class Run:
             starts,
             replace(cut, pins=pins, left_out={}),
             self.patience,
+            self.login,
         )
 
 

@@ -232,7 +232,7 @@ def backup_group(
     repository = Repository.open(open_storage(task.location))
     if repository.bucket_version != task.bucket_version:
         raise RepositoryError(f"there is another repository in {task.location} by now")
-    with Client(task.target, retry_seconds=task.patience) as client:
+    with Client(task.target, retry_seconds=task.patience, **task.login.options) as client:
         bucket = client.bucket(task.bucket)
 
         def read(task: Task, path: str) -> TaskResult:

@@ -1,7 +1,7 @@
 """Tasks of a backup: partitions that one reads up to a cut, what it read, and the record that it leaves."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from upr_backup.repository.documents import (
@@ -15,6 +15,7 @@ from upr_backup.repository.documents import (
 )
 from upr_backup.repository.repository import Attempt, Repository
 from upr_client.admin import CutInfo
+from upr_client.endpoints import Login
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Task:
         starts: by partition, its entry in the backup before; None to begin at 0.
         cut: where to end; with the pins of the group's partitions.
         patience: how many seconds a server that went away is waited for.
+        login: the credentials for the server.
     """
 
     location: str
@@ -44,6 +46,7 @@ class Task:
     starts: Mapping[int, Entry | None]
     cut: CutInfo
     patience: float
+    login: Login = field(default_factory=Login)
 
 
 class TaskResult(NamedTuple):

@@ -2,15 +2,23 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import quote
 
 import click
+from click.core import ParameterSource
 
-from upr_protocol.errors import InvalidArgumentError
+from upr_cli_kit.contexts import CONTEXT_FIELDS, chosen
+from upr_protocol.errors import InvalidArgumentError, UnavailableError
 from upr_protocol.failover import check_seqno, parse_failover_id
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import ADMIN_SOCKET, PARTITIONS
+
+if TYPE_CHECKING:
+    from upr_client import Client
+    from upr_client.endpoints import Login
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -152,17 +160,122 @@ def one_list(sets: Iterable[Iterable[int]]) -> list[int] | None:
     return chosen or None
 
 
+_LOGIN = "upr.login"
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_LOGIN_OPTIONS = (
+    click.option(
+        "--tls", is_flag=True, envvar="UPR_TLS", help="Encrypt, and trust the usual authorities."
+    ),
+    click.option(
+        "--tls-ca", type=_FILE, envvar="UPR_TLS_CA", help="PEM file of the authorities to trust."
+    ),
+    click.option("--tls-cert", type=_FILE, envvar="UPR_TLS_CERT", help="PEM file to be known by."),
+    click.option("--tls-key", type=_FILE, envvar="UPR_TLS_KEY", help="PEM file of its key."),
+    click.option(
+        "--token-file",
+        type=_FILE,
+        envvar="UPR_TOKEN_FILE",
+        help="File of the token; UPR_TOKEN in the environment is the token itself.",
+    ),
+)
+
+
+def _read_login(
+    tls: bool,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    token_file: Path | None,
+) -> "Login":
+    from upr_client.endpoints import Login
+
+    token = token_file or os.environ.get("UPR_TOKEN") or None
+    return Login.of(tls, tls_ca, tls_cert, tls_key, token)
+
+
+def login_options(function: _F) -> _F:
+    """Add the options of TLS and the token, for ``login`` and ``open_client``."""
+
+    @functools.wraps(function)
+    def command(*arguments: Any, **options: Any) -> Any:
+        given = {name: options.pop(name) for name in CONTEXT_FIELDS[1:]}
+        click.get_current_context().meta[_LOGIN] = _read_login(**given)
+        return function(*arguments, **options)
+
+    return cast("_F", functools.reduce(lambda f, add: add(f), reversed(_LOGIN_OPTIONS), command))
+
+
+def login() -> "Login":
+    """Return the credentials of the command that runs."""
+    found: Login = click.get_current_context().meta[_LOGIN]
+    return found
+
+
+def open_client(target: str, **options: Any) -> "Client":
+    """Return a client with the credentials of the command that runs."""
+    from upr_client import Client
+
+    return Client(target, **login().options, **options)
+
+
 def target_option(function: _F) -> _F:
-    """Add --target."""
-    return click.option(
-        "--target",
-        type=TARGET,
-        default=DEFAULT_TARGET,
-        show_default=True,
-        envvar="UPR_TARGET",
-        show_envvar=True,
-        help="HOST:PORT of the server.",
-    )(function)
+    """Add --target, --data and --context, and the options of ``login_options``."""
+
+    @functools.wraps(function)
+    def command(*arguments: Any, data: Path | None, context: str | None, **options: Any) -> Any:
+        ctx = click.get_current_context()
+        given = {name: options.pop(name) for name in CONTEXT_FIELDS}
+        is_given = ctx.get_parameter_source("target") is not ParameterSource.DEFAULT
+        if data is not None:
+            if is_given or context:
+                raise click.UsageError("--data goes without --target and --context")
+            given = {**dict.fromkeys(given), "tls": False, "target": _admin_socket(data)}
+        elif context and ctx.get_parameter_source("target") is ParameterSource.COMMANDLINE:
+            raise click.UsageError("--context has a target; give one of the two")
+        elif context or not is_given:
+            # Without one that is named, only where no target is: a token is for the server that it was given for.
+            given |= {
+                name: value
+                for name, value in chosen(context).items()
+                if not given[name] or name == "target"
+            }
+        target = given.pop("target")
+        ctx.meta[_LOGIN] = _read_login(**given)
+        return function(*arguments, target=target, **options)
+
+    options = (
+        click.option(
+            "--target",
+            type=TARGET,
+            default=DEFAULT_TARGET,
+            show_default=True,
+            envvar="UPR_TARGET",
+            show_envvar=True,
+            help="HOST:PORT of the server.",
+        ),
+        click.option(
+            "--data",
+            type=DirectoryPath(),
+            envvar="UPR_DATA",
+            help="Instead of --target: the data directory of a server here, whose owner may do everything.",
+        ),
+        click.option(
+            "--context", envvar="UPR_CONTEXT", help="Instead of --target: see 'upr-admin context'."
+        ),
+        *_LOGIN_OPTIONS,
+    )
+    return cast("_F", functools.reduce(lambda f, add: add(f), reversed(options), command))
+
+
+def _admin_socket(data: Path) -> str:
+    """Return the address of the admin socket of the server of a data directory."""
+    path = (data / ADMIN_SOCKET).absolute()
+    if not path.exists():
+        raise UnavailableError(
+            f"there is no admin socket {path}",
+            hint="is the server of this data directory running, and does its log speak of the socket?",
+        )
+    return f"unix:{quote(str(path))}"
 
 
 def _bucket_option(function: _F) -> _F:
@@ -181,9 +294,7 @@ def client_option(function: _F) -> _F:
 
     @functools.wraps(function)
     def command(*arguments: Any, target: str, **options: Any) -> Any:
-        from upr_client import Client
-
-        with Client(target) as client:
+        with open_client(target) as client:
             return function(*arguments, client=client, **options)
 
     return cast("_F", target_option(command))

@@ -136,6 +136,7 @@ class ServerStatus:
         clock_jumped_seconds: how long the server was away before its start, by the day's clock, while nothing gets
             older by that because the clock may have been set forward; 0 for nothing.
         clock_left_seconds: how long it is still to run until that counts.
+        problems: what is wrong with it beside its buckets.
     """
 
     server_version: str
@@ -151,6 +152,7 @@ class ServerStatus:
     clock_off_seconds: float = 0.0
     clock_jumped_seconds: float = 0.0
     clock_left_seconds: float = 0.0
+    problems: tuple[UprError, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +299,7 @@ def server_status(message: admin.GetStatusResponse) -> ServerStatus:
         clock_off_seconds=message.clock.off_seconds,
         clock_jumped_seconds=message.clock.jumped_seconds,
         clock_left_seconds=message.clock.left_seconds,
+        problems=tuple(map(error_of, message.problems)),
     )
 
 

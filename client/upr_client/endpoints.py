@@ -1,7 +1,9 @@
 """Endpoints: the servers a client may use, what it shows them, and what their failures mean."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -15,7 +17,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.wire.grpc import PROBLEM_KEY, error_from_call
 
-Token = str | Callable[[], str]
+Token = str | Path | Callable[[], str]
 
 SILENT_REASON: Final = "SILENT"
 """Of a call that ended because the other side was not heard."""
@@ -79,19 +81,43 @@ def is_local(endpoint: str) -> bool:
         return False
 
 
-def credentials_of(tls: bool | grpc.ChannelCredentials | None) -> grpc.ChannelCredentials | None:
-    """Return what channels are opened with: None for plain ones; ``True`` trusts gRPC's root certificates.
+def _read(path: Path, what: str) -> bytes:
+    """Return the content of a file of credentials; nothing of it is in errors."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{what} cannot be read: {error.strerror}", hint=f"is {path} there, and yours to read?"
+        ) from None
+
+
+def token_from(path: Path) -> str:
+    """Return the token in a file, without blanks around it.
 
     Raises:
-        InvalidArgumentError: it is none of these.
+        InvalidArgumentError: the file cannot be read.
+    """
+    return _read(path, "the file of the token").decode("ascii", "replace").strip()
+
+
+def credentials_of(
+    tls: bool | Path | grpc.ChannelCredentials | None,
+) -> grpc.ChannelCredentials | None:
+    """Return what channels are opened with: None for plain ones; ``True`` trusts gRPC's root certificates, and a path
+    those of a PEM file alone.
+
+    Raises:
+        InvalidArgumentError: it is none of these, or the file cannot be read.
     """
     if tls is None or tls is False:
         return None
     if tls is True:
         return grpc.ssl_channel_credentials()
+    if isinstance(tls, Path):
+        return Login.of(True, tls, None, None, None).credentials
     if not isinstance(tls, grpc.ChannelCredentials):
         raise InvalidArgumentError(
-            f"tls is {type(tls).__name__}; must be None, True or grpc.ChannelCredentials",
+            f"tls is {type(tls).__name__}; must be None, True, a Path or grpc.ChannelCredentials",
             hint="grpc.ssl_channel_credentials(root_certificates=...) makes them from PEM bytes",
         )
     return tls
@@ -101,11 +127,11 @@ def check_token(token: Token | None, endpoints: Sequence[str], encrypted: bool) 
     """Raise InvalidArgumentError when a token would go over a network for everybody to read."""
     if token is None:
         return
-    if isinstance(token, str):
+    if isinstance(token, str | Path):
         authorization(token)
     elif not callable(token):
         raise InvalidArgumentError(
-            f"token is {type(token).__name__}; must be None, a str or a function that returns one"
+            f"token is {type(token).__name__}; must be None, a str, a Path or a function that returns one"
         )
     open_to_all = [endpoint for endpoint in endpoints if not is_local(endpoint)]
     if open_to_all and not encrypted:
@@ -116,18 +142,81 @@ def check_token(token: Token | None, endpoints: Sequence[str], encrypted: bool) 
 
 
 def authorization(token: Token) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that carries a token; a function is asked for the token of now.
+    """Return the metadata that carries a token; a file or a function is asked for the token of now.
 
     Raises:
-        InvalidArgumentError: the token is empty or has other characters than visible ASCII ones.
+        InvalidArgumentError: the token is empty or has other characters than visible ASCII ones, or its file cannot be
+            read.
     """
-    value = token if isinstance(token, str) else token()
+    if isinstance(token, Path):
+        value = token_from(token)
+    else:
+        value = token if isinstance(token, str) else token()
     if not isinstance(value, str) or not value or not all("!" <= c <= "~" for c in value):
         # Nothing of the value: it ends up in logs.
         raise InvalidArgumentError(
             "token has other characters; must be one or more visible ASCII characters"
         )
     return (("authorization", f"Bearer {value}"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """Credentials of a client that can be pickled; none of them is shown.
+
+    Attributes:
+        tls: whether to encrypt.
+        ca, cert, key: PEM bytes, or None.
+        token: as a client takes it, but no function.
+    """
+
+    tls: bool = False
+    ca: bytes | None = field(default=None, repr=False)
+    cert: bytes | None = field(default=None, repr=False)
+    key: bytes | None = field(default=None, repr=False)
+    token: str | Path | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        tls: bool,
+        ca: Path | None,
+        cert: Path | None,
+        key: Path | None,
+        token: str | Path | None,
+    ) -> "Login":
+        """Return the login that files make; those of TLS mean TLS.
+
+        Raises:
+            InvalidArgumentError: a file cannot be read, or one of ``cert`` and ``key`` is missing.
+        """
+        if (cert is None) != (key is None):
+            raise InvalidArgumentError(
+                "one of certificate and key is missing; must be both or none",
+                hint="the certificate and its key are files of their own",
+            )
+        return cls(
+            bool(tls or ca or cert),
+            None if ca is None else _read(ca, "the authority's certificate"),
+            None if cert is None else _read(cert, "the certificate"),
+            None if key is None else _read(key, "the key"),
+            token,
+        )
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """What channels are opened with; None for plain ones."""
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert) if self.tls else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options ``tls`` and ``token`` of a client."""
+        return {"tls": self.credentials, "token": self.token}
+
+    def packed(self) -> "Login":
+        """Return it for another machine, with the token itself."""
+        token = self.token
+        return replace(self, token=token_from(token)) if isinstance(token, Path) else self
 
 
 def moves_on(error: UprError) -> bool:

@@ -222,6 +222,18 @@ class TooManyError(UprError):
     default_retriable = True
 
 
+class UnauthenticatedError(UprError):
+    """The server knows neither the token nor the certificate of the caller, or got none."""
+
+    default_reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(UprError):
+    """The caller has no role for this, whether or not what it asked for is there."""
+
+    default_reason = "PERMISSION_DENIED"
+
+
 class UnavailableError(UprError):
     """The server cannot be reached, or the connection was lost."""
 

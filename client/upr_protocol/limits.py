@@ -191,6 +191,12 @@ assert BLOCK_ROWS_MAX <= RUN_SPAN_MAX < SEQNO_MAX
 T = TypeVar("T")
 
 
+ADMIN_SOCKET: Final = "admin.sock"
+"""Name of the Unix socket in the data directory of a server, on which its owner may do everything."""
+SOCKET_PATH_MAX: Final = 107
+"""Longest path of a Unix socket, in bytes."""
+
+
 def check_name(name: str, what: str) -> str:
     """Return the name when it is 1 to 200 bytes of UTF-8 without control characters.
 

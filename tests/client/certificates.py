@@ -21,8 +21,8 @@ class Certificate:
         return grpc.ssl_channel_credentials(root_certificates=self.chain)
 
 
-def make_certificate(folder: Path) -> Certificate:
-    """Make a certificate; skips the test where there is no openssl."""
+def make_certificate(folder: Path, name: str = "upr") -> Certificate:
+    """Make a certificate of a common name; skips the test where there is no openssl."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("the command openssl, which makes the certificate, is not installed")
@@ -33,7 +33,7 @@ def make_certificate(folder: Path) -> Certificate:
         "-days",
         "2",
         "-subj",
-        "/CN=upr",
+        f"/CN={name}",
         "-addext",
         "subjectAltName=IP:127.0.0.1",
     ]

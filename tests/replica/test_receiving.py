@@ -12,6 +12,7 @@ import pytest
 from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.replica import replication
+from upr.replica.links import Links
 from upr.replica.receiving import Introduction, Receiving, UndoNeededError
 from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
@@ -81,7 +82,7 @@ async def test_a_bucket_that_could_not_be_opened_anew_says_so_and_is_tried_again
     monkeypatch.setattr(Receiving, "run", run)
     monkeypatch.setattr(replication, "delay", lambda *_, **__: 0)
     catalog: Any = SimpleNamespace(directory_id="d", replica_set="s", reopen=reopen)
-    following = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a")
+    following = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
     task = asyncio.create_task(following._receive(host, "127.0.0.1:1", Upstream()))
     done, _ = await asyncio.wait(
         {task, waiting := asyncio.create_task(asked.wait())}, return_when=asyncio.FIRST_COMPLETED

@@ -194,7 +194,7 @@ class HeldSearch:
 
 @asynccontextmanager
 async def serving(tmp_path: Path) -> AsyncIterator[tuple[Server, RawClient]]:
-    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0"))
+    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0", open_admin=True))
     await server.start()
     try:
         async with RawClient(server.address) as client:

@@ -235,7 +235,7 @@ async def test_who_waits_for_room_learns_that_the_bucket_was_dropped(tmp_path: P
     hold = tmp_path / "hold"
     hold.touch()
     failpoints.arm(f"flush.before_commit=hold:{hold}")
-    config = ServerConfig(tmp_path / "data", "127.0.0.1:0", tail_bytes=100_000)
+    config = ServerConfig(tmp_path / "data", "127.0.0.1:0", tail_bytes=100_000, open_admin=True)
     async with (
         serving(config) as server,
         RawClient(server.address) as raw,
@@ -268,7 +268,7 @@ async def test_a_drop_that_failed_keeps_the_name_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
-        serving(ServerConfig(tmp_path / "data", "127.0.0.1:0")) as server,
+        serving(ServerConfig(tmp_path / "data", "127.0.0.1:0", open_admin=True)) as server,
         AsyncClient(server.address) as client,
     ):
 

@@ -222,7 +222,7 @@ async def test_more_consumers_than_are_kept_go_on_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("upr.engine.consumers.CONSUMERS_MAX", 1)
-    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0"))
+    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0", open_admin=True))
     await server.start()
     async with RawClient(server.address) as client:
         await fill(client, 10)
@@ -268,7 +268,7 @@ async def test_more_consumers_than_go_into_one_message_are_listed_in_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consumer_methods, "LIST_BYTES", 300)
-    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0"))
+    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0", open_admin=True))
     await server.start()
     names = [f"consumer-{i:03}" for i in range(40)]
     try:
@@ -319,7 +319,7 @@ async def test_a_consumer_that_nobody_uses_is_forgotten_after_a_time(
 async def test_a_consumer_that_cannot_be_removed_is_told_without_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0"))
+    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0", open_admin=True))
     await server.start()
 
     def fail(_: object) -> None:

@@ -23,6 +23,7 @@ from tools.bench.gets import measure_gets
 from tools.bench.live import measure_live
 from tools.bench.merging import measure_merging
 from tools.bench.resuming import measure_resuming
+from tools.bench.secure import measure_secure
 from tools.bench.singles import measure_singles
 from upr_client import AsyncClient
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
@@ -177,7 +178,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument(
         "--only",
-        choices=("ingest", "singles", "reading", "get", "resume", "latency", "live", "merging"),
+        choices=(
+            *("ingest", "singles", "reading", "get", "resume", "latency", "live", "merging"),
+            "secure",
+        ),
         help="a part of it",
     )
     options = parser.parse_args()
@@ -192,6 +196,7 @@ def main() -> int:
         "latency": measure_latency,
         "live": measure_live,
         "merging": measure_merging,
+        "secure": lambda: measure_secure(rows),
     }
     figures: list[Figure] = []
     for name, part in parts.items():

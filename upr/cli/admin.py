@@ -7,6 +7,7 @@ import click
 
 from upr import __version__
 from upr.cli.admin_commands.accept_loss import accept_loss
+from upr.cli.admin_commands.access import context, token
 from upr.cli.admin_commands.bucket import bucket
 from upr.cli.admin_commands.check import check
 from upr.cli.admin_commands.consumers import consumers
@@ -105,11 +106,13 @@ main.add_command(accept_loss)
 main.add_command(bucket)
 main.add_command(check)
 main.add_command(consumers)
+main.add_command(context)
 main.add_command(cut)
 main.add_command(purge)
 main.add_command(restore_copy)
 main.add_command(status)
 main.add_command(storage)
+main.add_command(token)
 main.add_command(promote)
 main.add_command(takeover)
 main.add_command(topology)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, FiniteRange, server_options
+from upr_cli_kit.options import PARTITION_SET, FiniteRange, open_client, server_options
 from upr_cli_kit.output import note, verbose_option
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def follow(
     With --position the file moves past a line only after it was written to stdout.
     """
     from upr.cli.jsonl import batch_lines, rollback_line
-    from upr_client import Client, Only, Rollback, Tuning
+    from upr_client import Only, Rollback, Tuning
 
-    with Client(target) as client:
+    with open_client(target) as client:
         followed = client.bucket(bucket)
         # A server that was never there is a wrong address; one that goes away later is waited for.
         client.admin.partitions(followed, [0])

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from upr_cli_kit.options import FiniteRange, server_options
+from upr_cli_kit.options import FiniteRange, open_client, server_options
 from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -83,8 +83,6 @@ class Loader:
 def _loader(
     target: str, bucket: str, durability: Durability, retry_seconds: float | None
 ) -> Iterator[Loader]:
-    from upr_client import Client
-
     log = logging.getLogger("upr_client")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("upr-cat: %(message)s"))
@@ -92,7 +90,7 @@ def _loader(
     # The writer says at this level that it lost the server and tries again.
     log.setLevel(logging.INFO)
     try:
-        with Client(target, retry_seconds=retry_seconds) as client:
+        with open_client(target, retry_seconds=retry_seconds) as client:
             written = client.bucket(bucket)
             # A server that was never there is a wrong address; one that goes away later is waited for.
             client.admin.partitions(written, [0])

@@ -74,7 +74,30 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 @click.option(
     "--insecure",
     is_flag=True,
-    help="Allow an address that is not loopback, though nothing is encrypted and anyone may write.",
+    help="Allow an address that is not loopback without TLS and identities: anyone may write.",
+)
+@click.option(
+    "--tls-cert",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="PEM file of the server's certificate, with those between it and its authority. Read again when it changes.",
+)
+@click.option(
+    "--tls-key", type=click.Path(dir_okay=False, path_type=Path), help="PEM file of its key."
+)
+@click.option(
+    "--tls-client-ca",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="PEM file of authorities: every client must show a certificate of one of them.",
+)
+@click.option(
+    "--tokens",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of identities with their roles, as 'upr-admin token' writes it. Read again when it changes.",
+)
+@click.option(
+    "--open-admin",
+    is_flag=True,
+    help="Without identities, let anyone who can connect drop a bucket, and forget or reset a consumer.",
 )
 @click.option(
     "--tail-bytes",
@@ -148,6 +171,16 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     help="As a replica, do not register with the upstream: hold nothing up there, and count for nothing.",
 )
 @click.option(
+    "--peer-ca",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="PEM file of the authorities of the other servers of the set: they are called with TLS, with --tls-cert.",
+)
+@click.option(
+    "--peer-token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of the token that is shown to the other servers of the set; it needs the role replicate there.",
+)
+@click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
     default=None,
@@ -169,6 +202,11 @@ def main(
     listen: str,
     ready_file: Path | None,
     insecure: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    tokens: Path | None,
+    open_admin: bool,
     tail_bytes: int,
     max_value_bytes: int,
     flush_seconds: float,
@@ -181,6 +219,8 @@ def main(
     clock_jump: float,
     replicate_from: str | None,
     anonymous: bool,
+    peer_ca: Path | None,
+    peer_token_file: Path | None,
     log_format: str | None,
 ) -> int:
     """Run a server on a data directory, until SIGTERM or Ctrl-C.
@@ -213,5 +253,12 @@ def main(
         clock_jump_seconds=clock_jump,
         replicate_from=tuple(map(str.strip, replicate_from.split(","))) if replicate_from else (),
         anonymous=anonymous,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        tokens=tokens,
+        open_admin=open_admin,
+        peer_ca=peer_ca,
+        peer_token=peer_token_file,
     )
     return asyncio.run(serve(config, ReplicaMethods))

@@ -11,12 +11,13 @@ from typing import Any
 import grpc
 import numpy as np
 
+from upr.replica.links import Links
 from upr.service.buckets.catalog import Catalog
 from upr.storage.standing import Stored
 from upr_protocol.errors import ProtocolError, UprError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.ownership import HELD, Held, Outdated, Row, Standing
-from upr_protocol.wire.grpc import CLIENT_OPTIONS, error_from_call
+from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
 from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
 
@@ -83,16 +84,18 @@ class Meeting:
 
     Args:
         address: returns HOST:PORT where this server can be reached.
+        links: opens channels.
 
     Attributes:
         addresses: HOST:PORT by directory, of all servers that are known.
         met: those that answered at the last meeting, by directory.
     """
 
-    def __init__(self, catalog: Catalog, address: Callable[[], str]) -> None:
+    def __init__(self, catalog: Catalog, address: Callable[[], str], links: Links) -> None:
         self._catalog = catalog
         self._address = address
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._links = links
+        self._channels: dict[str, Any] = {}
         self.addresses: dict[str, str] = dict(catalog.standing.addresses)
         self.met: dict[str, Met] = {}
 
@@ -149,8 +152,7 @@ class Meeting:
         """Return the calls of the server at an address."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-            self._channels[address] = channel
+            channel = self._channels[address] = self._links.open(address)
         return ReplicaServiceStub(channel)
 
     async def meet_all(self, standing: Standing) -> None:

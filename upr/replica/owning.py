@@ -17,6 +17,7 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.partitions import DEAD
 from upr.engine.recovery import Undo
+from upr.replica.links import Links
 from upr.replica.meeting import MEET_SECONDS, Meeting
 from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
@@ -109,7 +110,8 @@ class Owning:
         self._catalog = catalog
         self._config = config
         self._address = address
-        self.meeting = Meeting(catalog, address)
+        self._links = Links.of(config)
+        self.meeting = Meeting(catalog, address, self._links)
         self.active = not catalog.replica
         self.waiting = ""
         self._claiming = asyncio.Lock()
@@ -238,7 +240,9 @@ class Owning:
         await self.follow_nobody()
         # What is awaited may have let in a promise or a promotion.
         if targets and self.standing == standing and not (self.active or self._paused):
-            replication = Replication(self._catalog, targets, self._config.anonymous, self._address)
+            replication = Replication(
+                self._catalog, targets, self._config.anonymous, self._address, self._links
+            )
             self._following = asyncio.create_task(replication.run())
             self._followed = wanted
 
@@ -419,7 +423,7 @@ class Owning:
         only: dict[int, list[int]] = {}
         for at in step.partitions.tolist():
             only.setdefault(versions[at // PARTITIONS], []).append(at % PARTITIONS)
-        replication = Replication(self._catalog, (address,), True, self._address, only)
+        replication = Replication(self._catalog, (address,), True, self._address, self._links, only)
         task = asyncio.create_task(replication.run())
         try:
             async with asyncio.timeout(GATHER_SECONDS):

@@ -18,6 +18,7 @@ import grpc
 import lmdb
 
 from upr.engine.recovery import Undo
+from upr.replica.links import Links
 from upr.replica.receiving import Introduction, Receiving, UndoNeededError
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
@@ -33,7 +34,7 @@ from upr_protocol.errors import (
     UprError,
     shown,
 )
-from upr_protocol.wire.grpc import CLIENT_OPTIONS, error_from_call
+from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import admin_service_pb2_grpc, change_stream_service_pb2_grpc
 
@@ -52,6 +53,7 @@ class Replication:
         upstreams: HOST:PORT of each, tried in turn.
         anonymous: whether it is not registered there.
         address: returns HOST:PORT where this server can be reached.
+        links: opens channels.
         only: the partitions that are followed, by bucket version, and no bucket is dropped; None for all.
 
     Raises:
@@ -64,6 +66,7 @@ class Replication:
         upstreams: Sequence[str],
         anonymous: bool,
         address: Callable[[], str],
+        links: Links,
         only: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._catalog = catalog
@@ -71,6 +74,7 @@ class Replication:
         self._upstreams = endpoints_of(upstreams)
         self._anonymous = anonymous
         self._address = address
+        self._links = links
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._told = ""
         self._seen: set[int] = set()
@@ -108,7 +112,7 @@ class Replication:
             UprError: it cannot be reached, or is none for this server.
         """
         self._seen.clear()
-        async with grpc.aio.insecure_channel(upstream, options=CLIENT_OPTIONS) as channel:
+        async with self._links.open(upstream) as channel:
             stub = admin_service_pb2_grpc.AdminServiceStub(channel)
             streams = change_stream_service_pb2_grpc.ChangeStreamServiceStub(channel)
             try:

@@ -15,6 +15,7 @@ from upr.engine.consumers import Consumer, Save
 from upr.engine.groups import Group
 from upr.engine.partitions import DEAD
 from upr.engine.streams import POSITIONS_RESET
+from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.bucket_service import BucketService, Following
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.service.calls import answering, chosen_partitions, loop_micros
@@ -77,6 +78,8 @@ def _damaged_info(damaged: DamagedBucket) -> admin.BucketInfo:
     )
 
 
+_LIST = "/upr.v1.AdminService/ListBuckets"
+_STATUS = "/upr.v1.AdminService/GetStatus"
 LIST_BYTES = 4 * 2**20
 """Size at which an answer takes no further consumer; one takes up to about 300 KiB."""
 
@@ -190,6 +193,7 @@ class Process:
         follow_calls, write_calls: return how many calls are open.
         delays: how late the event loop was.
         clock: the server's.
+        problems: returns what is wrong with the server beside its buckets.
         began: monotonic seconds.
     """
 
@@ -198,6 +202,7 @@ class Process:
     write_calls: Callable[[], int]
     delays: LoopDelays = field(default_factory=LoopDelays)
     clock: Clock = field(default_factory=Clock)
+    problems: Callable[[], list[UprError]] = list
     began: float = field(default_factory=time.monotonic)
 
 
@@ -324,13 +329,18 @@ class AdminMethods:
     async def ListBuckets(
         self, request: admin.ListBucketsRequest, context: Context
     ) -> admin.ListBucketsResponse:
-        """Return all buckets by name, those that could not be opened too."""
-        found = await asyncio.gather(*(_bucket_info(host) for host in self._catalog.hosts))
+        """Return the buckets that the caller may see by name, those that could not be opened too."""
+        permit, roles = PERMIT.get(), RULES[_LIST].roles
+        hosts = [h for h in self._catalog.hosts if permit.may(roles, h.bucket.identity.name)]
+        found = await asyncio.gather(*map(_bucket_info, hosts))
         infos = [info for info in found if info is not None]
-        infos += map(_damaged_info, self._catalog.damaged)
+        infos += [
+            _damaged_info(one) for one in self._catalog.damaged if permit.may(roles, one.name)
+        ]
         return admin.ListBucketsResponse(
             buckets=sorted(infos, key=lambda info: info.name),
-            replica_set=self._catalog.replica_set,
+            # Only to those that see all buckets: a replica drops what is not listed by a server of its set.
+            replica_set=self._catalog.replica_set if permit.replicates else "",
             directory=self._catalog.directory_id,
         )
 
@@ -496,8 +506,10 @@ class AdminMethods:
     ) -> admin.GetStatusResponse:
         """Return the state and resources of the process."""
         anonymous, mapped = memory_bytes()
+        permit, roles = PERMIT.get(), RULES[_STATUS].roles
         buckets = [_bucket_status(host) for host in self._catalog.hosts]
         buckets += map(_damaged_status, self._catalog.damaged)
+        buckets = [one for one in buckets if permit.may(roles, one.name)]
         return admin.GetStatusResponse(
             server_version=__version__,
             server_id=self._process.server_id,
@@ -510,6 +522,7 @@ class AdminMethods:
             loop_delays=_loop_delays(self._process.delays),
             longest_loop_delay_seconds=self._process.delays.longest_ms / 1e3,
             clock=_clock_status(self._process.clock),
+            problems=[problem_of(problem) for problem in self._process.problems()],
         )
 
     @answering

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
+from upr.service.access.rules import PERMIT
 from upr.service.buckets.keepers import micros
 from upr.service.overload.intake import Context, Intake, abort
 from upr_protocol.errors import InvalidArgumentError, UprError
@@ -33,7 +34,7 @@ _Response = TypeVar("_Response")
 
 
 async def read_open(intake: Intake, context: Context, request: Any, kind: str) -> Any:
-    """Return the Open of a streaming call, its first message.
+    """Return the Open of a streaming call, its first message, when the caller may open the call.
 
     It must come soon, because an idle call occupies one of a bounded number of places.
 
@@ -43,11 +44,13 @@ async def read_open(intake: Intake, context: Context, request: Any, kind: str) -
 
     Raises:
         InvalidArgumentError: no message came within OPEN_SECONDS, or another one.
+        PermissionDeniedError: the caller may not open it.
     """
     raw = await intake.receive(context, REQUEST_BYTES_MAX, "an Open")
     first = parsed(request, raw or b"", "an Open")
     if first.WhichOneof("message") != "open":
         raise InvalidArgumentError(f"the first message of a {kind} call is Open")
+    PERMIT.get().check(first.open)
     return first.open
 
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -22,6 +23,8 @@ from grpc_reflection.v1alpha import reflection
 from upr import __version__
 from upr.config import ServerConfig
 from upr.service import logs
+from upr.service.access.files import LOOK_SECONDS, Certificates, Watched
+from upr.service.access.rules import Access
 from upr.service.admin import AdminMethods, Process
 from upr.service.buckets.catalog import Catalog
 from upr.service.change_stream import ChangeStreamMethods
@@ -38,7 +41,7 @@ from upr.service.overload.process import LoopDelays, share_free_memory
 from upr.service.trouble import words_of
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import ListenError, UprError
-from upr_protocol.limits import GET_BYTES_MAX, SAVE_BYTES_MAX
+from upr_protocol.limits import ADMIN_SOCKET, GET_BYTES_MAX, SAVE_BYTES_MAX, SOCKET_PATH_MAX
 from upr_protocol.wire.compression import zstd_available
 from upr_protocol.wire.grpc import SERVER_OPTIONS
 from upr_protocol.wire.v1 import (
@@ -70,7 +73,8 @@ _SERVICES = [module.DESCRIPTOR.services_by_name[name].full_name for module, name
 def check_listen(address: str, *, insecure: bool) -> None:
     """Raise ListenError unless the address is HOST:PORT, and loopback or allowed to be insecure."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    # gRPC takes the others for sockets that are no TCP.
+    if host in ("", "unix", "unix-abstract", "vsock") or not port.isdigit() or int(port) > 65535:
         raise ListenError(
             f"listen address is {address!r}; must be HOST:PORT", hint="for example 127.0.0.1:7711"
         )
@@ -81,9 +85,12 @@ def check_listen(address: str, *, insecure: bool) -> None:
         loopback = False
     if not loopback and not insecure:
         raise ListenError(
-            f"listen address is {address}; must be loopback, because the server has no TLS",
-            hint="give --insecure to listen there without encryption or authentication",
+            f"listen address is {address}; must be loopback without TLS and identities",
+            hint="give --tls-cert and --tls-key, and --tokens or --tls-client-ca; or --insecure to listen there without"
+            " encryption or authentication",
         )
+    if not loopback:
+        log.warning("listening for everybody, without TLS or without identities")
 
 
 def _encode(message: Any) -> bytes:
@@ -158,7 +165,12 @@ class Server:
         self._import_all()
         self._config = config
         self._log_limit = log_limit or logs.EventLimit()
-        check_listen(config.listen, insecure=config.insecure)
+        self._tls: Certificates | None = None
+        if config.encrypted:
+            self._tls = Certificates(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._access = Access(config.tokens, config.tls_client_ca is not None, config.open_admin)
+        if self._tls is None or not self._access.has_identities:
+            check_listen(config.listen, insecure=config.insecure)
         self._directory = DataDirectory(config.data, must_exist=config.require_data)
         try:
             self._clock = ClockKeeper(self._directory, config.clock_jump_seconds)
@@ -186,6 +198,7 @@ class Server:
             lambda: self._writes.open_calls,
             self._delays,
             self._clock.clock,
+            lambda: [one.problem for one in self._watched if one.problem is not None],
         )
         self._admin = AdminMethods(self._catalog, process)
         self._sets = replicate and replicate(self._catalog, config, lambda: self.address)
@@ -195,7 +208,7 @@ class Server:
             self._served.append(((replica_service_pb2, "ReplicaService"), self._sets))
         self._health = Health(_SERVICES, _SERVICES[2:])
         self._grpc = grpc.aio.server(
-            interceptors=[Gate(self._intake, callers, _REQUEST_LIMITS)],
+            interceptors=[Gate(self._intake, callers, _REQUEST_LIMITS, self._access)],
             options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._room())],
         )
         self.address = ""
@@ -223,13 +236,17 @@ class Server:
         """Listen and serve."""
         host = self._config.listen.rpartition(":")[0]
         try:
-            port = self._grpc.add_insecure_port(self._config.listen)
+            if self._tls is None:
+                port = self._grpc.add_insecure_port(self._config.listen)
+            else:
+                port = self._grpc.add_secure_port(self._config.listen, self._tls.credentials())
         except RuntimeError as error:
             raise ListenError(
                 f"{self._config.listen} cannot be listened on: the port is in use, or the address is not this host's",
                 hint="give --listen another port; port 0 picks a free one",
             ) from error
         self.address = f"{host}:{port}"
+        self._listen_for_the_owner()
         self._grpc.add_generic_rpc_handlers(
             tuple(
                 _handlers(module.DESCRIPTOR, name, methods)
@@ -247,6 +264,7 @@ class Server:
             asyncio.create_task(self._intake.watch()),
             asyncio.create_task(garbage.collect_garbage()),
             asyncio.create_task(self._tell_suppressed()),
+            asyncio.create_task(self._watch_files()),
             asyncio.create_task(self._clock.run()),
         ]
         if self._sets is not None:
@@ -262,6 +280,35 @@ class Server:
             "serving", extra={"address": self.address, "version": __version__, "pid": os.getpid()}
         )
         self._log_limit.on = True
+
+    def _listen_for_the_owner(self) -> None:
+        """Listen on a Unix socket in the data directory, where its owner may do everything."""
+        path = os.path.abspath(self._config.data / ADMIN_SOCKET)
+        size, why = len(os.fsencode(path)), "the system refuses it"
+        before = os.umask(0o077)
+        try:
+            if size > SOCKET_PATH_MAX:
+                why = f"its path is {size} bytes; must be at most {SOCKET_PATH_MAX}"
+            elif self._grpc.add_insecure_port(f"unix:{quote(path)}"):
+                return
+        except RuntimeError:
+            pass
+        finally:
+            os.umask(before)
+        log.warning("there is no admin socket", extra={"path": path, "reason": why})
+
+    @property
+    def _watched(self) -> list[Watched[Any]]:
+        tls = None if self._tls is None else self._tls.watched
+        return [one for one in (tls, self._access.watched) if one is not None]
+
+    async def _watch_files(self) -> None:
+        """Read the certificate and the identities again when their files change."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for one in self._watched:
+                if await one.look() and one is self._access.watched:
+                    self._access.identities_changed()
 
     async def _tell_suppressed(self) -> None:
         while True:

@@ -23,7 +23,7 @@ from upr_backup.repository.chain import Chain, Keep, Link
 from upr_backup.repository.documents import Json, Manifest, now_micros, time_text
 from upr_backup.repository.repository import Repository
 from upr_cli_kit import exit_codes
-from upr_cli_kit.options import PARTITION_SET, TARGET, Parsed
+from upr_cli_kit.options import PARTITION_SET, TARGET, Parsed, login, login_options, open_client
 from upr_cli_kit.output import (
     Group,
     Progress,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from upr_backup.engines.engine import Engine
     from upr_backup.rows import Point
     from upr_backup.verify import Comparison
-    from upr_client import Client
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -93,13 +92,6 @@ SPAN = Parsed("span", _span)
 KEY_PREFIX = Parsed("text", _key_prefix)
 
 
-def open_client(target: str) -> "Client":
-    """Return a client that waits for a server that went away, up to a minute."""
-    from upr_client import Client
-
-    return Client(target, retry_seconds=60.0)
-
-
 def keep_options(function: _F) -> _F:
     """Add --keep-last and --keep-within."""
     last = click.option(
@@ -145,6 +137,7 @@ def summary(backup: Manifest | Link) -> Json:
 @click.option(
     "--target", type=TARGET, required=True, envvar="UPR_TARGET", help="HOST:PORT of the server."
 )
+@login_options
 @click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
 @verbose_option
 @click.pass_obj
@@ -183,6 +176,7 @@ def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) ->
 @click.option("--full", is_flag=True, help="Read everything anew.")
 @click.option("--restart", is_flag=True, help="Give up what an unfinished run left.")
 @click.option("--target", type=TARGET, envvar="UPR_TARGET", help="HOST:PORT; else as with init.")
+@login_options
 @click.option(
     "--engine",
     type=click.Choice(["local", "spark"]),
@@ -285,7 +279,17 @@ def _take(
     with open_client(target) as client:
         source = ServerSource(client, repository)
         lock = Lock(repository.storage)
-        run = Run(repository, source, engine, lock, target, say=note, progress=show, **options)
+        run = Run(
+            repository,
+            source,
+            engine,
+            lock,
+            target,
+            login().packed(),
+            say=note,
+            progress=show,
+            **options,
+        )
 
         def once() -> int:
             nonlocal rows_read
@@ -465,6 +469,7 @@ def _partition(manifest: Manifest, partition: int) -> Json:
 @click.option("--full", is_flag=True, help="Read every data file, and check each row.")
 @click.option("--against-server", is_flag=True, help="Compare the newest backup with the server.")
 @click.option("--target", type=TARGET, envvar="UPR_TARGET", help="HOST:PORT; else as with init.")
+@login_options
 @json_option
 @verbose_option
 @click.pass_obj
@@ -558,6 +563,7 @@ _VERIFIED = {
 @click.option(
     "--target", type=TARGET, required=True, envvar="UPR_TARGET", help="HOST:PORT to write to."
 )
+@login_options
 @click.option("--bucket", help="The bucket to write into; else of the name that was backed up.")
 @click.option("--at", type=RESTORE_POINT, help="A backup's ID, or a time: the last one before it.")
 @click.option("--partitions", type=PARTITION_SET, help="Only these, as 0-63,512.")

@@ -1,6 +1,7 @@
 """The client: one connection to a server, or to one of several."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -30,10 +31,10 @@ class AsyncClient:
         connect_timeout: seconds that the server may take to accept a stream.
         request_timeout: seconds that a unary call may take.
         retry_seconds: how long writes are tried again without any progress; None for ever.
-        tls: None for no encryption; True for TLS with gRPC's root certificates; or credentials, as
-            ``grpc.ssl_channel_credentials`` makes them.
-        token: sent with every call as ``authorization: Bearer TOKEN``; or a function that returns the one to send
-            now, which must not block. Without TLS only to loopback addresses and Unix sockets.
+        tls: None for no encryption; True for TLS with gRPC's root certificates; the path of a PEM file with those to
+            trust; or credentials, as ``grpc.ssl_channel_credentials`` makes them.
+        token: sent with every call as ``authorization: Bearer TOKEN``; the path of a file that has it, which is read
+            with each call; or a function that returns the one to send now, which must not block. Without TLS only to loopback addresses and Unix sockets.
         channel: a gRPC channel of your own instead of one to ``target``; it is not closed with the client. It brings
             its own credentials: ``tls`` and ``token`` cannot be given then.
 
@@ -51,7 +52,7 @@ class AsyncClient:
         connect_timeout: float = 10.0,
         request_timeout: float = 10.0,
         retry_seconds: float | None = 60.0,
-        tls: bool | grpc.ChannelCredentials | None = None,
+        tls: bool | Path | grpc.ChannelCredentials | None = None,
         token: Token | None = None,
         channel: Channel | None = None,
     ) -> None:

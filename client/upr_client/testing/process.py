@@ -222,6 +222,8 @@ class ServerProcess:
         command = [sys.executable, "-P", str(_CHILD)]
         options = ["server", "--data", str(self.directory)]
         options += ["--listen", self._target or "127.0.0.1:0", "--ready-file", str(ready)]
+        # Its data is for tests, which drop buckets and forget consumers.
+        open_admin = {"UPR_SERVER_OPEN_ADMIN": "1"}
         pipe, self._pipe = os.pipe()
         try:
             with (self._private() / "server.log").open("ab") as log:
@@ -230,7 +232,12 @@ class ServerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, "PYTHONPATH": _python_path(), **self._environment},
+                    env={
+                        **open_admin,
+                        **os.environ,
+                        "PYTHONPATH": _python_path(),
+                        **self._environment,
+                    },
                     pass_fds=[pipe],
                     # A Ctrl-C at the terminal is for this process, which then ends the server. No session of its
                     # own: so the kernel wakes up and ends a paused one, too, when this process is killed.

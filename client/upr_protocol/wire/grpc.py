@@ -44,6 +44,8 @@ _CODES: dict[str, grpc.StatusCode] = {
     "NO_ROOM": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "STORAGE_FAILED": grpc.StatusCode.FAILED_PRECONDITION,
     "DATA_DAMAGED": grpc.StatusCode.DATA_LOSS,
+    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
+    "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
     "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
     "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
 }
@@ -96,6 +98,10 @@ def error_from_call(error: grpc.RpcError) -> UprError:
         return errors.UnavailableError(words, hint="the server did not answer in time")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.TooManyError(words)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return errors.UnauthenticatedError(words)
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return errors.PermissionDeniedError(words)
     return UprError(words)
 
 

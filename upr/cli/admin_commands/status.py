@@ -57,6 +57,8 @@ def status(client: "Client", as_json: bool) -> None:
     click.echo(f"loop delays       {_delays(found)}")
     for words in _clock(found):
         click.echo(f"clock             {words}")
+    for problem in found.problems:
+        click.echo(f"problem           {problem}")
     click.echo()
     click.echo(columns(_STATUS_COLUMNS, map(_row, found.buckets)))
     following = [_upstream_row(bucket) for bucket in found.buckets if bucket.upstream is not None]
@@ -138,6 +140,7 @@ def _replica_rows(bucket: "BucketStatus") -> Iterator[tuple[object, ...]]:
 def _status_document(found: "ServerStatus") -> dict[str, Any]:
     document = asdict(found)
     document["server_id"] = f"{found.server_id:016x}"
+    document["problems"] = list(map(problem_document, found.problems))
     for bucket, told in zip(found.buckets, document["buckets"], strict=True):
         told["version"] = f"{bucket.version:016x}"
         told["problem"] = problem_document(bucket.problem)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from upr_cli_kit.options import ADDRESS, target_option
+from upr_cli_kit.options import ADDRESS, login_options, open_client, target_option
 from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
 from upr_cli_kit.times import DURATION
 
@@ -30,9 +30,7 @@ _seconds_option = click.option(
 @verbose_option
 def topology(target: str, as_json: bool) -> None:
     """Show who is active, who is counted, and who is behind, as far as the server knows."""
-    from upr_client import Client
-
-    with Client(target) as client:
+    with open_client(target) as client:
         found = client.admin.topology()
     if as_json:
         print_json(asdict(found))
@@ -89,6 +87,7 @@ def promote(force: bool, yes: bool, seconds: float, target: str, as_json: bool) 
 @click.option(
     "--to", "target", type=ADDRESS, required=True, help="HOST:PORT of the server to be active."
 )
+@login_options
 @_seconds_option
 @json_option
 @verbose_option
@@ -103,9 +102,7 @@ def takeover(target: str, seconds: float, as_json: bool) -> None:
 def _promote(
     target: str, seconds: float, as_json: bool, *, force: bool = False, takeover: bool = False
 ) -> None:
-    from upr_client import Client
-
-    with Client(target) as client:
+    with open_client(target) as client:
         done = client.admin.promote(force=force, takeover=takeover, seconds=seconds)
     if as_json:
         document = asdict(done)

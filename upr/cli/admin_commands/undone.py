@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import DirectoryPath, target_option
+from upr_cli_kit.options import DirectoryPath, login, open_client, target_option
 from upr_cli_kit.output import Group, columns, json_option, print_json, verbose_option
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import InvalidArgumentError, UprError
@@ -71,7 +71,6 @@ def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) ->
     A key is looked at right before it is written, not in one step with it. Applying a file once more changes nothing.
     """
     from upr.storage.undone import read_undone
-    from upr_client import Client
     from upr_protocol.partitioning import partition_of
 
     one = read_undone(file)
@@ -87,7 +86,7 @@ def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) ->
     # The server looks for a key in the partition that it computes.
     mine = {key: told for key, told in newest.items() if partition_of(key) == told[0]}
     written = changed = 0
-    with Client(target) as client:
+    with open_client(target) as client:
         bucket = client.bucket(one.bucket)
         left = list(mine)
         while left:
@@ -117,15 +116,23 @@ def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[byte
     """
     import grpc
 
+    from upr_client.endpoints import authorization
     from upr_protocol.wire.grpc import CLIENT_OPTIONS, error_from_call, error_of
     from upr_protocol.wire.v1 import key_value_service_pb2 as kv
     from upr_protocol.wire.v1.key_value_service_pb2_grpc import KeyValueServiceStub
 
     # A replica answers too, with what it has so far.
-    with grpc.insecure_channel(_active_server(target), options=CLIENT_OPTIONS) as channel:
+    active, mine = _active_server(target), login()
+    shown = None if mine.token is None else authorization(mine.token)
+    with (
+        grpc.insecure_channel(active, options=CLIENT_OPTIONS)
+        if mine.credentials is None
+        else grpc.secure_channel(active, mine.credentials, options=CLIENT_OPTIONS)
+    ) as channel:
         try:
             request = kv.GetRequest(bucket=bucket, keys=keys)
-            answers = KeyValueServiceStub(channel).Get(request, timeout=_SECONDS).answers
+            stub = KeyValueServiceStub(channel)
+            answers = stub.Get(request, timeout=_SECONDS, metadata=shown).answers
         except grpc.RpcError as error:
             raise error_from_call(error) from error
     for answer in answers:
@@ -136,11 +143,9 @@ def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[byte
 
 def _active_server(target: str) -> str:
     """Return HOST:PORT of the server that says of itself that it is active."""
-    from upr_client import Client
-
     asked = target
     for _ in range(_HOPS):
-        with Client(asked) as client:
+        with open_client(asked) as client:
             found = client.admin.topology()
         if found.active and "," not in asked:
             return asked

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import grpc
 from google.protobuf.message import DecodeError
 
+from upr.service.access.rules import PERMIT, Access, Permit, ended_error
 from upr.service.overload.callers import BYTES_A_SECOND, CALL_SECONDS, Callers, peer_of, seconds_of
 from upr.service.overload.intake import Context, Intake, abort
 from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
@@ -30,9 +31,13 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
     Args:
         limits: bytes of a request, by the method's last name; REQUEST_BYTES_MAX for the others.
+        access: admits each call before anything of it is read, and again when its request is known.
     """
 
-    def __init__(self, intake: Intake, callers: Callers, limits: Mapping[str, int]) -> None:
+    def __init__(
+        self, intake: Intake, callers: Callers, limits: Mapping[str, int], access: Access
+    ) -> None:
+        self._access = access
         self._intake = intake
         self._callers = callers
         self._limits = limits
@@ -51,10 +56,10 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 return None
             name = details.method.rpartition("/")[2]
             around = self._streaming if handler.request_streaming else self._receiving
-            handler = self._handlers[details.method] = around(name, handler)
+            handler = self._handlers[details.method] = around(name, handler, details.method)
         return handler
 
-    def _receiving(self, name: str, handler: Any) -> Any:
+    def _receiving(self, name: str, handler: Any, method: str) -> Any:
         """Return the handler of a method with one request. It receives the request itself, so gRPC sees a stream."""
         intake, callers = self._intake, self._callers
         limit = self._limits.get(name, REQUEST_BYTES_MAX)
@@ -63,14 +68,15 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
         async def received(_: object, context: Context) -> Any:
             try:
+                permit = self._admitted(method, context)
                 with ExitStack() as opened:
                     if name in _IN_ORDER:
                         connection = context.peer()
                         turn = turns.get(connection) or turns.setdefault(connection, asyncio.Lock())
                         async with turn:
-                            request = await arrived(context, opened)
+                            request = await arrived(context, opened, permit)
                     else:
-                        request = await arrived(context, opened)
+                        request = await arrived(context, opened, permit)
                     answer = await serve(request, context)
                     if not handler.response_streaming and not self._counts(answer, context):
                         # The error is kept while the client does not take it either.
@@ -83,8 +89,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             except UprError as error:
                 await abort(context, error)
 
-        async def arrived(context: Context, opened: ExitStack) -> Any:
-            """Receive, count and charge the request, and return it."""
+        async def arrived(context: Context, opened: ExitStack, permit: Permit) -> Any:
+            """Receive, check, count and charge the request, and return it."""
             raw = await intake.receive(context, limit, name)
             if raw is None:
                 raise InvalidArgumentError(f"a {name} without a request")
@@ -92,6 +98,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 request = handler.request_deserializer(raw)
             except DecodeError:
                 raise InvalidArgumentError(f"{name} of {len(raw)} bytes cannot be parsed") from None
+            permit.check(request)
             size = len(raw)
             # Free the message, which may be large, before a long wait for the turn.
             del raw
@@ -129,7 +136,15 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         context.add_done_callback(taken)  # type: ignore[arg-type]  # (the stubs are wrong)
         return True
 
-    def _streaming(self, name: str, handler: Any) -> Any:
+    def _admitted(
+        self, method: str, context: Context, end: Callable[[], object] | None = None
+    ) -> Permit:
+        """Admit a call, and let its method see the permit."""
+        permit = self._access.admit(method, context, end)
+        PERMIT.set(permit)
+        return permit
+
+    def _streaming(self, name: str, handler: Any, method: str) -> Any:
         """Return the handler of a method with many requests."""
         intake, callers = self._intake, self._callers
         serve = handler.stream_stream
@@ -138,10 +153,19 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
         async def counted(messages: Any, context: Context) -> None:
             peer = peer_of(context.peer())
+            task = asyncio.current_task()
+            assert task is not None
             try:
-                with callers.open(name, peer):
+                permit = self._admitted(method, context, task.cancel)
+                with callers.open(name, peer), self._access.lasting(permit):
                     await callers.pay(peer, 2 * CALL_SECONDS)
-                    await serve(messages, context)
+                    try:
+                        await serve(messages, context)
+                    except asyncio.CancelledError:
+                        if not permit.ended:
+                            raise
+                        task.uncancel()
+                        raise ended_error() from None
             except UprError as error:
                 await abort(context, error)
 

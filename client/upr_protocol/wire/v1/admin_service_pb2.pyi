@@ -169,6 +169,7 @@ class GetStatusResponse(_message.Message):
     LOOP_DELAYS_FIELD_NUMBER: _builtins.int
     LONGEST_LOOP_DELAY_SECONDS_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The server's version, for people."""
     server_id: _builtins.int
@@ -199,6 +200,10 @@ class GetStatusResponse(_message.Message):
     def clock(self) -> Global___ClockStatus:
         """What is to be said of its clock."""
 
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Problem]:
+        """What is wrong with the server beside its buckets: a changed certificate or file of identities that cannot be used."""
+
     def __init__(
         self,
         *,
@@ -213,10 +218,11 @@ class GetStatusResponse(_message.Message):
         loop_delays: _abc.Iterable[Global___LoopDelay] | None = ...,
         longest_loop_delay_seconds: _builtins.float = ...,
         clock: Global___ClockStatus | None = ...,
+        problems: _abc.Iterable[_types_pb2.Problem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "clock", b"clock", "follow_calls", b"follow_calls", "longest_loop_delay_seconds", b"longest_loop_delay_seconds", "loop_delays", b"loop_delays", "mapped_bytes", b"mapped_bytes", "server_id", b"server_id", "server_version", b"server_version", "uptime_seconds", b"uptime_seconds", "write_calls", b"write_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "clock", b"clock", "follow_calls", b"follow_calls", "longest_loop_delay_seconds", b"longest_loop_delay_seconds", "loop_delays", b"loop_delays", "mapped_bytes", b"mapped_bytes", "problems", b"problems", "server_id", b"server_id", "server_version", b"server_version", "uptime_seconds", b"uptime_seconds", "write_calls", b"write_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,83 @@
+"""Contexts: servers and credentials that a person has named, in a file that only they can read.
+
+The file is ``$UPR_CONTEXTS``, else ``upr/contexts.json`` in ``$XDG_CONFIG_HOME`` or ``~/.config``. It has paths of tokens and
+keys, and none of these themselves.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from upr_protocol.errors import UprError
+
+CONTEXT_FIELDS: Final = ("target", "tls", "tls_ca", "tls_cert", "tls_key", "token_file")
+_PATHS: Final = CONTEXT_FIELDS[2:]
+
+
+def contexts_path() -> Path:
+    """Return the path of the file, whether or not it is there."""
+    named = os.environ.get("UPR_CONTEXTS")
+    if named:
+        return Path(named)
+    folder = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(folder) if folder else Path.home() / ".config") / "upr" / "contexts.json"
+
+
+def read_contexts() -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return the name of the current context, "" for none, and all contexts by name.
+
+    Raises:
+        UprError: the file is malformed.
+        OSError: it cannot be read.
+    """
+    path = contexts_path()
+    try:
+        found = json.loads(path.read_text())
+        contexts = {
+            str(name): {key: one[key] for key in CONTEXT_FIELDS if key in one}
+            for name, one in found["contexts"].items()
+        }
+        if not all(isinstance(one["target"], str) for one in contexts.values()):
+            raise TypeError
+        return str(found["current"]), contexts
+    except FileNotFoundError:
+        return "", {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UprError(
+            f"the file of contexts {path} is malformed",
+            reason="CONTEXTS",
+            hint="remove it, and add the contexts again",
+        ) from None
+
+
+def write_contexts(current: str, contexts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the file in one step; only its owner can read it."""
+    path = contexts_path()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    text = json.dumps({"current": current, "contexts": contexts}, indent=2, default=str)
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text + "\n")
+    os.replace(new, path)
+
+
+def chosen(name: str | None) -> dict[str, Any]:
+    """Return the fields of a context by option, of the current one without a name; none where there is no current one.
+
+    Raises:
+        UprError: there is no context of that name.
+    """
+    current, contexts = read_contexts()
+    name = name or current
+    if not name:
+        return {}
+    if name not in contexts:
+        raise UprError(
+            f"there is no context {name!r}",
+            reason="NOT_FOUND",
+            hint="'upr-admin context list' shows them",
+        )
+    return {key: Path(v) if key in _PATHS else v for key, v in contexts[name].items() if v}

@@ -1,0 +1,211 @@
+"""``upr-admin token`` and ``context``, and every command against a server with TLS and identities."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.certificates import make_certificate
+from tests.conftest import StartServer
+from tests.harness import RunningServer, wait_until
+from upr_spark.options import read_connection
+
+TOKEN = "UPR_TOKEN_FILE"
+
+
+class World:
+    """A server with TLS and identities, and a person's environment."""
+
+    def __init__(self, start: StartServer, folder: Path) -> None:
+        self.folder = folder
+        self.certificate = make_certificate(folder)
+        self.ca = folder / "chain.pem"
+        self.identities = folder / "identities"
+        self.contexts = folder / "config" / "contexts.json"
+        self.secrets: list[str] = []
+        self.token("root", "read", "write", "replicate", "admin")
+        options = ["--tls-cert", str(self.ca), "--tls-key", str(folder / "key.pem")]
+        self.server: RunningServer = start("--tokens", str(self.identities), *options)
+        self.target = self.server.target
+
+    def run(
+        self, *arguments: str, status: int = 0, stdin: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command, with no more of the environment than is said; no secret may be in what it prints."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("UPR_")}
+        module = ["upr_backup"] if arguments[0] == "backup" else ["upr.cli", arguments[0]]
+        done = subprocess.run(
+            [sys.executable, "-m", *module, *arguments[1:]],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env={**kept, "UPR_CONTEXTS": str(self.contexts), **environment},
+            cwd=Path(__file__).parents[2],
+        )
+        assert done.returncode == status, (arguments, done.stdout, done.stderr)
+        for secret in self.secrets:
+            assert secret not in done.stdout + done.stderr
+        return done
+
+    def token(self, name: str, *roles: str) -> Path:
+        """Add an identity, and return a file of its token."""
+        chosen = [word for role in roles for word in ("--role", role)]
+        done = self.run("admin", "token", "add", name, *chosen, "--tokens", str(self.identities))
+        token = done.stdout.strip()
+        assert token not in done.stderr
+        assert token not in self.identities.read_text()
+        self.secrets.append(token)
+        path = self.folder / f"{name}.token"
+        path.write_text(token + "\n")
+        return path
+
+
+@pytest.fixture
+def world(server_process: StartServer, tmp_path: Path) -> World:
+    return World(server_process, tmp_path)
+
+
+def test_tokens_are_added_listed_and_revoked(world: World) -> None:
+    tokens = ("--tokens", str(world.identities))
+    world.token("loader", "read:orders", "read:users", "write")
+    certified = ("--role", "read", "--certificate", "indexer.example")
+    assert world.run("admin", "token", "add", "indexer", *certified, *tokens).stdout == ""
+    again = world.run("admin", "token", "add", "loader", "--role", "read", *tokens, status=2)
+    assert "a name occurs twice" in again.stderr
+    listed = world.run("admin", "token", "list", *tokens).stdout.splitlines()
+    assert listed[2].split() == ["loader", "(token)", "read:", "orders,", "users;", "write:", "all"]
+    found = json.loads(world.run("admin", "token", "list", "--json", *tokens).stdout)
+    assert found[1:] == [
+        {"name": "loader", "certificate": None, "read": ["orders", "users"], "write": True},
+        {"name": "indexer", "certificate": "indexer.example", "read": True},
+    ]
+    assert world.identities.stat().st_mode & 0o777 == 0o600
+    with world.identities.open("a") as file:
+        file.write("# by hand\n")
+    world.run("admin", "token", "revoke", "loader", *tokens)
+    assert "loader" not in world.identities.read_text()
+    assert "# by hand" in world.identities.read_text()
+    assert (
+        "there is no identity"
+        in world.run("admin", "token", "revoke", "loader", *tokens, status=3).stderr
+    )
+    for bad in ("reads", "read:", "replicate:orders"):
+        world.run("admin", "token", "add", "bad", "--role", bad, *tokens, status=2)
+    assert '"bad"' not in world.identities.read_text()
+
+
+def test_the_commands_with_tls_and_a_token(world: World) -> None:
+    """By options, by the environment, and refused without."""
+    here = ("--target", world.target)
+    shown = ("--tls-ca", str(world.ca), "--token-file", str(world.folder / "root.token"))
+    by_environment: dict[str, Any] = {
+        "UPR_TARGET": world.target,
+        "UPR_TLS_CA": str(world.ca),
+        TOKEN: str(world.folder / "root.token"),
+    }
+    rows = '{"key": "k", "value": "v"}\n'
+    world.run("cat", "load", "jsonl", "-", *here, *shown, stdin=rows)
+    followed = world.run("cat", "follow", "--until-now", **by_environment).stdout
+    assert json.loads(followed.splitlines()[0])["key"] == "k"
+    world.run("admin", "status", *here, *shown)
+    (token,) = world.secrets
+    world.run("admin", "partitions", "5", *here, "--tls-ca", str(world.ca), UPR_TOKEN=token)
+    world.run("admin", "topology", **by_environment)
+    repository = str(world.folder / "repository")
+    world.run("backup", repository, "init", **by_environment)
+    world.run("backup", repository, "backup", "--processes", "2", *shown)
+    world.run("admin", "bucket", "create", "another", **by_environment)
+    world.run("backup", repository, "restore", "--bucket", "another", *here, *shown)
+    world.run("backup", repository, "verify", "--against-server", *shown)
+    for file in Path(repository).rglob("*"):
+        assert not file.is_file() or token.encode() not in file.read_bytes()
+    refused = world.run("admin", "status", *here, "--tls-ca", str(world.ca), status=4)
+    assert "takes a token" in refused.stderr
+    # Not encrypted, and not trusted.
+    world.run("admin", "status", *here, status=5)
+    world.run("admin", "status", *here, "--tls", *shown[2:], status=5)
+    half = world.run("admin", "status", *here, "--tls-cert", str(world.ca), status=2)
+    assert "certificate and key" in half.stderr
+    assert token not in world.server.log_text()
+
+
+def test_spark_connects_with_tls_and_a_token(world: World) -> None:
+    options = {"endpoint": world.target, "tls": "true", "tls.ca": str(world.ca)}
+    connection = read_connection({**options, "tokenFile": str(world.folder / "root.token")})
+    with connection.open() as client:
+        client.bucket("default").set(b"k", b"v")
+        assert client.bucket("default").get(b"k") == b"v"
+    assert world.secrets[0] not in repr(connection)
+
+
+def test_contexts(world: World) -> None:
+    root = ("--tls-ca", str(world.ca), "--token-file", str(world.folder / "root.token"))
+    reader = world.token("reader", "read")
+    wait_until(lambda: "a changed file is used" in world.server.log_text(), world.server.log_text)
+    world.run("admin", "context", "add", "root", "--target", world.target, *root)
+    own = ("--target", world.target, "--tls-ca", str(world.ca), "--token-stdin")
+    world.run("admin", "context", "add", "reader", *own, stdin=reader.read_text())
+    for file in world.contexts.parent.iterdir():
+        assert file.stat().st_mode & 0o777 == 0o600
+    assert world.secrets[-1] not in world.contexts.read_text()
+    create = ("admin", "bucket", "create")
+    world.run(*create, "a")
+    world.run(*create, "b", "--context", "reader", status=4)
+    world.run(*create, "b", UPR_CONTEXT="reader", status=4)
+    world.run("admin", "context", "use", "reader")
+    world.run(*create, "b", status=4)
+    listed = world.run("admin", "context", "list").stdout.splitlines()
+    assert [line.split()[:2] for line in listed[1:]] == [["*", "reader"], ["root", world.target]]
+    # A token is for the server of its context, and goes to no other.
+    world.run(*create, "b", "--target", world.target, "--tls-ca", str(world.ca), status=4)
+    both = ("--context", "root", "--target", world.target)
+    world.run(*create, "b", *both, status=2)
+    world.run("admin", "context", "remove", "reader")
+    assert [file.name for file in world.contexts.parent.iterdir()] == ["contexts.json"]
+    world.run("admin", "status", "--context", "reader", status=3)
+    world.run("admin", "context", "use", "root")
+    world.run(*create, "b")
+
+
+def test_the_commands_of_the_operators_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The five commands under "Security", as they are printed but for the folder and the port."""
+    guide = (Path(__file__).parents[2] / "upr" / "OPERATORS.md").read_text()
+    block = guide.partition("## Security\n")[2].partition("```\n")[2].partition("```")[0]
+    lines = block.replace("/tmp/", f"{tmp_path}/").splitlines()
+    assert [line.split()[0] for line in lines].count("upr-server") == 1
+    assert len(lines) == 5
+    certificate = make_certificate(tmp_path)
+    (tmp_path / "cert.pem").write_bytes(certificate.chain)
+    monkeypatch.setenv("UPR_CONTEXTS", str(tmp_path / "contexts.json"))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+
+    def run(line: str) -> str:
+        done = subprocess.run(line, shell=True, capture_output=True, text=True)
+        assert done.returncode == 0, (line, done.stderr)
+        return done.stdout
+
+    server: subprocess.Popen[bytes] | None = None
+    ready = tmp_path / "ready"
+    try:
+        for line in lines:
+            if line.startswith("upr-server"):
+                free = f"exec {line} --listen 127.0.0.1:0 --ready-file {ready}"
+                server = subprocess.Popen(free, shell=True, stderr=subprocess.DEVNULL)
+                wait_until(ready.exists, "the server was not ready in time")
+                continue
+            address = ready.read_text().strip() if ready.exists() else ""
+            run(line.replace("127.0.0.1:7711", address))
+        indexer = f"--tls-ca {tmp_path}/cert.pem --token-file {tmp_path}/indexer.token"
+        where = f"--target {ready.read_text().strip()} --bucket orders"
+        assert run(f"upr-cat follow --until-now {where} {indexer}") == ""
+        assert "orders" in run("upr-admin bucket list")
+    finally:
+        if server is not None:
+            server.kill()
+            server.wait()

@@ -1,0 +1,605 @@
+"""Access: identities with roles, TLS, and files that change, against real servers."""
+
+import asyncio
+import contextlib
+import os
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from tests.client.certificates import Certificate, make_certificate
+from tests.conftest import StartServer
+from tests.harness import RunningServer, poll, wait_until
+from upr.service.access.identities import add_identity, revoke_identity
+from upr.service.access.rules import RULES, Scope
+from upr_client import AsyncClient, Client
+from upr_client.errors import (
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UprError,
+)
+from upr_protocol.wire.grpc import error_from_call
+from upr_protocol.wire.v1 import (
+    admin_service_pb2,
+    change_stream_service_pb2,
+    key_value_service_pb2,
+    replica_service_pb2,
+)
+from upr_protocol.wire.v1.admin_service_pb2_grpc import AdminServiceStub
+
+CLOSED = {"UPR_SERVER_OPEN_ADMIN": "0"}
+SERVICE = "upr.v1.ChangeStreamService"
+POOL = descriptor_pool.Default()
+OURS = (
+    admin_service_pb2,
+    change_stream_service_pb2,
+    key_value_service_pb2,
+    replica_service_pb2,
+)
+Roles = dict[str, set[str] | None]
+
+
+class Guarded:
+    """A server with identities, and their file."""
+
+    def __init__(self, start: StartServer, folder: Path, *options: str) -> None:
+        self.file = folder / "identities"
+        self.owner = self.add("root", dict.fromkeys(("read", "write", "replicate", "admin")))
+        self.server: RunningServer = start("--tokens", str(self.file), *options, environment=CLOSED)
+        self.target = self.server.target
+
+    def add(self, name: str, roles: Roles, certificate: str = "") -> str:
+        return add_identity(self.file, name, roles, certificate)
+
+    def taken(self) -> int:
+        """How often the server has taken the file anew."""
+        return self.server.log_text().count("a changed file is used")
+
+    def changed(self, change: Callable[[], Any]) -> Any:
+        """Change the file, and wait until the server has it."""
+        before = self.taken()
+        found = change()
+        wait_until(lambda: self.taken() > before, self.server.log_text)
+        return found
+
+
+@pytest.fixture
+def guarded(server_process: StartServer, tmp_path: Path) -> Guarded:
+    return Guarded(server_process, tmp_path)
+
+
+def metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+def request_of(method: Any, fields: dict[str, Any]) -> Any:
+    """The request of a method, or the Open of a call with many, with some fields."""
+    request = GetMessageClass(method.input_type)()
+    message = request.open if method.client_streaming and hasattr(request, "open") else request
+    for name, value in fields.items():
+        setattr(message, name, value)
+    if message is not request:
+        message.SetInParent()
+    return request
+
+
+async def ask(channel: Any, method: Any, request: Any, token: str) -> UprError | None:
+    """Call a method, and return the error that it is refused with."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    kinds = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, True): channel.stream_stream,
+    }
+    kind = kinds[method.client_streaming, method.server_streaming]
+    called = kind(
+        path,
+        request_serializer=type(request).SerializeToString,
+        response_deserializer=GetMessageClass(method.output_type).FromString,
+    )
+    try:
+        if method.client_streaming:
+            call = called(metadata=metadata(token), timeout=30)
+            # A call that is refused at its beginning may be over before anything is written.
+            with contextlib.suppress(asyncio.InvalidStateError):
+                await call.write(request)
+            await call.read()
+            call.cancel()
+        elif method.server_streaming:
+            call = called(request, metadata=metadata(token), timeout=30)
+            await call.read()
+            call.cancel()
+        else:
+            await called(request, metadata=metadata(token), timeout=30)
+    except grpc.aio.AioRpcError as error:
+        return error_from_call(error)
+    return None
+
+
+async def served(target: str, token: str) -> list[Any]:
+    """The methods of all services that the server tells by reflection."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async with grpc.aio.insecure_channel(target) as channel:
+        listing = channel.stream_stream(
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        call = listing(iter([request]), metadata=metadata(token))
+        answers = [answer async for answer in call]
+    names = [one.name for one in answers[0].list_services_response.service]
+    # Of the server's own service for sets reflection says nothing.
+    names.append("upr.v1.ReplicaService")
+    return [m for name in sorted(set(names)) for m in POOL.FindServiceByName(name).methods]
+
+
+@pytest.mark.asyncio
+async def test_every_method_has_a_rule_and_none_but_health_is_open(guarded: Guarded) -> None:
+    methods = await served(guarded.target, guarded.owner)
+    paths = {f"/{m.containing_service.full_name}/{m.name}" for m in methods}
+    assert paths == set(RULES)
+    for module in OURS:
+        for service in module.DESCRIPTOR.services_by_name.values():
+            assert {f"/{service.full_name}/{m.name}" for m in service.methods} <= paths
+    async with grpc.aio.insecure_channel(guarded.target) as channel:
+        for method in methods:
+            if method.full_name in ("grpc.health.v1.Health.Check", "grpc.health.v1.Health.Watch"):
+                assert await ask(channel, method, health_pb2.HealthCheckRequest(), "") is None
+                for name in ("bucket/default", "bucket/none"):
+                    request = health_pb2.HealthCheckRequest(service=name)
+                    error = await ask(channel, method, request, "")
+                    assert isinstance(error, UnauthenticatedError), method.full_name
+                continue
+            for token in ("", "upr_made-up"):
+                error = await ask(channel, method, request_of(method, {}), token)
+                assert isinstance(error, UnauthenticatedError), method.full_name
+                assert not error.retriable
+                assert "made-up" not in str(error)
+    assert "made-up" not in guarded.server.log_text()
+
+
+@pytest.mark.asyncio
+async def test_another_bucket_cannot_be_used_or_guessed_at(guarded: Guarded) -> None:
+    """Whether there is such a bucket or not, the refusal is the same to the letter."""
+    roles: Roles = {"read": {"mine"}, "write": {"mine"}, "admin": {"mine"}}
+    token = guarded.changed(lambda: guarded.add("one", roles))
+    with Client(guarded.target, token=guarded.owner) as owner:
+        for name in ("mine", "theirs"):
+            owner.admin.create_bucket(name)
+    checked = 0
+    async with grpc.aio.insecure_channel(guarded.target) as channel:
+        for method in await served(guarded.target, guarded.owner):
+            rule = RULES[f"/{method.containing_service.full_name}/{method.name}"]
+            if rule.scope is not Scope.BUCKET:
+                continue
+            words = []
+            for name in ("theirs", "nowhere"):
+                fields = {rule.bucket: f"bucket/{name}" if rule.is_open else name}
+                error = await ask(channel, method, request_of(method, fields), token)
+                assert isinstance(error, PermissionDeniedError), method.full_name
+                words.append((str(error), error.reason, error.retriable))
+            assert words[0] == words[1], method.full_name
+            checked += 1
+    assert checked >= 20
+    with Client(guarded.target, token=token) as client:
+        assert [info.name for info in client.admin.buckets()] == ["mine"]
+        assert [info.name for info in client.admin.status().buckets] == ["mine"]
+        client.bucket("mine").set(b"k", b"v")
+        assert client.bucket("mine").get(b"k") == b"v"
+        # The whole server is not its own.
+        with pytest.raises(PermissionDeniedError):
+            client.admin.promote(force=True)
+        client.admin.drop_bucket("mine")
+
+
+def test_a_role_is_no_other_role(guarded: Guarded) -> None:
+    made = {role: guarded.add(role, {role: None}) for role in ("read", "write", "admin")}
+    made["replicate"] = guarded.changed(lambda: guarded.add("replicate", {"replicate": None}))
+    actions: dict[str, Callable[[Client], Any]] = {
+        "set": lambda client: client.bucket().set(b"k", b"v"),
+        "get": lambda client: client.bucket().get(b"k"),
+        "list": lambda client: client.admin.buckets(),
+        "quota": lambda client: client.admin.set_bucket_quota("default", 10**9),
+        "storage": lambda client: client.admin.storage("default"),
+    }
+    allowed: dict[str, list[str]] = {}
+    for role, token in made.items():
+        with Client(guarded.target, token=token) as client:
+            for name, action in actions.items():
+                with contextlib.suppress(PermissionDeniedError):
+                    action(client)
+                    allowed.setdefault(role, []).append(name)
+    assert allowed == {
+        "read": ["get", "list", "storage"],
+        "write": ["set"],
+        "admin": ["list", "quota", "storage"],
+        "replicate": ["list"],
+    }
+
+
+@pytest.mark.asyncio
+async def test_a_reader_is_no_replica(guarded: Guarded) -> None:
+    reader = guarded.add("reader", {"read": None})
+    replica = guarded.changed(lambda: guarded.add("replica", {"replicate": None}))
+    kinds = change_stream_service_pb2.FollowKind
+    (follow,) = [m for m in POOL.FindServiceByName(SERVICE).methods if m.name == "Follow"]
+    async with grpc.aio.insecure_channel(guarded.target) as channel:
+        for token, kind, refused in (
+            (reader, kinds.FOLLOW_KIND_REPLICA, True),
+            (reader, kinds.FOLLOW_KIND_ANONYMOUS_REPLICA, True),
+            (reader, kinds.FOLLOW_KIND_CONSUMER, False),
+            (replica, kinds.FOLLOW_KIND_CONSUMER, True),
+        ):
+            opening = request_of(follow, {"bucket": "default", "kind": kind})
+            error = await ask(channel, follow, opening, token)
+            assert isinstance(error, PermissionDeniedError) == refused, (token, kind)
+    with Client(guarded.target, token=reader) as client:
+        # What a server needs to be a replica is not told: it would drop what it is not shown.
+        assert client.admin.topology().replica_set
+        listed = await listed_set(guarded.target, reader)
+        assert listed == ""
+    assert await listed_set(guarded.target, replica) != ""
+
+
+async def listed_set(target: str, token: str) -> str:
+    """The set of servers that the list of buckets names."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub: Any = AdminServiceStub(channel)
+        request = admin_service_pb2.ListBucketsRequest()
+        return str((await stub.ListBuckets(request, metadata=metadata(token))).replica_set)
+
+
+@pytest.mark.asyncio
+async def test_streams_of_a_revoked_identity_end(guarded: Guarded) -> None:
+    token = guarded.changed(lambda: guarded.add("reader", {"read": None}))
+    ended = {}
+    async with (
+        AsyncClient(guarded.target, token=guarded.owner) as owner,
+        AsyncClient(guarded.target, token=token) as client,
+    ):
+        await owner.bucket().set(b"k", b"v")
+
+        async def follow(who: AsyncClient) -> None:
+            async with who.bucket().changes() as changes:
+                with pytest.raises(UnauthenticatedError) as refused:
+                    async for _ in changes.batches():
+                        pass
+                ended[who] = refused.value
+
+        task = asyncio.create_task(follow(client))
+        staying = asyncio.create_task(follow(owner))
+        await poll(owner.admin.status, lambda found: found.follow_calls == 2)
+        revoke_identity(guarded.file, "reader")
+        await task
+        assert client in ended
+        # Others are left alone.
+        assert (await owner.admin.status()).follow_calls == 1
+        staying.cancel()
+        await asyncio.gather(staying, return_exceptions=True)
+
+
+def test_a_broken_file_changes_nothing_and_is_told_once(guarded: Guarded) -> None:
+    text = guarded.file.read_text()
+    log = guarded.server.log_text
+    with Client(guarded.target, token=guarded.owner) as client:
+        assert client.admin.status().problems == ()
+        for broken in ('{"name": "half', text + '{"name": "x", "token": "upr_secret"}\n'):
+            guarded.file.write_text(broken)
+            wait_until(lambda: client.admin.status().problems, log)
+        (problem,) = client.admin.status().problems
+        assert problem.reason == "IDENTITIES"
+        assert "upr_secret" not in str(problem)
+        guarded.file.write_text(text)
+        wait_until(lambda: not client.admin.status().problems, log)
+    assert log().count("cannot be used") == 1
+    assert "upr_secret" not in log()
+
+
+def files_of(certificate: Certificate, folder: Path, name: str) -> tuple[Path, Path]:
+    """Put a certificate and its key into files."""
+    chain, key = folder / f"{name}.pem", folder / f"{name}.key"
+    chain.write_bytes(certificate.chain)
+    key.write_bytes(certificate.key)
+    return chain, key
+
+
+@contextlib.asynccontextmanager
+async def load(target: str, **options: Any) -> AsyncIterator[list[int]]:
+    """Write without a pause, one client that stays and new ones; each write must be acknowledged."""
+    counts = [0, 0]
+    stop = asyncio.Event()
+
+    async def staying() -> None:
+        async with AsyncClient(target, **options) as client:
+            bucket = client.bucket()
+            while not stop.is_set():
+                await bucket.set(b"staying %d" % (counts[0] % 1000), b"v")
+                counts[0] += 1
+
+    async def coming() -> None:
+        while not stop.is_set():
+            async with AsyncClient(target, **options) as client:
+                await client.bucket().set(b"new %d" % (counts[1] % 1000), b"v")
+                counts[1] += 1
+
+    tasks = [asyncio.create_task(staying()), asyncio.create_task(coming())]
+    try:
+        yield counts
+    finally:
+        stop.set()
+        await asyncio.gather(*tasks)
+
+
+@pytest.mark.asyncio
+async def test_certificates_and_tokens_change_under_load(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    first = make_certificate(tmp_path, "first")
+    second = make_certificate(tmp_path, "second")
+    chain, key = files_of(first, tmp_path, "server")
+    guarded = Guarded(server_process, tmp_path, "--tls-cert", str(chain), "--tls-key", str(key))
+    trusted, shown = tmp_path / "trusted.pem", tmp_path / "token"
+    trusted.write_bytes(first.chain + second.chain)
+    shown.write_text(guarded.owner + "\n")
+    host, _, port = guarded.target.rpartition(":")
+
+    def presented() -> bytes:
+        return ssl.get_server_certificate((host, int(port))).encode()
+
+    async def more(counts: list[int]) -> None:
+        before = list(counts)
+        await poll(
+            lambda: asyncio.sleep(0, [c - b for c, b in zip(counts, before, strict=True)]), min
+        )
+
+    async with load(guarded.target, tls=trusted, token=shown) as counts:
+        await more(counts)
+        assert await asyncio.to_thread(presented) == first.chain
+        # The certificate alone does not go with the key.
+        chain.write_bytes(second.chain)
+        await poll(
+            lambda: asyncio.sleep(0, guarded.server.log_text()), lambda log: "cannot be used" in log
+        )
+        await more(counts)
+        assert await asyncio.to_thread(presented) == first.chain
+        async with AsyncClient(guarded.target, tls=trusted, token=shown) as client:
+            (problem,) = (await client.admin.status()).problems
+            assert "certificate" in problem.message
+            key.write_bytes(second.key)
+            await poll(lambda: asyncio.to_thread(presented), lambda found: found == second.chain)
+            await poll(client.admin.status, lambda found: not found.problems)
+        await more(counts)
+        # A new token beside the old one, then without that.
+        roles: Roles = dict.fromkeys(("read", "write", "admin"))
+        token = await asyncio.to_thread(guarded.changed, lambda: guarded.add("next", roles))
+        shown.write_text(token)
+        await more(counts)
+        await asyncio.to_thread(guarded.changed, lambda: revoke_identity(guarded.file, "root"))
+        await more(counts)
+    with (
+        Client(guarded.target, tls=trusted, token=guarded.owner) as revoked,
+        pytest.raises(UnauthenticatedError),
+    ):
+        revoked.bucket().set(b"k", b"v")
+    assert guarded.server.log_text().count("a changed file cannot be used") == 1
+
+
+def test_a_client_certificate_is_an_identity(server_process: StartServer, tmp_path: Path) -> None:
+    server, known = make_certificate(tmp_path, "server"), make_certificate(tmp_path, "indexer")
+    other = make_certificate(tmp_path, "somebody")
+    chain, key = files_of(server, tmp_path, "server")
+    authority = tmp_path / "clients.pem"
+    authority.write_bytes(known.chain + other.chain)
+    guarded = Guarded(
+        server_process,
+        tmp_path,
+        *("--tls-cert", str(chain), "--tls-key", str(key), "--tls-client-ca", str(authority)),
+    )
+    guarded.changed(lambda: guarded.add("indexer of orders", {"read": {"default"}}, "indexer"))
+
+    def client(shown: Certificate | None, token: str | None = None) -> Client:
+        own = (None, None) if shown is None else (shown.key, shown.chain)
+        tls = grpc.ssl_channel_credentials(server.chain, *own)
+        return Client(guarded.target, tls=tls, token=token, request_timeout=5)
+
+    with client(known) as one:
+        assert one.bucket().get(b"k") is None
+        with pytest.raises(PermissionDeniedError, match="indexer of orders"):
+            one.bucket().set(b"k", b"v")
+    with client(other) as one, pytest.raises(UnauthenticatedError):
+        one.bucket().get(b"k")
+    # A token says more than the certificate.
+    with client(other, guarded.owner) as one:
+        one.bucket().set(b"k", b"v")
+    with client(None, guarded.owner) as one, pytest.raises(UprError) as failed:
+        one.bucket().get(b"k")
+    assert failed.value.reason == "UNAVAILABLE"
+
+
+def test_without_identities_only_the_owner_destroys(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process(environment=CLOSED)
+    with Client(server.target) as client:
+        client.admin.create_bucket("b")
+        client.bucket().set(b"k", b"v")
+        refused: list[Callable[[], Any]] = [
+            lambda: client.admin.drop_bucket("b"),
+            lambda: client.admin.forget_consumer("default", "nobody"),
+            lambda: client.admin.reset_consumer("default", "nobody", "now", create=True),
+            lambda: client.admin.promote(force=True),
+        ]
+        for action in refused:
+            with pytest.raises(PermissionDeniedError, match=r"--data|--open-admin"):
+                action()
+    socket = server.data / "admin.sock"
+    assert socket.stat().st_mode & 0o777 == 0o700
+    admin = [sys.executable, "-m", "upr.cli", "admin"]
+    done = subprocess.run(
+        [*admin, "bucket", "drop", "b", "--yes", "--data", str(server.data)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("dropped: b, ")
+    # A killed server leaves the socket, which the next one replaces.
+    server.kill()
+    assert socket.exists()
+    server.start()
+    with Client(f"unix:{socket}") as client:
+        client.admin.drop_bucket("default")
+    assert server.terminate() == 0
+    assert not socket.exists()
+
+
+@pytest.mark.parametrize("name", ["with blanks, commas and 100%", "x" * 100])
+def test_data_directories_with_unusual_paths(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    server = RunningServer(folder, environment=CLOSED).start()
+    try:
+        admin = [sys.executable, "-m", "upr.cli", "admin", "bucket", "drop", "default", "--yes"]
+        done = subprocess.run([*admin, "--data", str(server.data)], capture_output=True, text=True)
+        too_long = len(os.fsencode(server.data / "admin.sock")) > 107
+        assert done.returncode == (5 if too_long else 0), done.stderr
+        assert ("there is no admin socket" in server.log_text()) == too_long
+        if too_long:
+            assert "must be at most 107" in server.log_text()
+            assert "no admin socket" in done.stderr
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"name": "a"}', "neither a token nor"),
+        ('{"name": "a", "certificate": "c", "reads": true}', "other fields"),
+        ('{"name": "a", "certificate": "c", "read": "orders"}', "must be true or a list"),
+        ('{"name": "a", "certificate": "c", "replicate": ["orders"]}', "must be true"),
+        ('{"name": "a", "token_sha256": "upr_abc"}', "64 hex digits"),
+        ('{"name": "a", "certificate": "c"}\n{"name": "a", "certificate": "d"}', "name occurs"),
+        (
+            '{"name": "a", "certificate": "c"}\n{"name": "b", "certificate": "c"}',
+            "certificate occurs",
+        ),
+        ("[1]", "other fields"),
+        ("{", "no JSON"),
+    ],
+)
+def test_a_malformed_file_is_refused_at_the_start(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "identities"
+    file.write_text(f"# who may what\n\n{line}\n")
+    server = RunningServer(tmp_path, "--tokens", str(file))
+    server.launch()
+    assert server.wait() == 2
+    assert words in server.log_text()
+    assert "upr_abc" not in server.log_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["cert"], "must be a certificate with its key"),
+        (["client-ca"], "must be a certificate with its key"),
+        (["cert", "other-key"], "cannot be used"),
+        (["cert", "no-key"], "No such file"),
+        (["cert", "key", "no-client-ca"], "No such file"),
+    ],
+)
+def test_tls_that_cannot_be_is_refused_at_the_start(
+    tmp_path: Path, names: list[str], words: str
+) -> None:
+    (tmp_path / "other").mkdir()
+    make_certificate(tmp_path)
+    make_certificate(tmp_path / "other")
+    paths = {
+        "cert": ("--tls-cert", tmp_path / "chain.pem"),
+        "key": ("--tls-key", tmp_path / "key.pem"),
+        "client-ca": ("--tls-client-ca", tmp_path / "chain.pem"),
+        "other-key": ("--tls-key", tmp_path / "other" / "key.pem"),
+        "no-key": ("--tls-key", tmp_path / "none"),
+        "no-client-ca": ("--tls-client-ca", tmp_path / "none"),
+    }
+    server = RunningServer(tmp_path, *(str(part) for name in names for part in paths[name]))
+    server.launch()
+    assert server.wait() == 2
+    assert words in server.log_text()
+
+
+def test_another_address_needs_tls_and_identities(tmp_path: Path) -> None:
+    make_certificate(tmp_path)
+    add_identity(tmp_path / "identities", "a", {"read": None})
+    tls = ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem")]
+    tokens = ["--tokens", str(tmp_path / "identities")]
+    for options, serves in (
+        (tls, False),
+        (tokens, False),
+        ([*tls, *tokens], True),
+        (["--insecure"], True),
+    ):
+        server = RunningServer(tmp_path, *options)
+        server.target = "0.0.0.0:0"
+        try:
+            if serves:
+                server.start()
+                assert ("--insecure" in options) == ("listening for everybody" in server.log_text())
+                assert server.terminate() == 0
+            else:
+                server.launch()
+                assert server.wait() == 2
+                assert "must be loopback" in server.log_text()
+        finally:
+            server.close()
+            server.log.unlink()
+
+
+def test_a_replica_follows_over_tls_with_a_token(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    certificate = make_certificate(tmp_path)
+    chain, key = files_of(certificate, tmp_path, "server")
+    tls = ["--tls-cert", str(chain), "--tls-key", str(key)]
+    links = ["--peer-ca", str(chain), "--peer-token-file", str(tmp_path / "peer")]
+    (tmp_path / "peer").write_text("not-yet")
+    guarded = Guarded(server_process, tmp_path, *tls, *links)
+    both = ["--tokens", str(guarded.file), *tls, *links]
+    replica = server_process("--replicate-from", guarded.target, *both, environment=CLOSED)
+    options: dict[str, Any] = {"tls": chain, "token": guarded.owner}
+    with (
+        Client(guarded.target, **options) as client,
+        Client(replica.target, **options) as other,
+    ):
+        wait_until(
+            lambda: "takes a token" in replica.log_text() or "unknown" in replica.log_text(),
+            replica.log_text,
+        )
+        client.bucket().set(b"k", b"v")
+        token = guarded.changed(lambda: guarded.add("set", {"replicate": None}))
+        (tmp_path / "peer").write_text(token)
+
+        def in_step() -> bool:
+            found = other.admin.status().buckets
+            return bool(found) and all(b.upstream and b.upstream.in_step for b in found)
+
+        wait_until(in_step, replica.log_text)
+        wait_until(lambda: other.bucket().get(b"k") == b"v", replica.log_text)
+        # They meet both ways: a takeover takes the calls of each to the other.
+        wait_until(
+            lambda: any(m.counted for m in client.admin.topology().members if not m.active),
+            guarded.server.log_text,
+        )
+        assert other.admin.promote(takeover=True).epoch
+    for log in (guarded.server.log_text(), replica.log_text()):
+        assert token not in log
+        assert guarded.owner not in log

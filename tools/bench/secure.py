@@ -1,0 +1,107 @@
+"""Cost of TLS and tokens: ingest, drain and single writes with them and without, in turn, as ratios of medians."""
+
+import asyncio
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from tools.bench.common import VALUE_BYTES, Figure, Row, batches, say, server
+from tools.bench.cpu import server_cpu
+from upr.service.access.identities import add_identity
+from upr_client import AsyncClient
+
+PAIRS: Final = 5
+"""Runs of each kind; the order within a pair changes from one to the next."""
+BATCH: Final = 2000
+CALLS_AT_ONCE: Final = 16
+TASKS: Final = 64
+SINGLES: Final = 10_000
+Found = dict[str, tuple[float, float]]
+"""By measure, rows a second, and CPU microseconds a row of the server."""
+
+
+async def _ingest(client: AsyncClient, rows: list[Row]) -> int:
+    bucket, places = client.bucket(), asyncio.Semaphore(CALLS_AT_ONCE)
+
+    async def write(batch: list[Row]) -> None:
+        async with places:
+            await bucket.write_many(batch)
+
+    await asyncio.gather(*map(write, batches(rows, BATCH)))
+    return len(rows)
+
+
+async def _drain(client: AsyncClient) -> int:
+    rows = 0
+    async with client.bucket().changes(until="now") as changes:
+        async for batch in changes.batches():
+            rows += batch.rows
+    return rows
+
+
+async def _singles(client: AsyncClient) -> int:
+    bucket, value = client.bucket(), b"v" * VALUE_BYTES
+
+    async def write(task: int) -> None:
+        for number in range(SINGLES // TASKS):
+            await bucket.set(b"key-%05d-%06d" % (task, number), value)
+
+    await asyncio.gather(*map(write, range(TASKS)))
+    return SINGLES // TASKS * TASKS
+
+
+async def _run(running: Any, rows: list[Row], login: dict[str, Any]) -> Found:
+    """Measure one server, which is new, over one connection that is open before."""
+    found: Found = {}
+    async with AsyncClient(running.target, **login) as client:
+        await client.bucket().set(b"warm", b"")
+        works: dict[str, Callable[[], Coroutine[Any, Any, int]]] = {
+            "ingest, write_many": lambda: _ingest(client, rows),
+            "drain from the tail to blocks": lambda: _drain(client),
+            f"set, awaited, {TASKS} tasks": lambda: _singles(client),
+        }
+        for name, work in works.items():
+            used, began = server_cpu(running), time.perf_counter()
+            count = await work()
+            taken = time.perf_counter() - began
+            found[name] = count / taken, (server_cpu(running) - used) / count * 1e6
+    return found
+
+
+def measure_secure(rows: list[Row]) -> Iterator[Figure]:
+    """Yield the ratio of each measure with TLS and a token to without; the note has the ratio of the server's CPU."""
+    with tempfile.TemporaryDirectory(prefix="upr-bench-") as name:
+        folder = Path(name)
+        chain, key = folder / "chain.pem", folder / "key.pem"
+        command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+        command += " -subj /CN=upr -addext subjectAltName=IP:127.0.0.1"
+        subprocess.run(
+            [*command.split(), "-keyout", str(key), "-out", str(chain)],
+            check=True,
+            capture_output=True,
+        )
+        token = add_identity(folder / "identities", "bench", {"read": None, "write": None})
+        secure = ["--tls-cert", str(chain), "--tls-key", str(key)]
+        secure += ["--tokens", str(folder / "identities")]
+        login: dict[str, Any] = {"tls": chain, "token": token}
+        kinds: list[tuple[list[str], dict[str, Any]]] = [([], {}), (secure, login)]
+        found: list[list[Found]] = [[], []]
+        for pair in range(PAIRS):
+            for kind in (0, 1) if pair % 2 else (1, 0):
+                options, shown = kinds[kind]
+                with server(*options) as running:
+                    found[kind].append(asyncio.run(_run(running, rows, shown)))
+            say(f"secure: {pair + 1} of {PAIRS} pairs")
+    for measure in found[0][0]:
+        ratios = []
+        for column in (0, 1):
+            plain, encrypted = (
+                statistics.median(one[measure][column] for one in runs) for runs in found
+            )
+            ratios.append(encrypted / plain)
+        note = f"server's CPU a row: {ratios[1]:.2f}"
+        yield Figure(f"TLS and token: {measure}", ratios[0], "ratio", note=note)

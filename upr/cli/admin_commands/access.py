@@ -1,0 +1,234 @@
+"""``upr-admin token`` and ``upr-admin context``: who a server's callers are, and the servers that a person uses."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from upr.service.access.identities import (
+    ROLES,
+    add_identity,
+    read_identities,
+    revoke_identity,
+)
+from upr_cli_kit.contexts import CONTEXT_FIELDS, contexts_path, read_contexts, write_contexts
+from upr_cli_kit.options import TARGET
+from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
+from upr_protocol.errors import UprError
+from upr_protocol.limits import check_name
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_tokens_option = click.option(
+    "--tokens",
+    type=_FILE,
+    required=True,
+    envvar="UPR_SERVER_TOKENS",
+    show_envvar=True,
+    help="The file of identities that the server was given.",
+)
+
+
+def _parse_roles(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, set[str] | None]:
+    """Return the buckets of each role that ``ROLE`` or ``ROLE:BUCKET`` names; None for all."""
+    found: dict[str, set[str] | None] = {}
+    for value in values:
+        role, colon, bucket = value.partition(":")
+        if role not in ROLES:
+            raise click.BadParameter(f"{role!r} is not one of {', '.join(ROLES)}.")
+        if colon and not bucket:
+            raise click.BadParameter(f"{value!r} names no bucket.")
+        if not colon:
+            found[role] = None
+        elif (among := found.setdefault(role, set())) is not None:
+            among.add(bucket)
+    return found
+
+
+@click.group("token")
+@verbose_option
+def token() -> None:
+    """Add, list and revoke the identities of a server's callers."""
+
+
+@token.command("add")
+@click.argument("name")
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    required=True,
+    callback=_parse_roles,
+    metavar="ROLE[:BUCKET]",
+    help="read, write, replicate or admin, for one bucket or for all; give it several times.",
+)
+@click.option(
+    "--certificate",
+    default="",
+    metavar="NAME",
+    help="Known by a client certificate with this common name or alternative name, and not by a token.",
+)
+@_tokens_option
+@verbose_option
+def add(name: str, roles: dict[str, set[str] | None], certificate: str, tokens: Path) -> None:
+    """Add the identity NAME, and print its new token, this once: the file keeps a hash of it.
+
+    A running server takes the file as it is within a second.
+    """
+    made = add_identity(tokens, check_name(name, "identity"), roles, certificate)
+    if made:
+        note(f"the token of {name!r}, which is shown only now:")
+        click.echo(made)
+    else:
+        note(f"added {name!r}, known by its certificate")
+
+
+@token.command("list")
+@_tokens_option
+@json_option
+@verbose_option
+def list_tokens(tokens: Path, as_json: bool) -> None:
+    """Show the identities and their roles."""
+    found = read_identities(tokens).all
+    if as_json:
+        documents = []
+        for one in found:
+            document: dict[str, Any] = {"name": one.name, "certificate": one.certificate or None}
+            for role, among in one.roles.items():
+                document[role] = True if among is None else sorted(among)
+            documents.append(document)
+        print_json(documents)
+        return
+    rows = []
+    for one in found:
+        cells = ["all" if b is None else ", ".join(sorted(b)) for b in one.roles.values()]
+        words = "; ".join(f"{role}: {cell}" for role, cell in zip(one.roles, cells, strict=True))
+        rows.append((one.name, one.certificate or "(token)", words or "-"))
+    click.echo(columns(("name", "known by", "roles"), rows))
+
+
+@token.command("revoke")
+@click.argument("name")
+@_tokens_option
+@verbose_option
+def revoke(name: str, tokens: Path) -> None:
+    """Remove the identity NAME. Its open streams end within a second or so."""
+    if not revoke_identity(tokens, name):
+        raise UprError(
+            f"there is no identity {name!r}",
+            reason="NOT_FOUND",
+            hint="'upr-admin token list' shows them",
+        )
+    note(f"revoked {name!r}")
+
+
+@click.group("context")
+@verbose_option
+def context() -> None:
+    """Keep servers and credentials under names, for yourself.
+
+    A command without --target uses the current context, and with --context NAME that one.
+    """
+
+
+@context.command("add")
+@click.argument("name")
+@click.option("--target", type=TARGET, required=True, help="HOST:PORT of the server.")
+@click.option("--tls", is_flag=True, help="Encrypt, and trust the usual authorities.")
+@click.option("--tls-ca", type=_FILE, help="PEM file of the authorities to trust.")
+@click.option("--tls-cert", type=_FILE, help="PEM file to be known by.")
+@click.option("--tls-key", type=_FILE, help="PEM file of its key.")
+@click.option("--token-file", type=_FILE, help="File of the token.")
+@click.option(
+    "--token-stdin",
+    is_flag=True,
+    help="Read the token from stdin, and keep it in a file of its own.",
+)
+@verbose_option
+def add_context(name: str, token_stdin: bool, **fields: Any) -> None:
+    """Add the context NAME, or replace it. The first one becomes the current one."""
+    check_name(name, "context")
+    current, contexts = read_contexts()
+    if token_stdin:
+        if fields["token_file"] is not None:
+            raise click.UsageError("--token-stdin and --token-file do not go together")
+        fields["token_file"] = _keep_token(name, sys.stdin.readline().strip())
+    contexts[name] = {
+        key: fields[key].absolute() if isinstance(fields[key], Path) else fields[key]
+        for key in CONTEXT_FIELDS
+        if fields[key]
+    }
+    write_contexts(current or name, contexts)
+    note(f"context {name!r}: {fields['target']}")
+
+
+def _keep_token(name: str, text: str) -> Path:
+    """Write a token into a file beside the contexts, which only its owner can read."""
+    if not text:
+        raise click.UsageError("there is no token on stdin")
+    if "/" in name or name.startswith("."):
+        raise click.UsageError("a context with a token of its own needs a name without '/'")
+    path = contexts_path().with_name(f"{name}.token")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text + "\n")
+    return path
+
+
+@context.command("use")
+@click.argument("name")
+@verbose_option
+def use_context(name: str) -> None:
+    """Make NAME the current context."""
+    write_contexts(name, _with(name))
+
+
+@context.command("list")
+@json_option
+@verbose_option
+def list_contexts(as_json: bool) -> None:
+    """Show the contexts; the current one has a star."""
+    current, contexts = read_contexts()
+    if as_json:
+        print_json({"current": current or None, "contexts": contexts})
+        return
+    rows = [
+        (
+            "*" if name == current else " ",
+            name,
+            one["target"],
+            "yes" if one.keys() & {"tls", "tls_ca", "tls_cert"} else "no",
+            one.get("token_file", "-"),
+        )
+        for name, one in sorted(contexts.items())
+    ]
+    click.echo(columns(("", "name", "target", "tls", "token_file"), rows))
+
+
+@context.command("remove")
+@click.argument("name")
+@verbose_option
+def remove_context(name: str) -> None:
+    """Remove the context NAME. A file that --token-stdin made goes with it."""
+    contexts = _with(name)
+    if contexts[name].get("token_file") == str(contexts_path().with_name(f"{name}.token")):
+        contexts_path().with_name(f"{name}.token").unlink(missing_ok=True)
+    del contexts[name]
+    current, _ = read_contexts()
+    write_contexts("" if current == name else current, contexts)
+
+
+def _with(name: str) -> dict[str, dict[str, Any]]:
+    """Return all contexts, with one of a name among them."""
+    _, contexts = read_contexts()
+    if name not in contexts:
+        raise UprError(
+            f"there is no context {name!r}",
+            reason="NOT_FOUND",
+            hint="'upr-admin context list' shows them",
+        )
+    return contexts

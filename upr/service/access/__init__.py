@@ -1,0 +1,1 @@
+"""Access: who calls, and what a caller may do."""

@@ -1,0 +1,147 @@
+"""Files that are read again when they change: identities, and the server's certificate.
+
+What is there now counts until something whole has come. A file that cannot be used is told once in the log, and shown in the
+status until it is mended.
+"""
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+import grpc
+
+from upr_protocol.errors import InvalidArgumentError, UprError
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 0.5
+"""Interval at which files are looked at."""
+_T = TypeVar("_T")
+
+
+class Watched(Generic[_T]):
+    """A value that is made of files.
+
+    Args:
+        what: names it in log and errors.
+        load: makes it; may raise UprError, OSError or ValueError.
+
+    Attributes:
+        value: the newest one that could be made.
+        problem: why the files that are there now cannot be used, if so.
+
+    Raises:
+        UprError: it cannot be made now.
+    """
+
+    def __init__(self, what: str, paths: Sequence[Path], load: Callable[[], _T]) -> None:
+        self._what = what
+        self._paths = paths
+        self._load = load
+        self.problem: UprError | None = None
+        self._seen = self._signature()
+        try:
+            self.value = load()
+        except (UprError, OSError, ValueError) as error:
+            raise self._unusable(error) from error
+
+    def _signature(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Return what changes with the files."""
+        found: list[tuple[int, ...] | None] = []
+        for path in self._paths:
+            try:
+                stat = os.stat(path)
+                found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return tuple(found)
+
+    def _unusable(self, error: Exception) -> UprError:
+        if isinstance(error, UprError):
+            return error
+        # The reason alone: of what is in a key file nothing is shown.
+        words = error.strerror if isinstance(error, OSError) else ""
+        return UprError(
+            f"{self._what} cannot be used: {words or 'malformed'}",
+            reason="FILE_UNUSABLE",
+            hint=f"mend {', '.join(map(str, self._paths))}",
+        )
+
+    async def look(self) -> bool:
+        """Read the files again if they changed; return whether there is a new value."""
+        seen = await asyncio.to_thread(self._signature)
+        if seen == self._seen:
+            return False
+        # As it was before the reading: a file that changes meanwhile is read once more.
+        self._seen = seen
+        try:
+            self.value = await asyncio.to_thread(self._load)
+        except (UprError, OSError, ValueError) as error:
+            told = self.problem is not None
+            self.problem = self._unusable(error)
+            if not told:
+                log.error(
+                    "a changed file cannot be used: what it had counts on",
+                    extra={"file": self._what, "error": str(self.problem)},
+                )
+            return False
+        self.problem = None
+        log.info("a changed file is used", extra={"file": self._what})
+        return True
+
+
+class Certificates:
+    """The server's certificate and key, and the authority of its clients' certificates.
+
+    Args:
+        client_ca: PEM file of the authorities whose certificates every client must show one of; None for none.
+
+    Raises:
+        InvalidArgumentError: a path is given without the one that goes with it.
+        UprError: the files cannot be used.
+    """
+
+    def __init__(self, cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
+        if cert is None or key is None:
+            raise InvalidArgumentError(
+                "--tls-cert, --tls-key and --tls-client-ca are not all that they need; must be a certificate with its key",
+                hint="give --tls-cert and --tls-key, and --tls-client-ca where clients show certificates",
+            )
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        paths = (cert, key, client_ca) if client_ca is not None else (cert, key)
+        self.watched = Watched("the TLS certificate", paths, self._read)
+        self._given: object = self.watched.value
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        """Read the files, and check that gRPC can use them: it says nothing, and refuses every connection, if not."""
+        chain, key = self._cert.read_bytes(), self._key.read_bytes()
+        roots = self._client_ca.read_bytes() if self._client_ca is not None else None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A password, or OpenSSL asks for one at the terminal.
+        context.load_cert_chain(self._cert, self._key, password="")
+        if roots is not None:
+            context.load_verify_locations(cadata=roots.decode("ascii"))
+        if (self._cert.read_bytes(), self._key.read_bytes()) != (chain, key):
+            raise ValueError("the files change")
+        return grpc.ssl_server_certificate_configuration([(key, chain)], roots)
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return what a port is opened with; each new connection gets the newest certificate."""
+        # (The stubs do not know that None means no change.)
+        return grpc.dynamic_ssl_server_credentials(
+            self.watched.value,
+            self._newest,  # type: ignore[arg-type]
+            self._client_ca is not None,
+        )
+
+    def _newest(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return the newest configuration; None if gRPC has it. gRPC asks before each handshake."""
+        newest = self.watched.value
+        if newest is self._given:
+            return None
+        self._given = newest
+        return newest

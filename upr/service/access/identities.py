@@ -1,0 +1,241 @@
+"""Identities: names with roles, and the file of tokens and certificates that has them.
+
+The file has one JSON object a line; empty lines and lines that begin with ``#`` are passed over:
+
+    {"name": "indexer", "token_sha256": "<64 hex digits>", "read": ["orders"], "write": true}
+
+``read``, ``write`` and ``admin`` are each ``true`` for all buckets, those of tomorrow too, or a list of names. ``replicate``
+is ``true`` only: a replica drops buckets that its upstream does not show. No role contains another. ``certificate`` is a
+common name or an alternative name of client certificates that are this identity; an identity may have a token, a
+certificate or both.
+
+There are no roles for key prefixes. Seqnos, snapshot markers, positions and cuts are of whole partitions, and tell of keys
+that such a caller must not see.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.limits import check_name
+
+ROLES: Final = ("read", "write", "replicate", "admin")
+FILE_BYTES_MAX: Final = 4 * 2**20
+"""Largest file of identities."""
+_TOKEN_PREFIX: Final = "upr_"
+_FIELDS: Final = {"name", "token_sha256", "certificate", *ROLES}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A caller, and what it may do.
+
+    Attributes:
+        roles: by role, the buckets that it is for; None for all.
+        digest: SHA-256 of its token, in hex; empty for none.
+        certificate: a name in its certificates; empty for none.
+    """
+
+    name: str
+    roles: Mapping[str, frozenset[str] | None]
+    digest: str = ""
+    certificate: str = ""
+
+    def may(self, roles: Iterable[str], bucket: str) -> bool:
+        """Return whether it has one of the roles for a bucket, whether or not there is such a bucket."""
+        return any(
+            role in self.roles and ((buckets := self.roles[role]) is None or bucket in buckets)
+            for role in roles
+        )
+
+    def may_somewhere(self, roles: Collection[str]) -> bool:
+        """Return whether it has one of the roles for any bucket."""
+        return not self.roles.keys().isdisjoint(roles)
+
+    def may_everywhere(self, roles: Iterable[str]) -> bool:
+        """Return whether it has one of the roles for all buckets."""
+        return any(role in self.roles and self.roles[role] is None for role in roles)
+
+
+def everything(name: str) -> Identity:
+    """Return an identity with all roles for all buckets."""
+    return Identity(name, dict.fromkeys(ROLES))
+
+
+def digest_of(token: str) -> str:
+    """Return the SHA-256 of a token, in hex.
+
+    A token has 256 random bits. Guessing what has this hash is guessing the token, so a slow hash or a salt, which protect
+    words that people choose, would only cost each call time.
+    """
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+class Identities:
+    """The identities of a file, found by token or certificate.
+
+    Raises:
+        UprError: a line is malformed, or two identities share a name, a token or a certificate.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        self.all = [one for line in text.splitlines() if (one := _parsed(line)) is not None]
+        self._by_digest = {one.digest: one for one in self.all if one.digest}
+        self._by_certificate = {one.certificate: one for one in self.all if one.certificate}
+        self._by_name = {one.name: one for one in self.all}
+        if len(self._by_name) < len(self.all):
+            raise _malformed("a name occurs twice; must be unique")
+        if len(self._by_digest) + len(self._by_certificate) < sum(
+            bool(one.digest) + bool(one.certificate) for one in self.all
+        ):
+            raise _malformed("a token or a certificate occurs twice; must be of one identity")
+
+    def named(self, name: str) -> Identity | None:
+        """Return the identity of a name."""
+        return self._by_name.get(name)
+
+    def of_token(self, token: str) -> Identity | None:
+        """Return the identity of a token.
+
+        How long this takes depends on the hash, and tells nothing about a token: nobody can choose tokens by their hash.
+        """
+        return self._by_digest.get(digest_of(token))
+
+    def of_certificate(self, names: Iterable[str]) -> Identity | None:
+        """Return the identity of the first of a certificate's names that has one."""
+        return next((one for n in names if (one := self._by_certificate.get(n)) is not None), None)
+
+
+def _malformed(words: str) -> UprError:
+    return UprError(
+        f"file of identities: {words}",
+        reason="IDENTITIES",
+        hint="'upr-admin token add' and 'revoke' write it",
+    )
+
+
+def _parsed(line: str) -> Identity | None:
+    """Return the identity of a line; None for none."""
+    if not line.strip() or line.lstrip().startswith("#"):
+        return None
+    try:
+        found = json.loads(line)
+        if not isinstance(found, dict) or not found.keys() <= _FIELDS:
+            # Nothing of the line: it may hold a token in the wrong place.
+            raise _malformed(
+                f"a line has other fields; must be some of {', '.join(sorted(_FIELDS))}"
+            )
+        return _identity(found)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, UprError):
+            raise
+        raise _malformed("a line is no JSON object") from None
+
+
+def _identity(found: Mapping[str, Any]) -> Identity:
+    name = found.get("name")
+    if not isinstance(name, str):
+        raise _malformed("a line has no name")
+    try:
+        check_name(name, "identity")
+    except InvalidArgumentError as error:
+        raise _malformed(error.message) from None
+    roles: dict[str, frozenset[str] | None] = {}
+    for role in ROLES:
+        buckets = found.get(role, False)
+        if buckets is True:
+            roles[role] = None
+        elif role == "replicate" and buckets is not False:
+            raise _malformed(
+                f"replicate of {name!r} is for some buckets; must be true, or not there"
+            )
+        elif isinstance(buckets, list) and all(isinstance(one, str) for one in buckets):
+            if buckets:
+                roles[role] = frozenset(buckets)
+        elif buckets is not False:
+            raise _malformed(f"{role} of {name!r} must be true or a list of buckets")
+    digest, certificate = found.get("token_sha256", ""), found.get("certificate", "")
+    if not isinstance(certificate, str):
+        raise _malformed(f"certificate of {name!r} must be a text")
+    is_hash = isinstance(digest, str) and len(digest) == 64
+    if digest != "" and not (is_hash and set(digest) <= set("0123456789abcdef")):
+        raise _malformed(f"token_sha256 of {name!r} must be 64 hex digits")
+    if not digest and not certificate:
+        raise _malformed(f"{name!r} has neither a token nor a certificate")
+    return Identity(name, roles, digest, certificate)
+
+
+def read_identities(path: Path) -> Identities:
+    """Return the identities of a file.
+
+    Raises:
+        UprError: it is malformed, or above FILE_BYTES_MAX.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(FILE_BYTES_MAX + 1)
+    if len(content) > FILE_BYTES_MAX:
+        raise _malformed(f"more than {FILE_BYTES_MAX} bytes; must be at most that")
+    try:
+        return Identities(content.decode())
+    except UnicodeDecodeError:
+        raise _malformed("not UTF-8") from None
+
+
+# Writing, for the commands.
+
+
+def add_identity(
+    path: Path, name: str, roles: Mapping[str, Collection[str] | None], certificate: str = ""
+) -> str:
+    """Add an identity to a file, which is made when it is not there; return its new token.
+
+    Args:
+        roles: as those of ``Identity``.
+        certificate: with one, the identity has no token, and "" is returned.
+
+    Raises:
+        UprError: there is one of that name, or a value is out of its range.
+    """
+    token = "" if certificate else _TOKEN_PREFIX + secrets.token_urlsafe(32)
+    line: dict[str, Any] = {"name": name}
+    line |= {"certificate": certificate} if certificate else {"token_sha256": digest_of(token)}
+    line |= {role: True if among is None else sorted(among) for role, among in roles.items()}
+    text = path.read_text() if path.exists() else ""
+    text += "" if not text or text.endswith("\n") else "\n"
+    _replace(path, text + json.dumps(line) + "\n")
+    return token
+
+
+def revoke_identity(path: Path, name: str) -> bool:
+    """Remove an identity from a file; return whether there was one."""
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    left = [line for line in lines if (one := _parsed(line)) is None or one.name != name]
+    if len(left) == len(lines):
+        return False
+    _replace(path, "".join(left))
+    return True
+
+
+def _replace(path: Path, text: str) -> None:
+    """Check the new content, and put it in place of the file in one step: a server never reads a part."""
+    Identities(text)
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        if path.exists():
+            # A server of another user goes on reading it.
+            found = path.stat()
+            os.fchown(file.fileno(), found.st_uid, found.st_gid)
+            os.fchmod(file.fileno(), found.st_mode & 0o777)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)

@@ -1,0 +1,356 @@
+"""Rules: which role each method takes, and the permit of each call.
+
+The gate asks for a permit before it reads anything of a call, and has the permit check the bucket of the request as soon as it
+is parsed. A call with many requests has it checked with its first one, the Open.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from upr.service.access.files import Watched
+from upr.service.access.identities import (
+    ROLES,
+    Identities,
+    Identity,
+    everything,
+    read_identities,
+)
+from upr_protocol.errors import (
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UprError,
+)
+from upr_protocol.wire.v1 import change_stream_service_pb2 as stream
+
+log = logging.getLogger(__name__)
+
+OWNER: Final = everything("the owner of the data directory")
+ANYONE: Final = everything("anyone")
+_BEARER: Final = "Bearer "
+_HEALTH_BUCKET: Final = "bucket/"
+
+
+class Scope(Enum):
+    """What of the server a method is about."""
+
+    BUCKET = "one bucket"
+    SOME = "what the caller's buckets show of the server"
+    SERVER = "all buckets"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Rule of one method.
+
+    Attributes:
+        roles: any of them is enough.
+        scope: for which buckets it is needed.
+        bucket: the field of the request that names the bucket.
+        needs: returns the roles that a request asks for, where they depend on it.
+        destroys: returns whether a request takes away what nothing brings back.
+        is_open: whether it needs no credentials, unless it names a bucket.
+    """
+
+    roles: frozenset[str]
+    scope: Scope = Scope.BUCKET
+    bucket: str = "bucket"
+    needs: Callable[[Any], frozenset[str]] | None = None
+    destroys: Callable[[Any], bool] = lambda request: False
+    is_open: bool = False
+
+
+def _of(roles: str, **rest: Any) -> Rule:
+    return Rule(frozenset(roles.split()), **rest)
+
+
+def _always(request: Any) -> bool:
+    return True
+
+
+def _follower_roles(opening: Any) -> frozenset[str]:
+    # A replica gets the small tables and the producers' numbers too.
+    kinds = (stream.FOLLOW_KIND_REPLICA, stream.FOLLOW_KIND_ANONYMOUS_REPLICA)
+    return frozenset(("replicate" if opening.kind in kinds else "read",))
+
+
+_ADMIN: Final = "/upr.v1.AdminService/"
+_STREAM: Final = "/upr.v1.ChangeStreamService/"
+_KEYS: Final = "/upr.v1.KeyValueService/"
+_SETS: Final = "/upr.v1.ReplicaService/"
+_HEALTH: Final = _of("read admin", bucket="service", is_open=True)
+RULES: Final[Mapping[str, Rule]] = {
+    f"{_ADMIN}GetPartitions": _of("read write admin"),
+    f"{_ADMIN}GetStatus": _of("read replicate admin", scope=Scope.SOME),
+    f"{_ADMIN}GetStorage": _of("read admin"),
+    f"{_ADMIN}Purge": _of("admin"),
+    f"{_ADMIN}ListConsumers": _of("read admin"),
+    f"{_ADMIN}ForgetConsumer": _of("admin", destroys=_always),
+    f"{_ADMIN}ResetConsumer": _of("admin", destroys=_always),
+    f"{_ADMIN}ListBuckets": _of("read replicate admin", scope=Scope.SOME),
+    f"{_ADMIN}CreateBucket": _of("admin", bucket="name"),
+    f"{_ADMIN}DropBucket": _of("admin", bucket="name", destroys=_always),
+    f"{_ADMIN}SetBucketQuota": _of("admin"),
+    f"{_STREAM}Hello": _of("read"),
+    f"{_STREAM}GetFailoverLog": _of("read admin"),
+    f"{_STREAM}Follow": _of("read replicate", needs=_follower_roles),
+    f"{_STREAM}CreateCut": _of("read"),
+    f"{_STREAM}RenewCut": _of("read"),
+    f"{_STREAM}ReleaseCut": _of("read"),
+    f"{_STREAM}ListCuts": _of("read admin"),
+    f"{_STREAM}LoadPositions": _of("read"),
+    f"{_STREAM}SavePositions": _of("read"),
+    f"{_KEYS}Write": _of("write"),
+    f"{_KEYS}Get": _of("read"),
+    f"{_SETS}GetTopology": _of("read replicate admin", scope=Scope.SOME),
+    f"{_SETS}Promote": _of("admin", scope=Scope.SERVER, destroys=lambda request: request.force),
+    f"{_SETS}Meet": _of("replicate", scope=Scope.SERVER),
+    f"{_SETS}Promise": _of("replicate", scope=Scope.SERVER),
+    "/grpc.health.v1.Health/Check": _HEALTH,
+    "/grpc.health.v1.Health/Watch": _HEALTH,
+    # Its answer has the names of all buckets.
+    "/grpc.health.v1.Health/List": _of("read admin", scope=Scope.SERVER),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _of(
+        " ".join(ROLES), scope=Scope.SOME
+    ),
+}
+
+
+class Permit:
+    """Permit of one call; ``end`` ends the call when its identity has lost what it was admitted by.
+
+    Attributes:
+        ended: whether it was ended so.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        peer: str,
+        rule: Rule,
+        identity: Identity,
+        may_destroy: bool,
+        end: Callable[[], object] | None = None,
+    ) -> None:
+        self.ended = False
+        self._method = method
+        self._peer = peer
+        self._rule = rule
+        self._identity = identity
+        self._may_destroy = may_destroy
+        self._end = end
+        self._checked: tuple[str, Collection[str]] | None = None
+
+    def may(self, roles: Iterable[str], bucket: str) -> bool:
+        """Return whether the caller has one of the roles for a bucket."""
+        return self._identity.may(roles, bucket)
+
+    @property
+    def replicates(self) -> bool:
+        """Whether the caller may be a replica, and so sees all buckets."""
+        return self._identity.may_everywhere(("replicate",))
+
+    def check(self, request: Any) -> None:
+        """Check a request, or the Open of a call with many, which is parsed and nothing more.
+
+        Raises:
+            PermissionDeniedError, UnauthenticatedError: the caller may not ask for this.
+        """
+        rule = self._rule
+        if rule.destroys(request) and not self._may_destroy:
+            raise self._refused(
+                "destroys something, and this server has no identities",
+                "give --data DIR instead of --target, on the server's machine as the owner of its data"
+                " directory; or start the server with --open-admin",
+            )
+        if rule.is_open:
+            name = getattr(request, rule.bucket)
+            if name.startswith(_HEALTH_BUCKET):
+                self._check_bucket(name.removeprefix(_HEALTH_BUCKET), rule.roles)
+        elif rule.scope is Scope.BUCKET:
+            roles = rule.roles if rule.needs is None else rule.needs(request)
+            self._check_bucket(getattr(request, rule.bucket), roles)
+
+    def _check_bucket(self, bucket: str, roles: Collection[str]) -> None:
+        if not self._identity.may(roles, bucket):
+            # The same words whether or not there is such a bucket: the catalog was not looked at.
+            raise self._refused(
+                f"takes the role {' or '.join(sorted(roles))} for this bucket",
+                "'upr-admin token list' shows the roles of each identity",
+            )
+        self._checked = bucket, roles
+
+    def check_beginning(self) -> None:
+        """Check what is known before the request is.
+
+        Raises:
+            PermissionDeniedError: the caller has the role for no bucket; for a method about the server, not for all.
+        """
+        rule, identity = self._rule, self._identity
+        if rule.is_open:
+            return
+        everywhere = rule.scope is Scope.SERVER
+        has = identity.may_everywhere if everywhere else identity.may_somewhere
+        if not has(rule.roles):
+            needed = " or ".join(sorted(rule.roles))
+            raise self._refused(
+                f"takes the role {needed} for {'all buckets' if everywhere else 'a bucket'}",
+                "'upr-admin token list' shows the roles of each identity",
+            )
+
+    def _refused(self, why: str, hint: str) -> PermissionDeniedError | UnauthenticatedError:
+        name = self._method.rpartition("/")[2]
+        error: PermissionDeniedError | UnauthenticatedError
+        if self._identity is NOBODY:
+            error = UnauthenticatedError(f"{name} takes a token or a certificate", hint=_HINT)
+        else:
+            words = f"{name} {why}; the caller is {self._identity.name!r}"
+            error = PermissionDeniedError(words, hint=hint)
+        _tell(self._method, self._peer, error)
+        return error
+
+    def renew(self, identities: Identities) -> None:
+        """Take the identity as it is now, and end the call if that would not be admitted any more."""
+        old = self._identity
+        if old is OWNER or old is NOBODY:
+            return
+        new, checked = identities.named(old.name), self._checked
+        if (
+            new is not None
+            and (new.digest, new.certificate) == (old.digest, old.certificate)
+            and (checked is None or new.may(checked[1], checked[0]))
+        ):
+            self._identity = new
+        elif not self.ended and self._end is not None:
+            self.ended = True
+            self._end()
+
+
+def _tell(method: str, peer: str, error: UprError) -> None:
+    """Log a refusal, without what was shown for credentials."""
+    log.warning("a call is refused", extra={"peer": peer, "method": method, "error": error.message})
+
+
+NOBODY: Final = Identity("nobody", {})
+_HINT: Final = (
+    "give --token-file or UPR_TOKEN_FILE, or token= in the SDK; 'upr-admin token add' makes one"
+)
+_FREE: Final = Permit("", "", _of(""), ANYONE, True)
+PERMIT: ContextVar[Permit] = ContextVar("PERMIT", default=_FREE)
+"""Permit of the call that is served; outside of one everything is allowed."""
+
+
+def ended_error() -> UnavailableError:
+    """Return the error of a call whose permit was ended. A client whose token was replaced opens it again."""
+    return UnavailableError(
+        "the credentials of this call have ended", hint="open it again with those of now"
+    )
+
+
+class Access:
+    """Access to one server: admits calls.
+
+    Args:
+        tokens: the file of identities; None for none.
+        certificates: whether clients have certificates that were verified.
+        open_admin: whether anyone may destroy where there are no identities.
+
+    Raises:
+        UprError, OSError: the file cannot be read.
+    """
+
+    def __init__(
+        self, tokens: Path | None = None, certificates: bool = False, open_admin: bool = False
+    ) -> None:
+        self._identities: Watched[Identities] | None = None
+        if tokens is not None:
+            self._identities = Watched(
+                "the file of identities", (tokens,), lambda: read_identities(tokens)
+            )
+        self._certificates = certificates
+        self._open_admin = open_admin
+        self._long: set[Permit] = set()
+
+    @property
+    def has_identities(self) -> bool:
+        """Whether callers are known."""
+        return self._identities is not None or self._certificates
+
+    @property
+    def watched(self) -> "Watched[Identities] | None":
+        """The file of identities."""
+        return self._identities
+
+    def admit(self, method: str, context: Any, end: Callable[[], object] | None = None) -> Permit:
+        """Return the permit of a call of which nothing was read.
+
+        Args:
+            method: with its service, as gRPC has it.
+            end: ends the call; for calls that last.
+
+        Raises:
+            UnauthenticatedError: it brings no credentials, or unknown ones.
+            PermissionDeniedError: it cannot be allowed whatever it asks for.
+        """
+        rule, peer = RULES.get(method), context.peer()
+        try:
+            identity = self._caller(context, peer)
+            if rule is None:
+                raise PermissionDeniedError(f"{method} has no rule; it is served to nobody")
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            _tell(method, peer, error)
+            raise
+        known = identity is not ANYONE or self._certificates or self._open_admin
+        permit = Permit(method, peer, rule, identity, known, end)
+        permit.check_beginning()
+        return permit
+
+    @contextmanager
+    def lasting(self, permit: Permit) -> Iterator[None]:
+        """Keep a permit up to date with the file of identities while the body runs."""
+        self._long.add(permit)
+        try:
+            yield
+        finally:
+            self._long.discard(permit)
+
+    def identities_changed(self) -> None:
+        """End calls whose identity is not in the file any more, or has lost the role that admitted them."""
+        assert self._identities is not None
+        for permit in list(self._long):
+            permit.renew(self._identities.value)
+
+    def _caller(self, context: Any, peer: str) -> Identity:
+        """Return who calls.
+
+        Raises:
+            UnauthenticatedError: a token was shown that nobody has.
+        """
+        if peer.startswith("unix:"):
+            # No other Unix socket is listened on. Only its owner can connect, who could change the files as well.
+            return OWNER
+        if self._identities is None:
+            return ANYONE
+        identities = self._identities.value
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization":
+                shown = value if isinstance(value, str) else ""
+                found = identities.of_token(shown.removeprefix(_BEARER).strip())
+                if found is None or not shown.startswith(_BEARER):
+                    raise UnauthenticatedError("the token is unknown or was revoked", hint=_HINT)
+                return found
+        if self._certificates:
+            shown_by = context.auth_context()
+            names = [
+                name.decode(errors="replace")
+                for key in ("x509_common_name", "x509_subject_alternative_name")
+                for name in shown_by.get(key, ())
+            ]
+            return identities.of_certificate(names) or NOBODY
+        return NOBODY
