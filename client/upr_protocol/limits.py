@@ -178,6 +178,14 @@ BUCKETS_MAX: Final = 32
 """Buckets of one server: each has a journal, a store and threads of its own."""
 CONNECTIONS_MAX: Final = 2500
 """Connections to one server; fewer where the process may not open as many files."""
+HTTP_CONNECTIONS_MAX: Final = 32
+"""Connections to a server's HTTP port; for another one the oldest is closed that has not sent its request."""
+HTTP_HEAD_BYTES: Final = 8 * 2**10
+"""Largest HTTP request: its line and headers."""
+HTTP_SECONDS: Final = 5.0
+"""Time in which an HTTP request must have come; its answer must have been taken in twice that."""
+METRICS_CONSUMERS: Final = 20
+"""Consumers of a bucket that have metrics of their own: those with the largest lag."""
 
 QUOTA_BYTES_MAX: Final = 2**60
 """The largest quota of a bucket."""

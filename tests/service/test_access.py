@@ -20,6 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from tests.client.certificates import Certificate, make_certificate
 from tests.conftest import StartServer
 from tests.harness import RunningServer, poll, wait_until
+from tests.service.pages import ask as ask_page
+from tests.service.pages import http_of
 from upr.service.access.identities import add_identity, revoke_identity
 from upr.service.access.rules import RULES, Scope
 from upr_client import AsyncClient, Client
@@ -286,6 +288,23 @@ async def test_streams_of_a_revoked_identity_end(guarded: Guarded) -> None:
         assert (await owner.admin.status()).follow_calls == 1
         staying.cancel()
         await asyncio.gather(staying, return_exceptions=True)
+
+
+def test_pages_take_a_role_for_all_buckets(server_process: StartServer, tmp_path: Path) -> None:
+    guarded = Guarded(server_process, tmp_path, "--http", "127.0.0.1:0")
+    some, writer = guarded.add("some", {"read": {"default"}}), guarded.add("w", {"write": None})
+    seen = guarded.changed(lambda: guarded.add("prometheus", {"read": None}))
+    address = http_of(guarded.server)
+    for page in ("/healthz", "/readyz"):
+        assert ask_page(address, page).status == 200
+    for token in ("", "unknown", some, writer):
+        found = ask_page(address, "/metrics", shown=f"Bearer {token}" if token else "")
+        assert (found.status, found.headers["www-authenticate"]) == (401, "Bearer")
+        assert found.body == "refused\n"
+    assert ask_page(address, "/metrics", shown=f"Basic {seen}").status == 401
+    found = ask_page(address, "/metrics", shown=f"Bearer {seen}")
+    assert (found.status, "upr_" in found.body) == (200, True)
+    assert seen not in guarded.server.log_text()
 
 
 def test_a_broken_file_changes_nothing_and_is_told_once(guarded: Guarded) -> None:

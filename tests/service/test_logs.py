@@ -1,12 +1,15 @@
 """The log: what somebody else chose cannot forge a field or a line, nor fill the disk."""
 
+import ast
 import json
 import logging
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import upr
 from tests.conftest import StartServer
 from tests.raw import RawClient
 from upr.service.logs import (
@@ -131,3 +134,23 @@ async def test_clients_cannot_fill_the_log(server_process: StartServer) -> None:
     assert len(whole) < 150
     assert len(whole) + sum(counts) == 200
     assert all(r'consumer="x\u2028y level=critical"' in line for line in whole)
+
+
+def test_the_name_of_an_event_is_constant() -> None:
+    """Who searches the log, or counts its lines, finds an event by its name; what differs is in the fields."""
+    made, levels = [], {"debug", "info", "warning", "error", "critical", "exception"}
+    for file in Path(upr.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            is_log = ast.unparse(node.func.value) == "log" and node.func.attr in levels
+            if is_log and not isinstance(node.args[0], ast.Constant):
+                made.append(f"{file}:{node.lineno}: {ast.unparse(node.args[0])}")
+    assert made == []
+
+
+def test_off_a_terminal_the_log_is_json(server_process: StartServer) -> None:
+    server = server_process()
+    server.terminate()
+    lines = [json.loads(line) for line in server.log_text().splitlines()]
+    assert [line["event"] for line in lines] == ["serving", "stopping", "stopped"]

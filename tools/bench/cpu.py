@@ -1,4 +1,5 @@
-"""CPU of the server, in microseconds a row, beside that of another commit: ``dev.py bench cpu --against REV``.
+"""CPU of the server, in microseconds a row, beside that of another commit (``dev.py bench cpu --against REV``), or scraped
+once a second beside not at all (``--http``).
 
 Wall times on a busy machine mean little; the CPU that a process used moves far less. The two trees run in turn, each
 with its own SDK and wire, so that a drift of the machine's speed meets both.
@@ -9,12 +10,15 @@ import asyncio
 import inspect
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,10 +83,37 @@ async def _drain(target: str) -> int:
     return rows
 
 
-def measure() -> dict[str, float]:
+@contextmanager
+def _scraped() -> Iterator[tuple[str, ...]]:
+    """Scrape a server once a second while the body runs; yield the options that it needs for that."""
+    # The tree that is compared may not have it.
+    from tests.service.pages import ask
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    over = threading.Event()
+
+    def scrape() -> None:
+        while not over.wait(1.0):
+            # Between two servers there is none.
+            with suppress(OSError):
+                ask(address, "/metrics")
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        yield "--http", address
+    finally:
+        over.set()
+        thread.join()
+
+
+def measure(*, scraped: bool = False) -> dict[str, float]:
     """Run each load once on a new server. Return its CPU in microseconds a row, by load."""
     found: dict[str, float] = {}
-    with server() as running:
+    with ExitStack() as opened:
+        options = opened.enter_context(_scraped()) if scraped else ()
+        running = opened.enter_context(server(*options))
         loads = (("ingest", _ingest), ("drain, tail", _drain), ("single set", _singles))
         for name, load in loads:
             began = server_cpu(running)
@@ -108,11 +139,11 @@ def _checkout(revision: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
-def _measure_tree(tree: Path) -> dict[str, float]:
+def _measure_tree(tree: Path, *options: str) -> dict[str, float]:
     """Measure the code of a tree, in a process that imports nothing of this one."""
     path = os.pathsep.join((str(tree), str(tree / "client")))
     done = subprocess.run(
-        [sys.executable, __file__, "--once"],
+        [sys.executable, __file__, "--once", *options],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
@@ -122,20 +153,21 @@ def _measure_tree(tree: Path) -> dict[str, float]:
     return found
 
 
-def compare(revision: str, runs: int) -> dict[str, dict[str, float]]:
-    """Return, by load, the medians of both trees and the median of the ratios of the pairs."""
+def compare(
+    here: Callable[[], dict[str, float]], there: Callable[[], dict[str, float]], runs: int
+) -> dict[str, dict[str, float]]:
+    """Return, by load, the medians of both and the median of the ratios of the pairs."""
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
-    with _checkout(revision) as tree:
-        for run in range(runs):
-            first = _measure_tree(tree) if run % 2 else _measure_tree(ROOT)
-            second = _measure_tree(ROOT) if run % 2 else _measure_tree(tree)
-            pairs.append((second, first) if run % 2 else (first, second))
-            say(f"pair {run + 1} of {runs}: {pairs[-1]}")
+    for run in range(runs):
+        first = there() if run % 2 else here()
+        second = here() if run % 2 else there()
+        pairs.append((second, first) if run % 2 else (first, second))
+        say(f"pair {run + 1} of {runs}: {pairs[-1]}")
     return {
         load: {
-            "here": statistics.median(here[load] for here, _ in pairs),
-            "there": statistics.median(there[load] for _, there in pairs),
-            "ratio": statistics.median(here[load] / there[load] for here, there in pairs),
+            "here": statistics.median(one[load] for one, _ in pairs),
+            "there": statistics.median(other[load] for _, other in pairs),
+            "ratio": statistics.median(one[load] / other[load] for one, other in pairs),
         }
         for load in pairs[0][0]
     }
@@ -145,18 +177,27 @@ def main() -> int:
     """Run what was chosen."""
     reader = argparse.ArgumentParser(prog="tools/dev.py bench cpu", description=__doc__)
     reader.add_argument("--against", default="HEAD~1", help="a commit (default: the one before)")
+    reader.add_argument("--http", action="store_true", help="scraped, against not; this tree alone")
     reader.add_argument("--runs", type=int, default=10, help="pairs of runs (default: 10)")
     reader.add_argument("--json", action="store_true", help="one JSON document")
     reader.add_argument("--once", action="store_true", help="this tree alone, once, as JSON")
     options = reader.parse_args()
     if options.once:
-        print(json.dumps(measure()))
+        print(json.dumps(measure(scraped=options.http)))
         return 0
-    found = compare(options.against, options.runs)
+    with ExitStack() as opened:
+        if options.http:
+            names = ("scraped", "not scraped")
+            here, there = partial(_measure_tree, ROOT, "--http"), partial(_measure_tree, ROOT)
+        else:
+            names = ("here", options.against[:12])
+            tree = opened.enter_context(_checkout(options.against))
+            here, there = partial(_measure_tree, ROOT), partial(_measure_tree, tree)
+        found = compare(here, there, options.runs)
     if options.json:
         print(json.dumps(found, indent=1))
         return 0
-    print(f"{'server CPU, us a row':<24}{'here':>9}{options.against[:12]:>14}{'ratio':>8}")
+    print(f"{'server CPU, us a row':<24}{names[0]:>9}{names[1]:>14}{'ratio':>8}")
     for load, row in found.items():
         print(f"{load:<24}{row['here']:>9.2f}{row['there']:>14.2f}{row['ratio']:>8.3f}")
     return 0

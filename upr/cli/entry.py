@@ -5,7 +5,15 @@ from upr_cli_kit.entry import run
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "server": (
         "server",
-        ("click", "lmdb", "pyarrow", "grpc_health", "grpc_reflection", "zstandard"),
+        (
+            "click",
+            "lmdb",
+            "pyarrow",
+            "grpc_health",
+            "grpc_reflection",
+            "prometheus_client",
+            "zstandard",
+        ),
     ),
     "admin": ("cli", ("click",)),
     "cat": ("cli", ("click",)),

@@ -67,6 +67,11 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     help="HOST:PORT to listen on; port 0 takes a free one.",
 )
 @click.option(
+    "--http",
+    type=ADDRESS,
+    help="HOST:PORT for /metrics (Prometheus), /healthz and /readyz; port 0 takes a free one, which the log tells.",
+)
+@click.option(
     "--ready-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Gets the bound address, when the server is ready.",
@@ -200,6 +205,7 @@ def main(
     require_data: bool,
     data_moved: bool,
     listen: str,
+    http: str | None,
     ready_file: Path | None,
     insecure: bool,
     tls_cert: Path | None,
@@ -238,6 +244,7 @@ def main(
         require_data=require_data,
         data_moved=data_moved,
         listen=listen,
+        http=http or "",
         ready_file=ready_file,
         insecure=insecure,
         log_format=log_format or ("text" if sys.stderr.isatty() else "json"),

@@ -717,7 +717,7 @@ class Follower:
     def _frame_from_store(self) -> FrameOut | None:
         blocks: list[bytes] = []
         tokens: list[int] = []
-        size = 0
+        size = rows = 0
         touched: dict[int, None] = {}
         limit = min(FRAME_BYTES, self.credit.window - self.credit.outstanding)
         while self._ready:
@@ -736,13 +736,16 @@ class Follower:
             blocks.append(block.data)
             tokens.append(token)
             size += block.size
+            rows += int(run["count"])
             self._seqno[partition] = run["end_seqno"]
             self._horizon[partition] = max(self._horizon[partition], run["horizon"])
         for partition in touched:
             if self._token[partition] and not any(item[0] == partition for item in self._ready):
                 self._attach(partition)
         self._end([p for p in touched if self._is_done(p)], FINISHED)
-        return FrameOut(blocks, np.array(tokens, "<u4").tobytes(), size) if blocks else None
+        if not blocks:
+            return None
+        return FrameOut(blocks, np.array(tokens, "<u4").tobytes(), size, rows)
 
     def _is_done(self, partition: int) -> bool:
         """Return whether a stream is at a complete marker at or above its end."""
@@ -793,8 +796,9 @@ class Follower:
             self._reach_beyond(taken.beyond)
         if not selection.blocks:
             return None
+        rows = int(runs["count"].sum())
         return FrameOut(
-            selection.blocks, tokens, selection.size, selection.messages, selection.writes
+            selection.blocks, tokens, selection.size, rows, selection.messages, selection.writes
         )
 
     # Lag

@@ -251,6 +251,7 @@ class FrameOut:
     """Encoded blocks, the token of each run in them, and their bytes, which count against the credit.
 
     Attributes:
+        rows: of all blocks together.
         messages: frames of the same blocks that other followers were sent; a new one may be added.
         writes: for a replica: producers' writes in the blocks, each with the number of its block, from 0.
     """
@@ -258,6 +259,7 @@ class FrameOut:
     blocks: list[bytes]
     tokens: bytes
     size: int
+    rows: int
     messages: Messages = field(default_factory=dict)
     writes: Sequence[tuple[int, NumberedWrite]] = ()
 

@@ -42,6 +42,12 @@ class ReplicaMethods:
         finally:
             await self._owning.meeting.close()
 
+    @property
+    def serves(self) -> bool:
+        """Whether this server is active, or a replica that is in step."""
+        owning, own = self._owning, self._owning.standing.directory
+        return owning.active or (owning.in_step and owning.standing.row.owner != own)
+
     def _check_set(self, replica_set: str) -> None:
         own = self._catalog.replica_set
         if not own or replica_set != own:

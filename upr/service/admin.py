@@ -247,7 +247,7 @@ def _loop_delays(delays: LoopDelays) -> list[admin.LoopDelay]:
     ]
 
 
-def _replicas(bucket: Bucket) -> list[admin.ReplicaStatus]:
+def replicas_of(bucket: Bucket) -> list[admin.ReplicaStatus]:
     """Return the replicas that follow a bucket, by address."""
     found = []
     for follower in bucket.followers:
@@ -304,7 +304,7 @@ def _bucket_status(host: BucketService) -> admin.BucketStatus:
         damaged_partitions=len(bucket.partitions.problems),
         problem=problem_of(problem) if problem is not None else None,
         upstream=_upstream(host.following),
-        replicas=_replicas(bucket),
+        replicas=replicas_of(bucket),
     )
 
 

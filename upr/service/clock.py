@@ -137,8 +137,11 @@ class Clock:
         if (abs(off) > self._limit) is self._told_off:
             return
         self._told_off = not self._told_off
-        words = "is far from the server's clock" if self._told_off else "is near the server's again"
-        log.warning(f"the day's clock {words}", extra={"ahead_seconds": off // _SECOND})
+        ahead = {"ahead_seconds": off // _SECOND}
+        if self._told_off:
+            log.warning("the day's clock is far from the server's clock", extra=ahead)
+        else:
+            log.warning("the day's clock is near the server's again", extra=ahead)
 
     def before(self, age: int) -> int:
         """Return the time an age ago: rows of that time, or earlier, have the age.

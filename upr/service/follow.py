@@ -32,6 +32,7 @@ from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, second
 from upr.service.overload.intake import Context, Intake, shed_error
 from upr.service.overload.pace import Rounds
 from upr.service.overload.sending import Sender, SendingRoom
+from upr.service.sight.counting import count_reason
 from upr.service.tables import TableFeed
 from upr.service.trouble import words_of
 from upr.storage.search import StoredBeginning, search_time
@@ -185,10 +186,9 @@ class FollowCall:
             if self._is_too_slow:
                 log.warning("a consumer is too slow", extra=self._who)
             why = self._cut or ending
-            log.info(
-                "follow ended",
-                extra={**self._who, "reason": why.reason if why else "CLIENT_LEFT"},
-            )
+            reason = why.reason if why else "CLIENT_LEFT"
+            count_reason(self._host.disk.traffic.ended, reason)
+            log.info("follow ended", extra={**self._who, "reason": reason})
         if ending is None or not self._is_too_slow or self._talk.over:
             return None
         return UprError(
@@ -342,6 +342,10 @@ class FollowCall:
             await self._write(saying.message, frame.size)
         self._frame_bytes = 0
         self._account()
+        traffic = self._host.disk.traffic
+        traffic.sent_frames += 1
+        traffic.sent_rows += frame.rows
+        traffic.sent_bytes += frame.size
         self._is_small = frame.size < SMALL_BYTES
         if not self._is_small:
             # A slow link may keep an answer to a heartbeat behind much data, but it takes the data. Small messages

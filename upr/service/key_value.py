@@ -20,6 +20,7 @@ from upr.service.calls import answering, parsed, read_open
 from upr.service.overload.callers import Callers, Turns, peer_of
 from upr.service.overload.intake import LARGE_BYTES, Context, Intake, abort, shed_error
 from upr.service.overload.process import SAMPLE_SECONDS, LoopDelays
+from upr.service.sight.counting import count_reason, refusals
 from upr.service.trouble import words_of
 from upr.storage.search import Lookup, StoreSearch, TailSearch
 from upr_protocol.block import U64, Block
@@ -473,13 +474,21 @@ class _WriteCall:
             else:
                 together = wire.WriteResults(results=results)
                 await self._context.write(wire.WriteResponse(results=together))
-            for _ in results:
+            for result in results:
                 self._pending.popleft()
+                self._count(result)
             self._answered.set()
         assert self._reader is not None
         if self._reader.done() and not self._reader.cancelled():
             # An error of the reader itself ends the call with its reason.
             self._reader.result()
+
+    def _count(self, result: wire.WriteResult) -> None:
+        refused = result.HasField("refused")
+        if refused:
+            count_reason(refusals, result.refused.reason)
+        outcome = "refused" if refused else "duplicate" if result.duplicate else "applied"
+        self._host.disk.traffic.writes[outcome] += 1
 
     def _due(self) -> list[wire.WriteResult]:
         """Return the first result, and those behind it that are due as well, as far as one message should hold them."""

@@ -38,6 +38,7 @@ from upr.service.overload.callers import Callers
 from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake, abort
 from upr.service.overload.process import LoopDelays, share_free_memory
+from upr.service.sight import metrics, web
 from upr.service.trouble import words_of
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import ListenError, UprError
@@ -70,8 +71,12 @@ _REQUEST_LIMITS = {
 _SERVICES = [module.DESCRIPTOR.services_by_name[name].full_name for module, name in _SERVED]
 
 
-def check_listen(address: str, *, insecure: bool) -> None:
-    """Raise ListenError unless the address is HOST:PORT, and loopback or allowed to be insecure."""
+def check_listen(address: str, *, insecure: bool) -> bool:
+    """Return whether the address is loopback.
+
+    Raises:
+        ListenError: it is not HOST:PORT, or neither loopback nor allowed to be insecure.
+    """
     host, _, port = address.rpartition(":")
     # gRPC takes the others for sockets that are no TCP.
     if host in ("", "unix", "unix-abstract", "vsock") or not port.isdigit() or int(port) > 65535:
@@ -90,7 +95,10 @@ def check_listen(address: str, *, insecure: bool) -> None:
             " encryption or authentication",
         )
     if not loopback:
-        log.warning("listening for everybody, without TLS or without identities")
+        log.warning(
+            "listening for everybody, without TLS or without identities", extra={"address": address}
+        )
+    return loopback
 
 
 def _encode(message: Any) -> bytes:
@@ -134,7 +142,14 @@ def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHan
 
 
 class SetMethods(Protocol):
-    """The methods of ReplicaService, and the task behind them."""
+    """The methods of ReplicaService, and the task behind them.
+
+    Attributes:
+        serves: whether the server serves in its set: as the active one, or as a replica that is in step.
+    """
+
+    @property
+    def serves(self) -> bool: ...
 
     async def run(self) -> None:
         """Take part in the set of servers until cancelled."""
@@ -171,6 +186,7 @@ class Server:
         self._access = Access(config.tokens, config.tls_client_ca is not None, config.open_admin)
         if self._tls is None or not self._access.has_identities:
             check_listen(config.listen, insecure=config.insecure)
+        loopback = bool(config.http) and check_listen(config.http, insecure=config.insecure)
         self._directory = DataDirectory(config.data, must_exist=config.require_data)
         try:
             self._clock = ClockKeeper(self._directory, config.clock_jump_seconds)
@@ -202,6 +218,8 @@ class Server:
         )
         self._admin = AdminMethods(self._catalog, process)
         self._sets = replicate and replicate(self._catalog, config, lambda: self.address)
+        self._serving = False
+        self._web = self._web_port(process, loopback) if config.http else None
         self._replicating: asyncio.Task[None] | None = None
         self._served = [*zip(_SERVED, (self._admin, self._changes, self._writes), strict=True)]
         if self._sets is not None:
@@ -222,7 +240,8 @@ class Server:
     def _room(self) -> int:
         """Return the largest number of connections for each listen address."""
         try:
-            count = descriptors.connections_max(len(self._catalog.hosts))
+            others = web.DESCRIPTORS if self._config.http else 0
+            count = descriptors.connections_max(len(self._catalog.hosts), others)
         except BaseException:
             self._directory.close()
             raise
@@ -231,6 +250,32 @@ class Server:
             # "localhost" is two addresses, and gRPC counts for each.
             count //= len({found[4][0] for found in socket.getaddrinfo(host, None)}) or 1
         return max(count, 1)
+
+    def _web_port(self, process: Process, loopback: bool) -> web.WebPort:
+        found = metrics.Metrics(self._catalog, process, self._is_ready)
+
+        async def page() -> web.Answer:
+            return web.Answer(200, await found.page(), metrics.CONTENT_TYPE)
+
+        async def healthy() -> web.Answer:
+            return web.said(self._serving)
+
+        async def ready() -> web.Answer:
+            return web.said(self._is_ready())
+
+        pages = {
+            "/metrics": web.Page(page),
+            "/healthz": web.Page(healthy, is_open=True),
+            "/readyz": web.Page(ready, is_open=True),
+        }
+        return web.WebPort(
+            self._config.http, pages, loopback=loopback, admits=self._access.sees_all
+        )
+
+    def _is_ready(self) -> bool:
+        """Return whether every bucket serves, and a replica is in step."""
+        in_set = self._sets is None or self._sets.serves
+        return self._serving and in_set and all(self._catalog.fine.values())
 
     async def start(self) -> None:
         """Listen and serve."""
@@ -272,13 +317,15 @@ class Server:
             self._tasks.append(self._replicating)
         for task in self._tasks:
             task.add_done_callback(_told)
+        if self._web is not None:
+            await self._web.start()
+        self._serving = True
         await self._health.serving()
         await self._storage_changed()
         if self._config.ready_file:
             _write_ready(self._config.ready_file, self.address)
-        log.info(
-            "serving", extra={"address": self.address, "version": __version__, "pid": os.getpid()}
-        )
+        told = {"address": self.address, "version": __version__, "pid": os.getpid()}
+        log.info("serving", extra=told | ({"http": self._web.address} if self._web else {}))
         self._log_limit.on = True
 
     def _listen_for_the_owner(self) -> None:
@@ -327,6 +374,7 @@ class Server:
     async def stop(self) -> bool:
         """Drain, end every stream with a reason, flush, prove the clean shutdown; False if it is not one."""
         log.info("stopping")
+        self._serving = False
         for task in self._tasks:
             task.cancel()
         if self._replicating is not None:
@@ -336,6 +384,8 @@ class Server:
         self._writes.shut_down()
         await self._grpc.stop(GRACE_SECONDS)
         clean = await self._catalog.close()
+        if self._web is not None:
+            await self._web.stop()
         self._clock.store()
         self._directory.close()
         self._log_limit.tell_suppressed()
@@ -347,6 +397,8 @@ class Server:
         for task in self._tasks:
             task.cancel()
         await self._grpc.stop(None)
+        if self._web is not None:
+            await self._web.stop()
         await self._catalog.close()
         self._directory.close()
 

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -78,12 +79,17 @@ class Troubles:
     Args:
         bucket: its name.
         changed: called when one begins or ends.
+
+    Attributes:
+        begun, ended: how often each began and ended.
     """
 
     def __init__(self, bucket: str, changed: Callable[[], None]) -> None:
         self._bucket = bucket
         self._changed = changed
         self._now: dict[str, Trouble] = {}
+        self.begun: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
 
     def __contains__(self, what: str) -> bool:
         return what in self._now
@@ -94,6 +100,7 @@ class Troubles:
         if known is not None:
             known.error = error
             return
+        self.begun[what] += 1
         self._now[what] = Trouble(what, error, time.time(), time.monotonic())
         log.error(
             "storage trouble",
@@ -106,6 +113,7 @@ class Troubles:
         known = self._now.pop(what, None)
         if known is None:
             return
+        self.ended[what] += 1
         seconds = round(time.monotonic() - known.began, 1)
         log.warning(
             "storage trouble is over",

@@ -20,6 +20,7 @@ would get wrong seqnos.
 import contextlib
 import os
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +234,9 @@ class Journal:
         folder: of the segments; created if it does not exist.
         bucket_version: a segment of another bucket version is refused.
 
+    Attributes:
+        sync_seconds: what fdatasync took for the last record.
+
     Raises:
         DataDamagedError: a segment is foreign, or broken before its end.
     """
@@ -248,6 +252,7 @@ class Journal:
         folder.mkdir(exist_ok=True)
         self._segments = [_Segment(int(p.stem), p) for p in sorted(folder.glob("*.journal"))]
         self.torn_bytes = 0
+        self.sync_seconds = 0.0
 
     def replay(self, *, needed: bool = False) -> Iterator[Commit]:
         """Yield every commit in order, and truncate a torn record at the end. Call once, before append.
@@ -440,7 +445,9 @@ class Journal:
             raise
         try:
             failpoints.hit("journal.before_sync")
+            began = time.perf_counter()
             os.fdatasync(self._fd)
+            self.sync_seconds = time.perf_counter() - began
         except OSError as error:
             self._fail(f"fsync of the journal failed: {error.strerror or error}")
             raise StorageFailedError(self._failed) from error

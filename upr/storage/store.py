@@ -71,8 +71,7 @@ log = logging.getLogger(__name__)
 MAP_BYTES_MIN = 64 * 2**30
 MAP_BYTES_USUAL = 3 * 2**40
 MAP_BYTES = 16 * 2**40
-"""Bounds of a map, see ``map_bytes``. A process has 128 TiB of addresses; BUCKETS_MAX maps of the usual size take
-96."""
+"""Bounds of a map, see ``map_bytes``. A process has 128 TiB of addresses; BUCKETS_MAX usual maps take 96."""
 _MAP_GRAIN = 2**20
 FORGET_ROWS = 1000
 """Rows of producers that one transaction removes; it takes a few milliseconds."""
@@ -202,15 +201,16 @@ class Store:
                 txn.get(HASHED, db=self._meta), self._env.info()["last_txnid"]
             ):
                 return
-        words = "the index of keys is dropped: a program that does not know it wrote after it"
+        told = {"folder": str(self._folder)}
         try:
             with self._writing() as txn:
                 txn.drop(self._hashes, delete=False)
+            log.warning("the index of keys is dropped: it is out of date", extra=told)
         except lmdb.Error as error:
             # Dropping takes pages, which a full disk may not have. All but the index can be used.
             self._hashes_hold = False
-            words = f"the index of keys is not used, because it cannot be dropped: {error}"
-        log.warning(words, extra={"folder": str(self._folder)})
+            told["error"] = str(error)
+            log.warning("the index of keys is not used: it cannot be dropped", extra=told)
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
@@ -222,8 +222,7 @@ class Store:
                 txn.put(HASHED, told, db=self._meta)
 
     def lost(self) -> str:
-        """Return how the environment's file was lost (deleted, replaced or unmounted), in words; empty if it was
-        not."""
+        """Return how the environment's file was lost (deleted, replaced or unmounted); empty if it was not."""
         try:
             here = _identity_of(self._folder / "data.mdb")
         except (FileNotFoundError, NotADirectoryError):
@@ -652,8 +651,7 @@ class Store:
         return rows
 
     def producers_after(self, name: bytes, max_bytes: int) -> list[tuple[bytes, ProducerNumbers]]:
-        """Return the numbers of the producers behind a name, by name: about ``max_bytes`` of them; damaged rows are left
-        out."""
+        """Return the numbers of the producers behind a name, by name: about ``max_bytes``; damaged rows are left out."""
         found: list[tuple[bytes, ProducerNumbers]] = []
         size = 0
         with self._env.begin() as txn, txn.cursor(db=self._producers) as cursor:

@@ -232,6 +232,13 @@ class Permit:
             self._end()
 
 
+def _of_token(identities: Identities, shown: str) -> Identity:
+    found = identities.of_token(shown.removeprefix(_BEARER).strip())
+    if found is None or not shown.startswith(_BEARER):
+        raise UnauthenticatedError("the token is unknown or was revoked", hint=_HINT)
+    return found
+
+
 def _tell(method: str, peer: str, error: UprError) -> None:
     """Log a refusal, without what was shown for credentials."""
     log.warning("a call is refused", extra={"peer": peer, "method": method, "error": error.message})
@@ -311,6 +318,22 @@ class Access:
         permit.check_beginning()
         return permit
 
+    def sees_all(self, page: str, peer: str, shown: str) -> bool:
+        """Return whether an Authorization header lets its sender see a page about all buckets; log it if not."""
+        if not self.has_identities:
+            return True
+        try:
+            if self._identities is None or not shown:
+                raise UnauthenticatedError(f"{page} takes a token", hint=_HINT)
+            caller = _of_token(self._identities.value, shown)
+            if not caller.may_everywhere(("read", "admin")):
+                words = f"{page} takes the role read or admin for all buckets"
+                raise PermissionDeniedError(f"{words}; the caller is {caller.name!r}")
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            _tell(page, peer, error)
+            return False
+        return True
+
     @contextmanager
     def lasting(self, permit: Permit) -> Iterator[None]:
         """Keep a permit up to date with the file of identities while the body runs."""
@@ -340,11 +363,7 @@ class Access:
         identities = self._identities.value
         for key, value in context.invocation_metadata() or ():
             if key == "authorization":
-                shown = value if isinstance(value, str) else ""
-                found = identities.of_token(shown.removeprefix(_BEARER).strip())
-                if found is None or not shown.startswith(_BEARER):
-                    raise UnauthenticatedError("the token is unknown or was revoked", hint=_HINT)
-                return found
+                return _of_token(identities, value if isinstance(value, str) else "")
         if self._certificates:
             shown_by = context.auth_context()
             names = [

@@ -364,8 +364,7 @@ class BucketService:
             self._check_quota(block, before + needed)
         written = bucket.write(block, name, call, number, self.disk.clock.now(), stored)
         self.disk.room.take(bucket.tail.bytes - before)
-        self.disk.counters.ingested_bytes += block.column_bytes
-        self._work.set()
+        self._taken(block)
         return written
 
     # Receiving
@@ -390,6 +389,11 @@ class BucketService:
             check_map(self.disk.store, before + needed, is_full=self.flusher.map_full)
         bucket.receive(block, data, writes)
         self.disk.room.take(bucket.tail.bytes - before)
+        self._taken(block)
+
+    def _taken(self, block: Block) -> None:
+        self.disk.counters.ingested_bytes += block.column_bytes
+        self.disk.traffic.written_rows += block.rows
         self._work.set()
 
     async def adopt(self, logs: Mapping[int, FailoverLog], epochs: Mapping[int, int]) -> None:
@@ -633,10 +637,13 @@ class BucketService:
     async def _append(self, commit: Commit) -> bool:
         """Journal a commit; on a full disk retry, because numbered rows are never withdrawn."""
         while self.bucket.failure is None:
+            began = time.perf_counter()
             try:
                 written = await self.disk.in_journal_thread(
                     lambda: self.disk.journal.append(commit)
                 )
+                self.disk.traffic.commits.add(time.perf_counter() - began)
+                self.disk.traffic.syncs.add(self.disk.journal.sync_seconds)
                 self.disk.counters.journalled_bytes += written
                 self.disk.troubles.ends(trouble.JOURNAL)
                 return True

@@ -18,6 +18,7 @@ import lmdb
 
 from upr.service.buckets.room import DiskRoom, Quota
 from upr.service.clock import Clock
+from upr.service.sight.counting import Traffic
 from upr.service.trouble import Troubles, words_of
 from upr.storage.blocks import compressor
 from upr.storage.journal import Journal
@@ -125,6 +126,7 @@ class Disk:
         self.clock = clock
         self.room = room
         self.counters = Counters()
+        self.traffic = Traffic()
         self.gone: BucketGoneError | None = None
         self.stopping = False
         self._fail = fail

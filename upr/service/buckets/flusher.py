@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 import lmdb
@@ -128,6 +129,7 @@ class Flusher:
             return False
         plan.compress = self._disk.compress
         complete = False
+        began = time.monotonic()
         self.busy = True
         try:
             try:
@@ -141,6 +143,7 @@ class Flusher:
         finally:
             self.busy = False
             self._disk.journal_dropped()
+        self._disk.traffic.flushes.add(time.monotonic() - began)
         await self._disk.in_store_thread(self._disk.quota.refresh)
         return True
 

@@ -146,26 +146,27 @@ class Quota:
 
     Attributes:
         limit: in bytes, 0 for none.
+        used: bytes of the store's pages in use when they were last measured.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.limit = store.quota()
-        self._used = store.used_bytes()
+        self.used = store.used_bytes()
 
     def refresh(self) -> None:
         """Measure the store again; call in one of its threads."""
         with suppress(lmdb.Error):
-            self._used = self._store.used_bytes()
+            self.used = self._store.used_bytes()
 
     def exceeded(self, pending: int) -> bool:
         """Return whether the bucket would exceed its quota with this many bytes in its tail."""
-        return 0 < self.limit < self._used + pending
+        return 0 < self.limit < self.used + pending
 
     def error(self, pending: int) -> QuotaExceededError:
         """Return the error of a write that exceeds the quota."""
         return QuotaExceededError(
-            f"size of the bucket would be {self._used + pending} bytes; must be at most its quota {self.limit}",
+            f"size of the bucket would be {self.used + pending} bytes; must be at most its quota {self.limit}",
             hint="delete rows, and wait for compaction; or raise the quota with 'upr-admin bucket quota'",
         )
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import grpc
 
 from upr.service.overload.process import anonymous_bytes, give_back_freed
+from upr.service.sight.counting import count_reason, refusals
 from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
 from upr_protocol.limits import (
     MESSAGE_BYTES_MAX,
@@ -54,7 +55,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def abort(context: Context, error: UprError) -> NoReturn:
-    """End a call with a domain error."""
+    """End a call with a domain error, and count it."""
+    count_reason(refusals, error.reason)
     await context.abort(status.code_of(error), error.message, status.metadata_of(error))
 
 

@@ -52,11 +52,12 @@ def buckets_max() -> int:
     return max(min(BUCKETS_MAX, descriptor_limit() // 4 // BUCKET_DESCRIPTORS), 1)
 
 
-def connections_max(buckets: int) -> int:
+def connections_max(buckets: int, others: int = 0) -> int:
     """Return the largest number of connections: the descriptors that journal and stores do not need.
 
     Args:
         buckets: the number open now.
+        others: descriptors that are kept for something else.
 
     Raises:
         ListenError: it is below CONNECTIONS_MIN.
@@ -65,7 +66,7 @@ def connections_max(buckets: int) -> int:
         now = len(os.listdir(_OPEN))
     except OSError:
         now = SPARE_DESCRIPTORS + buckets * BUCKET_DESCRIPTORS
-    kept = max(buckets, buckets_max()) * BUCKET_DESCRIPTORS + SPARE_DESCRIPTORS
+    kept = max(buckets, buckets_max()) * BUCKET_DESCRIPTORS + SPARE_DESCRIPTORS + others
     left = descriptor_limit() - now - kept
     if left < CONNECTIONS_MIN:
         raise ListenError(
@@ -169,18 +170,20 @@ class LoopDelays:
     Attributes:
         counts: samples in each part of the histogram.
         longest_ms: the largest delay of all.
+        seconds: all of them together.
         recent: the newest delay in seconds, or an older one that was longer, times FADE for each sample since.
     """
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_MS) + 1)
-        self.longest_ms = 0.0
+        self.longest_ms = self.seconds = 0.0
         self.recent = 0.0
 
     def add(self, seconds: float) -> None:
         """Count one delay."""
         self.recent = max(seconds, self.recent * FADE)
         late_ms = max(seconds * 1e3, 0.0)
+        self.seconds += late_ms / 1e3
         self.counts[bisect_left(BOUNDS_MS, late_ms)] += 1
         self.longest_ms = max(self.longest_ms, late_ms)
 

@@ -1,0 +1,352 @@
+"""Metrics of a server in Prometheus' text format, made anew for each scrape out of the numbers that status has.
+
+Nothing is counted here, and nothing waits for the disk. A page is made piece by piece, with turns for others in between,
+and all pages together take at most SHARE of the event loop's time.
+"""
+
+import asyncio
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+
+from upr import __version__
+from upr.engine.consumers import Consumer
+from upr.engine.partitions import DEAD
+from upr.service import trouble
+from upr.service.admin import Process, replicas_of
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.room import free_bytes
+from upr.service.overload.callers import Turns
+from upr.service.overload.process import BOUNDS_MS, memory_bytes
+from upr.service.sight.counting import BOUNDS_SECONDS, refusals
+from upr_protocol.limits import METRICS_CONSUMERS
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+SHARE: Final = 0.1
+"""Part of the event loop's time for all pages together; more scrapes share a page, and wait."""
+AT_ONCE: Final = 50
+"""Followers or consumers that are looked at in one step, which takes less than a millisecond."""
+_Value = Callable[[BucketService], float]
+_BUCKET_GAUGES: Final[dict[str, tuple[str, _Value]]] = {
+    "upr_bucket_up": ("Whether the bucket has no problem.", lambda h: h.problem is None),
+    "upr_bucket_mutations": (
+        "Sum of the high seqnos of all partitions.",
+        lambda h: int(h.bucket.partitions.high.sum()),
+    ),
+    "upr_tail_bytes": ("Recent changes in memory.", lambda h: h.bucket.tail.bytes),
+    "upr_tail_limit_bytes": (
+        "Size of upr_tail_bytes at which writers wait.",
+        lambda h: h.flusher.tail_limit,
+    ),
+    "upr_tail_volatile_bytes": (
+        "Part of upr_tail_bytes that is not in the journal yet.",
+        lambda h: h.bucket.tail.volatile_bytes,
+    ),
+    "upr_store_used_bytes": (
+        "Pages of the store in use, as of the last flush.",
+        lambda h: h.disk.quota.used,
+    ),
+    "upr_quota_bytes": ("Quota of the bucket, 0 for none.", lambda h: h.disk.quota.limit),
+    "upr_merge_waiting_partitions": (
+        "Partitions that changed since compaction looked at them.",
+        lambda h: h.compactor.waiting,
+    ),
+    "upr_dead_partitions": (
+        "Partitions that take no writes and no readers until an operator decides.",
+        lambda h: int((h.bucket.partitions.state == DEAD).sum()),
+    ),
+    "upr_damaged_partitions": (
+        "Partitions with a problem, dead ones included.",
+        lambda h: len(h.bucket.partitions.problems),
+    ),
+    "upr_cuts": ("Cuts that are held.", lambda h: len(h.bucket.cuts.live(h.disk.clock.now()))),
+    "upr_followers": ("Open Follow calls.", lambda h: len(h.bucket.followers)),
+    "upr_groups": ("Groups with members.", lambda h: len(list(h.bucket.owners))),
+}
+"""Gauges of each bucket: name -> its help, and the value."""
+_BUCKET_COUNTERS: Final[dict[str, tuple[str, _Value]]] = {
+    "upr_written_rows": (
+        "Rows of the writes that were taken; of a replica those that it received.",
+        lambda h: h.disk.traffic.written_rows,
+    ),
+    "upr_written_bytes": ("Bytes of these rows.", lambda h: h.disk.counters.ingested_bytes),
+    "upr_sent_frames": ("Frames to followers.", lambda h: h.disk.traffic.sent_frames),
+    "upr_sent_rows": ("Rows in these frames.", lambda h: h.disk.traffic.sent_rows),
+    "upr_sent_bytes": ("Bytes in these frames.", lambda h: h.disk.traffic.sent_bytes),
+    "upr_journal_bytes": (
+        "Bytes appended to the journal.",
+        lambda h: h.disk.counters.journalled_bytes,
+    ),
+    "upr_flushed_bytes": (
+        "Bytes of blocks that flushes stored.",
+        lambda h: h.disk.counters.flushed_bytes,
+    ),
+    "upr_merge_input_bytes": (
+        "Bytes of blocks that compaction read.",
+        lambda h: h.disk.counters.merge_input_bytes,
+    ),
+    "upr_merge_output_bytes": (
+        "Bytes of blocks that compaction stored.",
+        lambda h: h.disk.counters.merge_output_bytes,
+    ),
+    "upr_merge_seconds": ("Working time of compaction.", lambda h: h.disk.counters.merge_seconds),
+    "upr_purged_tombstones": ("Tombstones purged.", lambda h: h.disk.counters.purged_tombstones),
+}
+"""Counters of each bucket; ``_total`` is added to their names."""
+_PROBLEMS: Final = {
+    "journal": trouble.JOURNAL,
+    "proof": trouble.PROOF,
+    "flush": trouble.FLUSH,
+    "room": trouble.ROOM,
+    "merge": trouble.MERGE,
+    "purge": trouble.PURGE,
+    "positions": trouble.POSITIONS,
+    "cuts": trouble.CUTS,
+    "files": trouble.FILES,
+    "producers": trouble.PRODUCERS,
+}
+"""Label of each trouble -> what the log calls it."""
+
+
+class _Page:
+    """Families of a page by name, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, Family] = {}
+
+    def gauge(self, name: str, words: str, value: float, **labels: str) -> None:
+        """Add a gauge."""
+        family = self.families.get(name)
+        if family is None:
+            family = self.families[name] = GaugeMetricFamily(name, words)
+        family.add_sample(name, labels, value)
+
+    def counter(self, name: str, words: str, value: float, **labels: str) -> None:
+        """Add a counter, under its name without ``_total``."""
+        family = self.families.get(name)
+        if family is None:
+            family = self.families[name] = CounterMetricFamily(name, words)
+        family.add_sample(f"{name}_total", labels, value)
+
+    def histogram(
+        self,
+        name: str,
+        words: str,
+        bounds: Sequence[float],
+        counts: Sequence[int],
+        seconds: float,
+        **labels: str,
+    ) -> None:
+        """Add a histogram, of which ``counts`` has a part behind the last bound."""
+        family = self.families.get(name)
+        if family is None:
+            family = self.families[name] = HistogramMetricFamily(name, words)
+        below = 0
+        for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
+            below += count
+            family.add_sample(f"{name}_bucket", {**labels, "le": bound}, below)
+        family.add_sample(f"{name}_count", labels, below)
+        family.add_sample(f"{name}_sum", labels, seconds)
+
+
+class _Only:
+    """Collector of one family, for ``generate_latest``."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Family]:
+        """Yield it."""
+        yield self._family
+
+
+class Metrics:
+    """Metrics of one server.
+
+    Args:
+        process: the state of the process, as GetStatus shows it.
+        ready: returns whether the server is ready.
+    """
+
+    def __init__(self, catalog: Catalog, process: Process, ready: Callable[[], bool]) -> None:
+        self._catalog = catalog
+        self._process = process
+        self._ready = ready
+        self._of_process = ProcessCollector(registry=CollectorRegistry())
+        self._turns = Turns()
+        self._making: asyncio.Task[bytes] | None = None
+        self._spent = 0.0
+
+    async def page(self) -> bytes:
+        """Return the page; callers that come while one is made get the same."""
+        if self._making is None:
+            self._making = asyncio.create_task(self._make())
+            self._making.add_done_callback(self._made)
+        return await asyncio.shield(self._making)
+
+    def _made(self, _: "asyncio.Task[bytes]") -> None:
+        self._making = None
+
+    async def _make(self) -> bytes:
+        await self._turns.turn()
+        pieces, made, spent = self._pieces(), list[bytes](), 0.0
+        while True:
+            began = time.thread_time()
+            piece = next(pieces, None)
+            spent += time.thread_time() - began
+            if piece is None:
+                break
+            made.append(piece)
+            await asyncio.sleep(0)
+        self._spent += spent
+        self._turns.charge(spent * (1 / SHARE - 1))
+        return b"".join(made)
+
+    def _pieces(self) -> Iterator[bytes]:
+        """Yield the page in pieces, empty ones where only numbers were gathered; each takes a millisecond or so."""
+        page = _Page()
+        self._add_server(page)
+        yield b""
+        for host in self._catalog.hosts:
+            self._add_bucket(page, host)
+            yield b""
+            for _ in _add_followers(page, host):
+                yield b""
+            for _ in _add_consumers(page, host):
+                yield b""
+        for damaged in self._catalog.damaged:
+            page.gauge("upr_bucket_up", _BUCKET_GAUGES["upr_bucket_up"][0], 0, bucket=damaged.name)
+        for family in page.families.values():
+            yield generate_latest(_Only(family))
+        yield generate_latest(self._of_process)
+
+    def _add_server(self, page: _Page) -> None:
+        process, catalog = self._process, self._catalog
+        page.gauge("upr_build_info", "Version of the server.", 1, version=__version__)
+        page.gauge("upr_ready", "Whether /readyz says so.", self._ready())
+        page.gauge("upr_active", "Whether the server takes writes.", not catalog.replica)
+        page.gauge("upr_epoch", "Epoch of the set of servers.", catalog.standing.standing.epoch)
+        page.gauge("upr_damaged_buckets", "Buckets that could not be opened.", len(catalog.damaged))
+        for kind, count in (
+            ("follow", process.follow_calls()),
+            ("write", process.write_calls()),
+        ):
+            page.gauge("upr_open_calls", "Open streaming calls.", count, kind=kind)
+        for kind, size in zip(("anonymous", "mapped"), memory_bytes(), strict=True):
+            page.gauge("upr_memory_bytes", "Memory; the mapped part can be freed.", size, kind=kind)
+        page.gauge(
+            "upr_clock_off_seconds",
+            "How far the day's clock is ahead, 0 when it is near.",
+            process.clock.off_seconds,
+        )
+        delays = process.delays
+        page.histogram(
+            "upr_loop_delay_seconds",
+            "How late the event loop was, sampled ten times a second.",
+            [bound / 1e3 for bound in BOUNDS_MS],
+            delays.counts,
+            delays.seconds,
+        )
+        for reason, count in list(refusals.items()):
+            words = "Calls and writes that were refused."
+            page.counter("upr_refusals", words, count, reason=reason)
+        page.counter("upr_metrics_cpu_seconds", "CPU that pages like this one took.", self._spent)
+
+    @staticmethod
+    def _add_bucket(page: _Page, host: BucketService) -> None:
+        bucket, traffic, troubles = host.bucket, host.disk.traffic, host.disk.troubles
+        name = bucket.identity.name
+        for title, (words, value) in _BUCKET_GAUGES.items():
+            page.gauge(title, words, value(host), bucket=name)
+        for title, (words, value) in _BUCKET_COUNTERS.items():
+            page.counter(title, words, value(host), bucket=name)
+        for outcome, count in traffic.writes.items():
+            page.counter("upr_writes", "Answered writes.", count, bucket=name, outcome=outcome)
+        for reason, count in traffic.ended.items():
+            words = "Follow calls that ended."
+            page.counter("upr_follow_ends", words, count, bucket=name, reason=reason)
+        for problem, what in _PROBLEMS.items():
+            for title, counts in (("begun", troubles.begun), ("ended", troubles.ended)):
+                words = f"Storage troubles that have {title}."
+                title = f"upr_problems_{title}"
+                page.counter(title, words, counts[what], bucket=name, problem=problem)
+        for title, words, durations in (
+            ("upr_commit_seconds", "Time until a commit is durable.", traffic.commits),
+            ("upr_fsync_seconds", "The part of it that fdatasync takes.", traffic.syncs),
+            ("upr_flush_seconds", "Time to store a part of the tail.", traffic.flushes),
+        ):
+            parts, seconds = durations.counts, durations.seconds
+            page.histogram(title, words, BOUNDS_SECONDS, parts, seconds, bucket=name)
+        with suppress(OSError):
+            size = host.disk.store.file_bytes()
+            page.gauge("upr_store_file_bytes", "Size of the store's file.", size, bucket=name)
+            words = "Free space on the disk of the bucket."
+            page.gauge("upr_disk_free_bytes", words, free_bytes(host.folder), bucket=name)
+        words = "Part of it above the reserve; without any, writes are refused."
+        page.gauge("upr_disk_room_bytes", words, host.disk.room.above_reserve(), bucket=name)
+        following = host.following
+        if following is not None:
+            for title, words, number in (
+                ("upr_replica_connected", "Whether the upstream is followed.", following.connected),
+                (
+                    "upr_replica_in_step",
+                    "Whether it is followed, and everything that it named is durable here.",
+                    following.connected and following.in_step,
+                ),
+                ("upr_replica_lag_rows", "Mutations that are missing here.", following.lag()),
+                (
+                    "upr_replica_lag_seconds",
+                    "Time since none was missing.",
+                    following.lag_seconds(),
+                ),
+            ):
+                page.gauge(title, words, number, bucket=name)
+            words = "Mutations that were undone."
+            page.counter("upr_replica_undone_rows", words, following.undone, bucket=name)
+
+
+def _add_followers(page: _Page, host: BucketService) -> Iterator[None]:
+    """Add streams and replicas; yield now and then."""
+    name, streams, from_store = host.bucket.identity.name, 0, 0
+    for number, follower in enumerate(list(host.bucket.followers)):
+        if number % AT_ONCE == AT_ONCE - 1:
+            yield
+        counts = follower.stream_counts()
+        streams, from_store = streams + counts[0], from_store + counts[1]
+    page.gauge("upr_streams", "Open streams.", streams, bucket=name)
+    words = "Open streams that read the store, because they are behind the tail."
+    page.gauge("upr_streams_from_store", words, from_store, bucket=name)
+    yield
+    for replica in replicas_of(host.bucket):
+        words = "Mutations that a replica has not acknowledged."
+        page.gauge("upr_peer_lag_rows", words, replica.lag, bucket=name, peer=replica.address)
+
+
+def _add_consumers(page: _Page, host: BucketService) -> Iterator[None]:
+    """Add the consumers that are furthest behind; yield now and then."""
+    bucket = host.bucket
+    lags: list[tuple[int, str, Consumer]] = []
+    for number, (consumer_name, consumer) in enumerate(list(bucket.consumer_positions)):
+        if number % AT_ONCE == AT_ONCE - 1:
+            yield
+        ahead = np.maximum(bucket.partitions.high, consumer.seqno) - consumer.seqno
+        lags.append((int(ahead[consumer.known].sum()), consumer_name, consumer))
+    page.gauge("upr_consumers", "Registered consumers.", len(lags), bucket=bucket.identity.name)
+    now = host.disk.clock.now()
+    for lag, consumer_name, consumer in heapq.nlargest(
+        METRICS_CONSUMERS, lags, key=lambda one: one[0]
+    ):
+        labels = {"bucket": bucket.identity.name, "consumer": consumer_name}
+        words = f"Mutations that a consumer has not acknowledged, of the {METRICS_CONSUMERS} with most of them."
+        page.gauge("upr_consumer_lag_rows", words, lag, **labels)
+        words = "Time since the last acknowledgement of these consumers."
+        idle = max(now - consumer.last_ack_time, 0) / 1e6
+        page.gauge("upr_consumer_idle_seconds", words, idle, **labels)
