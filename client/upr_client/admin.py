@@ -35,6 +35,7 @@ __all__ = [
     "ServerStatus",
     "SetMember",
     "StorageInfo",
+    "TextPortInfo",
     "Topology",
     "UpstreamStatus",
 ]
@@ -118,6 +119,21 @@ class BucketStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TextPortInfo:
+    """The text port of a server.
+
+    Args:
+        address: where it listens, HOST:PORT.
+        connections: how many are open.
+        too_slow: connections that were ended since the start, because they took nothing while something waited.
+    """
+
+    address: str
+    connections: int
+    too_slow: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """One server process.
 
@@ -136,6 +152,7 @@ class ServerStatus:
         clock_jumped_seconds: how long the server was away before its start, by the day's clock, while nothing gets
             older by that because the clock may have been set forward; 0 for nothing.
         clock_left_seconds: how long it is still to run until that counts.
+        text_port: its text port, None without one.
     """
 
     server_version: str
@@ -151,6 +168,7 @@ class ServerStatus:
     clock_off_seconds: float = 0.0
     clock_jumped_seconds: float = 0.0
     clock_left_seconds: float = 0.0
+    text_port: TextPortInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +315,9 @@ def server_status(message: admin.GetStatusResponse) -> ServerStatus:
         clock_off_seconds=message.clock.off_seconds,
         clock_jumped_seconds=message.clock.jumped_seconds,
         clock_left_seconds=message.clock.left_seconds,
+        text_port=of_message(TextPortInfo, message.text_port)
+        if message.HasField("text_port")
+        else None,
     )
 
 

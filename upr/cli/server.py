@@ -67,6 +67,11 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     help="HOST:PORT to listen on; port 0 takes a free one.",
 )
 @click.option(
+    "--text",
+    type=ADDRESS,
+    help="HOST:PORT to serve changes as lines on, for netcat and small tools; port 0 takes a free one. [default: none]",
+)
+@click.option(
     "--ready-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Gets the bound address, when the server is ready.",
@@ -167,6 +172,7 @@ def main(
     require_data: bool,
     data_moved: bool,
     listen: str,
+    text: str | None,
     ready_file: Path | None,
     insecure: bool,
     tail_bytes: int,
@@ -198,6 +204,7 @@ def main(
         require_data=require_data,
         data_moved=data_moved,
         listen=listen,
+        text=text or "",
         ready_file=ready_file,
         insecure=insecure,
         log_format=log_format or ("text" if sys.stderr.isatty() else "json"),

@@ -188,6 +188,7 @@ class Process:
     Attributes:
         server_id: random, drawn at each start.
         follow_calls, write_calls: return how many calls are open.
+        text_port: returns the state of the text port, None without one.
         delays: how late the event loop was.
         clock: the server's.
         began: monotonic seconds.
@@ -196,6 +197,7 @@ class Process:
     server_id: int
     follow_calls: Callable[[], int]
     write_calls: Callable[[], int]
+    text_port: Callable[[], admin.TextPortStatus | None] = lambda: None
     delays: LoopDelays = field(default_factory=LoopDelays)
     clock: Clock = field(default_factory=Clock)
     began: float = field(default_factory=time.monotonic)
@@ -510,6 +512,7 @@ class AdminMethods:
             loop_delays=_loop_delays(self._process.delays),
             longest_loop_delay_seconds=self._process.delays.longest_ms / 1e3,
             clock=_clock_status(self._process.clock),
+            text_port=self._process.text_port(),
         )
 
     @answering

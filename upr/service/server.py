@@ -35,10 +35,11 @@ from upr.service.overload.callers import Callers
 from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake, abort
 from upr.service.overload.process import LoopDelays, share_free_memory
+from upr.service.text.port import TextPort
 from upr.service.trouble import words_of
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import ListenError, UprError
-from upr_protocol.limits import GET_BYTES_MAX, SAVE_BYTES_MAX
+from upr_protocol.limits import GET_BYTES_MAX, SAVE_BYTES_MAX, TEXT_CONNECTIONS_MAX
 from upr_protocol.wire.compression import zstd_available
 from upr_protocol.wire.grpc import SERVER_OPTIONS
 from upr_protocol.wire.v1 import (
@@ -158,7 +159,8 @@ class Server:
         self._import_all()
         self._config = config
         self._log_limit = log_limit or logs.EventLimit()
-        check_listen(config.listen, insecure=config.insecure)
+        for address in filter(None, (config.listen, config.text)):
+            check_listen(address, insecure=config.insecure)
         self._directory = DataDirectory(config.data, must_exist=config.require_data)
         try:
             self._clock = ClockKeeper(self._directory, config.clock_jump_seconds)
@@ -178,12 +180,16 @@ class Server:
             callers,
         )
         self._delays = LoopDelays()
+        self._text = TextPort(
+            self._catalog, callers, config.heartbeat_seconds, config.reader_seconds
+        )
         self._writes = KeyValueMethods(self._catalog, self._intake, self._delays, callers)
         self._tasks: list[asyncio.Task[None]] = []
         process = Process(
             server_id,
             lambda: self._changes.open_calls,
             lambda: self._writes.open_calls,
+            self._text.status,
             self._delays,
             self._clock.clock,
         )
@@ -209,7 +215,8 @@ class Server:
     def _room(self) -> int:
         """Return the largest number of connections for each listen address."""
         try:
-            count = descriptors.connections_max(len(self._catalog.hosts))
+            others = TEXT_CONNECTIONS_MAX if self._config.text else 0
+            count = descriptors.connections_max(len(self._catalog.hosts), others)
         except BaseException:
             self._directory.close()
             raise
@@ -242,6 +249,8 @@ class Server:
         )
         self._catalog.start(self._storage_changed)
         await self._grpc.start()
+        if self._config.text:
+            await self._text.start(self._config.text)
         self._tasks = [
             asyncio.create_task(self._delays.run()),
             asyncio.create_task(self._intake.watch()),
@@ -259,7 +268,13 @@ class Server:
         if self._config.ready_file:
             _write_ready(self._config.ready_file, self.address)
         log.info(
-            "serving", extra={"address": self.address, "version": __version__, "pid": os.getpid()}
+            "serving",
+            extra={
+                "address": self.address,
+                **({"text": self._text.address} if self._text.address else {}),
+                "version": __version__,
+                "pid": os.getpid(),
+            },
         )
         self._log_limit.on = True
 
@@ -287,7 +302,7 @@ class Server:
         await self._health.shut_down()
         self._changes.shut_down()
         self._writes.shut_down()
-        await self._grpc.stop(GRACE_SECONDS)
+        await asyncio.gather(self._text.stop(), self._grpc.stop(GRACE_SECONDS))
         clean = await self._catalog.close()
         self._clock.store()
         self._directory.close()
@@ -299,6 +314,7 @@ class Server:
         """Release everything after a failed start."""
         for task in self._tasks:
             task.cancel()
+        await self._text.stop()
         await self._grpc.stop(None)
         await self._catalog.close()
         self._directory.close()

@@ -52,11 +52,12 @@ def buckets_max() -> int:
     return max(min(BUCKETS_MAX, descriptor_limit() // 4 // BUCKET_DESCRIPTORS), 1)
 
 
-def connections_max(buckets: int) -> int:
+def connections_max(buckets: int, others: int = 0) -> int:
     """Return the largest number of connections: the descriptors that journal and stores do not need.
 
     Args:
         buckets: the number open now.
+        others: connections that gRPC does not count, those of the text port.
 
     Raises:
         ListenError: it is below CONNECTIONS_MIN.
@@ -66,7 +67,7 @@ def connections_max(buckets: int) -> int:
     except OSError:
         now = SPARE_DESCRIPTORS + buckets * BUCKET_DESCRIPTORS
     kept = max(buckets, buckets_max()) * BUCKET_DESCRIPTORS + SPARE_DESCRIPTORS
-    left = descriptor_limit() - now - kept
+    left = descriptor_limit() - now - kept - others
     if left < CONNECTIONS_MIN:
         raise ListenError(
             f"the limit of open files is {descriptor_limit()}; must be at least {descriptor_limit() + CONNECTIONS_MIN - left}",
