@@ -1,10 +1,13 @@
 """The text port of a real server, by raw sockets: each command, keep-alive, congestion, batches, writers, resuming."""
 
+import json
 import shutil
 import socket
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -47,6 +50,7 @@ class Lines:
     Attributes:
         state: keys and values by partition, of complete batches.
         tokens: the newest of each bucket and partition.
+        heard: all lines.
     """
 
     def __init__(self, address: str) -> None:
@@ -54,6 +58,7 @@ class Lines:
         self.socket = socket.create_connection((host, int(port)), WAIT_SECONDS)
         self._file = self.socket.makefile("r", encoding="ascii", newline="\n")
         self.pings = 0
+        self.heard: list[str] = []
         self.state: State = defaultdict(dict)
         self.tokens: dict[tuple[str, int], int] = {}
         self.batches: dict[tuple[str, int], list[Any]] = defaultdict(list)
@@ -71,6 +76,7 @@ class Lines:
     def read(self) -> tuple[str, list[str], Any]:
         """Return the next line but PINGs; "" for the end."""
         while line := self._file.readline():
+            self.heard.append(line)
             kind, words, row = read_line(line.removesuffix("\n"))
             if kind != "PING":
                 self.take(kind, words, row)
@@ -380,6 +386,48 @@ def test_connections_and_buckets_of_one_are_limited(server: RunningServer) -> No
     finally:
         for client in clients:
             client.socket.close()
+
+
+REFERENCE = Path(__file__).resolve().parents[2] / ".venv-reference" / "bin" / "python"
+PARSER = """
+import json, sys
+from synapse.replication.tcp.commands import parse_command_from_line
+for line in sys.stdin.read().splitlines():
+    command = parse_command_from_line(line)
+    print(json.dumps([command.NAME, {name: getattr(command, name) for name in command.__slots__}, vars(command)
+        if hasattr(command, "__dict__") else {}]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.reference
+def test_the_reference_implementation_understands_every_line(server: RunningServer) -> None:
+    strange = "é\u2028".encode()
+    write(server, *((key, b"\xff\0") for key in KEYS), (strange, b"a b\n"))
+    with following(text_address(server), "REPLICATE default * 0") as client:
+        client.until(lambda: len(client.rows()) == len(KEYS) and client.rows(partition_of(strange)))
+        client.say("NAME", f"REPLICATE default {P} {1 << 48 | 7}", "ERROR enough")
+        client.end()
+        lines = "".join(client.heard)
+    done = subprocess.run([REFERENCE, "-c", PARSER], input=lines, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kinds: defaultdict[str, int] = defaultdict(int)
+    for line, parsed in zip(lines.splitlines(), done.stdout.splitlines(), strict=True):
+        kind, words, row = read_line(line)
+        name, slots, others = json.loads(parsed)
+        fields = slots | others
+        kinds[kind] += 1
+        assert name == kind
+        if kind == "RDATA":
+            token = None if words[2] == "batch" else int(words[2])
+            assert list(fields.values()) == [*words[:2], token, row]
+        elif kind == "POSITION":
+            assert list(fields.values()) == [*words[:2], *map(int, words[2:])]
+        else:
+            assert list(fields.values()) == words
+    assert (kinds["SERVER"], kinds["POSITION"], kinds["ERROR"]) == (1, PARTITIONS, 2)
+    assert kinds["RDATA"] == len(KEYS) + 1
+    assert kinds["PING"]
 
 
 def test_the_stop_says_so_and_is_clean(server: RunningServer) -> None:
