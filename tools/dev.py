@@ -100,6 +100,7 @@ class Environment:
 
 MAIN = Environment(".venv", ["-e", ".[server,metrics,spark,delta]", "--group", "dev"])
 CODEGEN = Environment(".venv-codegen", ["--group", "codegen"])
+REFERENCE = Environment(".venv-reference", ["--group", "reference"])
 
 
 def step(words: str, command: list[str]) -> None:
@@ -263,6 +264,7 @@ def test(arguments: list[str]) -> None:
         if everything:
             NODE.bring()
             node_packages()
+            REFERENCE.make()
         lint()
         # Half of them wait for something most of the time. Whatever the machine has, three are what the tests are
         # tried with: that keeps two cores busy.

@@ -26,6 +26,7 @@ class ServerConfig:
         data: the data directory; made if it does not exist.
         listen: HOST:PORT; port 0 takes a free one.
         http: HOST:PORT of metrics and health over HTTP; empty for none.
+        text: HOST:PORT of the text port; empty for none.
         ready_file: gets the bound address, HOST:PORT and a newline, once the server serves.
         insecure: allows a listen address that is not loopback.
         log_format: ``text`` or ``json``.
@@ -55,6 +56,7 @@ class ServerConfig:
     data: Path
     listen: str = "127.0.0.1:7711"
     http: str = ""
+    text: str = ""
     ready_file: Path | None = None
     insecure: bool = False
     log_format: str = "text"

@@ -35,6 +35,7 @@ __all__ = [
     "ServerStatus",
     "SetMember",
     "StorageInfo",
+    "TextPortInfo",
     "Topology",
     "UpstreamStatus",
 ]
@@ -118,6 +119,21 @@ class BucketStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TextPortInfo:
+    """The text port of a server.
+
+    Args:
+        address: where it listens, HOST:PORT.
+        connections: how many are open.
+        too_slow: connections that were ended since the start, because they took nothing while something waited.
+    """
+
+    address: str
+    connections: int
+    too_slow: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """One server process.
 
@@ -137,6 +153,7 @@ class ServerStatus:
             older by that because the clock may have been set forward; 0 for nothing.
         clock_left_seconds: how long it is still to run until that counts.
         problems: what is wrong with it beside its buckets.
+        text_port: its text port, None without one.
     """
 
     server_version: str
@@ -153,6 +170,7 @@ class ServerStatus:
     clock_jumped_seconds: float = 0.0
     clock_left_seconds: float = 0.0
     problems: tuple[UprError, ...] = ()
+    text_port: TextPortInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +318,9 @@ def server_status(message: admin.GetStatusResponse) -> ServerStatus:
         clock_jumped_seconds=message.clock.jumped_seconds,
         clock_left_seconds=message.clock.left_seconds,
         problems=tuple(map(error_of, message.problems)),
+        text_port=of_message(TextPortInfo, message.text_port)
+        if message.HasField("text_port")
+        else None,
     )
 
 

@@ -187,6 +187,20 @@ HTTP_SECONDS: Final = 5.0
 METRICS_CONSUMERS: Final = 20
 """Consumers of a bucket that have metrics of their own: those with the largest lag."""
 
+TEXT_CONNECTIONS_MAX: Final = 64
+TEXT_BUCKETS_MAX: Final = 8
+"""Connections to the text port, and buckets that one of them may follow."""
+TEXT_LINE_BYTES_MAX: Final = 4096
+"""Most bytes of a line of a client, without its line feed."""
+TEXT_COMMANDS_A_SECOND: Final = 10_000
+"""Commands of one connection; what is above it is read later."""
+TEXT_PIECE_BYTES: Final = 256 * 2**10
+"""Keys and values that are written as text at once, unless a single row has more."""
+TEXT_BUFFER_BYTES: Final = 256 * 2**10
+"""Text that a connection may hold, besides what is written at once, while its client does not take it."""
+TEXT_SILENT_SECONDS: Final = 60.0
+"""Longest wait for the first line of a client that has sent no PING."""
+
 QUOTA_BYTES_MAX: Final = 2**60
 """The largest quota of a bucket."""
 

@@ -1,7 +1,9 @@
 """The examples run as the guide says, against a real server, and end cleanly; the one with SQLite has its own test too."""
 
+import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,6 +198,59 @@ def test_members_of_the_group_share_and_take_over(
 def places(example: Example) -> set[tuple[str, ...]]:
     """Which partitions and seqnos it printed."""
     return {tuple(line.split()[1:3]) for line in example.lines}
+
+
+def kept_seqno(state: Path, partition: int) -> int:
+    """The seqno of the newest token in the line client's file."""
+    newest: int = json.loads(state.read_text())["tokens"][str(partition)][-1]
+    return newest % 2**48
+
+
+def test_the_line_client_goes_on_and_says_what_was_undone(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process("--text", "127.0.0.1:0")
+    with Client(server.target) as client:
+        text = client.admin.status().text_port
+    assert text is not None
+    # It finds the server again after each start.
+    server.options = ["--text", text.address]
+    command = [*command_of("line_client.py", text.address), "--retry-seconds", "0.1"]
+    keys = keys_in(7, 5)
+    write(server, (keys[0], b"kept"), (b"\xff", b"\0"))
+    with running(tmp_path, command) as example:
+        example.wait_until(lambda: len(example.lines) == 2)
+        row = {"seqno": 1, "op": "set", "key": keys[0].decode(), "value": "kept"}
+        assert f"7 {json.dumps(row)}" in example.lines
+        assert server.terminate() == 0
+        copy = server.folder / "copy"
+        shutil.copytree(server.data, copy)
+        server.start()
+        write(server, (keys[1], b"undone"), (keys[0], None))
+        example.wait_until(lambda: len(example.lines) == 4)
+        # An older copy takes the server's place while the client is there.
+        server.kill()
+        shutil.rmtree(server.data)
+        copy.rename(server.data)
+        server.start()
+        example.wait_until(lambda: example.lines[4:] == ["7 rollback 1"])
+        write(server, (keys[2], b"another"))
+        example.wait_until(lambda: len(example.lines) == 6)
+        assert '"seqno": 2' in example.lines[5]
+        # What an interrupt comes between would be printed again.
+        example.wait_until(lambda: kept_seqno(tmp_path / "lines.json", 7) == 2)
+        assert example.end(signal.SIGINT) == 0
+    server.kill()
+    server.start()
+    write(server, (keys[3], b"last"))
+    with running(tmp_path, command) as example:
+        # Nothing that it had comes again.
+        example.wait_until(lambda: len(example.lines) == 7)
+        assert '"last"' in example.lines[6]
+        assert example.end(signal.SIGINT) == 0
+    with running(tmp_path, command, "--server", "0123456789abcdef") as example:
+        assert example.end() == 1
+        assert "; expected 0123456789abcdef" in example.words
 
 
 def test_write_fast_writes_all(target: str, tmp_path: Path) -> None:

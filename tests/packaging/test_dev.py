@@ -93,16 +93,19 @@ def test_steps_do_not_see_another_environment_s_modules(
     dev.step("ask", [sys.executable, "-c", ask])
 
 
-def test_all_the_tests_bring_node_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_the_tests_bring_node_and_the_reference_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done: list[str] = []
     monkeypatch.setattr(dev, "lint", lambda: done.append("lint"))
     monkeypatch.setattr(dev, "node_packages", lambda: done.append("packages of Node"))
     monkeypatch.setattr(dev.Program, "bring", lambda _: None)
+    monkeypatch.setattr(dev.Environment, "make", lambda made: done.append(made.folder.name))
     monkeypatch.setattr(dev.Environment, "run", lambda _, words, arguments: done.append(words))
     dev.test([])
     assert done == ["lint", "tests"]
     dev.test(["--all"])
-    assert done[2:] == ["packages of Node", "lint", "tests"]
+    assert done[2:] == ["packages of Node", ".venv-reference", "lint", "tests"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["setup", "--wrong"]])

@@ -534,6 +534,7 @@ def test_a_malformed_file_is_refused_at_the_start(tmp_path: Path, line: str, wor
         (["cert", "other-key"], "cannot be used"),
         (["cert", "no-key"], "No such file"),
         (["cert", "key", "no-client-ca"], "No such file"),
+        (["cert", "key", "own-ca", "text"], "it knows no credentials"),
     ],
 )
 def test_tls_that_cannot_be_is_refused_at_the_start(
@@ -549,6 +550,8 @@ def test_tls_that_cannot_be_is_refused_at_the_start(
         "other-key": ("--tls-key", tmp_path / "other" / "key.pem"),
         "no-key": ("--tls-key", tmp_path / "none"),
         "no-client-ca": ("--tls-client-ca", tmp_path / "none"),
+        "own-ca": ("--tls-client-ca", tmp_path / "chain.pem"),
+        "text": ("--text", "127.0.0.1:0"),
     }
     server = RunningServer(tmp_path, *(str(part) for name in names for part in paths[name]))
     server.launch()

@@ -9,9 +9,9 @@ import binascii
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from json.encoder import encode_basestring_ascii
 from typing import IO, Any
 
+from upr.service.text.lines import json_field
 from upr_client import Change, Marker, Rollback
 from upr_protocol.block import check_row
 from upr_protocol.errors import InvalidArgumentError
@@ -25,21 +25,13 @@ _READ_BYTES = 4 * 2**20
 _FIELDS = frozenset({"key", "key_base64", "value", "value_base64"})
 
 
-def _field(name: str, data: bytes) -> str:
-    try:
-        # ASCII with escapes, because some readers take U+2028 or U+0085 in a string for the end of the line.
-        return f'"{name}": {encode_basestring_ascii(data.decode())}'
-    except UnicodeDecodeError:
-        return f'"{name}_base64": "{base64.b64encode(data).decode()}"'
-
-
 def change_line(change: Change) -> str:
     """Return a change as a line, without the line feed."""
     partition, seqno, op, key, value = change
     # Joined by hand: a dict through json.dumps takes three times as long, and this is done for every mutation.
-    line = f'{{"partition": {partition}, "seqno": {seqno}, "op": "{op}", {_field("key", key)}'
+    line = f'{{"partition": {partition}, "seqno": {seqno}, "op": "{op}", {json_field("key", key)}'
     if value is not None:
-        line = f"{line}, {_field('value', value)}"
+        line = f"{line}, {json_field('value', value)}"
     return f"{line}}}"
 
 

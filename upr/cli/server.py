@@ -72,6 +72,11 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     help="HOST:PORT for /metrics (Prometheus), /healthz and /readyz; port 0 takes a free one, which the log tells.",
 )
 @click.option(
+    "--text",
+    type=ADDRESS,
+    help="HOST:PORT to serve changes as lines on, for netcat and small tools; port 0 takes a free one. [default: none]",
+)
+@click.option(
     "--ready-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Gets the bound address, when the server is ready.",
@@ -206,6 +211,7 @@ def main(
     data_moved: bool,
     listen: str,
     http: str | None,
+    text: str | None,
     ready_file: Path | None,
     insecure: bool,
     tls_cert: Path | None,
@@ -245,6 +251,7 @@ def main(
         data_moved=data_moved,
         listen=listen,
         http=http or "",
+        text=text or "",
         ready_file=ready_file,
         insecure=insecure,
         log_format=log_format or ("text" if sys.stderr.isatty() else "json"),

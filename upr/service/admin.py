@@ -191,6 +191,7 @@ class Process:
     Attributes:
         server_id: random, drawn at each start.
         follow_calls, write_calls: return how many calls are open.
+        text_port: returns the state of the text port, None without one.
         delays: how late the event loop was.
         clock: the server's.
         problems: returns what is wrong with the server beside its buckets.
@@ -200,6 +201,7 @@ class Process:
     server_id: int
     follow_calls: Callable[[], int]
     write_calls: Callable[[], int]
+    text_port: Callable[[], admin.TextPortStatus | None] = lambda: None
     delays: LoopDelays = field(default_factory=LoopDelays)
     clock: Clock = field(default_factory=Clock)
     problems: Callable[[], list[UprError]] = list
@@ -523,6 +525,7 @@ class AdminMethods:
             longest_loop_delay_seconds=self._process.delays.longest_ms / 1e3,
             clock=_clock_status(self._process.clock),
             problems=[problem_of(problem) for problem in self._process.problems()],
+            text_port=self._process.text_port(),
         )
 
     @answering

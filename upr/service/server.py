@@ -39,10 +39,17 @@ from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake, abort
 from upr.service.overload.process import LoopDelays, share_free_memory
 from upr.service.sight import metrics, web
+from upr.service.text.port import TextPort
 from upr.service.trouble import words_of
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import ListenError, UprError
-from upr_protocol.limits import ADMIN_SOCKET, GET_BYTES_MAX, SAVE_BYTES_MAX, SOCKET_PATH_MAX
+from upr_protocol.limits import (
+    ADMIN_SOCKET,
+    GET_BYTES_MAX,
+    SAVE_BYTES_MAX,
+    SOCKET_PATH_MAX,
+    TEXT_CONNECTIONS_MAX,
+)
 from upr_protocol.wire.compression import zstd_available
 from upr_protocol.wire.grpc import SERVER_OPTIONS
 from upr_protocol.wire.v1 import (
@@ -187,6 +194,7 @@ class Server:
         if self._tls is None or not self._access.has_identities:
             check_listen(config.listen, insecure=config.insecure)
         loopback = bool(config.http) and check_listen(config.http, insecure=config.insecure)
+        self._check_text()
         self._directory = DataDirectory(config.data, must_exist=config.require_data)
         try:
             self._clock = ClockKeeper(self._directory, config.clock_jump_seconds)
@@ -206,12 +214,16 @@ class Server:
             callers,
         )
         self._delays = LoopDelays()
+        self._text = TextPort(
+            self._catalog, callers, config.heartbeat_seconds, config.reader_seconds
+        )
         self._writes = KeyValueMethods(self._catalog, self._intake, self._delays, callers)
         self._tasks: list[asyncio.Task[None]] = []
         process = Process(
             server_id,
             lambda: self._changes.open_calls,
             lambda: self._writes.open_calls,
+            self._text.status,
             self._delays,
             self._clock.clock,
             lambda: [one.problem for one in self._watched if one.problem is not None],
@@ -231,6 +243,17 @@ class Server:
         )
         self.address = ""
 
+    def _check_text(self) -> None:
+        """Raise ListenError if the text port is not allowed: what it serves, it serves to anyone who connects."""
+        if not self._config.text:
+            return
+        if self._access.has_identities:
+            raise ListenError(
+                "--text is given with --tokens or --tls-client-ca; must be without, because it knows no credentials",
+                hint="leave out --text, and follow with upr-cat or the SDK",
+            )
+        check_listen(self._config.text, insecure=self._config.insecure)
+
     @staticmethod
     def _import_all() -> None:
         """Import modules that libraries import on first use, when there may be no descriptor left."""
@@ -241,6 +264,7 @@ class Server:
         """Return the largest number of connections for each listen address."""
         try:
             others = web.DESCRIPTORS if self._config.http else 0
+            others += TEXT_CONNECTIONS_MAX if self._config.text else 0
             count = descriptors.connections_max(len(self._catalog.hosts), others)
         except BaseException:
             self._directory.close()
@@ -304,6 +328,8 @@ class Server:
         )
         self._catalog.start(self._storage_changed)
         await self._grpc.start()
+        if self._config.text:
+            await self._text.start(self._config.text)
         self._tasks = [
             asyncio.create_task(self._delays.run()),
             asyncio.create_task(self._intake.watch()),
@@ -325,7 +351,9 @@ class Server:
         if self._config.ready_file:
             _write_ready(self._config.ready_file, self.address)
         told = {"address": self.address, "version": __version__, "pid": os.getpid()}
-        log.info("serving", extra=told | ({"http": self._web.address} if self._web else {}))
+        ports = (("http", self._web), ("text", self._text))
+        told |= {name: port.address for name, port in ports if port is not None and port.address}
+        log.info("serving", extra=told)
         self._log_limit.on = True
 
     def _listen_for_the_owner(self) -> None:
@@ -382,7 +410,7 @@ class Server:
         await self._health.shut_down()
         self._changes.shut_down()
         self._writes.shut_down()
-        await self._grpc.stop(GRACE_SECONDS)
+        await asyncio.gather(self._text.stop(), self._grpc.stop(GRACE_SECONDS))
         clean = await self._catalog.close()
         if self._web is not None:
             await self._web.stop()
@@ -396,6 +424,7 @@ class Server:
         """Release everything after a failed start."""
         for task in self._tasks:
             task.cancel()
+        await self._text.stop()
         await self._grpc.stop(None)
         if self._web is not None:
             await self._web.stop()

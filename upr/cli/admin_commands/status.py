@@ -54,6 +54,10 @@ def status(client: "Client", as_json: bool) -> None:
     click.echo(f"mapped memory     {size_text(found.mapped_bytes)}")
     click.echo(f"follow calls      {found.follow_calls}")
     click.echo(f"write calls       {found.write_calls}")
+    if (text := found.text_port) is not None:
+        click.echo(
+            f"text port         {text.address}, {text.connections} open, {text.too_slow} ended as too slow"
+        )
     click.echo(f"loop delays       {_delays(found)}")
     for words in _clock(found):
         click.echo(f"clock             {words}")

@@ -28,6 +28,7 @@ from upr_protocol.limits import (
     OTHER_CALLS_MAX,
     PARTITIONS,
     PEER_CALLS,
+    TEXT_CONNECTIONS_MAX,
     WRITE_CALLS_MAX,
 )
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -90,6 +91,7 @@ CHEAP_SECONDS: Final = 0.002
 _KINDS: Final = {
     "Follow": ("Follow", FOLLOW_CALLS_MAX, "one call carries any number of partitions"),
     "Write": ("Write", WRITE_CALLS_MAX, "one call carries any number of writes"),
+    "Text": ("Text", TEXT_CONNECTIONS_MAX, "one connection carries any number of partitions"),
 }
 _OTHER: Final = ("other", OTHER_CALLS_MAX, "wait for the answers of some")
 
@@ -196,7 +198,7 @@ class Callers:
         """Count a call while it is open, from its arrival on.
 
         Args:
-            kind: ``Follow`` or ``Write``; all others are counted together.
+            kind: ``Follow``, ``Write`` or ``Text``, a connection of the text port; all others are counted together.
 
         Raises:
             TooManyError: the limit of open calls of the kind is reached, in total or for this peer.

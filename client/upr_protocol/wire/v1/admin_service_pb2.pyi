@@ -170,6 +170,7 @@ class GetStatusResponse(_message.Message):
     LONGEST_LOOP_DELAY_SECONDS_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
+    TEXT_PORT_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The server's version, for people."""
     server_id: _builtins.int
@@ -204,6 +205,10 @@ class GetStatusResponse(_message.Message):
     def problems(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Problem]:
         """What is wrong with the server beside its buckets: a changed certificate or file of identities that cannot be used."""
 
+    @_builtins.property
+    def text_port(self) -> Global___TextPortStatus:
+        """Its text port; absent when it has none."""
+
     def __init__(
         self,
         *,
@@ -219,14 +224,45 @@ class GetStatusResponse(_message.Message):
         longest_loop_delay_seconds: _builtins.float = ...,
         clock: Global___ClockStatus | None = ...,
         problems: _abc.Iterable[_types_pb2.Problem] | None = ...,
+        text_port: Global___TextPortStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "text_port", b"text_port"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "clock", b"clock", "follow_calls", b"follow_calls", "longest_loop_delay_seconds", b"longest_loop_delay_seconds", "loop_delays", b"loop_delays", "mapped_bytes", b"mapped_bytes", "problems", b"problems", "server_id", b"server_id", "server_version", b"server_version", "uptime_seconds", b"uptime_seconds", "write_calls", b"write_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "clock", b"clock", "follow_calls", b"follow_calls", "longest_loop_delay_seconds", b"longest_loop_delay_seconds", "loop_delays", b"loop_delays", "mapped_bytes", b"mapped_bytes", "problems", b"problems", "server_id", b"server_id", "server_version", b"server_version", "text_port", b"text_port", "uptime_seconds", b"uptime_seconds", "write_calls", b"write_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class TextPortStatus(_message.Message):
+    """The text port of a server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    TOO_SLOW_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Where it listens, host:port."""
+    connections: _builtins.int
+    """Open connections."""
+    too_slow: _builtins.int
+    """Connections that were ended since the start of the server, because they took nothing while something waited."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        connections: _builtins.int = ...,
+        too_slow: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "connections", b"connections", "too_slow", b"too_slow"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextPortStatus: _TypeAlias = TextPortStatus  # noqa: Y015
 
 @_typing.final
 class ClockStatus(_message.Message):

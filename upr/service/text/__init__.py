@@ -1,0 +1,1 @@
+"""The text port: changes as lines over TCP."""
