@@ -7,8 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.engine.test_replication import entry
+from tests.service.test_host import TURNS
 from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.replica import replication
@@ -16,8 +19,10 @@ from upr.replica.receiving import Introduction, Receiving, UndoNeededError
 from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.tables import TableFeed
+from upr_protocol.block import POSITION
 from upr_protocol.errors import UnavailableError
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1 import types_pb2 as types
 
 
 class Upstream:
@@ -122,3 +127,53 @@ async def test_a_change_that_could_not_be_read_is_told_later(
     await work()
     assert [(c.consumer, c.partition) for m in said for c in m.tables.consumers] == [("reader", 5)]
     feed.close()
+
+
+class Listening(Upstream):
+    """An upstream that says some messages and nothing more, and notes what it is told."""
+
+    def __init__(self, *messages: wire.FollowResponse) -> None:
+        super().__init__(*messages)
+        self.told: list[wire.FollowRequest] = []
+
+    async def write(self, message: wire.FollowRequest) -> None:
+        self.told.append(message)
+
+    async def read(self) -> wire.FollowResponse:
+        if not self._messages:
+            await asyncio.Event().wait()
+        return await super().read()
+
+
+@pytest.mark.asyncio
+async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) -> None:
+    async def failed() -> None: ...
+
+    host.start(failed)
+    record = types.FailoverRecord(failover_id=9, seqno=0, epoch=1)
+    started = wire.Started(token=7, failover_id=9, high_seqno=5, epoch=1, failover_log=[record])
+    answer = wire.StartAnswer(partition=3, started=started)
+    # Two rows, and then a part of three more.
+    entries = [entry((3, 0, 2, 2)), entry((3, 2, 3, 5))]
+    frame = wire.Frame(
+        blocks=[types.Block.FromString(one.data) for one in entries],
+        tokens=np.array([7, 7], "<u4").tobytes(),
+    )
+    upstream = Listening(
+        wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1000)),
+        wire.FollowResponse(start_answers=wire.StartAnswers(answers=[answer])),
+        wire.FollowResponse(frame=frame),
+    )
+    receiving = Receiving(host, upstream, Introduction("d", "s", "a", False), [3])
+    task = asyncio.create_task(receiving.run())
+    while host.bucket.partitions.durable[3] < 3:
+        await asyncio.to_thread(int)
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    acks = [
+        np.frombuffer(one.ack.positions, POSITION) for one in upstream.told if one.HasField("ack")
+    ]
+    assert [(int(p), int(s)) for ack in acks for p, s in ack] == [(3, 2)]
+    await host.close()
