@@ -1,6 +1,5 @@
 """Writes and followers at ``replicated(k)``, with real servers: what is acknowledged or shown is on the replicas' disks."""
 
-import contextlib
 import os
 import signal
 import threading
@@ -8,6 +7,7 @@ import threading
 import pytest
 
 from tests.conftest import StartServer
+from tests.replica.rounds import Reading
 from tests.replica.sets import (
     counted,
     start_set,
@@ -17,48 +17,10 @@ from tests.replica.sets import (
     wait_until_equal,
 )
 from tests.replica.test_owning import run
-from upr_client import Client, Only, Rollback
-from upr_client.errors import ClosedError, TooFewReplicasError, UnknownOutcomeError
+from upr_client import Client
+from upr_client.errors import TooFewReplicasError, UnknownOutcomeError
 
 pytestmark = pytest.mark.crash
-
-
-class Reading:
-    """A follower on a thread: what it has now, and how often it was rolled back."""
-
-    def __init__(self, endpoints: list[str], stability: str) -> None:
-        self.rows: dict[bytes, bytes | None] = {}
-        self.seen: set[bytes] = set()
-        self.rollbacks = 0
-        self._client = Client(endpoints, retry_seconds=60)
-        self._changes = self._client.bucket().changes(
-            only=Only(stability=stability), on_rollback="event"
-        )
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> "Reading":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._changes.close()
-        self._thread.join()
-        self._client.close()
-
-    def _run(self) -> None:
-        with contextlib.suppress(ClosedError), self._changes as changes:
-            for batch in changes.batches():
-                if isinstance(batch, Rollback):
-                    self.rollbacks += 1
-                    continue
-                for _, _, _, key, value in batch.changes:
-                    self.rows[key] = value
-                    self.seen.add(key)
-
-    def until(self, key: bytes) -> None:
-        """Wait until a key was seen."""
-        wait_for(lambda: key in self.seen or not self._thread.is_alive(), f"{key!r} to be seen")
-        assert key in self.seen
 
 
 def test_with_too_few_replicas_nothing_is_numbered(server_process: StartServer) -> None:
@@ -198,6 +160,6 @@ def test_a_follower_sees_only_what_no_promotion_undoes(server_process: StartServ
         bucket.set(b"after", b"v", durability="replicated(1)")
         safe.until(b"after")
         early.until(b"after")
-        wait_for(lambda: set(safe.rows.values()) == {b"v", b"w"}, "what was written again")
+        wait_for(lambda: set(safe.state().values()) == {b"v", b"w"}, "what was written again")
         assert not safe.seen & {key for key, _ in lost}
         assert (safe.rollbacks, early.rollbacks > 0) == (0, True)

@@ -90,8 +90,16 @@ async def test_a_write_is_answered_when_it_is_stable_and_another_does_not_wait_f
     for _ in range(TURNS):
         await asyncio.sleep(0)
     assert slow.said.empty()
+    # Durable here long before it is its turn.
+    slow.send(2, rows(b"late"), REPLICATED)
+    await settled(world, 4)
     world.acknowledge(b"slow")
-    assert (await answer(slow)).runs
+    assert (await answer(slow)).number == 1
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert slow.said.empty()
+    world.acknowledge(b"late")
+    assert (await answer(slow)).number == 2
 
 
 @pytest.mark.asyncio
