@@ -74,6 +74,29 @@ def test_what_is_acknowledged_is_on_the_disks_of_so_many_replicas(
     assert all(one.get(key) in (b"v", b"w") for one in found for key, _ in rows)
 
 
+def test_a_follower_is_shown_what_was_there_before_the_replica(server_process: StartServer) -> None:
+    old = server_process("--flush-seconds", "0.2")
+    rows = [(b"key %d" % n, b"v") for n in range(2000)]
+    with Client(old.target) as client:
+        client.bucket().write_many(rows)
+    new = server_process("--replicate-from", old.target)
+    wait_until_counted([old, new], old)
+
+    def shown() -> dict[bytes, bytes | None]:
+        with Reading([old.target, new.target], "replicated(1)") as reading:
+            wait_for(lambda: len(reading.seen) == len(rows), "all of it, though nobody writes")
+            return reading.state()
+
+    assert shown() == dict(rows)
+    done = run("takeover", "--to", new.target)
+    assert done.exit_code == 0, done.output
+    wait_until_counted([old, new], new)
+    assert shown() == dict(rows)
+    old.kill()
+    old.start()
+    assert shown() == dict(rows)
+
+
 def test_a_replica_that_is_stopped_has_the_write_wait_and_its_outcome_be_unknown(
     server_process: StartServer,
 ) -> None:

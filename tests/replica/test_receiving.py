@@ -130,18 +130,24 @@ async def test_a_change_that_could_not_be_read_is_told_later(
 
 
 class Listening(Upstream):
-    """An upstream that says some messages and nothing more, and notes what it is told."""
+    """An upstream that says some messages when it is asked to, and notes what it is told."""
 
     def __init__(self, *messages: wire.FollowResponse) -> None:
         super().__init__(*messages)
         self.told: list[wire.FollowRequest] = []
+        self._more = asyncio.Event()
+
+    def say(self, *messages: wire.FollowResponse) -> None:
+        self._messages += messages
+        self._more.set()
 
     async def write(self, message: wire.FollowRequest) -> None:
         self.told.append(message)
 
     async def read(self) -> wire.FollowResponse:
-        if not self._messages:
-            await asyncio.Event().wait()
+        while not self._messages:
+            self._more.clear()
+            await self._more.wait()
         return await super().read()
 
 
@@ -151,8 +157,14 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
 
     host.start(failed)
     record = types.FailoverRecord(failover_id=9, seqno=0, epoch=1)
-    started = wire.Started(token=7, failover_id=9, high_seqno=5, epoch=1, failover_log=[record])
-    answer = wire.StartAnswer(partition=3, started=started)
+
+    def started(token: int) -> wire.FollowResponse:
+        told = wire.Started(
+            token=token, failover_id=9, high_seqno=5, epoch=1, failover_log=[record]
+        )
+        answer = wire.StartAnswer(partition=3, started=told)
+        return wire.FollowResponse(start_answers=wire.StartAnswers(answers=[answer]))
+
     # Two rows, and then a part of three more.
     entries = [entry((3, 0, 2, 2)), entry((3, 2, 3, 5))]
     frame = wire.Frame(
@@ -161,19 +173,31 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
     )
     upstream = Listening(
         wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1000)),
-        wire.FollowResponse(start_answers=wire.StartAnswers(answers=[answer])),
+        started(7),
         wire.FollowResponse(frame=frame),
     )
     receiving = Receiving(host, upstream, Introduction("d", "s", "a", False), [3])
     task = asyncio.create_task(receiving.run())
+
+    def acknowledged() -> list[tuple[int, int]]:
+        told = [one.ack.positions for one in upstream.told if one.HasField("ack")]
+        return [(int(p), int(s)) for ack in told for p, s in np.frombuffer(ack, POSITION)]
+
     while host.bucket.partitions.durable[3] < 3:
         await asyncio.to_thread(int)
     for _ in range(TURNS):
         await asyncio.sleep(0)
+    assert acknowledged() == [(3, 2)]
+    # The upstream became active: it has forgotten that.
+    ended = wire.Ended(
+        streams=[wire.EndedStream(partition=3, token=7)],
+        problem=types.Problem(reason="HISTORY_CHANGED", retriable=True),
+    )
+    upstream.say(wire.FollowResponse(ended=ended), started(8))
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert acknowledged() == [(3, 2), (3, 2)]
+    assert sum(one.HasField("start") for one in upstream.told) == 2
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    acks = [
-        np.frombuffer(one.ack.positions, POSITION) for one in upstream.told if one.HasField("ack")
-    ]
-    assert [(int(p), int(s)) for ack in acks for p, s in ack] == [(3, 2)]
     await host.close()

@@ -280,8 +280,9 @@ class Copies:
         there = sum(1 for directory in self.ready if directory in self.connected)
         if there < copies:
             raise TooFewReplicasError(
-                f"counted replicas that are in step are {there}; must be at least {copies}",
-                hint="start replicas, or write at a lower durability; 'upr-admin topology' shows them",
+                f"counted replicas that are connected and in step are {there}; must be at least {copies}",
+                hint="start replicas, also counted ones that are away: new ones count when those know of them;"
+                " 'upr-admin topology' shows all",
             )
 
 
