@@ -56,7 +56,7 @@ class Proxy:
     The methods may be called from any thread, and have happened when they return.
 
     Args:
-        server: "host:port" of the server.
+        server: "host:port" of the server; empty: each connection names its own, as gRPC does that was told of a proxy.
 
     Attributes:
         target: "host:port" for clients.
@@ -66,9 +66,8 @@ class Proxy:
         on_change: called, in the proxy's thread, when a connection is accepted or cut.
     """
 
-    def __init__(self, server: str) -> None:
-        host, _, port = server.rpartition(":")
-        self._server = host, int(port)
+    def __init__(self, server: str = "") -> None:
+        self._server = server
         self.target = ""
         self.accepted = self.cuts = 0
         self.passed: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)
@@ -199,11 +198,15 @@ class Proxy:
         self.accepted += 1
         self.on_change()
         try:
-            from_server, to_server = await asyncio.open_connection(*self._server)
-        except OSError:
+            server = self._server or (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+            host, _, port = server.rpartition(":")
+            from_server, to_server = await asyncio.open_connection(host, int(port))
+        except (OSError, asyncio.IncompleteReadError):
             # As a server that is not there would.
             writer.transport.abort()
             return
+        if not self._server:
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         connection = _Connection(writer, to_server)
         connection.cut_after = {d: lane.cut_after for d, lane in self._lanes.items()}
         self._connections.add(connection)

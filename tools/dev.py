@@ -357,6 +357,13 @@ def parser() -> argparse.ArgumentParser:
         const="faults",
         help="a live server and SDK clients: broken networks, SIGKILL, SIGSTOP",
     )
+    kinds.add_argument(
+        "--replicas",
+        dest="kind",
+        action="store_const",
+        const="replicas",
+        help="three servers, SDK clients: held links, SIGKILL, promotions",
+    )
     soaking.add_argument("--minutes", default="10", help="how long (default: 10)")
     soaking.add_argument("--seed", help="to have the same choices again")
     soaking.add_argument("--steps", help="of each simulated world")

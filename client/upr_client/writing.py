@@ -340,4 +340,10 @@ class Failures:
         return error
 
 
-DURABILITIES: Final = {"disk": types_pb2.DURABILITY_DISK, "memory": types_pb2.DURABILITY_MEMORY}
+DURABILITIES: Final = {
+    "disk": types_pb2.DURABILITY_DISK,
+    "memory": types_pb2.DURABILITY_MEMORY,
+    "replicated(1)": types_pb2.DURABILITY_REPLICATED_1,
+    "replicated(2)": types_pb2.DURABILITY_REPLICATED_2,
+    "replicated(3)": types_pb2.DURABILITY_REPLICATED_3,
+}

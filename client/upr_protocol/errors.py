@@ -107,6 +107,13 @@ class PartitionNotActiveError(UprError):
     default_reason = "PARTITION_NOT_ACTIVE"
 
 
+class TooFewReplicasError(UprError):
+    """Fewer replicas are there than ``replicated(k)`` asks for; the write was refused before it was numbered."""
+
+    default_reason = "TOO_FEW_REPLICAS"
+    default_retriable = True
+
+
 class SeqnoExhaustedError(UprError):
     """The partition has used all 2^48 - 1 seqnos and refuses further writes."""
 

@@ -129,6 +129,8 @@ OPEN_SECONDS: Final = 10.0
 """Longest wait for Open, the first message of a call."""
 WRITE_OUTCOME_SECONDS: Final = 30.0
 """A write that is not durable by then is answered "unknown": it stays numbered and may become durable."""
+REPLICATED_SECONDS: Final = 10.0
+"""A write at ``replicated(k)`` that k replicas have not acknowledged by then is answered "unknown", as above."""
 WRITE_NUMBER_MAX: Final = 2**63 - 1
 PRODUCER_SECONDS: Final = 24 * 3600
 PRODUCERS_MAX: Final = 10_000

@@ -7,8 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.engine.test_replication import entry
+from tests.service.test_host import TURNS
 from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.replica import replication
@@ -17,8 +20,10 @@ from upr.replica.receiving import Introduction, Receiving, UndoNeededError
 from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.tables import TableFeed
+from upr_protocol.block import POSITION
 from upr_protocol.errors import UnavailableError
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1 import types_pb2 as types
 
 
 class Upstream:
@@ -123,3 +128,77 @@ async def test_a_change_that_could_not_be_read_is_told_later(
     await work()
     assert [(c.consumer, c.partition) for m in said for c in m.tables.consumers] == [("reader", 5)]
     feed.close()
+
+
+class Listening(Upstream):
+    """An upstream that says some messages when it is asked to, and notes what it is told."""
+
+    def __init__(self, *messages: wire.FollowResponse) -> None:
+        super().__init__(*messages)
+        self.told: list[wire.FollowRequest] = []
+        self._more = asyncio.Event()
+
+    def say(self, *messages: wire.FollowResponse) -> None:
+        self._messages += messages
+        self._more.set()
+
+    async def write(self, message: wire.FollowRequest) -> None:
+        self.told.append(message)
+
+    async def read(self) -> wire.FollowResponse:
+        while not self._messages:
+            self._more.clear()
+            await self._more.wait()
+        return await super().read()
+
+
+@pytest.mark.asyncio
+async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) -> None:
+    async def failed() -> None: ...
+
+    host.start(failed)
+    record = types.FailoverRecord(failover_id=9, seqno=0, epoch=1)
+
+    def started(token: int) -> wire.FollowResponse:
+        told = wire.Started(
+            token=token, failover_id=9, high_seqno=5, epoch=1, failover_log=[record]
+        )
+        answer = wire.StartAnswer(partition=3, started=told)
+        return wire.FollowResponse(start_answers=wire.StartAnswers(answers=[answer]))
+
+    # Two rows, and then a part of three more.
+    entries = [entry((3, 0, 2, 2)), entry((3, 2, 3, 5))]
+    frame = wire.Frame(
+        blocks=[types.Block.FromString(one.data) for one in entries],
+        tokens=np.array([7, 7], "<u4").tobytes(),
+    )
+    upstream = Listening(
+        wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1000)),
+        started(7),
+        wire.FollowResponse(frame=frame),
+    )
+    receiving = Receiving(host, upstream, Introduction("d", "s", "a", False), [3])
+    task = asyncio.create_task(receiving.run())
+
+    def acknowledged() -> list[tuple[int, int]]:
+        told = [one.ack.positions for one in upstream.told if one.HasField("ack")]
+        return [(int(p), int(s)) for ack in told for p, s in np.frombuffer(ack, POSITION)]
+
+    while host.bucket.partitions.durable[3] < 3:
+        await asyncio.to_thread(int)
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert acknowledged() == [(3, 2)]
+    # The upstream became active: it has forgotten that.
+    ended = wire.Ended(
+        streams=[wire.EndedStream(partition=3, token=7)],
+        problem=types.Problem(reason="HISTORY_CHANGED", retriable=True),
+    )
+    upstream.say(wire.FollowResponse(ended=ended), started(8))
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert acknowledged() == [(3, 2), (3, 2)]
+    assert sum(one.HasField("start") for one in upstream.told) == 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await host.close()

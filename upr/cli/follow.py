@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import click
 
@@ -12,6 +12,8 @@ from upr_cli_kit.output import note, verbose_option
 
 if TYPE_CHECKING:
     from upr_client import FilePositions, Position
+
+Stability = Literal["disk", "memory", "replicated(1)", "replicated(2)", "replicated(3)"]
 
 
 class StartAnew:
@@ -58,10 +60,10 @@ def position_store(path: Path | None, from_start: bool) -> "FilePositions | Star
 )
 @click.option(
     "--stability",
-    type=click.Choice(["disk", "memory"]),
+    type=click.Choice(get_args(Stability)),
     default="disk",
     show_default=True,
-    help="Show rows when they are durable, or before.",
+    help="Show rows when they are durable here, before, or when so many replicas have them too.",
 )
 @click.option("--keys-only", is_flag=True, help="Leave the values out.")
 @click.option(
@@ -79,7 +81,7 @@ def follow(
     from_start: bool,
     position_file: Path | None,
     partitions: list[int] | None,
-    stability: Literal["disk", "memory"],
+    stability: Stability,
     keys_only: bool,
     consumer: str,
     retry_seconds: float | None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import click
 
@@ -15,7 +15,7 @@ from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-Durability = Literal["memory", "disk"]
+Durability = Literal["disk", "memory", "replicated(1)", "replicated(2)", "replicated(3)"]
 Row = tuple[bytes, bytes | None]
 
 _PORTION_BYTES = 8 * 2**20
@@ -26,7 +26,7 @@ _SKIPS_SHOWN = 100
 def _load_options(function: _F) -> _F:
     function = click.option(
         "--durability",
-        type=click.Choice(["disk", "memory"]),
+        type=click.Choice(get_args(Durability)),
         default="disk",
         show_default=True,
         help="When the server acknowledges a write.",

@@ -7,7 +7,7 @@ A FlushPlan holds the oldest durable entries of the tail when the flush began. I
 another thread: they read entries, which never change, and nothing else of the engine.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,16 +16,16 @@ import numpy as np
 from upr.engine.consumers import Consumers
 from upr.engine.cuts import Cut, Cuts
 from upr.engine.groups import Owners, Seat
-from upr.engine.partitions import ACTIVE, PENDING, REPLICA, DurableMarkers, Partitions
+from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Copies, DurableMarkers, Partitions
 from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
-from upr.engine.streams import HISTORY_CHANGED, EndReason, FollowOptions
+from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE, EndReason, FollowOptions
 from upr.engine.tail import Tail, TailEntry
 from upr.storage.blocks import Compress, Encoded
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
 from upr.storage.journal import Commit, NumberedWrite
 from upr.storage.keyspace import ProducerNumbers, ProducerRow
 from upr.storage.store import Identity
-from upr_protocol.block import U64, Block, Runs, select_runs
+from upr_protocol.block import I64, RUN, U64, Block, Runs, select_runs
 from upr_protocol.errors import (
     OutOfOrderError,
     ProtocolError,
@@ -104,6 +104,7 @@ class Written:
         failover_ids: uint64, one a run.
         entry: durable when the tail's ``durable`` is above it; -1: durable already.
         duplicate: whether the whole Write had been applied before.
+        term: in which it was answered, see ``Copies``.
         refused: why partitions did not take their part; when all of them refused, ``runs`` is empty.
     """
 
@@ -112,6 +113,7 @@ class Written:
     entry: int
     duplicate: bool
     refused: dict[int, UprError]
+    term: int
 
 
 class OpenFollower(Protocol):
@@ -168,6 +170,9 @@ class Bucket:
         self.partitions = partitions
         self.tail = Tail()
         self.markers = DurableMarkers(partitions.complete, partitions.horizon)
+        self.copies = Copies(self.markers)
+        self.on_stable: Callable[[], None] = lambda: None
+        """Called when more may be stable at replicas."""
         self.proven = proven
         self.failure: StorageFailedError | None = None
         self.followers: set[OpenFollower] = set()
@@ -242,6 +247,7 @@ class Bucket:
         number: int,
         now: int,
         stored: Mapping[int, ProducerRow] | None = None,
+        copies: int = 0,
     ) -> Written:
         """Number a checked, unnumbered block and put it into the tail.
 
@@ -252,17 +258,20 @@ class Bucket:
             now: microseconds since the epoch.
             stored: the producer's rows in the store by partition, read since the tail was last shortened. Needed
                 for a number that is not above the producer's last.
+            copies: the number of replicas that must be there for it; nothing is numbered with fewer.
 
         Raises:
             ContentDiffersError: see ``Producer.check_place``.
+            TooFewReplicasError: see ``copies``.
             StorageFailedError: the journal failed; nothing is numbered any more.
         """
         known = None
         if call is not None and number <= call.producer.last_number:
             known = self.known(call, number, block.runs, stored)
+            self._check_copies(copies, block.runs, known)
             if known.seen.all():
                 call.carried = number
-                return Written(known.runs, self._ids(known.runs), known.entry, True, {})
+                return self._written(known.runs, known.entry, True, {})
         elif call is not None and number >= FIRST_PLACE_NUMBER:
             call.producer.check_place(number, {})
         if self.failure is not None:
@@ -271,14 +280,14 @@ class Bucket:
         assert not self.proven, "the clean-shutdown proof must be gone before anything is numbered"
         if known is not None:
             block = select_runs(block, ~known.seen)
+        else:
+            self._check_copies(copies, block.runs, None)
         block, refused = self._admit(block, call)
         if call is not None:
             call.carried = number
         if not len(block.runs):
             runs = block.runs if known is None else known.runs
-            return Written(
-                runs, self._ids(runs), -1 if known is None else known.entry, True, refused
-            )
+            return self._written(runs, -1 if known is None else known.entry, True, refused)
         runs = self._numbered(block.runs, now)
         entry = self.tail.write(replace(block, runs=runs), name, number, now)
         if call is not None:
@@ -286,10 +295,73 @@ class Bucket:
         self._wake(memory=True)
         if known is None or not known.seen.any():
             ids = self.partitions.newest_id[runs["partition"]]
-            return Written(runs, ids, entry, False, refused)
+            return Written(runs, ids, entry, False, refused, self.copies.term)
         runs = np.concatenate((runs, known.runs))
         runs = runs[np.argsort(runs["partition"])]
-        return Written(runs, self._ids(runs), entry, False, refused)
+        return self._written(runs, entry, False, refused)
+
+    def _written(
+        self, runs: Runs, entry: int, duplicate: bool, refused: dict[int, UprError]
+    ) -> Written:
+        """Return an outcome of which some may have been applied before."""
+        return Written(runs, self._ids(runs), entry, duplicate, refused, self.copies.term)
+
+    # Copies
+
+    def _check_copies(self, copies: int, runs: Runs, known: Known | None) -> None:
+        """Raise unless so many replicas are there for a write; what was applied of it before only waits for them.
+
+        Raises:
+            TooFewReplicasError: nothing of it was applied before.
+            PartitionNotActiveError: some of it was, and only the active server knows what replicas have.
+        """
+        if not copies:
+            return
+        applied = known is not None and bool(known.seen.any())
+        active = self.partitions.state[runs["partition"]] == ACTIVE
+        if active.any() and not applied:
+            self.copies.check(copies)
+        elif applied and not active.all():
+            raise self.partitions.refusal(int(runs["partition"][~active][0]))
+
+    def begin_term(self) -> None:
+        """Forget what replicas acknowledged: the bucket became active, or is active no more.
+
+        Where it became active, the replicas' streams begin anew, so that what they acknowledge is of this term. Where it
+        is no more, who is shown what is stable must go to another server.
+        """
+        self.copies.begin_term()
+        active = bool((self.partitions.state == ACTIVE).any())
+        for follower in list(self.followers):
+            if active and follower.options.is_replica:
+                follower.end_streams(range(PARTITIONS), HISTORY_CHANGED)
+            elif not active and follower.options.copies:
+                follower.end_call(NOT_ACTIVE)
+
+    def count(self, counted: frozenset[str], in_step: Collection[str]) -> None:
+        """Take over which replicas count; see ``Copies.count``."""
+        if self.copies.count(counted, in_step):
+            self._wake_stable()
+
+    def acknowledged(self, directory: str, partitions: I64, seqnos: U64) -> None:
+        """Take over the complete markers that a registered replica has on disk, of streams of this term."""
+        if self.copies.acknowledged(directory, partitions, seqnos):
+            self._wake_stable()
+
+    def _wake_stable(self) -> None:
+        for follower in self.followers:
+            if follower.options.copies:
+                follower.wake()
+        self.on_stable()
+
+    def is_stable(self, written: Written, copies: int) -> bool:
+        """Return whether all of a write is stable(copies), since its term began and before that ended."""
+        if written.term != self.copies.term:
+            return False
+        partitions, ends = written.runs["partition"], written.runs["end_seqno"]
+        # What was applied earlier, at seqnos that are no longer known, was stored.
+        ends = np.where(ends == 0, self.partitions.stored[partitions], ends)
+        return bool((ends <= self.copies.stable(copies)[partitions]).all())
 
     # Receiving
 
@@ -481,18 +553,28 @@ class Bucket:
 
     # Flushing
 
-    def begin_flush(self) -> FlushPlan | None:
+    def begin_flush(self, *, wanted: bool = True) -> FlushPlan | None:
         """Return a plan to store the oldest durable entries, at most about FLUSH_BYTES.
 
-        It ends at a fence, because no stored block may cross a pin. None when there is nothing to flush, or a flush is
-            pending.
+        It ends at a fence, because no stored block may cross a pin. It ends at what no counted replica has: if that is to
+        be undone, it is in the tail as it was written, and the marker before it is near. None when there is nothing to
+        flush, or a flush is pending.
+
+        Args:
+            wanted: whether room is needed, so that what no replica has is stored when there is nothing else.
         """
         tail = self.tail
         if self._flush_end is not None or tail.durable == tail.first:
             return None
         fence = self.cuts.fence_above(tail.first)
         end = tail.durable if fence is None else min(fence, tail.durable)
-        self._flush_end = tail.reach(FLUSH_BYTES, end)
+        end = tail.reach(FLUSH_BYTES, end)
+        if self.copies.counted:
+            stable = self._stable_end(end)
+            if stable == tail.first and not wanted:
+                return None
+            end = end if stable == tail.first else stable
+        self._flush_end = end
         entries = tail.range(tail.first, self._flush_end)
         table = self.partitions
         stored, horizon = table.stored.copy(), table.stored_horizon.copy()
@@ -505,6 +587,17 @@ class Bucket:
             p: (end, merged.markers.get(p) or int(before[p]), merged.horizons[p])
             for p, end in merged.ends.items()
         }
+
+    def _stable_end(self, end: int) -> int:
+        """Return the number of the first entry below ``end`` that is not stable(1); ``end`` without one."""
+        first = self.tail.first
+        entries = self.tail.range(first, end)
+        runs = np.frombuffer(b"".join([entry.runs.tobytes() for entry in entries]), RUN)
+        lacking = runs["horizon"] > self.copies.stable(1)[runs["partition"]]
+        if not lacking.any():
+            return end
+        ends = np.cumsum([len(entry.runs) for entry in entries])
+        return first + int(np.searchsorted(ends, int(lacking.argmax()), side="right"))
 
     def slice_stored(self, merged: Merged) -> None:
         """Record that a slice is in the store: readers use it from now on."""
@@ -557,8 +650,11 @@ class Bucket:
 
         Raises:
             InvalidArgumentError, TooManyError: see ``Owners.open_sole`` and ``Owners.join``.
+            PartitionNotActiveError: it shows what is stable at replicas, which only the active server knows.
         """
         options, old = follower.options, None
+        if options.copies and not (self.partitions.state == ACTIVE).any():
+            raise self.partitions.refusal(int((self.partitions.state != DEAD).argmax()))
         if options.member:
             follower.seat = self.owners.join(
                 options.consumer,
@@ -572,16 +668,21 @@ class Bucket:
             follower.generation = self.owners.open_sole(options.consumer, self.consumers)
             old = self.consumers.get(options.consumer)
             self.consumers[options.consumer] = follower
+        if options.is_replica and options.consumer:
+            self.copies.connected[options.directory] += 1
         self.followers.add(follower)
         return old
 
     def remove_follower(self, follower: OpenFollower, now: int = 0, *, left: bool = False) -> None:
         """Remove a follower; with ``left`` its member leaves the group and frees its partitions."""
+        options = follower.options
+        if options.is_replica and options.consumer and follower in self.followers:
+            self.copies.left(options.directory)
         self.followers.discard(follower)
         if follower.seat is not None:
             self.owners.close(follower.seat, now, left=left)
-        elif self.consumers.get(follower.options.consumer) is follower:
-            del self.consumers[follower.options.consumer]
+        elif self.consumers.get(options.consumer) is follower:
+            del self.consumers[options.consumer]
 
     def _wake(self, *, memory: bool) -> None:
         for follower in self.followers:

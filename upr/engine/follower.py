@@ -38,13 +38,19 @@ from upr.engine.streams import (
     purged,
 )
 from upr.engine.tail import Tail
-from upr.engine.tail_readers import TailReaders
+from upr.engine.tail_readers import TailReaders, Waiting
 from upr.storage.blocks import Encoded
 from upr.storage.read import ReadResult
 from upr.storage.search import StoredBeginning
 from upr.storage.store import ReadRequest
 from upr_protocol.block import I64, POSITION, START, STARTED, U64, Runs
-from upr_protocol.errors import InvalidArgumentError, NotOwnerError, UprError, shown
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    NotOwnerError,
+    TooFewReplicasError,
+    UprError,
+    shown,
+)
 from upr_protocol.failover import FailoverLog, check_failover_id, check_partition, check_seqno
 from upr_protocol.flow import CreditWindow
 from upr_protocol.handshake import answer_start
@@ -223,6 +229,8 @@ class Follower:
         self._has_ends = False
         self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
         self._groups = TailReaders(bucket.tail, options.memory, options.showing)
+        self._waiting = self._groups.waiting = Waiting() if options.copies else None
+        self._term = np.zeros(PARTITIONS, np.int64) if options.is_replica else None
         self._ready: list[tuple[int, int, Encoded]] = []
         # Partition, token and size of a block that is read again when it can be sent.
         self._unfit: tuple[int, int, int] | None = None
@@ -245,7 +253,9 @@ class Follower:
         """Answer each request, and open the streams that may be opened, in this step ("Handshake", step 3)."""
         self._settle_purges()
         self._live = False
-        beginnings = Beginnings(self._bucket.markers.seqno, self._bucket.tail)
+        stable = self._stable()
+        markers = self._bucket.markers.seqno if stable is None else stable
+        beginnings = Beginnings(markers, self._bucket.tail)
         refused = [self._refused(request) for request in requests]
         # All at once: one by one this would take half of the time for a thousand streams.
         again = [
@@ -280,6 +290,9 @@ class Follower:
             return Refused(partition, error)
         if not table.serves(partition):
             return Refused(partition, table.refusal(partition))
+        copies = self.options.copies
+        if copies and request.chooses_beginning and self._bucket.copies.unknown(copies, partition):
+            return Refused(partition, _not_stable(partition, copies))
         if request.epoch > table.epoch[partition]:
             return Refused(
                 partition, _replaced(partition, request.epoch, int(table.epoch[partition]))
@@ -381,6 +394,9 @@ class Follower:
         self._until[partition] = NO_END if until is None else until
         self._has_ends |= until is not None
         self._limit[partition] = NO_END if exact is None else exact
+        if self._term is not None:
+            self._term[partition] = self._bucket.copies.term
+            self._bucket.copies.started(self.options.directory, partition, request.seqno)
         self._attach(partition)
         if until is not None and until <= request.seqno:
             self._end([partition], FINISHED)
@@ -499,6 +515,9 @@ class Follower:
                 hint="acknowledge only what was received in this call",
             )
         name = self.options.consumer
+        if self._term is not None and name:
+            ours = self._term[partitions] == self._bucket.copies.term
+            self._bucket.acknowledged(self.options.directory, partitions[ours], seqnos[ours])
         if self.seat is not None:
             mine = self.seat.owns(partitions)
             partitions, seqnos, ids = partitions[mine], seqnos[mine], ids[mine]
@@ -633,6 +652,16 @@ class Follower:
         why = EndReason("STORAGE_ERROR", error.retriable, error.message, error.hint)
         self._end([r.partition for r in requests if self._from_store[r.partition]], why)
 
+    def _stable(self) -> U64 | None:
+        """Return the largest seqnos that may be shown; None where all that is durable may be."""
+        copies = self.options.copies
+        return self._bucket.copies.stable(copies) if copies else None
+
+    def _return_stable(self, stable: U64) -> None:
+        """Let streams go on whose next run has become stable."""
+        for partition in self._groups.take_stable(stable):
+            self._attach(partition)
+
     def _return_dropped(self) -> None:
         """Send streams whose place in the tail was flushed away back to the store."""
         for partition in self._groups.take_dropped():
@@ -645,7 +674,10 @@ class Follower:
         self._settle_purges()
         self._return_dropped()
         self._note_raises()
-        frame = self._frame_from_store()
+        stable = self._stable()
+        if stable is not None:
+            self._return_stable(stable)
+        frame = self._frame_from_store(stable)
         if frame is None and (self._ready or self._is_held_up()):
             # Blocks from the store wait for credit. Smaller frames from the tail must not use it up for ever.
             # A consumer may take as long as it likes to give credit: what it waits for is not kept.
@@ -654,7 +686,7 @@ class Follower:
         for _ in range(STEPS_AT_ONCE):
             if frame is None:
                 moves = self._groups.moves
-                frame = self._frame_from_tail()
+                frame = self._frame_from_tail(stable)
                 if frame is None and moves == self._groups.moves:
                     if self._bucket.failure is not None:
                         self._end_waiting(self._bucket.failure)
@@ -714,7 +746,7 @@ class Follower:
             self._end(np.flatnonzero(waiting).tolist(), why)
             self.wake()
 
-    def _frame_from_store(self) -> FrameOut | None:
+    def _frame_from_store(self, stable: U64 | None) -> FrameOut | None:
         blocks: list[bytes] = []
         tokens: list[int] = []
         size = rows = 0
@@ -733,6 +765,8 @@ class Follower:
             if run["horizon"] > self._limit[partition]:
                 self._reach_beyond(block.runs)
                 continue
+            if self._must_wait(block.runs, stable):
+                continue
             blocks.append(block.data)
             tokens.append(token)
             size += block.size
@@ -740,12 +774,28 @@ class Follower:
             self._seqno[partition] = run["end_seqno"]
             self._horizon[partition] = max(self._horizon[partition], run["horizon"])
         for partition in touched:
-            if self._token[partition] and not any(item[0] == partition for item in self._ready):
+            waits = self._waiting is not None and self._waiting.has(partition)
+            if self._token[partition] and not (
+                waits or any(item[0] == partition for item in self._ready)
+            ):
                 self._attach(partition)
         self._end([p for p in touched if self._is_done(p)], FINISHED)
         if not blocks:
             return None
         return FrameOut(blocks, np.array(tokens, "<u4").tobytes(), size, rows)
+
+    def _must_wait(self, runs: Runs, stable: U64 | None) -> bool:
+        """Return whether a stored block must wait to be stable; if so, its stream reads on when it is."""
+        if self._waiting is None or stable is None:
+            return False
+        partitions = runs["partition"].astype(np.int64)
+        if not (runs["horizon"] > stable[partitions]).any():
+            return False
+        self._waiting.add(partitions, runs["horizon"], -1)
+        self._from_store[partitions] = False
+        gone = int(partitions[0])
+        self._ready = [item for item in self._ready if item[0] != gone]
+        return True
 
     def _is_done(self, partition: int) -> bool:
         """Return whether a stream is at a complete marker at or above its end."""
@@ -763,7 +813,7 @@ class Follower:
             why = EndReason(gone.reason, gone.retriable, gone.message, gone.hint)
             self._end([partition], why)
 
-    def _frame_from_tail(self) -> FrameOut | None:
+    def _frame_from_tail(self, stable: U64 | None) -> FrameOut | None:
         left = self.credit.window - self.credit.outstanding
         if left <= 0:
             return None
@@ -774,6 +824,7 @@ class Follower:
             self._until if self._has_ends else None,
             min(FRAME_BYTES, left),
             self._limit if exact else None,
+            stable,
         )
         if taken is None:
             return None
@@ -828,6 +879,14 @@ def _replaced(partition: int, told: int, own: int) -> UprError:
         hint="this server was replaced: start it as a replica of the one that is active now",
         reason="OLD_EPOCH",
         retriable=True,
+    )
+
+
+def _not_stable(partition: int, copies: int) -> TooFewReplicasError:
+    return TooFewReplicasError(
+        f"fewer than {copies} counted replicas have told what they have of partition {partition}, so that it is not known"
+        " where a stream from now or from a time begins",
+        hint="retry later; 'upr-admin topology' shows the replicas",
     )
 
 

@@ -1,12 +1,18 @@
 """The 1024 partitions of a bucket as columns: what changes with every write is a numpy array."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from upr.storage.keyspace import PartitionRow
-from upr_protocol.block import RUN, U64, Runs
-from upr_protocol.errors import DataDamagedError, PartitionNotActiveError, UprError
+from upr_protocol.block import I64, RUN, U64, Runs
+from upr_protocol.errors import (
+    DataDamagedError,
+    PartitionNotActiveError,
+    TooFewReplicasError,
+    UprError,
+)
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS
 
@@ -177,6 +183,101 @@ class DurableMarkers:
             done = horizons == ends
             self.seqno[partitions[done]] = ends[done]
         self._incomplete = bool((self._horizon > self.seqno).any())
+
+
+class Copies:
+    """What counted replicas have on disk of a bucket that is active here, and what is stable by that.
+
+    A seqno is stable(k) when it is at or below a complete marker that is durable here and at k counted replicas. Only
+    what they acknowledged in this term counts: a replica may have undone since what it acknowledged to an older owner.
+
+    Args:
+        markers: those that are durable here.
+
+    Attributes:
+        counted: directories of the replicas that count. Each server that could be promoted knows that they do.
+        ready: those of them that are in step.
+        term: rises whenever the bucket becomes active, or is active no more.
+        connected: the number of open calls by directory, of registered replicas.
+    """
+
+    def __init__(self, markers: DurableMarkers) -> None:
+        self._markers = markers
+        self.counted: frozenset[str] = frozenset()
+        self.ready: frozenset[str] = frozenset()
+        self.term = 0
+        self.connected: Counter[str] = Counter()
+        self._acknowledged: dict[str, U64] = {}
+        self._largest: dict[int, U64] = {}
+
+    def begin_term(self) -> None:
+        """Forget what was acknowledged, and count nobody: the bucket became active, or is active no more."""
+        self.term += 1
+        self._acknowledged.clear()
+        self.count(frozenset(), frozenset())
+
+    def count(self, counted: frozenset[str], in_step: Collection[str]) -> bool:
+        """Take over who is counted; return whether that changed what is stable."""
+        self.ready = counted.intersection(in_step)
+        if counted == self.counted:
+            return False
+        self.counted = counted
+        self._largest.clear()
+        for directory in self._acknowledged.keys() - counted - self.connected.keys():
+            del self._acknowledged[directory]
+        return True
+
+    def left(self, directory: str) -> None:
+        """Take note of the end of a call."""
+        self.connected[directory] -= 1
+        if not self.connected[directory]:
+            del self.connected[directory]
+            if directory not in self.counted:
+                self._acknowledged.pop(directory, None)
+
+    def started(self, directory: str, partition: int, seqno: int) -> None:
+        """Take note of where a replica begins: it may have undone what is above."""
+        known = self._acknowledged.get(directory)
+        if known is not None and known[partition] > seqno:
+            known[partition] = seqno
+            self._largest.clear()
+
+    def acknowledged(self, directory: str, partitions: I64, seqnos: U64) -> bool:
+        """Take over markers that are durable at a replica; return whether they may make something stable."""
+        known = self._acknowledged.get(directory)
+        if known is None:
+            known = self._acknowledged[directory] = np.zeros(PARTITIONS, np.uint64)
+        known[partitions] = np.maximum(known[partitions], seqnos)
+        if directory not in self.counted:
+            return False
+        self._largest.clear()
+        return True
+
+    def stable(self, copies: int) -> U64:
+        """Return what is stable(k), shape (1024,); 0 where fewer replicas have acknowledged anything."""
+        largest = self._largest.get(copies)
+        if largest is None:
+            told = [self._acknowledged[one] for one in self.counted if one in self._acknowledged]
+            if len(told) < copies:
+                largest = np.zeros(PARTITIONS, np.uint64)
+            else:
+                largest = np.sort(np.stack(told), axis=0)[-copies]
+            self._largest[copies] = largest
+        return np.minimum(self._markers.seqno, largest)
+
+    def unknown(self, copies: int, partition: int) -> bool:
+        """Return whether there is something in a partition, and so many replicas have told nothing of it."""
+        return bool(self._markers.seqno[partition]) and not self.stable(copies)[partition]
+
+    def check(self, copies: int) -> None:
+        """Raise TooFewReplicasError unless so many counted replicas are in step, and connected."""
+        there = sum(1 for directory in self.ready if directory in self.connected)
+        if there < copies:
+            raise TooFewReplicasError(
+                f"counted replicas that are connected and in step are {there}; must be at least {copies}",
+                hint="start replicas, also counted ones that are away: new ones count when those know of them;"
+                " 'upr-admin topology' shows all",
+            )
 
 
 def _joined(tables: Sequence[Runs]) -> Runs:

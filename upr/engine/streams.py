@@ -56,6 +56,8 @@ class FollowOptions:
     """Of the member, in microseconds."""
     key_prefix: bytes = b""
     plain_rows: bool = False
+    copies: int = 0
+    """Replicas that must have what is shown; 0 for none."""
     directory: str = ""
     """Of a replica: the id of its data directory; empty for a consumer."""
     address: str = ""
@@ -207,6 +209,12 @@ HISTORY_CHANGED: Final = EndReason(
     True,
     "the failover log changed: this server took over another history",
     "start the partition again: the answer says whether something is to be undone",
+)
+NOT_ACTIVE: Final = EndReason(
+    "PARTITION_NOT_ACTIVE",
+    True,
+    "this server is not active any more, so it cannot tell what is stable at replicas",
+    "connect to the one that is active",
 )
 SHUTTING_DOWN: Final = EndReason("SHUTTING_DOWN", True, "the server is stopping", "connect again")
 

@@ -33,8 +33,8 @@ _PLACE_BYTES = 40
 """An entry's number, in what is shared and in what it is found by."""
 _Pieces = list[tuple[TailEntry, int]]
 """Entries, and windows of them, with the number behind each."""
-_State = tuple[U64, U64, U64 | None, U64 | None]
-"""Seqnos, horizons, ends and limits of the streams, see ``TailReaders.take``."""
+_State = tuple[U64, U64, U64 | None, U64 | None, U64 | None]
+"""Seqnos, horizons, ends and limits of the streams, and what is stable, see ``TailReaders.take``."""
 
 
 @dataclass(slots=True)
@@ -63,11 +63,50 @@ class Selection:
 
 @dataclass(slots=True)
 class Taken:
-    """Selection for a group; ``beyond`` are the runs left out because they reach above their stream's limit."""
+    """Selection for a group.
+
+    Attributes:
+        beyond: the runs left out because they reach above their stream's limit.
+        unstable: those left out because they are not stable yet; their partitions wait.
+        first: number of the entry from which they go on.
+    """
 
     group: _Group
     selection: Selection
     beyond: Runs | None = None
+    unstable: Runs | None = None
+    first: int = 0
+
+
+class Waiting:
+    """Partitions whose next run is not stable at enough replicas yet, each with what it waits for.
+
+    They read nothing, so that none of them holds up the others.
+    """
+
+    def __init__(self) -> None:
+        self._horizon = np.zeros(PARTITIONS, np.uint64)
+        self._entry = np.zeros(PARTITIONS, np.int64)
+
+    def add(self, partitions: I64, horizons: U64, entry: int) -> None:
+        """Have partitions wait for seqnos to be stable; then they go on at a tail entry, -1 for the store."""
+        # From the newest run on, so that the oldest of a partition stays.
+        self._horizon[partitions[::-1]] = horizons[::-1]
+        self._entry[partitions] = entry
+
+    def drop(self, partitions: Sequence[int] | I64) -> None:
+        """Have partitions wait no more."""
+        self._horizon[partitions] = 0
+
+    def has(self, partition: int) -> bool:
+        """Return whether a partition waits."""
+        return bool(self._horizon[partition])
+
+    def take(self, stable: U64) -> tuple[I64, I64]:
+        """Remove and return the partitions that need not wait any more, and the entry of each."""
+        free = np.flatnonzero((self._horizon > 0) & (self._horizon <= stable))
+        self._horizon[free] = 0
+        return free, self._entry[free]
 
 
 @dataclass(slots=True)
@@ -105,6 +144,8 @@ class TailReaders:
         self._tail = tail
         self._showing = showing
         self._memory = memory
+        self.waiting: Waiting | None = None
+        """Those that wait to be stable; None where everything durable is shown."""
         self._groups: list[_Group] = []
         self.moves = 0
 
@@ -134,9 +175,22 @@ class TailReaders:
     def leave(self, partitions: Iterable[int]) -> None:
         """Remove partitions."""
         gone = list(partitions)
+        if self.waiting is not None:
+            self.waiting.drop(gone)
         for group in self._groups:
             group.members[gone] = False
         self._groups = [group for group in self._groups if group.members.any()]
+
+    def take_stable(self, stable: U64) -> list[int]:
+        """Let partitions read on whose next run is stable now; return those that must look for their place anew."""
+        assert self.waiting is not None
+        partitions, entries = self.waiting.take(stable)
+        in_tail = entries >= self._tail.first
+        if in_tail.any():
+            # From the first of them on: what each has read already is skipped, and they are one group.
+            self.join(partitions[in_tail], int(entries[in_tail].min()))
+        lost: list[int] = partitions[~in_tail].tolist()
+        return lost
 
     def take_dropped(self) -> list[int]:
         """Remove and return the partitions whose next entry is not in the tail any more."""
@@ -155,6 +209,7 @@ class TailReaders:
         until: U64 | None,
         max_bytes: int,
         limit: U64 | None = None,
+        stable: U64 | None = None,
     ) -> Taken | None:
         """Return the next blocks of the group that is furthest behind; None if no group has any.
 
@@ -164,6 +219,7 @@ class TailReaders:
             seqno, horizon, until: each stream's state, shape (1024,); ``until`` is None when no stream has an end.
             max_bytes: stop before this is exceeded, but not before the first block.
             limit: the largest horizon that each stream may be sent, shape (1024,); None: no stream has one.
+            stable: the largest that each may be sent now; None: what is durable is.
         """
         self._merge_groups()
         waiting = [g for g in self._groups if self._tail.first <= g.next_entry < self._limit]
@@ -175,12 +231,12 @@ class TailReaders:
         end = min([self._limit, *others])
         first = group.next_entry
         enough = min(end, first + SPAN_AT_ONCE)
-        state = (seqno, horizon, until, limit)
+        state = (seqno, horizon, until, limit, stable)
         while True:
             span = self._span(first, self._fitting(group, first, end, state, max_bytes))
             taken = self._select(group, first, span, state, max_bytes)
             selection = taken.selection
-            if taken.beyond is not None:
+            if taken.beyond is not None or taken.unstable is not None:
                 return taken
             if selection.blocks or selection.next_entry >= enough or len(span.entries) == 1:
                 return taken
@@ -229,7 +285,7 @@ class TailReaders:
         state: _State,
         max_bytes: int,
     ) -> Taken:
-        seqno, horizon, until, limit = state
+        seqno, horizon, until, limit, stable = state
         runs, partitions, starts = span.runs, span.partitions, span.starts
         above = seqno[partitions]
         keep = group.members[partitions] & (span.ends > above)
@@ -240,16 +296,23 @@ class TailReaders:
             # A later run of such a stream begins at or above its end: only the first one reaches beyond.
             beyond = keep & (runs["horizon"] > limit[partitions])
             keep &= ~beyond
+        unstable = None
+        if stable is not None:
+            # Of several runs of a partition here the horizons rise: behind one that is not stable none is.
+            unstable = keep & (runs["horizon"] > stable[partitions])
+            keep &= ~unstable
         # A position may lie inside a run: rows up to it are not sent again.
         inside = keep & (starts < above)
         slices = np.where(inside, above, 0) if inside.any() else None
         selection = self._selection(first, span, keep, slices, max_bytes)
         taken = Taken(group, selection)
-        if beyond is not None:
+        if beyond is not None or unstable is not None:
             done = span.after.index(selection.next_entry) + 1
             used = sum(len(entry.runs) for entry in span.entries[:done])
-            if beyond[:used].any():
+            if beyond is not None and beyond[:used].any():
                 taken.beyond = runs[:used][beyond[:used]]
+            if unstable is not None and unstable[:used].any():
+                taken.unstable, taken.first = runs[:used][unstable[:used]], first
         return taken
 
     def _selection(
@@ -320,6 +383,11 @@ class TailReaders:
         """Move the group behind the blocks it took."""
         taken.group.next_entry = taken.selection.next_entry
         self.moves += 1
+        if taken.unstable is not None:
+            assert self.waiting is not None
+            partitions = taken.unstable["partition"].astype(np.int64)
+            self.leave(partitions.tolist())
+            self.waiting.add(partitions, taken.unstable["horizon"], taken.first)
 
     def _merge_groups(self) -> None:
         if len(self._groups) < 2:
@@ -334,8 +402,8 @@ class TailReaders:
 
 def _reaches_beyond(group: _Group, runs: Runs, state: _State) -> bool:
     """Return whether a run ends above where a stream of the group ends, or above what it may be sent."""
-    _, _, until, limit = state
-    if until is None and limit is None:
+    _, _, until, limit, stable = state
+    if until is None and limit is None and stable is None:
         return False
     partitions = runs["partition"]
     beyond = np.zeros(len(runs), bool)
@@ -343,6 +411,8 @@ def _reaches_beyond(group: _Group, runs: Runs, state: _State) -> bool:
         beyond |= runs["end_seqno"] > until[partitions]
     if limit is not None:
         beyond |= runs["horizon"] > limit[partitions]
+    if stable is not None:
+        beyond |= runs["horizon"] > stable[partitions]
     return bool((beyond & group.members[partitions]).any())
 
 

@@ -122,6 +122,8 @@ class Owning:
         self._followed = ""
         self._paused = False
         self._floor: dict[int, U64] = {}
+        # The counted replicas of which everybody knows who could be promoted.
+        self._known: frozenset[str] = frozenset()
         if self.active:
             self._note_floor()
 
@@ -484,6 +486,7 @@ class Owning:
         self.active, self._catalog.replica, self.waiting = True, False, ""
         self._tell_owner()
         self._note_floor()
+        self._known = frozenset()
         if not self.standing.owns:
             await self.step_down(fenced=True)
         self._check_owns()
@@ -594,6 +597,21 @@ class Owning:
             await self.store(lambda standing: standing.learned(row))
             # At once: until they have stored it, a promotion waits for servers that are counted no more.
             await self.meeting.meet_all(self.standing)
+        if self.active and self.standing.owns:
+            self._count_copies()
+
+    def _count_copies(self) -> None:
+        """Tell the buckets whose acknowledgements count.
+
+        A replica counts when all counted ones have stored that it does: one that has not could be promoted without it.
+        """
+        row, met = self.standing.row, self.meeting.met
+        others = row.counted - {row.owner}
+        stored = {d for d, one in met.items() if one.row.age >= row.age}
+        self._known = others if others <= stored else self._known & others
+        in_step = {directory for directory, one in met.items() if one.in_step}
+        for host in self._catalog.hosts:
+            host.bucket.count(self._known, in_step)
 
 
 def _held(high: U64) -> Held:

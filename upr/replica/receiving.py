@@ -18,6 +18,7 @@ import numpy as np
 from upr.engine.compaction import raise_purges
 from upr.engine.partitions import DEAD, PENDING, REPLICA
 from upr.engine.recovery import Undo
+from upr.engine.streams import HISTORY_CHANGED
 from upr.engine.tail import TailEntry
 from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
@@ -215,6 +216,9 @@ class Receiving:
         await self._adopt(logs, epochs, purges)
         for partition, token in tokens.items():
             self._token[partition] = token
+            # The upstream may have forgotten what was acknowledged to the stream before.
+            self._acknowledged[partition] = 0
+        self._host.disk.changed()
         if undo:
             raise UndoNeededError(undo)
         await self._start(again)
@@ -285,6 +289,10 @@ class Receiving:
                 await self._start(again)
             case "ended":
                 self._ended(message.ended)
+                if message.ended.problem.reason == HISTORY_CHANGED.reason:
+                    # The upstream became active, and what it was acknowledged before counts no more.
+                    again, self._again = sorted(self._again), set()
+                    await self._start(again)
             case "tables":
                 await take_tables(self._host, message.tables)
 

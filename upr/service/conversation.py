@@ -121,6 +121,11 @@ class WaitingStarts:
 
 REPLICAS_NAME: Final = "replica:"
 """Beginning of the consumer names of registered replicas; the ids of their directories follow."""
+_COPIES: Final = {
+    types.STABILITY_REPLICATED_1: 1,
+    types.STABILITY_REPLICATED_2: 2,
+    types.STABILITY_REPLICATED_3: 3,
+}
 _DIRECTORY: Final = re.compile("[0-9a-f]{16}")
 
 
@@ -155,6 +160,7 @@ def read_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptions:
         plain_rows=opening.plain_rows,
         member=member,
         lease=lease,
+        copies=_COPIES.get(opening.stability, 0),
     )
 
 

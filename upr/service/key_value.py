@@ -42,6 +42,7 @@ from upr_protocol.limits import (
     KEY_BYTES_MAX,
     KEY_BYTES_MIN,
     PARTITIONS,
+    REPLICATED_SECONDS,
     WRITE_OUTCOME_SECONDS,
     WRITE_ROWS_BYTES_MAX,
     WRITES_IN_FLIGHT_MAX,
@@ -151,15 +152,24 @@ _NUMBER_TAG = wire.WriteBlock.NUMBER_FIELD_NUMBER << 3
 _ROWS_TAG = wire.WriteBlock.ROWS_FIELD_NUMBER << 3 | 2
 OUTLINE_FIELDS = 32
 """Fields of an encoded write that are looked at; one of a block has six."""
-_DURABILITIES = frozenset(types.Durability.values())
+_MEMORY = -1
+_COPIES = {
+    types.DURABILITY_UNSPECIFIED: 0,
+    types.DURABILITY_MEMORY: _MEMORY,
+    types.DURABILITY_DISK: 0,
+    types.DURABILITY_REPLICATED_1: 1,
+    types.DURABILITY_REPLICATED_2: 2,
+    types.DURABILITY_REPLICATED_3: 3,
+}
+"""Replicas that must have a write before it is acknowledged; _MEMORY if not even this server's disk must."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """Write with a pending answer: numbered, or refused."""
+    """Write with a pending answer: numbered, or refused; ``copies`` as in _COPIES."""
 
     number: int
-    memory: bool
+    copies: int = 0
     deadline: float = 0.0
     written: Written | None = None
     error: UprError | None = None
@@ -415,7 +425,7 @@ class _WriteCall:
                 await self._turn(len(raw) * (BYTE_SECONDS + readers * FRAME_BYTE_SECONDS))
             return None
         except TooManyError as error:
-            return _Pending(outline_of(raw).number, False, error=error.with_traceback(None))
+            return _Pending(outline_of(raw).number, error=error.with_traceback(None))
 
     def _taken(self, raw: bytes) -> tuple[_Pending, Block | None]:
         """Parse a write and its block; None if it is refused."""
@@ -424,16 +434,16 @@ class _WriteCall:
                 f"a write of several rows is {len(raw)} bytes; must be at most {WRITE_ROWS_BYTES_MAX}",
                 hint="send several writes, or blocks",
             )
-            return _Pending(outline.number, False, error=error), None
+            return _Pending(outline.number, error=error), None
         request = parsed(wire.WriteRequest, raw, "a message of a Write call")
         if request.WhichOneof("message") != "write":
             raise InvalidArgumentError("a message of a Write call that is neither Open nor a write")
         write = request.write
-        pending = _Pending(write.number, write.durability == types.DURABILITY_MEMORY)
+        pending = _Pending(write.number, _COPIES.get(write.durability, 0))
         try:
-            if write.durability not in _DURABILITIES:
+            if write.durability not in _COPIES:
                 raise InvalidArgumentError(
-                    f"durability is {write.durability}; must be 0 to {max(_DURABILITIES)}"
+                    f"durability is {write.durability}; must be 0 to {max(_COPIES)}"
                 )
             if self._gone is not None:
                 raise self._gone
@@ -450,12 +460,15 @@ class _WriteCall:
         producer = self._producer
         name = b"" if producer is None else producer.name
         try:
-            pending.written = await self._host.write(block, name, producer, pending.number)
+            pending.written = await self._host.write(
+                block, name, producer, pending.number, max(pending.copies, 0)
+            )
         except UprError as error:
             # Its traceback would keep the block until the answer is sent.
             pending.error = error.with_traceback(None)
             return
-        pending.deadline = asyncio.get_running_loop().time() + WRITE_OUTCOME_SECONDS
+        seconds = REPLICATED_SECONDS if pending.copies > 0 else WRITE_OUTCOME_SECONDS
+        pending.deadline = asyncio.get_running_loop().time() + seconds
 
     async def _answer(self) -> None:
         while True:
@@ -466,7 +479,7 @@ class _WriteCall:
                 await self._changed.wait()
                 continue
             pending = self._pending[0]
-            if pending.written is not None and not pending.memory:
+            if pending.written is not None and not self._is_durable(pending):
                 await self._until_durable(pending, pending.written)
             results = self._due()
             if len(results) == 1:
@@ -494,26 +507,35 @@ class _WriteCall:
         """Return the first result, and those behind it that are due as well, as far as one message should hold them."""
         results = [_result(self._pending[0])]
         size = results[0].ByteSize()
-        durable = self._host.bucket.tail.durable
         for pending in itertools.islice(self._pending, 1, None):
-            written = pending.written
-            waits = written is not None and not pending.memory and written.entry >= durable
-            if not self._together or waits or size >= FRAME_BYTES:
+            if not self._together or not self._is_durable(pending) or size >= FRAME_BYTES:
                 break
             results.append(_result(pending))
             size += results[-1].ByteSize()
         return results
 
+    def _is_durable(self, pending: _Pending) -> bool:
+        """Return whether a write is where it is to be before it is acknowledged; a refused one is nowhere."""
+        written, bucket = pending.written, self._host.bucket
+        if written is None or pending.copies == _MEMORY:
+            return True
+        if written.entry >= bucket.tail.durable:
+            return False
+        return not pending.copies or bucket.is_stable(written, pending.copies)
+
     async def _until_durable(self, pending: _Pending, written: Written) -> None:
-        if written.entry < self._host.bucket.tail.durable:
-            return
         left = max(pending.deadline - asyncio.get_running_loop().time(), 0)
         try:
             async with asyncio.timeout(left):
                 await self._host.durable(written.entry)
+                if pending.copies:
+                    await self._host.replicated(written, pending.copies)
         except TimeoutError:
+            seconds, where = WRITE_OUTCOME_SECONDS, "durable"
+            if pending.copies:
+                seconds, where = REPLICATED_SECONDS, f"on {pending.copies} replicas"
             pending.error = UnknownOutcomeError(
-                f"write {pending.number} was not durable within {WRITE_OUTCOME_SECONDS:.0f} s; it may become so",
+                f"write {pending.number} was not {where} within {seconds:.0f} s; it may become so",
                 hint="send it again with its number to learn the outcome",
             )
         except UprError as error:

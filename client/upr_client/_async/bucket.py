@@ -98,7 +98,8 @@ class AsyncBucket:
         Args:
             key: 1 to 4096 bytes.
             value: 0 to 20 MiB.
-            durability: "disk": answered when fsynced; "memory": when numbered, lost if the server dies at once.
+            durability: "disk": answered when fsynced; "memory": when numbered, lost if the server dies at once;
+                "replicated(1)" to "replicated(3)": when fsynced at so many replicas too, so that no promotion undoes it.
 
         Raises:
             InvalidArgumentError: a value is out of its range; nothing was sent.

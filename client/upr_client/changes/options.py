@@ -30,7 +30,13 @@ from upr_protocol.wire.compression import zstd_available
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import types_pb2
 
-STABILITIES: Final = {"disk": types_pb2.STABILITY_DISK, "memory": types_pb2.STABILITY_MEMORY}
+STABILITIES: Final = {
+    "disk": types_pb2.STABILITY_DISK,
+    "memory": types_pb2.STABILITY_MEMORY,
+    "replicated(1)": types_pb2.STABILITY_REPLICATED_1,
+    "replicated(2)": types_pb2.STABILITY_REPLICATED_2,
+    "replicated(3)": types_pb2.STABILITY_REPLICATED_3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,9 @@ class Only:
         partitions: which, 0 to 1023; None for all, or for those that ``until`` names. A group shares all of them.
         key_prefix: only the changes whose keys begin with it, at most 4096 bytes.
         keys_only: leave the values out; they are None then.
-        stability: "disk": only what is durable at the server; "memory": sooner, and a crash there may undo it.
+        stability: "disk": only what is durable at the server; "memory": sooner, and a crash there may undo it;
+            "replicated(1)" to "replicated(3)": only what is durable at so many replicas too, so that no promotion undoes
+            it. It waits while there are fewer replicas.
 
     Raises:
         InvalidArgumentError: a value is out of its range.

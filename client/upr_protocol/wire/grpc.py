@@ -38,6 +38,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "WRONG_REPLICA_SET": grpc.StatusCode.FAILED_PRECONDITION,
     "OLD_EPOCH": grpc.StatusCode.FAILED_PRECONDITION,
     "HISTORY_CHANGED": grpc.StatusCode.UNAVAILABLE,
+    "TOO_FEW_REPLICAS": grpc.StatusCode.UNAVAILABLE,
     "TOO_MANY": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "TOO_SLOW": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "QUOTA_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,

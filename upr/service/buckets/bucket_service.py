@@ -248,6 +248,7 @@ class BucketService:
             log.warning("recovery", extra={"bucket": identity.name, "note": note})
         bucket = Bucket(identity, result.partitions, result.next_commit, proven=True)
         bucket.recovered(result.entries)
+        bucket.on_stable = self.disk.changed
         return bucket
 
     def _keep_undone(self, identity: Identity, result: Recovered) -> list[bytes]:
@@ -323,9 +324,14 @@ class BucketService:
     # Writing
 
     async def write(
-        self, block: Block, name: bytes, call: ProducerCall | None, number: int
+        self,
+        block: Block,
+        name: bytes,
+        call: ProducerCall | None,
+        number: int,
+        copies: int = 0,
     ) -> Written:
-        """Number a block as soon as there is room for it.
+        """Number a block as soon as there is room for it, if so many replicas are there.
 
         Raises:
             InvalidArgumentError: a value is above --max-value-bytes.
@@ -334,9 +340,10 @@ class BucketService:
             TooManyError: too many bytes wait for room.
             ShuttingDownError: the server is stopping.
             BucketGoneError: the bucket was dropped; nothing is numbered.
-            ContentDiffersError, StorageFailedError, DataDamagedError: see Bucket.write, and ProducerKeeper.stored.
+            ContentDiffersError, TooFewReplicasError, StorageFailedError, DataDamagedError: see Bucket.write, and
+                ProducerKeeper.stored.
         """
-        bucket = self.bucket
+        bucket, now = self.bucket, self.disk.clock.now
         if self.disk.gone is not None:
             raise self.disk.gone
         self._check_values(block)
@@ -347,7 +354,7 @@ class BucketService:
                 stored = await self.producers.stored(name)
                 if bucket.known(call, number, block.runs, stored).seen.all():
                     # A repeated write numbers nothing, so it needs neither room nor the removal of the proof.
-                    return bucket.write(block, name, call, number, self.disk.clock.now(), stored)
+                    return bucket.write(block, name, call, number, now(), stored, copies)
             waited = bucket.proven or self._is_short_of(needed)
             if waited and not self.disk.stopping and bucket.failure is None:
                 with self.waiting(needed):
@@ -362,7 +369,7 @@ class BucketService:
         if bucket.failure is None:
             check_map(self.disk.store, before + needed, is_full=self.flusher.map_full)
             self._check_quota(block, before + needed)
-        written = bucket.write(block, name, call, number, self.disk.clock.now(), stored)
+        written = bucket.write(block, name, call, number, now(), stored, copies)
         self.disk.room.take(bucket.tail.bytes - before)
         self._taken(block)
         return written
@@ -436,6 +443,7 @@ class BucketService:
         failpoints.hit("promote.after_partitions")
         table.served_epoch[list(logs)] = epoch
         table.state[list(logs)] = ACTIVE
+        bucket.begin_term()
         self._replica, self._fenced, self.following = False, False, None
 
     async def step_down(self, *, fenced: bool) -> None:
@@ -451,6 +459,7 @@ class BucketService:
         table = self.bucket.partitions
         active = np.flatnonzero(table.state == ACTIVE).tolist()
         table.state[active] = REPLICA
+        self.bucket.begin_term()
         self._fenced = fenced
         self._replica = True
         self.following = self.following or Following(self.bucket)
@@ -607,6 +616,25 @@ class BucketService:
                 hint="send it again there with its number to learn the outcome",
             )
 
+    async def replicated(self, written: Written, copies: int) -> None:
+        """Wait until a write is stable(copies), see ``Bucket.is_stable``.
+
+        Raises:
+            StorageFailedError, BucketGoneError: as ``durable``.
+            UnknownOutcomeError: this server was not active all the time.
+        """
+        while not self.bucket.is_stable(written, copies):
+            if self.disk.gone is not None:
+                raise self.disk.gone
+            if self.bucket.failure is not None:
+                raise self.bucket.failure.with_traceback(None)
+            if written.term != self.bucket.copies.term:
+                raise UnknownOutcomeError(
+                    "this server stepped down before replicas acknowledged the write",
+                    hint="send it again, to the server that is active, with its number to learn the outcome",
+                )
+            await self.disk.next_change()
+
     async def journalled(self, entry: int) -> None:
         """Wait until a tail entry is on disk, whoever is active; see ``durable``."""
         while self.bucket.tail.durable <= entry:
@@ -681,7 +709,7 @@ class BucketService:
 
     async def flush(self) -> bool:
         """Store the durable part of the tail, and drop it; False if there was none."""
-        return await self.flusher.flush()
+        return await self.flusher.flush(wanted=True)
 
     # Reading
 

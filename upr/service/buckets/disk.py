@@ -186,7 +186,7 @@ class Disk:
     # Waiting for changes
 
     async def next_change(self) -> None:
-        """Wait for the next commit, flush or failure."""
+        """Wait for the next commit, flush, acknowledgement of a replica, or failure."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         await future

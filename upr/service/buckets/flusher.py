@@ -69,15 +69,17 @@ class Flusher:
     async def run(self) -> None:
         """Flush on request or when the tail is old, until the bucket is closed."""
         while not self._disk.stopping and not self._gave_up:
+            wanted = True
             try:
                 async with asyncio.timeout(self._seconds_to_flush()):
                     await self.wanted.wait()
             except TimeoutError:
                 if not self._tail_is_old():
                     continue
+                wanted = False
             self.wanted.clear()
             if not self._disk.stopping:
-                await self._flush_or_retry()
+                await self._flush_or_retry(wanted=wanted)
                 tail = self._bucket.tail
                 if tail.bytes >= self.begin_bytes and tail.first != tail.durable:
                     # If nothing is durable yet, wait for the committer's next request instead of spinning.
@@ -106,9 +108,9 @@ class Flusher:
         # up.
         return age if age >= 0 else self._flush_seconds
 
-    async def _flush_or_retry(self) -> None:
+    async def _flush_or_retry(self, *, wanted: bool) -> None:
         try:
-            await self.flush()
+            await self.flush(wanted=wanted)
             self._flushed = self._disk.clock.now()
             self.map_full = False
             self._disk.troubles.ends(trouble.FLUSH)
@@ -122,9 +124,13 @@ class Flusher:
             await asyncio.sleep(_RETRY_SECONDS)
             self.wanted.set()
 
-    async def flush(self) -> bool:
-        """Store the durable part of the tail, slice by slice, and drop it; False if there was none."""
-        plan = self._bucket.begin_flush()
+    async def flush(self, *, wanted: bool) -> bool:
+        """Store the durable part of the tail, slice by slice, and drop it; False if there was none.
+
+        Args:
+            wanted: see ``Bucket.begin_flush``.
+        """
+        plan = self._bucket.begin_flush(wanted=wanted)
         if plan is None:
             return False
         plan.compress = self._disk.compress

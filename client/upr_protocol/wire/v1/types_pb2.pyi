@@ -61,6 +61,14 @@ class _DurabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Durability
     """Numbered and in memory: lost if the process dies before the next fsync."""
     DURABILITY_DISK: _Durability.ValueType  # 2
     """In the journal and fsynced."""
+    DURABILITY_REPLICATED_1: _Durability.ValueType  # 3
+    """As DISK, and fsynced at one replica that is counted. With fewer of them the write is refused with TOO_FEW_REPLICAS;
+    one that is not there in time, or when another server became active, is answered UNKNOWN_OUTCOME.
+    """
+    DURABILITY_REPLICATED_2: _Durability.ValueType  # 4
+    """At two of them."""
+    DURABILITY_REPLICATED_3: _Durability.ValueType  # 5
+    """At three of them."""
 
 class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
     """When a write is acknowledged."""
@@ -71,6 +79,14 @@ DURABILITY_MEMORY: Durability.ValueType  # 1
 """Numbered and in memory: lost if the process dies before the next fsync."""
 DURABILITY_DISK: Durability.ValueType  # 2
 """In the journal and fsynced."""
+DURABILITY_REPLICATED_1: Durability.ValueType  # 3
+"""As DISK, and fsynced at one replica that is counted. With fewer of them the write is refused with TOO_FEW_REPLICAS;
+one that is not there in time, or when another server became active, is answered UNKNOWN_OUTCOME.
+"""
+DURABILITY_REPLICATED_2: Durability.ValueType  # 4
+"""At two of them."""
+DURABILITY_REPLICATED_3: Durability.ValueType  # 5
+"""At three of them."""
 Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
 class _Stability:
@@ -85,6 +101,14 @@ class _StabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stability.V
     """Rows may be shown before they are durable; a crash can undo them."""
     STABILITY_DISK: _Stability.ValueType  # 2
     """Only rows that are durable at this server."""
+    STABILITY_REPLICATED_1: _Stability.ValueType  # 3
+    """Only rows that are durable here and at one replica that is counted: no promotion undoes them. Served where the
+    partition is active; it waits while there are fewer replicas.
+    """
+    STABILITY_REPLICATED_2: _Stability.ValueType  # 4
+    """At two of them."""
+    STABILITY_REPLICATED_3: _Stability.ValueType  # 5
+    """At three of them."""
 
 class Stability(_Stability, metaclass=_StabilityEnumTypeWrapper):
     """Which rows a stream may show."""
@@ -95,6 +119,14 @@ STABILITY_MEMORY: Stability.ValueType  # 1
 """Rows may be shown before they are durable; a crash can undo them."""
 STABILITY_DISK: Stability.ValueType  # 2
 """Only rows that are durable at this server."""
+STABILITY_REPLICATED_1: Stability.ValueType  # 3
+"""Only rows that are durable here and at one replica that is counted: no promotion undoes them. Served where the
+partition is active; it waits while there are fewer replicas.
+"""
+STABILITY_REPLICATED_2: Stability.ValueType  # 4
+"""At two of them."""
+STABILITY_REPLICATED_3: Stability.ValueType  # 5
+"""At three of them."""
 Global___Stability: _TypeAlias = Stability  # noqa: Y015
 
 @_typing.final

@@ -1,0 +1,138 @@
+"""The Write call at ``replicated(k)``, in one process: what an answer waits for, and what ends the waiting."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from tests.harness import WAIT_SECONDS
+from tests.service.test_host import TURNS, Script, catalog, opening, rows, started
+from upr.service import key_value
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
+from upr.service.key_value import KeyValueMethods
+from upr.service.overload.intake import Intake
+from upr_protocol.partitioning import partition_of
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv
+from upr_protocol.wire.v1 import types_pb2 as types
+
+__all__ = ["catalog"]
+
+ONE = f"{1:016x}"
+REPLICATED = types.DURABILITY_REPLICATED_1
+
+
+@dataclass
+class World:
+    """A bucket with a counted replica, and Write calls."""
+
+    host: BucketService
+    methods: KeyValueMethods
+    calls: list[asyncio.Task[None]]
+
+    async def call(self) -> Any:
+        context: Any = Script(opening(f"p{len(self.calls)}"))
+        self.calls.append(asyncio.create_task(self.methods.Write(None, context)))
+        assert (await context.said.get()).HasField("opened")
+        return context
+
+    def acknowledge(self, key: bytes) -> None:
+        """The replica has the first row of a key's partition on its disk."""
+        told = np.array([partition_of(key)], np.int64), np.array([1], np.uint64)
+        self.host.bucket.acknowledged(ONE, *told)
+
+
+async def answer(context: Any) -> kv.WriteResult:
+    async with asyncio.timeout(WAIT_SECONDS):
+        found: kv.WriteResult = (await context.said.get()).result
+        return found
+
+
+async def settled(world: World, numbered: int) -> None:
+    """Wait until so many rows are durable, and all that follows from it has happened."""
+    while sum(world.host.bucket.partitions.durable.tolist()) < numbered:
+        await asyncio.to_thread(int)
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+@pytest_asyncio.fixture
+async def world(catalog: Catalog) -> AsyncIterator[World]:
+    host = await started(catalog.find("default"))
+    host.bucket.copies.connected[ONE] += 1
+    host.bucket.count(frozenset({ONE}), {ONE})
+    world = World(host, KeyValueMethods(catalog, Intake()), [])
+    yield world
+    for call in world.calls:
+        call.cancel()
+    await asyncio.gather(*world.calls, return_exceptions=True)
+    await host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_write_is_answered_when_it_is_stable_and_another_does_not_wait_for_it(
+    world: World,
+) -> None:
+    slow, fast, disk = [await world.call() for _ in range(3)]
+    slow.send(1, rows(b"slow"), REPLICATED)
+    fast.send(1, rows(b"fast"), REPLICATED)
+    disk.send(1, rows(b"disk"))
+    assert (await answer(disk)).runs
+    await settled(world, 3)
+    assert slow.said.empty()
+    assert fast.said.empty()
+    world.acknowledge(b"fast")
+    assert (await answer(fast)).runs
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert slow.said.empty()
+    # Durable here long before it is its turn.
+    slow.send(2, rows(b"late"), REPLICATED)
+    await settled(world, 4)
+    world.acknowledge(b"slow")
+    assert (await answer(slow)).number == 1
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert slow.said.empty()
+    world.acknowledge(b"late")
+    assert (await answer(slow)).number == 2
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_acknowledged_in_time_is_unknown(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_value, "REPLICATED_SECONDS", 0.05)
+    call = await world.call()
+    call.send(1, rows(b"k"), REPLICATED)
+    told = await answer(call)
+    assert (told.refused.reason, told.refused.retriable) == ("UNKNOWN_OUTCOME", True)
+    assert "on 1 replicas within" in told.refused.message
+    # Sent again it is told what became of it.
+    world.acknowledge(b"k")
+    call.send(1, rows(b"k"), REPLICATED, previous=1)
+    again = await answer(call)
+    assert again.duplicate
+    assert not again.HasField("refused")
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_answered_as_replicated_by_a_server_that_stepped_down(
+    world: World,
+) -> None:
+    call = await world.call()
+    call.send(1, rows(b"k"), REPLICATED)
+    await settled(world, 1)
+    await world.host.step_down(fenced=False)
+    told = await answer(call)
+    assert told.refused.reason == "UNKNOWN_OUTCOME"
+    assert "stepped down" in told.refused.message
+    # What replicas acknowledge from now on is not told to it.
+    world.host.bucket.count(frozenset({ONE}), {ONE})
+    world.acknowledge(b"k")
+    call.send(1, rows(b"k"), REPLICATED, previous=1)
+    assert (await answer(call)).refused.reason == "PARTITION_NOT_ACTIVE"

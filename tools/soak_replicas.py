@@ -1,0 +1,78 @@
+"""Failovers under load, world after world, each of ROUNDS rounds and compared at its end.
+
+Run by ``tools/dev.py soak --replicas``. A world has three servers, writers at ``disk`` and ``replicated(1)``, and followers of all
+stabilities. In each round a proxy holds one replica's link back and then the other's, the active server is killed, a
+drawn replica is promoted, and the old one comes back as a replica. At the end all servers and followers are the same, no
+write at ``replicated(1)`` is missing, each one at ``disk`` that was undone is kept, and no follower at ``replicated(1)``
+was ever rolled back (``tests/replica/rounds.py``).
+"""
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.harness import RunningServer
+from tests.replica.rounds import Rounds
+from tools.demo import say
+
+ROUNDS = 20
+
+
+def one_world(folder: Path, seed: int, ends: float) -> Counter[str]:
+    """Run the rounds of one world, fewer if the time is over.
+
+    Raises:
+        AssertionError: something was not as it must be.
+    """
+    servers: list[RunningServer] = []
+
+    def start(*options: str, environment: dict[str, str]) -> RunningServer:
+        place = folder / str(len(servers))
+        place.mkdir()
+        servers.append(RunningServer(place, *options, environment=environment))
+        return servers[-1].start()
+
+    try:
+        with Rounds(start, seed) as rounds:
+            for number in itertools.count(1):
+                rounds.run()
+                if number == ROUNDS or time.monotonic() >= ends:
+                    break
+            rounds.check()
+        return rounds.counts
+    finally:
+        for server in servers:
+            server.close()
+
+
+def main() -> int:
+    """Return 0 when nothing was wrong."""
+    parser = argparse.ArgumentParser(prog="tools/dev.py soak --replicas", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=None, help="of the first world")
+    options = parser.parse_args()
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    say(f"failovers for {options.minutes} minutes, first seed {seed}")
+    ends = time.monotonic() + options.minutes * 60
+    total: Counter[str] = Counter()
+    while time.monotonic() < ends:
+        with tempfile.TemporaryDirectory(prefix="upr-soak-") as folder:
+            try:
+                total += one_world(Path(folder), seed, ends)
+            except Exception as error:
+                print(f"VIOLATION (seed {seed}): {error!r}", file=sys.stderr)
+                return 1
+        told = ", ".join(f"{count} {what}" for what, count in sorted(total.items()))
+        say(f"seed {seed}: fine; so far {told}")
+        seed += 1
+    say("no violation")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
