@@ -3,6 +3,7 @@
 from upr_client.positions import PositionBusyError, PositionStoreError
 from upr_protocol.errors import (
     AlreadyExistsError,
+    BehindError,
     BucketGoneError,
     BucketNotFoundError,
     ClosedError,
@@ -36,10 +37,12 @@ from upr_protocol.errors import (
     UnknownOutcomeError,
     UprError,
     WriteFailedError,
+    WriteUndoneError,
 )
 
 __all__ = [
     "AlreadyExistsError",
+    "BehindError",
     "BucketGoneError",
     "BucketNotFoundError",
     "ClosedError",
@@ -75,4 +78,5 @@ __all__ = [
     "UnknownOutcomeError",
     "UprError",
     "WriteFailedError",
+    "WriteUndoneError",
 ]

@@ -110,6 +110,7 @@ class Owning:
         self._config = config
         self._address = address
         self.meeting = Meeting(catalog, address)
+        catalog.servers = self._servers
         self.active = not catalog.replica
         self.waiting = ""
         self._claiming = asyncio.Lock()
@@ -154,6 +155,11 @@ class Owning:
             table = host.bucket.partitions
             epochs |= set(table.served_epoch[table.state != DEAD].tolist())
         return int(epochs.pop()) if len(epochs) == 1 else 0
+
+    def _servers(self) -> list[str]:
+        """Return HOST:PORT of the servers of the set, for clients; none of one that is alone."""
+        known = self.meeting.addresses
+        return [self._address(), *known.values()] if known else []
 
     # Knowing
 

@@ -80,7 +80,7 @@ class AsyncClient:
     @property
     def target(self) -> str:
         """The endpoint that is used now."""
-        return self.endpoints[self._connection.router.current]
+        return self.endpoints[self._connection.router.current()]
 
     @property
     def endpoints(self) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ class Client:
     @property
     def target(self) -> str:
         """The endpoint that is used now."""
-        return self.endpoints[self._connection.router.current]
+        return self.endpoints[self._connection.router.current()]
 
     @property
     def endpoints(self) -> tuple[str, ...]:
