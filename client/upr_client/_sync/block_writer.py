@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from upr_client import backoff
 from upr_client._sync.call import Call, Stubs
 from upr_client._sync.io import Background, Event, Semaphore, give_way, mutex, now
-from upr_client.endpoints import moves_on
+from upr_client.endpoints import is_elsewhere, moves_on
 from upr_client.writing import (
     Gathering,
     Group,
@@ -588,6 +588,6 @@ class BlockWriter:
 
 def _not_sent(error: UprError) -> UprError:
     """Return the error of a write that was never sent, because of this one."""
-    if not error.retriable:
+    if not error.retriable or is_elsewhere(error):
         return error
     return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
