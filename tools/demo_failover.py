@@ -103,7 +103,9 @@ async def counts_others(client: AsyncClient) -> bool:
 async def rows_of(bucket: AsyncBucket) -> dict[int, tuple[bytes, bytes | None]]:
     """Return what a server has of the partition."""
     reader = Follower()
-    async with bucket.changes(until="now", only=Only(partitions=[PARTITION])) as changes:
+    async with bucket.changes(
+        until="now", only=Only(partitions=[PARTITION]), read_from="any"
+    ) as changes:
         async for batch in changes.batches():
             if isinstance(batch, ChangeBatch):
                 reader.apply(batch)

@@ -23,6 +23,7 @@ from upr_client.changes.options import Group, Only, ServerPositions, Tuning
 from upr_client.positions import FilePositions, MemoryPositions, PositionStore, SqlitePositions
 from upr_client.writing import WriteResult, WriteResults
 from upr_protocol.errors import UprError
+from upr_protocol.failover import WriteToken
 from upr_protocol.position import Position
 
 __all__ = [
@@ -55,5 +56,6 @@ __all__ = [
     "View",
     "WriteResult",
     "WriteResults",
+    "WriteToken",
     "Writer",
 ]

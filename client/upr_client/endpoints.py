@@ -9,6 +9,7 @@ from typing import Any, Final
 import grpc
 
 from upr_protocol.errors import (
+    BehindError,
     InvalidArgumentError,
     PartitionNotActiveError,
     ShuttingDownError,
@@ -27,9 +28,14 @@ _MOVES: Final = frozenset(
         UnavailableError.default_reason,
         ShuttingDownError.default_reason,
         PartitionNotActiveError.default_reason,
+        BehindError.default_reason,
         SILENT_REASON,
     }
 )
+_REFUSED: Final = frozenset({PartitionNotActiveError.default_reason, BehindError.default_reason})
+"""Reasons of a server that did nothing, and of which another one may do it."""
+READ_FROM: Final = {"active": False, "any": True}
+"""Whether any server may be read from, by the word for it."""
 _PORT_MAX: Final = 65535
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed")
 """Beginnings of gRPC's details of a call for which there was no connection. Other words only mean that a call is not
@@ -220,16 +226,21 @@ class Login:
 
 
 def moves_on(error: UprError) -> bool:
-    """Whether another endpoint may do better: this one cannot be reached, is stopping, or is not the active one."""
+    """Whether another endpoint may do better: this one cannot be reached, is stopping, behind, or not the active one."""
     return error.reason in _MOVES
+
+
+def is_elsewhere(error: UprError) -> bool:
+    """Whether a server did nothing because another one is to do it: it is not the active one, or is behind."""
+    return error.retriable and error.reason in _REFUSED
 
 
 def was_not_done(error: grpc.RpcError) -> bool:
     """Whether a failed call did nothing for sure, so that it may be made elsewhere without doing it twice.
 
-    It cannot have reached a server, or was refused by one that is not the active one.
+    It cannot have reached a server, or was refused by one that is not the active one, or behind.
     """
-    if call_error(error).reason == PartitionNotActiveError.default_reason:
+    if is_elsewhere(call_error(error)):
         return True
     code, details = getattr(error, "code", None), getattr(error, "details", None)
     if code is None or details is None or code() is not grpc.StatusCode.UNAVAILABLE:

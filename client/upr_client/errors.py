@@ -3,6 +3,7 @@
 from upr_client.positions import PositionBusyError, PositionStoreError
 from upr_protocol.errors import (
     AlreadyExistsError,
+    BehindError,
     BucketGoneError,
     BucketNotFoundError,
     ClosedError,
@@ -39,10 +40,12 @@ from upr_protocol.errors import (
     UnknownOutcomeError,
     UprError,
     WriteFailedError,
+    WriteUndoneError,
 )
 
 __all__ = [
     "AlreadyExistsError",
+    "BehindError",
     "BucketGoneError",
     "BucketNotFoundError",
     "ClosedError",
@@ -81,4 +84,5 @@ __all__ = [
     "UnknownOutcomeError",
     "UprError",
     "WriteFailedError",
+    "WriteUndoneError",
 ]

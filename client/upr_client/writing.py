@@ -11,6 +11,7 @@ import numpy as np
 
 from upr_protocol.block import Block, build_block, select_runs
 from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError, WriteFailedError
+from upr_protocol.failover import WriteToken
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     BLOCK_ROWS_MAX,
@@ -32,11 +33,22 @@ class WriteResult(NamedTuple):
         partition: 0 to 1023.
         seqno: the seqno it was given; 0 when it was applied before a lost answer and the server forgot the seqno.
         failover_id: the failover id under which the seqno was given; 0 as above.
+        bucket_version: the random id of the bucket.
     """
 
     partition: int
     seqno: int
     failover_id: int
+    bucket_version: int = 0
+
+    @property
+    def token(self) -> WriteToken:
+        """The write, for readers that want to have it.
+
+        Raises:
+            InvalidArgumentError: the server forgot the seqno.
+        """
+        return _token(self.bucket_version, [(self.partition, self.failover_id, self.seqno)])
 
 
 class WriteResults(NamedTuple):
@@ -46,10 +58,50 @@ class WriteResults(NamedTuple):
         rows: how many were written.
         runs: (partition, start_seqno, end_seqno, failover_id): the rows of a partition got the seqnos above start
             up to end; one for each block and partition, in the order of writing.
+        bucket_version: the random id of the bucket.
     """
 
     rows: int
     runs: list[tuple[int, int, int, int]]
+    bucket_version: int = 0
+
+    @property
+    def token(self) -> WriteToken:
+        """All these writes, for readers that want to have them.
+
+        Raises:
+            InvalidArgumentError: the server forgot a seqno.
+        """
+        return _token(self.bucket_version, [(run[0], run[3], run[2]) for run in self.runs])
+
+
+AtLeast = WriteToken | WriteResult | WriteResults | None
+"""What a reader wants to have: a token, or the result of writing, or nothing."""
+
+
+def _token(bucket_version: int, writes: list[tuple[int, int, int]]) -> WriteToken:
+    if not all(seqno for _, _, seqno in writes):
+        raise InvalidArgumentError(
+            "seqno of a write is 0, which the server forgot; must be known",
+            hint="the write was applied before its answer was lost: read it from the active server",
+        )
+    return WriteToken.of(bucket_version, writes)
+
+
+def token_of(wanted: WriteToken | WriteResult | WriteResults) -> WriteToken:
+    """Return the token of what a reader wants to have.
+
+    Raises:
+        InvalidArgumentError: it is none of these, or the server forgot a seqno.
+    """
+    if isinstance(wanted, WriteToken):
+        return wanted
+    if not isinstance(wanted, WriteResult | WriteResults):
+        raise InvalidArgumentError(
+            f"token is {wanted!r}; must be a WriteToken or the result of a write",
+            hint="WriteToken.parse makes one of its text",
+        )
+    return wanted.token
 
 
 def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> kv_pb2.WriteRequest:
@@ -150,6 +202,7 @@ class Group:
         runs: Iterable[tuple[int, int, int, int]],
         refused: Mapping[int, types_pb2.Problem],
         error: UprError | None,
+        bucket_version: int = 0,
     ) -> None:
         """Tell each row its outcome.
 
@@ -169,7 +222,7 @@ class Group:
                 given[partition] += 1
                 # 0 where the seqnos are no longer known.
                 seqno = run[1] + given[partition] if run[2] else 0
-                row.outcome = WriteResult(partition, seqno, run[3])
+                row.outcome = WriteResult(partition, seqno, run[3], bucket_version)
             elif partition in refused:
                 row.outcome = error_of(refused[partition])
             else:

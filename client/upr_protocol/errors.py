@@ -114,6 +114,19 @@ class TooFewReplicasError(UprError):
     default_retriable = True
 
 
+class BehindError(UprError):
+    """A server or a reader does not have yet what it was asked for."""
+
+    default_reason = "BEHIND"
+    default_retriable = True
+
+
+class WriteUndoneError(UprError):
+    """A write is not part of its partition's history: a failover undid it."""
+
+    default_reason = "WRITE_UNDONE"
+
+
 class SeqnoExhaustedError(UprError):
     """The partition has used all 2^48 - 1 seqnos and refuses further writes."""
 

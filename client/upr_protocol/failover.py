@@ -1,4 +1,4 @@
-"""Failover ids, failover records and the failover log of one partition.
+"""Failover ids, failover records and the failover log of one partition; tokens of writes, which a log has or has not.
 
 Source: the specification, "Partition Failover Record" and "Partition Failover Log", and the project's design,
 "Failover log". Everything here is a value: a log is never changed, each method gives a new one.
@@ -6,12 +6,13 @@ Source: the specification, "Partition Failover Record" and "Partition Failover L
 
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
-from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.errors import InvalidArgumentError, WriteUndoneError
 from upr_protocol.limits import (
+    AT_LEAST_MAX,
     EPOCH_MAX,
     FAILOVER_ID_MAX,
     FAILOVER_LOG_RECORDS,
@@ -231,6 +232,16 @@ class FailoverLog:
                 return record.failover_id
         return self.records[0].failover_id
 
+    def gave(self, failover_id: int, seqno: int) -> bool | None:
+        """Return whether a seqno of at least 1 that was given under an id is part of this history.
+
+        None if the log does not have the id: it may be of a newer history. One at or below the oldest record kept
+        counts as part: the ids of what is older are forgotten, and that is practically never undone.
+        """
+        if failover_id in self:
+            return self.id_at(seqno) == failover_id
+        return True if seqno <= self.records[0].seqno else None
+
     def with_record(
         self, failover_id: int, seqno: int, limit: int = FAILOVER_LOG_RECORDS, *, epoch: int = 0
     ) -> "FailoverLog":
@@ -248,3 +259,122 @@ class FailoverLog:
         record = FailoverRecord(failover_id, seqno, epoch)
         kept = tuple(old for old in self.records if old.seqno <= seqno)
         return FailoverLog((*kept, record)[-limit:])
+
+
+_VERSION = re.compile("[0-9a-f]{16}")
+_WRITTEN = re.compile("([0-9]{1,4})-([0-9a-f]{16})-([0-9]{1,15})")
+
+
+class WrittenSeqno(NamedTuple):
+    """A write, or the last of several in one partition.
+
+    Args:
+        partition: 0 to 1023.
+        failover_id: under which the seqno was given.
+        seqno: from 1.
+    """
+
+    partition: int
+    failover_id: int
+    seqno: int
+
+    def check(self) -> Self:
+        """Return it when each number is in its range.
+
+        Raises:
+            InvalidArgumentError: one is not.
+        """
+        check_partition(self.partition)
+        check_failover_id(self.failover_id)
+        if check_seqno(self.seqno) == 0:
+            raise InvalidArgumentError("seqno of a write is 0; must be 1 or more")
+        return self
+
+    def is_in(self, log: FailoverLog, complete: int, *, newest: bool = False) -> bool:
+        """Return whether a history has the write; False while it may come to have it.
+
+        Args:
+            log: the history's failover log.
+            complete: its last complete marker: the newest state that is there as it was.
+            newest: whether no other history can be a later one, as at an active server.
+
+        Raises:
+            WriteUndoneError: it is of another branch.
+        """
+        given = log.gave(self.failover_id, self.seqno)
+        if given is None and not newest and self.seqno > complete:
+            # A failover that this reader has not heard of may have made the id.
+            return False
+        if not given:
+            raise WriteUndoneError(
+                f"seqno {self.seqno} of partition {self.partition}, given under {format_failover_id(self.failover_id)}, "
+                "is not part of its history: a failover undid it",
+                hint="read the key, and write again what is still wanted",
+            )
+        return self.seqno <= complete
+
+
+@dataclass(frozen=True, slots=True)
+class WriteToken:
+    """The writes that a reader wants to have.
+
+    ``str`` gives it as ASCII text without spaces, and ``parse`` takes that text; ``a | b`` has the writes of both.
+
+    Args:
+        bucket_version: the random id of the bucket.
+        writes: the last of each partition and failover id, ascending.
+    """
+
+    bucket_version: int
+    writes: tuple[WrittenSeqno, ...]
+
+    @classmethod
+    def of(cls, bucket_version: int, writes: Iterable[tuple[int, int, int]]) -> Self:
+        """Return the token of writes, each (partition, failover id, seqno).
+
+        Raises:
+            InvalidArgumentError: a number is out of its range, or there are too many.
+        """
+        last: dict[tuple[int, int], int] = {}
+        for partition, failover_id, seqno in writes:
+            known = last.get((partition, failover_id), 0)
+            last[partition, failover_id] = max(known, seqno)
+        if len(last) > AT_LEAST_MAX:
+            raise InvalidArgumentError(
+                f"writes of a token are {len(last)}; must be at most {AT_LEAST_MAX}"
+            )
+        found = (WrittenSeqno(p, i, seqno).check() for (p, i), seqno in sorted(last.items()))
+        return cls(bucket_version, tuple(found))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the token of a text that ``str`` made.
+
+        Raises:
+            InvalidArgumentError: it is none.
+        """
+        version, _, rest = text.partition(":")
+        parts = [_WRITTEN.fullmatch(part) for part in rest.split(",")] if rest else []
+        if not _VERSION.fullmatch(version) or len(parts) > AT_LEAST_MAX or None in parts:
+            raise InvalidArgumentError(
+                f"write token is {text[:60]!r}; must be as str(token) gave it"
+            )
+        writes = [(int(m[1]), int(m[2], 16), int(m[3])) for m in parts if m is not None]
+        return cls.of(int(version, 16), writes)
+
+    def __str__(self) -> str:
+        writes = ",".join(
+            f"{one.partition}-{one.failover_id:016x}-{one.seqno}" for one in self.writes
+        )
+        return f"{self.bucket_version:016x}:{writes}"
+
+    def __or__(self, other: "WriteToken") -> "WriteToken":
+        if other.bucket_version != self.bucket_version:
+            raise InvalidArgumentError(
+                f"bucket versions of two tokens are {self.bucket_version:016x} and {other.bucket_version:016x}; must be equal"
+            )
+        return WriteToken.of(self.bucket_version, (*self.writes, *other.writes))
+
+    def within(self, partitions: Collection[int]) -> tuple[WrittenSeqno, ...]:
+        """Return the writes in some partitions."""
+        return tuple(one for one in self.writes if one.partition in partitions)

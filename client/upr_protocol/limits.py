@@ -146,6 +146,16 @@ GET_ANSWER_BYTES_MAX: Final = 16 * 2**20
 """Most bytes of values in one answer to Get; the client asks again for the rest. A single value may be larger."""
 GET_CALLS_MAX: Final = 100
 """Open Gets at one server; a few of them search at a time."""
+AT_LEAST_MAX: Final = 2 * PARTITIONS
+"""Writes that one Get waits for. A token may have two of a partition, of before and after a failover."""
+AT_LEAST_SECONDS_MAX: Final = 60.0
+"""Longest wait of a Get."""
+WAITING_GETS_BYTES_MAX: Final = 6 * 2**20
+WAITING_GET_BYTES: Final = 64 * 2**10
+"""Gets that wait for writes at one server: their requests, and so much more for each, so that they are fewer than
+GET_CALLS_MAX. A further one is refused."""
+SERVERS_MAX: Final = 32
+"""Endpoints that a client remembers."""
 
 TOMBSTONE_SECONDS: Final = 3 * 24 * 3600.0
 """Age from which a tombstone may be purged, once every reader has passed it."""
@@ -208,6 +218,9 @@ QUOTA_BYTES_MAX: Final = 2**60
 
 assert VALUE_BYTES_MAX + KEY_BYTES_MAX + 4096 <= WRITE_BLOCK_BYTES_MAX < MESSAGE_BYTES_MAX
 assert MARKERS_MIN <= MARKERS_NEWEST
+assert (
+    GET_BYTES_MAX + WAITING_GET_BYTES <= WAITING_GETS_BYTES_MAX < GET_CALLS_MAX * WAITING_GET_BYTES
+)
 assert PARTITIONS * FAILOVER_LOG_MAX * 19 < MESSAGE_BYTES_MAX
 assert FRAME_BYTES < BLOCK_COLUMN_BYTES < CREDIT_BYTES <= CREDIT_BYTES_MAX
 assert BLOCK_ROWS_MAX <= RUN_SPAN_MAX < SEQNO_MAX

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.client._async.adapter import serve
 from tests.client.scripted import (
     ID_A,
+    VERSION,
     Abort,
     Expect,
     HalfClosed,
@@ -99,7 +100,7 @@ async def free_room(writer: AsyncBlockWriter) -> tuple[int, int]:
 
 
 def went(partition: int, seqno: int = 1) -> WriteResult:
-    return WriteResult(partition, seqno, ID_A)
+    return WriteResult(partition, seqno, ID_A, VERSION)
 
 
 @pytest.mark.asyncio
@@ -404,8 +405,8 @@ def test_a_partition_that_an_answer_leaves_out_is_an_error_and_no_silence() -> N
         gathering.add(row, DISK)
     group = gathering.take()
     assert group is not None
-    group.tell([(A, 6, 7, ID_A)], {}, None)
+    group.tell([(A, 6, 7, ID_A)], {}, None, VERSION)
     assert rows[0].outcome == went(A, 7)
     assert isinstance(rows[1].outcome, UprError)
-    group.tell([(A, 0, 0, 0), (B, 3, 4, ID_A)], {}, None)
-    assert [row.outcome for row in rows] == [WriteResult(A, 0, 0), went(B, 4)]
+    group.tell([(A, 0, 0, 0), (B, 3, 4, ID_A)], {}, None, VERSION)
+    assert [row.outcome for row in rows] == [WriteResult(A, 0, 0, VERSION), went(B, 4)]

@@ -28,19 +28,18 @@ from tests.client.scripted import (
 from upr_client import (
     AsyncClient,
     Change,
-    ChangeBatch,
     Client,
     MemoryPositions,
     Only,
     Position,
     Rollback,
     Tuning,
-    WriteResult,
 )
-from upr_client._async.view import AsyncView
+from upr_client._async.changes import until_reached, wake
+from upr_client._async.io import Event
+from upr_client._sync import changes as sync_changes
 from upr_client._sync.call import Follow
-from upr_client._sync.view import View
-from upr_client.errors import ClosedError, HandlerError, NoRoomError
+from upr_client.errors import BehindError, ClosedError, HandlerError, NoRoomError
 from upr_protocol.failover import FailoverLog
 
 FOLLOW = [
@@ -209,39 +208,37 @@ def test_a_callback_that_fails_leaves_nothing_half_done() -> None:
 
 @pytest.mark.asyncio
 async def test_waiting_for_a_write_ends_in_time_whatever_else_moves() -> None:
-    view = AsyncView(None, None, False, {})  # type: ignore[arg-type]
+    waiting: set[Event] = set()
 
     async def move() -> None:
         while True:
-            view._wake()
+            wake(waiting)
             await asyncio.sleep(0)
 
     mover = asyncio.create_task(move())
     async with asyncio.timeout(10):
-        assert not await view.wait_for(WriteResult(3, 5, 0xA), 0.05)
+        with pytest.raises(BehindError, match=r"not reached within 0\.05 s"):
+            await until_reached(lambda: False, waiting, 0.05)
     mover.cancel()
 
 
 def test_two_that_wait_for_a_write_are_both_woken() -> None:
-    view = View(None, None, False, {})  # type: ignore[arg-type]
-    found: list[bool] = []
-
-    def wait() -> None:
-        found.append(view.wait_for(WriteResult(3, 5, 0xA), 10))
-
-    waiting = [threading.Thread(target=wait) for _ in range(2)]
-    for thread in waiting:
+    waiting: set[Any] = set()
+    reached = threading.Event()
+    threads = [
+        threading.Thread(target=sync_changes.until_reached, args=(reached.is_set, waiting, 10))
+        for _ in range(2)
+    ]
+    for thread in threads:
         thread.start()
-    while len(view._waiting) < 2:
+    while len(waiting) < 2:
         pass
-    assert len(view._waiting) == 2
-    view._state.take(ChangeBatch([], []))
-    view._state.seqnos[3] = 5
-    view._wake()
-    for thread in waiting:
-        thread.join()
-    assert found == [True, True]
-    assert not view._waiting
+    reached.set()
+    sync_changes.wake(waiting)
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not waiting
 
 
 LOG = FailoverLog.from_pairs([(ID_A, 0)])

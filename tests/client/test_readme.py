@@ -48,7 +48,7 @@ def test_the_examples_run(
     """One after the other in one bucket: what one writes another may read."""
     monkeypatch.chdir(tmp_path)
     examples = examples_of(GUIDE)
-    assert len(examples) == 11
+    assert len(examples) == 12
     for example in examples:
         exec(example.replace(TARGET, target), {"__name__": "example"})
         printed = capsys.readouterr().out.splitlines()

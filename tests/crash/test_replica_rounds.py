@@ -54,7 +54,11 @@ async def test_kills_of_a_chain_under_load(server_process: StartServer, seed: in
         views = []
         for server in servers:
             client = await stack.enter_async_context(AsyncClient(server.target))
-            views.append(await stack.enter_async_context(client.bucket("default").materialize()))
+            views.append(
+                await stack.enter_async_context(
+                    client.bucket("default").materialize(read_from="any")
+                )
+            )
         writing = asyncio.create_task(load(upstream.target, rng, stop))
         for _ in range(ROUNDS):
             killed = rng.choice(servers)

@@ -13,7 +13,7 @@ from upr_client import AsyncClient, Change, Rollback
 async def rows_of(client: AsyncClient, bucket: str) -> dict[bytes, bytes | None]:
     """Everything that a bucket holds now."""
     rows: dict[bytes, bytes | None] = {}
-    async with client.bucket(bucket).changes(until="now") as changes:
+    async with client.bucket(bucket).changes(until="now", read_from="any") as changes:
         async for event in changes:
             assert not isinstance(event, Rollback)
             if isinstance(event, Change):

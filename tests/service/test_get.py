@@ -1,9 +1,11 @@
 """Get over real gRPC: the newest values out of tail and store, while others write, flush and merge."""
 
 import asyncio
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,12 +18,22 @@ from tests.service.test_beginnings import serving
 from tests.service.test_compression import damage, zstd_server
 from tests.service.test_merging import Writer
 from tests.storage.stored_blocks import block_of
+from upr.engine.partitions import ACTIVE, REPLICA, Partitions
 from upr.service import key_value as gets_module
-from upr.service.key_value import find_newest
+from upr.service.key_value import find_newest, is_here
 from upr.storage.blocks import Replacement
 from upr.storage.search import Lookup, StoreSearch
-from upr_protocol.errors import DataDamagedError
-from upr_protocol.limits import GET_CALLS_MAX, GET_KEYS_MAX
+from upr_protocol.errors import BehindError, DataDamagedError, UprError, WriteUndoneError
+from upr_protocol.failover import FailoverLog, WrittenSeqno
+from upr_protocol.limits import (
+    AT_LEAST_MAX,
+    AT_LEAST_SECONDS_MAX,
+    GET_CALLS_MAX,
+    GET_KEYS_MAX,
+    WAITING_GET_BYTES,
+    WAITING_GETS_BYTES_MAX,
+)
+from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 
 P = 7
@@ -259,3 +271,84 @@ async def test_a_partition_that_is_dead_says_so(tmp_path: Path) -> None:
         assert gone.problem.message == "its row is gone"
         assert not gone.HasField("value")
         assert there.value == b"v"
+
+
+def wanted(seqno: int, failover_id: int, seconds: float = 30.0, any_server: bool = False) -> Any:
+    """Return a Get of a key of P that waits for a write there."""
+    return kv.GetRequest(
+        bucket="default",
+        keys=some_keys(P, 1),
+        at_least=[kv.WrittenSeqno(partition=P, failover_id=failover_id, seqno=seqno)],
+        wait_seconds=seconds,
+        any_server=any_server,
+    )
+
+
+async def told(asking: Awaitable[Any]) -> UprError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asking
+    return error_from_call(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_it_waits_for_a_write_and_whoever_gives_up_leaves_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, client):
+        host = server._catalog.find("default")
+        failover_id = int(host.bucket.partitions.newest_id[P])
+        early = await told(client.kv.Get(wanted(1, failover_id, 0.01)))
+        assert (early.reason, early.retriable) == ("BEHIND", True)
+        assert not host.disk._waiting
+        waiting = asyncio.ensure_future(client.kv.Get(wanted(2, failover_id)))
+        await until(lambda: bool(host.disk._waiting))
+        writer = await client.writer("")
+        await writer.write([(some_keys(P, 1)[0], b"1")])
+        await until(lambda: bool(host.disk._waiting))
+        assert not waiting.done()
+        await writer.write([(some_keys(P, 1)[0], b"2")])
+        assert (await waiting).answers[0].value == b"2"
+        assert server._writes._waiting_bytes == 0
+        # Nobody is behind an active server: an id that it does not have was undone.
+        for undone in (wanted(1, failover_id + 1), wanted(1, failover_id + 1, any_server=True)):
+            assert (await told(client.kv.Get(undone))).reason == "WRITE_UNDONE"
+        for wrong in (
+            wanted(0, failover_id),
+            wanted(1, 0),
+            wanted(1, failover_id, -1),
+            wanted(1, failover_id, AT_LEAST_SECONDS_MAX + 1),
+            wanted(1, failover_id, math.nan),
+        ):
+            assert (await told(client.kv.Get(wrong))).reason == "INVALID_ARGUMENT"
+        many = wanted(1, failover_id)
+        many.at_least.extend(list(many.at_least) * AT_LEAST_MAX)
+        assert (await told(client.kv.Get(many))).reason == "INVALID_ARGUMENT"
+
+
+@pytest.mark.asyncio
+async def test_gets_that_wait_are_bounded_and_keep_no_other_from_searching(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, client):
+        host = server._catalog.find("default")
+        request = wanted(1, int(host.bucket.partitions.newest_id[P]))
+        count = WAITING_GETS_BYTES_MAX // (request.ByteSize() + WAITING_GET_BYTES)
+        asked = [asyncio.ensure_future(client.kv.Get(request)) for _ in range(count)]
+        await until(lambda: len(host.disk._waiting) == count)
+        assert (await told(client.kv.Get(request))).reason == "TOO_MANY"
+        assert await client.get(b"k")
+        await (await client.writer("")).write([(some_keys(P, 1)[0], b"v")])
+        assert {one.answers[0].value for one in await asyncio.gather(*asked)} == {b"v"}
+
+
+def test_a_write_within_a_stretch_that_is_not_whole_is_not_here() -> None:
+    table = Partitions()
+    table.logs = [FailoverLog.born(0xA)] * 1024
+    table.newest_id[:] = 0xA
+    one = WrittenSeqno(P, 0xA, 5)
+    table.state[P], table.high[P], table.complete[P], table.horizon[P] = REPLICA, 7, 4, 9
+    assert not is_here(table, one)
+    table.complete[P] = 5
+    assert is_here(table, one)
+    # What the id is, only the active server knows.
+    with pytest.raises(BehindError):
+        is_here(table, WrittenSeqno(P, 0xB, 3))
+    table.state[P] = ACTIVE
+    with pytest.raises(WriteUndoneError):
+        is_here(table, WrittenSeqno(P, 0xB, 3))

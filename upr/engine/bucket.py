@@ -436,7 +436,7 @@ class Bucket:
 
     def is_undone(self, partition: int, row: ProducerRow) -> bool:
         """Return whether the seqnos of a producer's row are not on the failover log any more."""
-        return not _is_on(self.partitions.logs[partition], row)
+        return not self.partitions.logs[partition].gave(row.failover_id, row.end_seqno)
 
     def adopted(self, partitions: Iterable[int]) -> None:
         """Record that the logs that were taken over are stored: the partitions are replicas."""
@@ -460,7 +460,11 @@ class Bucket:
         if number >= FIRST_PLACE_NUMBER:
             call.producer.check_place(number, stored)
         logs = self.partitions.logs
-        valid = {p: row for p, row in stored.items() if p < PARTITIONS and _is_on(logs[p], row)}
+        valid = {
+            p: row
+            for p, row in stored.items()
+            if p < PARTITIONS and logs[p].gave(row.failover_id, row.end_seqno)
+        }
         return call.producer.known(number, runs, self.tail, valid)
 
     def _numbered(self, runs: Runs, now: int) -> Runs:
@@ -695,11 +699,3 @@ class Bucket:
             self._append(entry)
         self.tail.taken = self.tail.end
         self._became_durable(self.tail.mark_durable(self.tail.end - self.tail.durable))
-
-
-def _is_on(log: FailoverLog, row: ProducerRow) -> bool:
-    """Return whether the seqnos of a producer's row are on the failover log, so that they were not undone."""
-    if log.id_at(row.end_seqno) == row.failover_id:
-        return True
-    # The log has no ids from before its oldest record, and rows that old are practically never undone.
-    return row.end_seqno <= log.records[0].seqno and row.failover_id not in log

@@ -45,6 +45,7 @@ from upr.storage.search import StoredBeginning
 from upr.storage.store import ReadRequest
 from upr_protocol.block import I64, POSITION, START, STARTED, U64, Runs
 from upr_protocol.errors import (
+    BehindError,
     InvalidArgumentError,
     NotOwnerError,
     TooFewReplicasError,
@@ -322,7 +323,7 @@ class Follower:
         if answer.kind == "rollback":
             return RolledBack(partition, answer, log, self._epoch(partition))
         if answer.kind == "behind":
-            behind = UprError(answer.words, reason="BEHIND", retriable=True, hint="retry later")
+            behind = BehindError(answer.words, hint="retry later")
             return Refused(partition, behind)
         if request.chooses_beginning:
             # No stream may begin between 0 and the purge seqno: after a reconnect it would roll back to 0.

@@ -11,7 +11,13 @@ from typing import Any, Final
 from upr.storage.journal import NumberedWrite
 from upr.storage.read import Showing
 from upr.storage.search import StoredBeginning
-from upr_protocol.errors import DataDamagedError, InvalidArgumentError, SnapshotGoneError, UprError
+from upr_protocol.errors import (
+    DataDamagedError,
+    InvalidArgumentError,
+    PartitionNotActiveError,
+    SnapshotGoneError,
+    UprError,
+)
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import StartAnswer
 from upr_protocol.limits import PARTITIONS
@@ -62,6 +68,8 @@ class FollowOptions:
     """Of a replica: the id of its data directory; empty for a consumer."""
     address: str = ""
     """Of a replica: where it can be reached."""
+    any_server: bool = False
+    """Whether it is served where the partitions are not active, too."""
 
     @property
     def is_replica(self) -> bool:
@@ -168,12 +176,17 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class EndReason:
-    """End reason of a stream: a stable token, whether a restart may help, words and a hint."""
+    """End reason of a stream: a stable token, whether a restart may help, words and a hint.
+
+    Attributes:
+        owner: HOST:PORT of the server that serves it from now on, if it is known.
+    """
 
     reason: str
     retriable: bool
     words: str
     hint: str = ""
+    owner: str = ""
 
 
 FINISHED: Final = EndReason("FINISHED", False, "the stream reached its end")
@@ -217,6 +230,17 @@ NOT_ACTIVE: Final = EndReason(
     "connect to the one that is active",
 )
 SHUTTING_DOWN: Final = EndReason("SHUTTING_DOWN", True, "the server is stopping", "connect again")
+
+
+def not_active(owner: str) -> EndReason:
+    """Return the end reason for a consumer that only an active server serves, where this one is none any more."""
+    return EndReason(
+        PartitionNotActiveError.default_reason,
+        True,
+        "this server is not the active one of its set any more",
+        "connect to the active one",
+        owner,
+    )
 
 
 TOO_SLOW: Final = "TOO_SLOW"

@@ -112,6 +112,7 @@ class Owning:
         self._address = address
         self._links = Links.of(config)
         self.meeting = Meeting(catalog, address, self._links)
+        catalog.servers = self._servers
         self.active = not catalog.replica
         self.waiting = ""
         self._claiming = asyncio.Lock()
@@ -158,6 +159,11 @@ class Owning:
             table = host.bucket.partitions
             epochs |= set(table.served_epoch[table.state != DEAD].tolist())
         return int(epochs.pop()) if len(epochs) == 1 else 0
+
+    def _servers(self) -> list[str]:
+        """Return HOST:PORT of the servers of the set, for clients; none of one that is alone."""
+        known = self.meeting.addresses
+        return [self._address(), *known.values()] if known else []
 
     # Knowing
 

@@ -434,6 +434,7 @@ class AdminMethods:
         self, request: admin.ResetConsumerRequest, context: Context
     ) -> admin.ResetConsumerResponse:
         """Set stored positions, durably, and end the consumer's calls; from this step on its owners are fenced."""
+        self._catalog.check_active()
         host = self._catalog.find(request.bucket)
         bucket, name = host.bucket, check_name(request.name, "consumer")
         partitions = sorted(chosen_partitions(request.partitions))

@@ -236,6 +236,7 @@ class ChangeStreamMethods:
         self, request: wire.CreateCutRequest, context: Context
     ) -> wire.CreateCutResponse:
         """Pin partitions at this instant."""
+        self._catalog.check_active()
         host = self._catalog.of(request)
         name = check_name(request.name, "cut")
         lease = lease_micros(request.lease_seconds) or int(CUT_LEASE_SECONDS * 1e6)
@@ -255,6 +256,7 @@ class ChangeStreamMethods:
         self, request: wire.RenewCutRequest, context: Context
     ) -> wire.RenewCutResponse:
         """Renew a cut's lease."""
+        self._catalog.check_active()
         host = self._catalog.of(request)
         lease = lease_micros(request.lease_seconds)
         cut = await host.cuts.renew(check_name(request.name, "cut"), lease)
@@ -265,6 +267,7 @@ class ChangeStreamMethods:
         self, request: wire.ReleaseCutRequest, context: Context
     ) -> wire.ReleaseCutResponse:
         """Release a cut."""
+        self._catalog.check_active()
         host = self._catalog.of(request)
         released = await host.cuts.release(check_name(request.name, "cut"))
         return wire.ReleaseCutResponse(released=released)
@@ -320,6 +323,7 @@ class ChangeStreamMethods:
         self, request: wire.SavePositionsRequest, context: Context
     ) -> wire.SavePositionsResponse:
         """Store the positions that the sender may save, and refuse the rest."""
+        self._catalog.check_active()
         host = self._catalog.find(request.bucket, request.bucket_version)
         check_name(request.consumer, "consumer")
         if request.member:
@@ -369,9 +373,9 @@ class ChangeStreamMethods:
         opening = await read_open(self._intake, context, wire.FollowRequest, "Follow")
         if self._stopping:
             raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
-        host = self._catalog.of(opening)
         window = granted_window(opening.credit_bytes)
         options = read_options(opening, context.peer(), self._catalog.replica_set)
+        host = (self._catalog.of if options.is_replica else self._catalog.to_read)(opening)
         interval = opening.heartbeat_seconds or self._heartbeat_seconds
         liveness = Liveness(interval, asyncio.get_running_loop().time())
         call = FollowCall(
@@ -394,6 +398,7 @@ class ChangeStreamMethods:
             server_version=__version__,
             generation=call.follower.generation,
             lease_seconds=options.lease / 1e6,
+            servers=self._catalog.servers(),
         )
         call.say(wire.FollowResponse(opened=opened))
         return call

@@ -149,6 +149,11 @@ def read_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptions:
         raise InvalidArgumentError(f"kind of a Follow call is {opening.kind}; must be 0 to 3")
     if opening.kind in (wire.FOLLOW_KIND_REPLICA, wire.FOLLOW_KIND_ANONYMOUS_REPLICA):
         return _replica_options(opening, peer, own_set)
+    if opening.any_server and opening.consumer:
+        raise InvalidArgumentError(
+            f"consumer is {shown(opening.consumer)} in a call that any server may serve; must be empty",
+            hint="a name is kept by the active server: leave out the name, or any_server",
+        )
     member, lease = read_member(opening)
     return FollowOptions(
         check_name(opening.consumer, "consumer") if opening.consumer else "",
@@ -161,6 +166,7 @@ def read_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptions:
         member=member,
         lease=lease,
         copies=_COPIES.get(opening.stability, 0),
+        any_server=opening.any_server,
     )
 
 
@@ -188,6 +194,7 @@ def _replica_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptio
         accept_zstd=opening.accept_zstd,
         directory=opening.directory,
         address=opening.address[:NAME_BYTES_MAX],
+        any_server=True,
     )
 
 
@@ -519,7 +526,11 @@ def _request(one: wire.StartPartition) -> StartRequest:
 
 def _problem(why: EndReason) -> types.Problem:
     return types.Problem(
-        reason=why.reason, retriable=why.retriable, message=why.words, hint=why.hint
+        reason=why.reason,
+        retriable=why.retriable,
+        message=why.words,
+        hint=why.hint,
+        owner=why.owner,
     )
 
 

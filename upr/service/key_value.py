@@ -13,6 +13,7 @@ import lmdb
 import numpy as np
 
 from upr.engine.bucket import Written
+from upr.engine.partitions import ACTIVE, Partitions
 from upr.engine.producers import ProducerCall
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
@@ -25,6 +26,7 @@ from upr.service.trouble import words_of
 from upr.storage.search import Lookup, StoreSearch, TailSearch
 from upr_protocol.block import U64, Block
 from upr_protocol.errors import (
+    BehindError,
     BucketGoneError,
     DataDamagedError,
     InvalidArgumentError,
@@ -34,7 +36,10 @@ from upr_protocol.errors import (
     UnknownOutcomeError,
     UprError,
 )
+from upr_protocol.failover import WrittenSeqno, format_failover_id
 from upr_protocol.limits import (
+    AT_LEAST_MAX,
+    AT_LEAST_SECONDS_MAX,
     FRAME_BYTES,
     GET_ANSWER_BYTES_MAX,
     GET_CALLS_MAX,
@@ -43,6 +48,8 @@ from upr_protocol.limits import (
     KEY_BYTES_MIN,
     PARTITIONS,
     REPLICATED_SECONDS,
+    WAITING_GET_BYTES,
+    WAITING_GETS_BYTES_MAX,
     WRITE_OUTCOME_SECONDS,
     WRITE_ROWS_BYTES_MAX,
     WRITES_IN_FLIGHT_MAX,
@@ -101,6 +108,74 @@ def _search(host: BucketService, lookup: Lookup, floors: U64) -> Callable[[], bo
     in_tail = TailSearch(lookup, host.tail_keys, first, tail.range(first, tail.end))
     in_store = StoreSearch(lookup, host.disk.store, floors)
     return lambda: in_tail.bite() and in_store.bite()
+
+
+def written_seqnos(request: wire.GetRequest) -> list[WrittenSeqno]:
+    """Return what a Get is to wait for.
+
+    Raises:
+        InvalidArgumentError: it is too much, or out of range.
+    """
+    if len(request.at_least) > AT_LEAST_MAX:
+        raise InvalidArgumentError(
+            f"writes of a Get are {len(request.at_least)}; must be at most {AT_LEAST_MAX}"
+        )
+    if not 0 <= request.wait_seconds <= AT_LEAST_SECONDS_MAX:
+        raise InvalidArgumentError(
+            f"wait_seconds is {request.wait_seconds}; must be 0 to {AT_LEAST_SECONDS_MAX:g}"
+        )
+    return [
+        WrittenSeqno(one.partition, one.failover_id, one.seqno).check() for one in request.at_least
+    ]
+
+
+def is_here(table: Partitions, one: WrittenSeqno) -> bool:
+    """Return whether a write is here, as a part of a complete state.
+
+    Raises:
+        WriteUndoneError: it was undone.
+        BehindError: that cannot be told here, and waiting does not help.
+    """
+    log, active = table.logs[one.partition], bool(table.state[one.partition] == ACTIVE)
+    if not active and log.gave(one.failover_id, one.seqno) is None:
+        # The active server knows whether the id is newer than what is here, or was undone.
+        raise _behind(table, one)
+    return one.is_in(log, int(table.complete[one.partition]), newest=active)
+
+
+def _behind(table: Partitions, one: WrittenSeqno) -> BehindError:
+    return BehindError(
+        f"partition {one.partition} is at {table.complete[one.partition]} under {format_failover_id(int(table.newest_id[one.partition]))} "
+        f"here; must have {one.seqno} of {format_failover_id(one.failover_id)}",
+        hint="ask another server, or later",
+        owner=table.owner,
+    )
+
+
+async def until_written(host: BucketService, writes: list[WrittenSeqno], seconds: float) -> None:
+    """Wait until the bucket has all writes; those that were found are taken out of the list.
+
+    Raises:
+        BehindError: it does not have one within ``seconds``.
+        WriteUndoneError: one was undone.
+        BucketGoneError, ShuttingDownError: the bucket is being closed.
+    """
+    table, loop = host.bucket.partitions, asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while writes:
+        if is_here(table, writes[-1]):
+            # Not looked at again: a history that changes closes the bucket.
+            writes.pop()
+            continue
+        if host.disk.stopping:
+            raise host.disk.gone or ShuttingDownError(
+                "the server is stopping", hint="connect again"
+            )
+        try:
+            async with asyncio.timeout_at(until):
+                await host.disk.next_change()
+        except TimeoutError:
+            raise _behind(table, writes[-1]) from None
 
 
 async def _get(host: BucketService, keys: list[bytes]) -> wire.GetResponse:
@@ -194,7 +269,7 @@ class KeyValueMethods:
         self._intake = intake
         self._catalog = catalog
         self._turns = asyncio.Semaphore(GETS_AT_ONCE)
-        self._open_gets = 0
+        self._open_gets = self._waiting_bytes = 0
         self.callers = callers or Callers()
         self.bulk = Turns()
         self.delays = delays or LoopDelays()
@@ -204,8 +279,11 @@ class KeyValueMethods:
     @answering
     async def Get(self, request: wire.GetRequest, context: Context) -> wire.GetResponse:
         """Return the newest value of each key."""
-        host = self._catalog.of(request)
+        host = self._catalog.to_read(request)
         check_keys(request.keys)
+        if request.at_least:
+            await self._until_written(host, request)
+            host = self._catalog.to_read(request)
         if self._open_gets >= GET_CALLS_MAX:
             raise TooManyError(
                 f"open Gets are {self._open_gets}; must be below {GET_CALLS_MAX}",
@@ -214,13 +292,29 @@ class KeyValueMethods:
         self._open_gets += 1
         try:
             async with self._turns:
-                return await _get(host, list(request.keys))
+                response = await _get(host, list(request.keys))
+            response.servers.extend(self._catalog.servers())
+            return response
         except (OSError, lmdb.Error) as error:
             raise StorageFailedError(
                 f"the store cannot be read: {words_of(error)}", retriable=True
             ) from error
         finally:
             self._open_gets -= 1
+
+    async def _until_written(self, host: BucketService, request: wire.GetRequest) -> None:
+        writes = written_seqnos(request)
+        size = request.ByteSize() + WAITING_GET_BYTES
+        if self._waiting_bytes + size > WAITING_GETS_BYTES_MAX:
+            raise TooManyError(
+                f"Gets that wait would be {self._waiting_bytes + size} bytes; must be at most {WAITING_GETS_BYTES_MAX}",
+                hint="ask again, or another server",
+            )
+        self._waiting_bytes += size
+        try:
+            await until_written(host, writes, request.wait_seconds)
+        finally:
+            self._waiting_bytes -= size
 
     async def Write(self, request_iterator: object, context: Context) -> None:
         """Serve one call; see ``key_value_service.proto``."""
@@ -240,6 +334,7 @@ class KeyValueMethods:
     async def _open(self, context: Context) -> "_WriteCall":
         await self.callers.open_write(peer_of(context.peer()))
         opening = await read_open(self._intake, context, wire.WriteRequest, "Write")
+        self._catalog.check_active()
         host = self._catalog.of(opening)
         producer = None
         if opening.producer:
@@ -250,6 +345,7 @@ class KeyValueMethods:
             bucket_version=host.bucket.identity.version,
             last_number=producer.producer.last_number if producer else 0,
             writes_in_flight=WRITES_IN_FLIGHT_MAX,
+            servers=self._catalog.servers(),
         )
         try:
             await context.write(wire.WriteResponse(opened=opened))

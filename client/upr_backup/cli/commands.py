@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -279,6 +279,10 @@ def _take(
     with open_client(target) as client:
         source = ServerSource(client, repository)
         lock = Lock(repository.storage)
+        # The servers of the set, which tasks need as well: the one that was given may go away meanwhile.
+        with suppress(UprError):
+            client.admin.topology()
+        target = ",".join(client.endpoints)
         run = Run(
             repository,
             source,

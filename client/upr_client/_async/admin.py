@@ -68,9 +68,13 @@ class AsyncAdmin:
     # The set of servers.
 
     async def topology(self) -> Topology:
-        """Return who is active in the server's set, as far as it knows."""
+        """Return who is active in the server's set, as far as it knows; the client remembers where they are."""
         stub = self._connection.stubs().sets.GetTopology
-        return topology(await self._connection.ask(stub, set_pb2.GetTopologyRequest()))
+        found = topology(await self._connection.ask(stub, set_pb2.GetTopologyRequest()))
+        if len(found.members) > 1:
+            # The address of one that is alone says nothing that the client needs.
+            self._connection.router.learn(member.address for member in found.members)
+        return found
 
     async def promote(
         self, *, force: bool = False, takeover: bool = False, seconds: float = 60.0

@@ -1,5 +1,6 @@
 """One bucket: writing, reading keys, following, and holding a cut."""
 
+import random
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
@@ -8,9 +9,10 @@ from upr_client._async.block_writer import AsyncBlockWriter, Write
 from upr_client._async.call import BucketHandle, Connection
 from upr_client._async.changes import AsyncChanges
 from upr_client._async.cuts import AsyncHeldCut
-from upr_client._async.io import give_way, mutex
+from upr_client._async.io import Event, give_way, mutex, now
 from upr_client._async.view import AsyncView
 from upr_client._async.writer import AsyncWriter
+from upr_client.backoff import delay
 from upr_client.changes.options import (
     ChangesOptions,
     Only,
@@ -20,19 +22,29 @@ from upr_client.changes.options import (
     Tuning,
     Until,
 )
+from upr_client.endpoints import READ_FROM, is_elsewhere
 from upr_client.writing import (
     BATCH_ROWS,
     DURABILITIES,
     LINGER_SECONDS,
     OUTSTANDING_BYTES,
+    AtLeast,
     OnResults,
     WriteResult,
     WriteResults,
     WriterOptions,
+    token_of,
 )
 from upr_protocol.block import Block, build_blocks, check_row
-from upr_protocol.errors import ProtocolError
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, GET_KEYS_MAX, check_name, choice
+from upr_protocol.errors import ProtocolError, UprError
+from upr_protocol.limits import (
+    AT_LEAST_SECONDS_MAX,
+    BLOCK_COLUMN_BYTES,
+    GET_KEYS_MAX,
+    check_name,
+    choice,
+)
+from upr_protocol.partitioning import partitions_of
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
@@ -40,6 +52,10 @@ from upr_protocol.wire.v1 import types_pb2
 
 _EVERYTHING: Final = Only()
 _DEFAULTS: Final = Tuning()
+_WAIT_PART: Final = 0.8
+"""Part of the time of a Get in which servers wait for writes; the rest is for their answers."""
+_ANSWER_SECONDS: Final = 1.0
+"""Time beyond it for the last answer."""
 
 
 class AsyncBucket:
@@ -78,6 +94,7 @@ class AsyncBucket:
         return AsyncBlockWriter(
             self._connection.stubs,
             self._connection.failed,
+            self._connection.router.learn,
             self.name,
             producer,
             self._connection.connect_timeout,
@@ -136,7 +153,8 @@ class AsyncBucket:
         level = choice(DURABILITIES, durability, "durability")
         pairs = list(rows)
         blocks = build_blocks([key for key, _ in pairs], [value for _, value in pairs])
-        return WriteResults(len(pairs), await self._write_all(self._writer(), blocks, level))
+        runs = await self._write_all(self._writer(), blocks, level)
+        return WriteResults(len(pairs), runs, self.version)
 
     async def _hello(
         self, partitions: Mapping[int, int | None], with_log: bool
@@ -169,13 +187,13 @@ class AsyncBucket:
 
         if once is None:
             runs = await self._write_all(self._writer(), counted(), level)
-            return WriteResults(rows, runs)
+            return WriteResults(rows, runs, self.version)
         writer = self._new_writer(check_name(once, "name of blocks"), first_number)
         try:
             runs = await self._write_all(writer, counted(), level)
         finally:
             await writer.close(self._connection.request_timeout)
-        return WriteResults(rows, runs)
+        return WriteResults(rows, runs, self.version)
 
     async def _write_all(
         self,
@@ -237,23 +255,41 @@ class AsyncBucket:
 
     # Reading keys.
 
-    async def get(self, key: bytes, *, seconds: float | None = None) -> bytes | None:
+    async def get(
+        self,
+        key: bytes,
+        *,
+        at_least: AtLeast = None,
+        read_from: str = "active",
+        seconds: float | None = None,
+    ) -> bytes | None:
         """Return a key's newest value, durable or not; None when it was never written, or is deleted.
 
         The server reads the block that has the key, and rules the others out by an index. To look up keys all the time,
         follow the changes and keep them.
 
         Args:
+            at_least: the result of a write, or its token: the value is not older than it. A server that does not have
+                it yet waits for it, and another one is asked. Of a token only what is in the key's partition counts.
+            read_from: "active": from the active server of a set; "any": from any of them, which may be behind.
             seconds: how long it may take; None for the client's ``request_timeout``.
 
         Raises:
-            InvalidArgumentError: the key is not 1 to 4096 bytes.
+            InvalidArgumentError: the key is not 1 to 4096 bytes, or another value is out of its range.
+            BehindError: no server had ``at_least`` in time.
+            WriteUndoneError: a failover undid ``at_least``.
             UprError: the call failed or was refused, or the key's partition cannot be read.
         """
-        return (await self.get_many([key], seconds=seconds)).get(key)
+        found = await self.get_many([key], at_least=at_least, read_from=read_from, seconds=seconds)
+        return found.get(key)
 
     async def get_many(
-        self, keys: Iterable[bytes], *, seconds: float | None = None
+        self,
+        keys: Iterable[bytes],
+        *,
+        at_least: AtLeast = None,
+        read_from: str = "active",
+        seconds: float | None = None,
     ) -> dict[bytes, bytes]:
         """Return the newest values of those of the keys that have one; as ``get``, of which it shares the cost.
 
@@ -261,12 +297,15 @@ class AsyncBucket:
         them are in memory when it returns.
 
         Args:
+            at_least, read_from: as in ``get``.
             seconds: how long each request may take; None for the client's ``request_timeout``.
 
         Raises:
             UprError: as ``get``; what was read before is lost.
         """
         self._connection.check_usable()
+        any_server = choice(READ_FROM, read_from, "read_from")
+        token = None if at_least is None else token_of(at_least)
         wanted = list(dict.fromkeys(keys))
         for key in wanted:
             check_row(key, None)
@@ -275,9 +314,16 @@ class AsyncBucket:
         while first < len(wanted):
             asked = wanted[first : first + GET_KEYS_MAX]
             request = kv_pb2.GetRequest(
-                bucket=self.name, bucket_version=self.version or None, keys=asked
+                bucket=self.name,
+                bucket_version=self.version or None,
+                keys=asked,
+                any_server=any_server,
             )
-            answer = await self._handle.ask(self._connection.stubs().keys.Get, request, seconds)
+            if token is not None:
+                request.bucket_version = token.bucket_version
+                for written in token.within(set(partitions_of(asked).tolist())):
+                    request.at_least.add(**written._asdict())
+            answer = await self._get(request, seconds)
             # Fewer than keys: the values of the others did not fit into the message.
             if not 0 < len(answer.answers) <= len(asked):
                 raise ProtocolError(f"{len(answer.answers)} answers for {len(asked)} keys")
@@ -288,6 +334,35 @@ class AsyncBucket:
                     found[key] = one.value
             first += len(answer.answers)
         return found
+
+    async def _get(self, request: kv_pb2.GetRequest, seconds: float | None) -> kv_pb2.GetResponse:
+        """Ask for keys; while no server is the one to answer, ask again."""
+        connection, attempt = self._connection, 0
+        last: UprError | None = None
+        until = now() + (connection.request_timeout if seconds is None else seconds)
+        while True:
+            left = until - now()
+            if request.at_least:
+                # A part of the time for each server, so that one that is behind leaves some for the others.
+                share = left * _WAIT_PART / len(connection.router.endpoints)
+                request.wait_seconds = min(max(share, 0.0), AT_LEAST_SECONDS_MAX)
+                # So that the end is the server's answer, which says more than that time is over.
+                left += _ANSWER_SECONDS
+            try:
+                stubs = connection.stubs(request.any_server)
+                answer: kv_pb2.GetResponse = await self._handle.ask(stubs.keys.Get, request, left)
+                connection.router.learn(answer.servers)
+                return answer
+            except UprError as error:
+                if is_elsewhere(error):
+                    last = error
+                elif last is None or now() < until:
+                    raise
+                pause = delay(attempt, random.random(), away=True)
+                if now() + pause >= until:
+                    raise last from None
+            attempt += 1
+            await Event().wait(pause)
 
     # Following.
 
@@ -323,6 +398,7 @@ class AsyncBucket:
         acknowledge: Literal["auto", "manual"] = "auto",
         on_rollback: Policy = None,
         on_status: Callable[[str], Any] | None = None,
+        read_from: str = "active",
     ) -> AsyncChanges:
         """Follow changes; nothing is sent before the first item is asked for.
 
@@ -347,6 +423,8 @@ class AsyncBucket:
                 asking for the next item means that it was undone. "restart": as "event", and always to 0, after which
                 everything of the partition comes again. After a crash the same may come again.
             on_status: called with a line of text for every lost connection and refusal; must not block.
+            read_from: "active": the active server of a set is followed, whichever that is. "any": any of them, which
+                may be behind; not with a consumer's name, and not with positions that are in the server.
 
         Raises:
             InvalidArgumentError: a value is out of its range, or two contradict each other.
@@ -363,6 +441,7 @@ class AsyncBucket:
             acknowledge=acknowledge,
             on_rollback=on_rollback,
             on_status=on_status,
+            read_from=read_from,
         )
         return AsyncChanges(self._handle, options)
 
@@ -372,6 +451,7 @@ class AsyncBucket:
         only: Only = _EVERYTHING,
         at_markers: bool = False,
         on_status: Callable[[str], Any] | None = None,
+        read_from: str = "active",
     ) -> AsyncView:
         """Return a view of the bucket: a dictionary in memory that is kept up to date, also through rollbacks.
 
@@ -379,9 +459,9 @@ class AsyncBucket:
             only: which partitions and keys, and how stable; with ``keys_only`` all values are None.
             at_markers: show changes only when a snapshot marker completes them, so that each partition is always in
                 a state that it had at the server.
-            on_status: as in ``changes``.
+            on_status, read_from: as in ``changes``.
         """
-        return AsyncView(self._handle, only, at_markers, on_status)
+        return AsyncView(self._handle, only, at_markers, on_status, read_from)
 
     async def _close(self, seconds: float) -> None:
         for buffered in list(self._buffered):

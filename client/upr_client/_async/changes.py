@@ -33,13 +33,16 @@ from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
 from upr_client.positions import save_positions
+from upr_client.writing import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
+    BehindError,
     ClosedError,
     FencedError,
     InvalidArgumentError,
     UnavailableError,
     UprError,
 )
+from upr_protocol.failover import WriteToken, WrittenSeqno
 from upr_protocol.position import Position
 from upr_protocol.position_table import Found
 
@@ -131,6 +134,39 @@ class Storing:
         answer = await connection.ask(connection.stubs().streams.LoadPositions, request)
         with self._mutex:
             return self._following.loaded(answer)
+
+
+def wake(waiting: set[Event]) -> None:
+    """Have all who wait look again."""
+    for moved in list(waiting):
+        moved.set()
+
+
+async def until_reached(
+    is_reached: Callable[[], bool], waiting: set[Event], seconds: float
+) -> None:
+    """Wait until writes are reached.
+
+    Args:
+        is_reached: asked at first, and whenever ``wake`` was called.
+        waiting: who is woken.
+
+    Raises:
+        BehindError: they were not reached within ``seconds``.
+        UprError: ``is_reached`` raised it.
+    """
+    until, moved = now() + seconds, Event()
+    waiting.add(moved)
+    try:
+        while not is_reached():
+            if not await moved.wait(max(until - now(), 0.0)):
+                raise BehindError(
+                    f"a write was not reached within {seconds:g} s",
+                    hint="wait for longer; or look at the lag, and at whether anything is being followed",
+                )
+            moved.clear()
+    finally:
+        waiting.discard(moved)
 
 
 Lane = Queue[Change | None]
@@ -308,6 +344,7 @@ class AsyncChanges:
         self._receiving = Semaphore(1)
         self._asked = 0
         self._moved = Event()
+        self._waiting: set[Event] = set()
         self._handling: Handling | None = None
 
     @property
@@ -348,6 +385,7 @@ class AsyncChanges:
         if self._bucket.connection.is_foreign:
             return
         self._ending.set()
+        wake(self._waiting)
         if self.close in self._bucket.connection.open:
             self._bucket.connection.open.remove(self.close)
         in_server = self._following.ownership is not None
@@ -431,6 +469,36 @@ class AsyncChanges:
         ownership = self._following.ownership
         return 0 if ownership is None else ownership.generation
 
+    async def reached(self, token: WriteToken | WriteResult | WriteResults, seconds: float) -> None:
+        """Wait until what was written is dealt with: received, and then acknowledged, or followed by a further request.
+
+        Another task or thread iterates meanwhile. What is not followed is not waited for.
+
+        Args:
+            token: the result of a write, or its token.
+            seconds: how long to wait at most.
+
+        Raises:
+            BehindError: it was not reached in time.
+            WriteUndoneError: a failover undid it.
+            ClosedError: the changes were closed.
+        """
+        writes = token_of(token).within(set(self._following.session.partitions))
+
+        def is_reached() -> bool:
+            with self._mutex:
+                self._following.acknowledge_part()
+            if all(self._has(one) for one in writes):
+                return True
+            self._check_usable()
+            return False
+
+        await until_reached(is_reached, self._waiting, seconds)
+
+    def _has(self, one: WrittenSeqno, complete: int | None = None) -> bool:
+        with self._mutex:
+            return self._following.has(one, complete)
+
     # Storing.
 
     async def save(self) -> None:
@@ -484,6 +552,7 @@ class AsyncChanges:
         return ledger
 
     def _acknowledged(self) -> None:
+        wake(self._waiting)
         follow = self._follow
         if follow is not None and self._following.waits_for_acknowledgements:
             follow.wake()
@@ -623,6 +692,7 @@ class AsyncChanges:
     async def _go_on(self) -> ChangeBatch | Rollback | None:
         with self._mutex:
             self._following.acknowledge()
+        wake(self._waiting)
         while not self._ending.is_set():
             self._report()
             await self._tell_revoked()
@@ -805,7 +875,7 @@ class AsyncChanges:
     async def _connect(self) -> None:
         request = self._following.open_message(self._bucket.name)
         try:
-            self._stubs = self._bucket.connection.stubs()
+            self._stubs = self._bucket.connection.stubs(self._options.any_server)
             self._follow = follow = Follow(self._stubs.streams.Follow, request)
             opened = await follow.opened(
                 self._bucket.connection.connect_timeout, self._ending.is_set
@@ -823,6 +893,7 @@ class AsyncChanges:
             await self._drop_call()
             raise
         self._bucket.version = opened.bucket_version
+        self._bucket.connection.router.learn(opened.servers)
 
     async def _drop_call(self, finish_seconds: float = 0.0) -> None:
         follow, self._follow = self._follow, None
@@ -838,14 +909,14 @@ class AsyncChanges:
         await self._drop_call(finish_seconds)
         if self._ending.is_set():
             return
-        connection, stubs = self._bucket.connection, self._stubs
+        connection, stubs, named = self._bucket.connection, self._stubs, False
         if stubs is not None:
             self._stubs = None
-            connection.failed(error, stubs)
+            named = connection.failed(error, stubs)
             if error.reason == SILENT_REASON and isinstance(error, UnavailableError):
                 await connection.give_up(stubs)
         with self._mutex:
-            seconds = self._following.lost(error)
+            seconds = self._following.lost(error, named)
         self._report()
         await self._ending.wait(seconds)
 

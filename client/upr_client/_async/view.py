@@ -5,14 +5,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from upr_client._async.call import BucketHandle
-from upr_client._async.changes import AsyncChanges
-from upr_client._async.io import Background, Cancelled, Event, mutex, now
+from upr_client._async.changes import AsyncChanges, until_reached, wake
+from upr_client._async.io import Background, Cancelled, Event, mutex
 from upr_client.changes.events import Change, ChangeBatch, Rollback
 from upr_client.changes.options import ChangesOptions, Only
 from upr_client.positions import MemoryPositions
-from upr_client.writing import WriteResult
+from upr_client.writing import WriteResult, WriteResults, token_of
 from upr_protocol.errors import ClosedError
-from upr_protocol.failover import check_partition
+from upr_protocol.failover import WriteToken, check_partition
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partition_of
 
@@ -25,10 +25,12 @@ class Materialized:
 
     Attributes:
         seqnos: up to where each partition is shown.
+        complete: the newest marker of each that is shown.
     """
 
     def __init__(self, at_markers: bool) -> None:
         self.seqnos = [0] * PARTITIONS
+        self.complete = [0] * PARTITIONS
         self._at_markers = at_markers
         self._shown: list[dict[bytes, bytes | None]] = [{} for _ in range(PARTITIONS)]
         self._pending: dict[int, list[Change]] = {}
@@ -58,14 +60,14 @@ class Materialized:
         if isinstance(batch, Rollback):
             self._pending.pop(batch.partition, None)
             self._shown[batch.partition] = {}
-            self.seqnos[batch.partition] = 0
+            self.seqnos[batch.partition] = self.complete[batch.partition] = 0
             return
         if not self._at_markers:
             for change in batch.changes:
                 self._apply(change)
                 self.seqnos[change.partition] = change.seqno
             for marker in batch.markers:
-                self.seqnos[marker.partition] = marker.seqno
+                self.seqnos[marker.partition] = self.complete[marker.partition] = marker.seqno
             return
         for event in batch.events():
             if isinstance(event, Change):
@@ -73,7 +75,7 @@ class Materialized:
                 continue
             for change in self._pending.pop(event.partition, ()):
                 self._apply(change)
-            self.seqnos[event.partition] = event.seqno
+            self.seqnos[event.partition] = self.complete[event.partition] = event.seqno
 
     def _apply(self, change: Change) -> None:
         shown = self._shown[change.partition]
@@ -98,9 +100,11 @@ class AsyncView:
         only: Only,
         at_markers: bool,
         on_status: Callable[[str], Any] | None,
+        read_from: str,
     ) -> None:
         self._bucket = bucket
         self._only = only
+        self._read_from = read_from
         self._on_status = on_status
         self._state = Materialized(at_markers)
         self._positions = MemoryPositions()
@@ -152,12 +156,7 @@ class AsyncView:
             if self._failure is None:
                 self._failure = ClosedError("the view was closed")
             self._ready.set()
-            self._wake()
-
-    def _wake(self) -> None:
-        with self._mutex:
-            for moved in self._waiting:
-                moved.set()
+            wake(self._waiting)
 
     async def _follow(self, until_now: bool) -> None:
         self._bucket.connection.check_usable()
@@ -167,6 +166,7 @@ class AsyncView:
             only=self._only,
             on_rollback="restart",
             on_status=self._on_status,
+            read_from=self._read_from,
         )
         changes = AsyncChanges(self._bucket, options)
         async with changes:
@@ -176,7 +176,7 @@ class AsyncView:
             async for batch in changes.batches():
                 with self._mutex:
                     self._state.take(batch)
-                self._wake()
+                wake(self._waiting)
 
     # Reading.
 
@@ -191,28 +191,32 @@ class AsyncView:
         self._check()
         return True
 
-    async def wait_for(self, result: WriteResult, seconds: float | None = None) -> bool:
-        """Wait until a write is shown, or what came after it; False when ``seconds`` passed before.
+    async def reached(self, token: WriteToken | WriteResult | WriteResults, seconds: float) -> None:
+        """Wait until what was written is shown, or what came after it. What is not followed is not waited for.
+
+        Args:
+            token: the result of a write, or its token.
+            seconds: how long to wait at most.
 
         Raises:
+            BehindError: it was not reached in time.
+            WriteUndoneError: a failover undid it.
             UprError: following ended with it.
         """
-        until = None if seconds is None else now() + seconds
-        moved = Event()
-        with self._mutex:
-            self._waiting.add(moved)
-        try:
-            while True:
-                moved.clear()
-                self._check()
-                if self._state.seqnos[result.partition] >= result.seqno:
-                    return True
-                left = None if until is None else max(until - now(), 0.0)
-                if not await moved.wait(left):
-                    return False
-        finally:
+        followed = self._only.partitions
+        writes = token_of(token).within(
+            range(PARTITIONS) if followed is None else frozenset(followed)
+        )
+
+        def is_reached() -> bool:
+            self._check()
+            changes = self._changes
             with self._mutex:
-                self._waiting.discard(moved)
+                return changes is not None and all(
+                    changes._has(one, self._state.complete[one.partition]) for one in writes
+                )
+
+        await until_reached(is_reached, self._waiting, seconds)
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -345,7 +345,9 @@ class AsyncWriter:
             if error is None and self._options.on_results is not None:
                 try:
                     await maybe_await(
-                        self._options.on_results(batch.rows(), WriteResults(len(batch.keys), runs))
+                        self._options.on_results(
+                            batch.rows(), WriteResults(len(batch.keys), runs, self._bucket.version)
+                        )
                     )
                 except Exception as failure:
                     with self._mutex:

@@ -4,14 +4,14 @@
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from upr_client import backoff
 from upr_client._sync.call import Call, Stubs
 from upr_client._sync.io import Background, Event, Semaphore, give_way, mutex, now
-from upr_client.endpoints import moves_on
+from upr_client.endpoints import is_elsewhere, moves_on
 from upr_client.writing import (
     Gathering,
     Group,
@@ -83,7 +83,8 @@ class BlockWriter:
 
     Args:
         stubs: returns the services of the endpoint to use now.
-        failed: called with the error of a lost call, and the way it was opened.
+        failed: called with the error of a lost call, and the way it was opened; returns whether to go on at once.
+        learn: called with the addresses of servers.
         bucket: the bucket's name.
         producer: name of the writer, by which the server recognises retries.
         connect_seconds: how long the server may take to accept a call.
@@ -96,7 +97,8 @@ class BlockWriter:
     def __init__(
         self,
         stubs: Callable[[], Stubs],
-        failed: Callable[[UprError, Stubs], None],
+        failed: Callable[[UprError, Stubs], bool],
+        learn: Callable[[Iterable[str]], None],
         bucket: str,
         producer: str,
         connect_seconds: float,
@@ -106,6 +108,7 @@ class BlockWriter:
     ) -> None:
         self._stubs = stubs
         self._failed = failed
+        self._learn = learn
         self._bucket = bucket
         self._producer = producer
         self._connect_seconds = connect_seconds
@@ -242,7 +245,7 @@ class BlockWriter:
         error: UprError | None,
     ) -> None:
         """Tell the rows of a group their outcome, and give their room back."""
-        group.tell(runs, refused, error)
+        group.tell(runs, refused, error, self._version)
         for _ in group.rows:
             self._row_room.give_back()
 
@@ -298,17 +301,17 @@ class BlockWriter:
     # In the background.
 
     def _run(self) -> None:
-        attempt = 0
+        attempt, was_named = 0, False
         while True:
             self._work.wait()
             if self._closing.is_set():
                 break
-            answered_at = self._progress_at
+            answered_at, named = self._progress_at, False
             try:
                 stubs = self._stubs()
                 error = self._one_call(stubs)
                 if not self._closing.is_set():
-                    self._failed(error, stubs)
+                    named = self._failed(error, stubs)
             except UprError as failure:
                 error = failure
             except Exception as failure:
@@ -316,7 +319,7 @@ class BlockWriter:
                 error = UprError(f"writing failed: {failure!r}")
             with self._mutex:
                 if self._progress_at != answered_at:
-                    attempt = 0
+                    attempt, was_named = 0, False
                 if not self._pending:
                     if not self._closing.is_set():
                         self._work.clear()
@@ -330,6 +333,10 @@ class BlockWriter:
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
+            if named and not was_named:
+                # The active server is known: no pause. Once, because two may name each other.
+                was_named = True
+                continue
             seconds = backoff.delay(attempt, random.random(), away=moves_on(error))
             if limit is not None:
                 # The last try comes when the time is over, not long after.
@@ -426,6 +433,7 @@ class BlockWriter:
             return
         self._version = opened.bucket_version
         self._on_version(opened.bucket_version)
+        self._learn(opened.servers)
         self._window = window_of(opened)
         if self._next_number is None:
             self._next_number = opened.last_number + 1
@@ -580,6 +588,6 @@ class BlockWriter:
 
 def _not_sent(error: UprError) -> UprError:
     """Return the error of a write that was never sent, because of this one."""
-    if not error.retriable:
+    if not error.retriable or is_elsewhere(error):
         return error
     return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)

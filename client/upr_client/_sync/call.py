@@ -7,7 +7,7 @@ Buckets, streams and writers know the connection, and not the client that made i
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import grpc
@@ -31,6 +31,7 @@ from upr_client.changes.groups import is_of_group
 from upr_client.changes.link import MOMENT_SECONDS, CallState
 from upr_client.endpoints import Token, authorization, call_error, moves_on, was_not_done
 from upr_protocol.errors import ClosedError, UnavailableError, UprError
+from upr_protocol.limits import SERVERS_MAX
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1.admin_service_pb2_grpc import AdminServiceStub
@@ -55,13 +56,16 @@ class Stubs(NamedTuple):
     """Its index."""
     connection: int
     """Number of the channel, among those opened to this endpoint one after the other."""
+    any_server: bool
+    """Whether it need not be the active server."""
 
 
 class Router:
-    """The endpoints of a client, one of which is the current one.
+    """The endpoints of a client, one of which is the current one; and one, maybe another, that is read from where any
+    server may be.
 
     Args:
-        endpoints: at least one.
+        endpoints: at least one, to begin with; servers name others.
         credentials: for TLS; None for plain channels.
         token: sent with every call; None for none.
         channel: the channel to use instead, of the caller's; it is not closed here.
@@ -84,20 +88,21 @@ class Router:
         self._channels: dict[int, Channel] = {}
         self._raw: dict[int, tuple[Any, Any, Any, Any]] = {}
         self._opened: dict[int, int] = {}
-        self._current = 0
+        self._current = {False: 0, True: 0}
         self._mutex = mutex()
 
-    @property
-    def current(self) -> int:
-        """The index of the current endpoint."""
-        return self._current
+    def current(self, any_server: bool = False) -> int:
+        """Return the index of the current endpoint, or of the one that is read from where any server may be."""
+        return self._current[any_server]
 
-    def stubs(self) -> Stubs:
-        """Return the services of the current endpoint."""
-        index = self._current
+    def stubs(self, any_server: bool = False) -> Stubs:
+        """Return the services of the endpoint of ``current``."""
+        index = self._current[any_server]
         self.raw(index)
-        streams, keys, admin, sets = (_Service(self, index, number) for number in range(4))
-        return Stubs(streams, keys, admin, sets, index, self._opened.get(index, 0))
+        streams, keys, admin, sets = (
+            _Service(self, index, number, any_server) for number in range(4)
+        )
+        return Stubs(streams, keys, admin, sets, index, self._opened.get(index, 0), any_server)
 
     def raw(self, index: int) -> tuple[Any, Any, Any, Any]:
         """Return gRPC's own stubs of an endpoint; its channel is made when first needed."""
@@ -123,28 +128,41 @@ class Router:
         """Return what goes with every call."""
         return None if self._token is None else authorization(self._token)
 
-    def failed(self, error: UprError, index: int) -> None:
-        """Go on to another endpoint if this one is the current one, and the error says that another may do better.
+    def learn(self, servers: Iterable[str]) -> None:
+        """Remember further servers of the set, behind the endpoints that are there.
 
-        It is the server that the error names as the active one, else the next endpoint. A server that is no endpoint of
-        the client is used too, unless the client has a token or a channel of its own: those are for whom it was given.
+        Not of a client with a token or a channel of its own: those are for whom it was given.
         """
         with self._mutex:
-            if index != self._current or not moves_on(error):
-                return
+            if not (self._token or self._given):
+                known = dict.fromkeys((*self.endpoints, *filter(None, servers)))
+                # The first ones are what the application gave, and indexes must stay.
+                self.endpoints = tuple(known)[: max(SERVERS_MAX, len(self.endpoints))]
+
+    def failed(self, error: UprError, index: int, any_server: bool = False) -> bool:
+        """Go on to another endpoint if this one is the current one, and the error says that another may do better.
+
+        It is the server that the error names as the active one, else the next endpoint. Return whether it was named.
+        """
+        self.learn([error.owner])
+        with self._mutex:
             owner = error.owner
-            if owner and owner not in self.endpoints and not (self._token or self._given):
-                self.endpoints = (*self.endpoints, owner)
+            named = owner in self.endpoints and owner != self.endpoints[index]
+            if index != self._current[any_server] or not moves_on(error):
+                return named and self.endpoints[self._current[any_server]] == owner
             if len(self.endpoints) == 1:
-                return
-            known = owner in self.endpoints
-            self._current = (
-                self.endpoints.index(owner) if known else (index + 1) % len(self.endpoints)
-            )
-            following = self.endpoints[self._current]
+                return False
+            # One that names itself waits for others, and another may be active meanwhile.
+            at = self.endpoints.index(owner) if named else (index + 1) % len(self.endpoints)
+            self._current[any_server] = at
         _logger.info(
-            "%s: %s (%s); going on to %s", self.endpoints[index], error.reason, error, following
+            "%s: %s (%s); going on to %s",
+            self.endpoints[index],
+            error.reason,
+            error,
+            self.endpoints[at],
         )
+        return named
 
     def give_up(self, stubs: Stubs) -> Channel | None:
         """Return the channel behind some stubs, to be closed: the next call opens another one. None when it was given
@@ -168,10 +186,11 @@ class Router:
 class _Service:
     """Stands for a stub. A stream belongs to the endpoint it was asked for; a unary call to the current one."""
 
-    def __init__(self, router: Router, index: int, number: int) -> None:
+    def __init__(self, router: Router, index: int, number: int, any_server: bool) -> None:
         self._router = router
         self._index = index
         self._number = number
+        self._any_server = any_server
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
@@ -183,21 +202,23 @@ class _Service:
 
         # The arguments are those of gRPC's own methods.
         def unary(request: Any, **options: Any) -> Any:
-            return _unary(router, number, name, request, options["timeout"])
+            return _unary(router, number, name, request, options["timeout"], self._any_server)
 
         return unary
 
 
-def _unary(router: Router, number: int, name: str, request: Any, seconds: float) -> Any:
+def _unary(
+    router: Router, number: int, name: str, request: Any, seconds: float, any_server: bool
+) -> Any:
     """Make a unary call, within a total time in seconds.
 
-    One that cannot have reached a server, or was refused by one that is not the active one, is made at each of the other
-    endpoints, once.
+    One that cannot have reached a server, or was refused by one that is not the active one, or behind, is made at each of
+    the other endpoints, once.
     """
     deadline = now() + seconds
     tried = set[int]()
     while True:
-        index = router.current
+        index = router.current(any_server)
         tried.add(index)
         method = getattr(router.raw(index)[number], name)
         left = max(deadline - now(), _LEAST_SECONDS)
@@ -214,8 +235,8 @@ def _unary(router: Router, number: int, name: str, request: Any, seconds: float)
         except grpc.RpcError as error:
             # Closed by another task or thread meanwhile: that is the reason then.
             router.check()
-            router.failed(call_error(error), index)
-            if router.current in tried or not was_not_done(error):
+            router.failed(call_error(error), index, any_server)
+            if router.current(any_server) in tried or not was_not_done(error):
                 raise
 
 
@@ -265,10 +286,10 @@ class Connection:
                 "the client was made in another process", hint="open a new one after the fork"
             )
 
-    def stubs(self) -> Stubs:
-        """Return the services of the current endpoint."""
+    def stubs(self, any_server: bool = False) -> Stubs:
+        """Return the services of the current endpoint, or of the one that is read from where any server may be."""
         self.check_usable()
-        return self.router.stubs()
+        return self.router.stubs(any_server)
 
     def ask(self, method: Callable[..., Any], request: Any, seconds: float | None = None) -> Any:
         """Make a unary call and return the answer; None for the client's ``request_timeout``.
@@ -281,13 +302,18 @@ class Connection:
         except grpc.RpcError as error:
             raise call_error(error) from error
 
-    def failed(self, error: UprError, stubs: Stubs | None = None) -> None:
-        """Record the loss of a stream, and move to the next endpoint if another may do better.
+    def failed(self, error: UprError, stubs: Stubs | None = None) -> bool:
+        """Record the loss of a stream, and move to another endpoint if that may do better.
 
         Args:
             stubs: what the stream was opened with, so that many streams lost at once move the client once.
+
+        Returns:
+            Whether the error named the server that is the current one now: it can be asked at once.
         """
-        self.router.failed(error, self.router.current if stubs is None else stubs.endpoint)
+        if stubs is None:
+            return self.router.failed(error, self.router.current())
+        return self.router.failed(error, stubs.endpoint, stubs.any_server)
 
     def give_up(self, stubs: Stubs) -> None:
         """The connection behind these stubs is dead though nothing says so: the next call makes another one."""

@@ -346,7 +346,9 @@ class Writer:
             if error is None and self._options.on_results is not None:
                 try:
                     maybe_await(
-                        self._options.on_results(batch.rows(), WriteResults(len(batch.keys), runs))
+                        self._options.on_results(
+                            batch.rows(), WriteResults(len(batch.keys), runs, self._bucket.version)
+                        )
                     )
                 except Exception as failure:
                     with self._mutex:

@@ -22,6 +22,7 @@ from upr_protocol.limits import (
     SILENT_INTERVALS,
 )
 from upr_protocol.position_table import PositionTable
+from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
 MOMENT_SECONDS: Final = 0.2
@@ -82,13 +83,7 @@ class CallState:
         """
         kind = message.WhichOneof("message")
         if kind == "ended":
-            problem = message.ended.problem
-            raise UprError(
-                problem.message,
-                hint=problem.hint,
-                reason=problem.reason,
-                retriable=problem.retriable,
-            )
+            raise error_of(message.ended.problem)
         if kind != "opened":
             raise UnavailableError(f"the server's first message is {kind}, not opened")
         granted = message.opened.credit_bytes
@@ -216,6 +211,7 @@ class Reconnecting:
         self._say = say
         self._clock = clock
         self._attempt = self._violations = 0
+        self._was_named = False
         self._any_version = False
         self._heard_at = clock.now()
 
@@ -235,6 +231,7 @@ class Reconnecting:
     def answered(self) -> None:
         """Starts were answered."""
         self._attempt = 0
+        self._was_named = False
 
     def beat(self) -> None:
         """A heartbeat came."""
@@ -260,8 +257,11 @@ class Reconnecting:
             self._say(f"{error}; going on with the new one")
         return self._any_version
 
-    def lost(self, error: UprError) -> float:
+    def lost(self, error: UprError, named: bool = False) -> float:
         """The call is lost. Return how many seconds to wait before the next one.
+
+        Args:
+            named: whether the error named the server that is asked next; once that is done without a pause.
 
         Raises:
             UprError: trying again does not mend it, or was tried for long enough.
@@ -276,6 +276,10 @@ class Reconnecting:
         if self._limit is not None and self._clock.now() - self._heard_at >= self._limit:
             raise error
         self._progress.reconnects += 1
+        if named and not self._was_named:
+            self._was_named = True
+            self._say(f"the call ended with {error.reason} ({error}); going on at {error.owner}")
+            return 0.0
         seconds = backoff.delay(self._attempt, self._clock.random(), away=moves_on(error))
         self._attempt += 1
         self._say(

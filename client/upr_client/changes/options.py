@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, Protocol
 
 from upr_client.changes.events import RECENT_KEY_BYTES, Change, Rollback
 from upr_client.changes.ledger import UNACKNOWLEDGED
+from upr_client.endpoints import READ_FROM
 from upr_client.positions import PositionStore
 from upr_protocol.consumer import Beginning, Consumer
 from upr_protocol.errors import HandlerError, InvalidArgumentError
@@ -216,6 +217,7 @@ class ChangesOptions:
     acknowledge: str = "auto"
     on_rollback: Policy = None
     on_status: Callable[[str], Any] | None = None
+    read_from: str = "active"
     beginning: Beginning = field(init=False, default=None)
     member: str = field(init=False, default="")
     partitions: tuple[int, ...] | None = field(init=False, default=None)
@@ -233,6 +235,7 @@ class ChangesOptions:
             raise InvalidArgumentError(
                 f'on_rollback is {self.on_rollback!r}; must be "event", "restart", "fail" or a function'
             )
+        choice(READ_FROM, self.read_from, "read_from")
         if self.acknowledge not in ("auto", "manual"):
             raise InvalidArgumentError(
                 f'acknowledge is {self.acknowledge!r}; must be "auto" or "manual"'
@@ -268,6 +271,11 @@ class ChangesOptions:
 
     def _check_resume(self) -> None:
         resume = self.resume
+        if self.any_server and (self.consumer or isinstance(resume, ServerPositions | Group)):
+            raise InvalidArgumentError(
+                f'read_from is {self.read_from!r}; must be "active" for a consumer that the server knows by name',
+                hint="only the active server keeps positions, and deletions for who is away",
+            )
         if self.consumer:
             check_name(self.consumer, "consumer")
             if isinstance(resume, ServerPositions | Group):
@@ -297,6 +305,11 @@ class ChangesOptions:
     def group(self) -> Group | None:
         """The group that is shared with others; None for a single consumer."""
         return self.resume if isinstance(self.resume, Group) else None
+
+    @property
+    def any_server(self) -> bool:
+        """Whether any server may be followed, not the active one only."""
+        return READ_FROM[self.read_from]
 
     @property
     def kept_in_server(self) -> bool:
@@ -355,6 +368,7 @@ class ChangesOptions:
             key_prefix=self.only.key_prefix,
             member=self.member,
             lease_seconds=self.group.lease_seconds if self.group else 0.0,
+            any_server=self.any_server,
         )
 
 

@@ -26,9 +26,11 @@ from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock, Reconnecting, ack_message, start_message
 from upr_client.changes.options import ChangesOptions
 from upr_client.changes.status import ChangesStatus, Progress
+from upr_client.endpoints import is_elsewhere
 from upr_protocol.block import STARTED, U64
 from upr_protocol.consumer import Consumer, Delivery, Fate, State, fate_of
 from upr_protocol.errors import InvalidArgumentError, ProtocolError, RollbackError, UprError
+from upr_protocol.failover import FailoverLog, WrittenSeqno
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
 from upr_protocol.position_table import Found, PositionTable
@@ -94,6 +96,7 @@ class Incoming:
         handshakes: the newest rollback answers: partition, rule, words.
         must_save: count of position changes that must be stored before their Start is sent.
         stuck: partitions that wait for an operator, and why.
+        elsewhere: why the last answers refused a partition that another server may start, None where none did.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Incoming:
         self.handshakes: deque[tuple[int, str, str]] = deque(maxlen=4096)
         self.must_save = 0
         self.stuck: dict[int, UprError] = {}
+        self.elsewhere: UprError | None = None
         self._progress = progress
         self._say = say
         self._clock = clock
@@ -135,6 +139,7 @@ class Incoming:
                     self.stuck.pop(partition, None)
         refused: dict[str, list[int]] = {}
         fatal: UprError | None = None
+        self.elsewhere = None
         for answer in message.answers:
             if self.session.is_stale(answer.partition):
                 continue
@@ -145,6 +150,8 @@ class Incoming:
                 self._take_rollback(answer.partition, answer.rollback)
             elif kind == "refused":
                 problem = answer.refused
+                if is_elsewhere(refusal := error_of(problem)):
+                    self.elsewhere = refusal
                 again = problem.retriable or is_lasting(problem)
                 self.session.refused(answer.partition, again)
                 if again:
@@ -536,6 +543,22 @@ class Following:
         received = self.session.position(partition)
         return received if self.ledger is None else self.ledger.position(partition, received)
 
+    def has(self, one: WrittenSeqno, complete: int | None = None) -> bool:
+        """Return whether a write was dealt with.
+
+        Args:
+            complete: the last complete marker that was dealt with; None for that of the position.
+
+        Raises:
+            WriteUndoneError: it was undone.
+        """
+        at = self.position(one.partition)
+        if at.failover_id is None:
+            return False
+        if complete is None:
+            complete = at.seqno if at.horizon == at.seqno else max(at.markers, default=0)
+        return one.is_in(at.log or FailoverLog.born(at.failover_id), complete)
+
     def begin_save(self) -> Mapping[int, Position]:
         """Return the positions to store, in one atomic write; ``saved`` or ``not_saved`` follows."""
         self.acknowledge_part()
@@ -631,15 +654,11 @@ class Following:
         """The call was not accepted. Return whether to open another one at once; else ``lost`` follows."""
         return self._calls.not_opened(error, self.session.bucket_version)
 
-    def lost(self, error: UprError) -> float:
-        """The call is lost. Return how many seconds to wait before the next one.
-
-        Raises:
-            UprError: trying again does not mend it, or was tried for long enough.
-        """
+    def lost(self, error: UprError, named: bool = False) -> float:
+        """The call is lost. Return how many seconds to wait before the next one; see ``Reconnecting.lost``."""
         self.session.disconnected()
         self._held.clear()
-        return self._calls.lost(error)
+        return self._calls.lost(error, named)
 
     def due(self) -> tuple[list[stream_pb2.FollowRequest], float | None]:
         """Return the messages to send now, and the seconds until the next action; None if none is planned."""
@@ -840,8 +859,10 @@ class Following:
         if kind == "frame":
             return Outcome(self._take_frame(message.frame))
         if kind == "start_answers":
-            self._calls.answered()
             fatal = self._incoming.take_answers(message.start_answers)
+            if self._options.any_server and self._incoming.elsewhere is not None:
+                return Outcome(lost=self._incoming.elsewhere, fatal=fatal)
+            self._calls.answered()
             if begun := self._incoming.take_begun():
                 self._begin(sorted(begun))
         elif kind == "heartbeat":

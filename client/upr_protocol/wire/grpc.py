@@ -30,6 +30,8 @@ _CODES: dict[str, grpc.StatusCode] = {
     "SNAPSHOT_GONE": grpc.StatusCode.FAILED_PRECONDITION,
     "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
     "PARTITION_NOT_ACTIVE": grpc.StatusCode.FAILED_PRECONDITION,
+    "BEHIND": grpc.StatusCode.FAILED_PRECONDITION,
+    "WRITE_UNDONE": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_COUNTED": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_IN_STEP": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_HEARD": grpc.StatusCode.FAILED_PRECONDITION,

@@ -6,13 +6,28 @@ import pytest
 from tests.client._async.adapter import running, serve
 from tests.client.certificates import Certificate
 from tests.client.key_values import Faults, KeyValueServer
-from upr_client import AsyncClient, UprError
+from tests.client.scripted import (
+    Expect,
+    HalfClosed,
+    answers,
+    ended,
+    frame,
+    opened,
+    refused,
+    run_block,
+    started,
+)
+from upr_client import AsyncClient, Change, Only, UprError
 from upr_client.errors import (
+    BehindError,
     NoRoomError,
     PartitionNotActiveError,
     ShuttingDownError,
     UnavailableError,
 )
+from upr_protocol.limits import SERVERS_MAX
+
+FOLLOW = [Expect("open"), opened(), Expect("start")]
 
 
 @pytest.mark.asyncio
@@ -120,7 +135,7 @@ async def test_a_token_goes_to_no_server_that_was_only_named() -> None:
         replica.faults.stopping = not_active(active.target)
         async with AsyncClient(replica.target, token="secret") as client:
             with pytest.raises(PartitionNotActiveError):
-                await client.bucket().get(b"k")
+                await client.bucket().get(b"k", seconds=0.5)
             assert client.endpoints == (replica.target,)
     assert active.tokens == []
 
@@ -143,6 +158,51 @@ async def test_many_streams_lost_at_once_move_the_client_once() -> None:
     connection.failed(UnavailableError("gone"))
     assert client.target == "a:1"
     await client.close()
+
+
+@pytest.mark.asyncio
+async def test_reading_from_any_server_goes_its_own_way() -> None:
+    client = AsyncClient("a:1,b:1")
+    connection = client._connection
+    reading = connection.stubs(any_server=True)
+    assert not connection.failed(UnavailableError("gone"), reading)
+    assert (client.target, connection.stubs(any_server=True).endpoint) == ("a:1", 1)
+    assert connection.failed(not_active("c:1"), connection.stubs())
+    assert (client.target, connection.stubs(any_server=True).endpoint) == ("c:1", 1)
+    await client.close()
+
+
+@pytest.mark.asyncio
+async def test_one_that_names_itself_is_left_and_few_servers_are_remembered() -> None:
+    client = AsyncClient("a:1,b:1")
+    connection = client._connection
+    # It waits for others before it serves, and one of them may be active meanwhile.
+    assert not connection.failed(not_active("a:1"), connection.stubs())
+    assert client.target == "b:1"
+    connection.router.learn(["", "a:1", "c:1", *(f"d:{n}" for n in range(1, 100))])
+    assert client.endpoints[:3] == ("a:1", "b:1", "c:1")
+    assert len(client.endpoints) == SERVERS_MAX
+    await client.close()
+
+
+@pytest.mark.asyncio
+async def test_a_follower_of_any_server_leaves_one_that_is_behind() -> None:
+    behind = [*FOLLOW, answers(refused(2, BehindError("later")), started(1, 7)), HalfClosed()]
+    there = [
+        *FOLLOW,
+        answers(started(1, 7), started(2, 8)),
+        frame((7, run_block(1, 0, 1)), (8, run_block(2, 0, 1))),
+        ended("FINISHED", (1, 7), (2, 8)),
+        HalfClosed(),
+    ]
+    async with serve([behind]) as first, serve([there]) as second:
+        async with AsyncClient([first.target, second.target]) as client:
+            async with client.bucket().changes(only=Only([1, 2]), read_from="any") as changes:
+                got = [e.partition async for e in changes if isinstance(e, Change)]
+            assert client.target == first.target
+    assert got == [1, 2]
+    for server in (first, second):
+        assert server.calls["follow"][0].of("open")[0].any_server
 
 
 @pytest.mark.asyncio

@@ -26,9 +26,9 @@ async def test_a_view_shows_what_is_written(target: str, at_markers: bool) -> No
             assert dict(view.items()) == {b"user:%d" % i: b"%d" % i for i in range(500)}
             assert len(view) == 500
             assert b"order:1" not in view
-            assert await view.wait_for(await bucket.set(b"user:7", b"new"), 30)
+            await view.reached(await bucket.set(b"user:7", b"new"), 30)
             assert view[b"user:7"] == b"new"
-            assert await view.wait_for(await bucket.delete(b"user:8"), 30)
+            await view.reached(await bucket.delete(b"user:8"), 30)
             assert view.get(b"user:8", b"none") == b"none"
             with pytest.raises(KeyError):
                 view[b"user:8"]
@@ -49,13 +49,13 @@ async def test_a_view_is_right_after_a_rollback(
         async with bucket.materialize(only=Only(stability="memory")) as view:
             assert await view.ready(30)
             lost = await bucket.set(b"key", b"lost", "memory")
-            assert await view.wait_for(lost, 30)
+            await view.reached(lost, 30)
             assert view[b"key"] == b"lost"
             server.kill()
             server.environment = {}
             server.start()
             kept = await bucket.set(b"other", b"1")
-            assert await view.wait_for(kept, 60)
+            await view.reached(kept, 60)
             while b"key" in view:
-                assert await view.wait_for(await bucket.set(b"other", b"1"), 60)
+                await view.reached(await bucket.set(b"other", b"1"), 60)
             assert dict(view.items()) == {b"other": b"1"}

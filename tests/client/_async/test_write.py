@@ -45,8 +45,8 @@ async def test_set_and_delete() -> None:
     async with serve(write=[script]) as server:
         async with AsyncClient(server.target) as client:
             bucket = client.bucket("default", producer="me")
-            assert await bucket.set(KEY, b"value") == WriteResult(P, 5, ID_A)
-            assert await bucket.delete(KEY, "memory") == WriteResult(P, 6, ID_A)
+            assert await bucket.set(KEY, b"value") == WriteResult(P, 5, ID_A, VERSION)
+            assert await bucket.delete(KEY, "memory") == WriteResult(P, 6, ID_A, VERSION)
             assert bucket.version == VERSION
         heard = server.calls["write"][0]
         [open_] = heard.of("open")

@@ -8,6 +8,7 @@ import pytest
 from tests.client._async.adapter import serve
 from tests.client.scripted import (
     ID_A,
+    VERSION,
     Expect,
     HalfClosed,
     Step,
@@ -87,7 +88,7 @@ async def test_a_name_begins_at_number_one_whatever_the_server_knows() -> None:
     async with serve(write=[script]) as server, AsyncClient(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(2)]
         written = await write_blocks(client.bucket(), blocks, once="a name")
-        assert written == WriteResults(2, [(P, 0, 1, ID_A), (P, 1, 2, ID_A)])
+        assert written == WriteResults(2, [(P, 0, 1, ID_A), (P, 1, 2, ID_A)], VERSION)
         heard = server.calls["write"][0]
         assert [open_.producer for open_ in heard.of("open")] == ["a name"]
         assert [write.number for write in heard.of("write")] == [1, 2]

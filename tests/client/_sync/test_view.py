@@ -24,9 +24,9 @@ def test_a_view_shows_what_is_written(target: str, at_markers: bool) -> None:
             assert dict(view.items()) == {b"user:%d" % i: b"%d" % i for i in range(500)}
             assert len(view) == 500
             assert b"order:1" not in view
-            assert view.wait_for(bucket.set(b"user:7", b"new"), 30)
+            view.reached(bucket.set(b"user:7", b"new"), 30)
             assert view[b"user:7"] == b"new"
-            assert view.wait_for(bucket.delete(b"user:8"), 30)
+            view.reached(bucket.delete(b"user:8"), 30)
             assert view.get(b"user:8", b"none") == b"none"
             with pytest.raises(KeyError):
                 view[b"user:8"]
@@ -44,13 +44,13 @@ def test_a_view_is_right_after_a_rollback(server_process: StartServer, tmp_path:
         with bucket.materialize(only=Only(stability="memory")) as view:
             assert view.ready(30)
             lost = bucket.set(b"key", b"lost", "memory")
-            assert view.wait_for(lost, 30)
+            view.reached(lost, 30)
             assert view[b"key"] == b"lost"
             server.kill()
             server.environment = {}
             server.start()
             kept = bucket.set(b"other", b"1")
-            assert view.wait_for(kept, 60)
+            view.reached(kept, 60)
             while b"key" in view:
-                assert view.wait_for(bucket.set(b"other", b"1"), 60)
+                view.reached(bucket.set(b"other", b"1"), 60)
             assert dict(view.items()) == {b"other": b"1"}

@@ -45,8 +45,8 @@ def test_set_and_delete() -> None:
     with serve(write=[script]) as server:
         with Client(server.target) as client:
             bucket = client.bucket("default", producer="me")
-            assert bucket.set(KEY, b"value") == WriteResult(P, 5, ID_A)
-            assert bucket.delete(KEY, "memory") == WriteResult(P, 6, ID_A)
+            assert bucket.set(KEY, b"value") == WriteResult(P, 5, ID_A, VERSION)
+            assert bucket.delete(KEY, "memory") == WriteResult(P, 6, ID_A, VERSION)
             assert bucket.version == VERSION
         heard = server.calls["write"][0]
         [open_] = heard.of("open")

@@ -25,6 +25,7 @@ from upr.engine.bucket import Bucket, Written
 from upr.engine.partitions import ACTIVE, DEAD, REPLICA
 from upr.engine.producers import ProducerCall
 from upr.engine.recovery import Recovered, Undo, recover
+from upr.engine.streams import not_active
 from upr.service import trouble
 from upr.service.buckets.compactor import Compactor
 from upr.service.buckets.disk import Disk
@@ -420,6 +421,7 @@ class BucketService:
         await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows, served=0))
         self.bucket.partitions.served_epoch[list(logs)] = 0
         self.bucket.adopted(logs)
+        self.disk.changed()
 
     async def activate(self, epoch: int, records: Mapping[int, int]) -> None:
         """Make the partitions active in an epoch: failover records, states and epochs become durable in one transaction.
@@ -464,6 +466,9 @@ class BucketService:
         self._replica = True
         self.following = self.following or Following(self.bucket)
         self.disk.changed()
+        for follower in list(self.bucket.followers):
+            if not follower.options.any_server:
+                follower.end_call(not_active(table.owner))
         if self.bucket.tail.end > self.bucket.tail.durable:
             await self.journalled(self.bucket.tail.end - 1)
         rows = {

@@ -33,12 +33,14 @@ from upr.storage.store import Identity, Store
 from upr.storage.undone import keep_bucket
 from upr_protocol.errors import (
     AlreadyExistsError,
+    BehindError,
     BucketGoneError,
     BucketNotFoundError,
     DataDamagedError,
     DataDirectoryError,
     InvalidArgumentError,
     NoRoomError,
+    PartitionNotActiveError,
     ShuttingDownError,
     StorageFailedError,
     TooManyError,
@@ -182,6 +184,8 @@ class Catalog:
         """Versions of the buckets that the upstream listed last."""
         self.owner = ""
         """HOST:PORT of the active server while this one is not, as far as it is known."""
+        self.servers: Callable[[], list[str]] = list
+        """Returns HOST:PORT of the servers of the set, as far as they are known; none where this one is alone."""
         if not self.replica and not directory.cluster:
             directory.join(secrets.token_hex(8))
         try:
@@ -291,6 +295,37 @@ class Catalog:
                 reason="IS_REPLICA",
                 owner=self.owner,
             )
+
+    def check_active(self) -> None:
+        """Raise PartitionNotActiveError, which names the active server, where this one is not: clients go there."""
+        if self.replica:
+            raise PartitionNotActiveError(
+                "this server is not the active one of its set",
+                hint='ask the active one, or read with read_from="any"',
+                retriable=True,
+                owner=self.owner,
+            )
+
+    def to_read(self, request: Any) -> BucketService:
+        """Return the bucket that a consumer's Open, or a Get, names.
+
+        Raises:
+            PartitionNotActiveError: this server is not the active one, and only that one will do.
+            BehindError: it is not here yet.
+            BucketNotFoundError, BucketGoneError: as ``of``.
+        """
+        if not request.any_server:
+            self.check_active()
+        try:
+            return self.of(request)
+        except BucketNotFoundError as error:
+            if self.replica:
+                raise BehindError(
+                    f"{error.message} here yet",
+                    hint="ask another server, or later",
+                    owner=self.owner,
+                ) from None
+            raise
 
     def join(self, replica_set: str) -> None:
         """Belong to a set of servers from now on, durably; of a server that belongs to none."""

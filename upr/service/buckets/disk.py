@@ -130,7 +130,7 @@ class Disk:
         self.gone: BucketGoneError | None = None
         self.stopping = False
         self._fail = fail
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: dict[asyncio.Future[None], None] = {}
         self.store = Store(folder / "store")
         try:
             identity = self.store.identity()
@@ -188,12 +188,16 @@ class Disk:
     async def next_change(self) -> None:
         """Wait for the next commit, flush, acknowledgement of a replica, or failure."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        await future
+        self._waiting[future] = None
+        try:
+            await future
+        finally:
+            # Whoever gives up must leave nothing behind: the next change may be days away.
+            self._waiting.pop(future, None)
 
     def changed(self) -> None:
         """Wake all that wait for a change."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, {}
         for future in waiting:
             if not future.done():
                 future.set_result(None)

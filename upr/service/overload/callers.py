@@ -129,7 +129,7 @@ def seconds_of(request: object) -> float:
         case changes.ListCutsRequest():
             items, each = 1, 80e-3 if request.with_partitions else 1e-3
         case kv.GetRequest():
-            items, each = len(request.keys), 25e-6
+            items, each = len(request.keys) + len(request.at_least) // 8, 25e-6
         case admin.CreateBucketRequest() | admin.DropBucketRequest():
             items, each = 1, 0.1
         case admin.GetStorageRequest():

@@ -376,6 +376,7 @@ class Open(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     REPLICA_SET_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    ANY_SERVER_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
     bucket_version: _builtins.int
@@ -422,6 +423,11 @@ class Open(_message.Message):
     """
     address: _builtins.str
     """Of a replica: HOST:PORT where it can be reached, for operators and for the topology."""
+    any_server: _builtins.bool
+    """Of a consumer: whether a server that is not the active one of its set may serve the call. Without it such a server
+    refuses the call, and one that ceases to be active ends it, with PARTITION_NOT_ACTIVE, which names the active one.
+    Not with a consumer's name: positions and the hold on deletions are kept by the active server.
+    """
     def __init__(
         self,
         *,
@@ -441,10 +447,11 @@ class Open(_message.Message):
         directory: _builtins.str = ...,
         replica_set: _builtins.str = ...,
         address: _builtins.str = ...,
+        any_server: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "accept_zstd", b"accept_zstd", "address", b"address", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "directory", b"directory", "heartbeat_seconds", b"heartbeat_seconds", "key_prefix", b"key_prefix", "keys_only", b"keys_only", "kind", b"kind", "lease_seconds", b"lease_seconds", "member", b"member", "plain_rows", b"plain_rows", "replica_set", b"replica_set", "stability", b"stability"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "accept_zstd", b"accept_zstd", "address", b"address", "any_server", b"any_server", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "directory", b"directory", "heartbeat_seconds", b"heartbeat_seconds", "key_prefix", b"key_prefix", "keys_only", b"keys_only", "kind", b"kind", "lease_seconds", b"lease_seconds", "member", b"member", "plain_rows", b"plain_rows", "replica_set", b"replica_set", "stability", b"stability"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
     _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
@@ -856,6 +863,7 @@ class Opened(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.int
     """Which server process this is; another one after each start."""
     bucket_version: _builtins.int
@@ -872,6 +880,10 @@ class Opened(_message.Message):
     """
     lease_seconds: _builtins.float
     """For a member of a group: the length of its lease in force, in seconds."""
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """HOST:PORT of the servers of the set, as far as this one knows; empty where it is alone."""
+
     def __init__(
         self,
         *,
@@ -882,10 +894,11 @@ class Opened(_message.Message):
         server_version: _builtins.str = ...,
         generation: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "credit_bytes", b"credit_bytes", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "server_id", b"server_id", "server_version", b"server_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "credit_bytes", b"credit_bytes", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "server_id", b"server_id", "server_version", b"server_version", "servers", b"servers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

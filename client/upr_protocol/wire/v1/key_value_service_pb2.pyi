@@ -225,22 +225,28 @@ class WriteOpened(_message.Message):
     BUCKET_VERSION_FIELD_NUMBER: _builtins.int
     LAST_NUMBER_FIELD_NUMBER: _builtins.int
     WRITES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     bucket_version: _builtins.int
     """The bucket's version."""
     last_number: _builtins.int
     """No larger number of this producer was applied, as far as it is remembered; 0 if nothing is known."""
     writes_in_flight: _builtins.int
     """How many writes may be outstanding."""
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """HOST:PORT of the servers of the set, as far as this one knows; empty where it is alone."""
+
     def __init__(
         self,
         *,
         bucket_version: _builtins.int = ...,
         last_number: _builtins.int = ...,
         writes_in_flight: _builtins.int = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "last_number", b"last_number", "writes_in_flight", b"writes_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "last_number", b"last_number", "servers", b"servers", "writes_in_flight", b"writes_in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -333,13 +339,28 @@ class GetRequest(_message.Message):
     BUCKET_FIELD_NUMBER: _builtins.int
     BUCKET_VERSION_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    AT_LEAST_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    ANY_SERVER_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
     bucket_version: _builtins.int
     """The bucket version the client knows; absent when it is new."""
+    wait_seconds: _builtins.float
+    """How long it may wait, at most 60 seconds."""
+    any_server: _builtins.bool
+    """Whether a server that is not the active one of its set may answer. Without it such a server refuses with
+    PARTITION_NOT_ACTIVE, which names the active one.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """1 to 1000 keys. The partition of each is computed by the server."""
+
+    @_builtins.property
+    def at_least(self) -> _containers.RepeatedCompositeFieldContainer[Global___WrittenSeqno]:
+        """Writes that the answer must not be older than, at most 2048. The Get waits for them. WRITE_UNDONE says that a
+        failover undid one, BEHIND that this server does not have one yet.
+        """
 
     def __init__(
         self,
@@ -347,16 +368,49 @@ class GetRequest(_message.Message):
         bucket: _builtins.str = ...,
         bucket_version: _builtins.int | None = ...,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        at_least: _abc.Iterable[Global___WrittenSeqno] | None = ...,
+        wait_seconds: _builtins.float = ...,
+        any_server: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket", b"bucket", "bucket_version", b"bucket_version", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "any_server", b"any_server", "at_least", b"at_least", "bucket", b"bucket", "bucket_version", b"bucket_version", "keys", b"keys", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
     _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bucket_version) -> _WhichOneofReturnType__bucket_version | None: ...
 
 Global___GetRequest: _TypeAlias = GetRequest  # noqa: Y015
+
+@_typing.final
+class WrittenSeqno(_message.Message):
+    """A write, or the last of several in one partition."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    FAILOVER_ID_FIELD_NUMBER: _builtins.int
+    SEQNO_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    """0 to 1023."""
+    failover_id: _builtins.int
+    """The failover id under which the seqno was given."""
+    seqno: _builtins.int
+    """From 1."""
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        failover_id: _builtins.int = ...,
+        seqno: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failover_id", b"failover_id", "partition", b"partition", "seqno", b"seqno"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WrittenSeqno: _TypeAlias = WrittenSeqno  # noqa: Y015
 
 @_typing.final
 class GetResponse(_message.Message):
@@ -366,6 +420,7 @@ class GetResponse(_message.Message):
 
     BUCKET_VERSION_FIELD_NUMBER: _builtins.int
     ANSWERS_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     bucket_version: _builtins.int
     """The version of the bucket that answered."""
     @_builtins.property
@@ -374,15 +429,20 @@ class GetResponse(_message.Message):
         without an answer and are to be asked for again: there are fewer answers than keys then, at least one.
         """
 
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """HOST:PORT of the servers of the set, as far as this one knows; empty where it is alone."""
+
     def __init__(
         self,
         *,
         bucket_version: _builtins.int = ...,
         answers: _abc.Iterable[Global___GetAnswer] | None = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "bucket_version", b"bucket_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "bucket_version", b"bucket_version", "servers", b"servers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,205 @@
+"""Backups and Spark's source over a set of servers: the active one changes while they read."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+
+from tests.conftest import StartServer
+from tests.harness import RunningServer
+from tests.replica.sets import start_set, wait_until_counted, wait_until_equal
+from tests.replica.test_owning import run
+from tests.spark.backup_model import InlineEngine
+from tests.spark.backup_process import restored
+from tests.spark.restoring import content
+from tests.spark.test_source import Sink
+from upr_backup.backup import Run
+from upr_backup.repository import LocalStorage
+from upr_backup.repository.documents import Manifest
+from upr_backup.repository.lock import Lock
+from upr_backup.repository.repository import Repository
+from upr_backup.source import ServerSource, backup_group
+from upr_backup.task import Task, TaskResult
+from upr_client import Client
+from upr_spark import register
+from upr_spark.source.data_source import UprDataSource
+
+ROWS = 6000
+"""Of 4 KiB each: more than a server sends ahead."""
+
+
+def fill(server: RunningServer, value: bytes, rows: int = ROWS) -> None:
+    with Client(server.target) as client:
+        client.bucket().write_many((b"%d" % n, value * 4096) for n in range(rows))
+
+
+def take_over(target: RunningServer) -> None:
+    done = run("takeover", "--to", target.target)
+    assert done.exit_code == 0, done.output
+
+
+def backup(
+    repository: Repository, servers: list[RunningServer], meanwhile: Callable[[], None]
+) -> tuple[Manifest, list[str]]:
+    """Take a backup, and do something while its first group is read; return what it is, and what was said."""
+    target = ",".join(one.target for one in servers)
+    left = [meanwhile]
+    said: list[str] = []
+
+    def read(task: Task) -> TaskResult:
+        def progress(rows: int) -> None:
+            if rows and left:
+                left.pop()()
+
+        return backup_group(task, progress)
+
+    with Client(target) as client, Lock(repository.storage) as lock:
+        source = ServerSource(client, repository)
+        done = Run(repository, source, InlineEngine(read), lock, target, say=said.append).backup()
+    assert not left
+    return done, said
+
+
+def repository_of(server: RunningServer, folder: Path) -> Repository:
+    with Client(server.target) as client:
+        (bucket,) = client.admin.buckets()
+    return Repository.create(LocalStorage(folder), "default", bucket.version, server.target, 0)
+
+
+def test_a_backup_goes_on_through_a_takeover_and_a_promotion(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    first, second = servers = start_set(server_process)
+    repository = repository_of(first, tmp_path / "backups")
+    fill(first, b"a")
+    wait_until_equal(servers)
+
+    taken, said = backup(repository, servers, lambda: take_over(second))
+    assert (taken.number, taken.kind, taken.rollbacks, said) == (1, "full", (), [])
+    wait_until_counted(servers, second)
+    wait_until_equal(servers)
+
+    first.terminate()
+    fill(second, b"lost")
+
+    def promote() -> None:
+        second.kill()
+        first.start()
+        done = run("promote", "--force", "--yes", "--target", first.target)
+        assert done.exit_code == 0, done.output
+        fill(first, b"b", 100)
+
+    # The cut is above what the new active server has, so there is another one.
+    taken, said = backup(repository, servers, promote)
+    assert (taken.number, taken.kind, len(said)) == (2, "incremental", 1)
+    assert "beginning again with a new cut" in said[0]
+    now = content(first.target, "default")
+    assert restored(tmp_path / "backups", first.target, 2) == now
+    assert len(now) == ROWS
+
+
+def rows_of(reader: Any, tasks: list[Any], meanwhile: Callable[[], None]) -> list[dict[str, Any]]:
+    """Read tasks as Spark does, and do something behind the first rows."""
+    reader, tasks = pickle.loads(pickle.dumps((reader, tasks)))
+    left, found = [meanwhile], []
+    for task in tasks:
+        for batch in reader.read(task):
+            found += batch.to_pylist()
+            if left:
+                left.pop()()
+    return found
+
+
+def source_of(servers: list[RunningServer], **options: str) -> UprDataSource:
+    endpoints = ",".join(one.target for one in servers)
+    return UprDataSource({"endpoint": endpoints, "retrytimeout": "30s"} | options)
+
+
+def test_a_read_goes_on_through_a_takeover(server_process: StartServer) -> None:
+    first, second = servers = start_set(server_process)
+    fill(first, b"a")
+    wait_until_equal(servers)
+    source = source_of(servers)
+    reader = source.reader(source.schema())
+    rows = rows_of(reader, list(reader.partitions()), lambda: take_over(second))
+    assert len(rows) == ROWS
+    assert {row["op"] for row in rows} == {"set"}
+
+
+def test_a_stream_goes_on_through_a_takeover_and_a_promotion(server_process: StartServer) -> None:
+    first, second = servers = start_set(server_process)
+    fill(first, b"a")
+    wait_until_equal(servers)
+    source = source_of(servers, onrollback="emit")
+    reader: Any = source.streamReader(source.schema())
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, ReadAllAvailable())
+    held: dict[bytes, bytes] = {}
+
+    def take(rows: list[dict[str, Any]]) -> list[int]:
+        """Keep what a batch brought; return the seqnos of its rollbacks."""
+        controls = [row for row in rows if row["op"] == "rollback"]
+        for row in rows:
+            if row["op"] == "set":
+                held[row["key"]] = row["value"][:1]
+        return [row["seqno"] for row in controls]
+
+    def plan() -> list[Any]:
+        return list(reader.partitions(start, end))
+
+    assert take(rows_of(reader, plan(), lambda: take_over(second))) == []
+    assert held == {b"%d" % n: b"a" for n in range(ROWS)}
+    wait_until_counted(servers, second)
+    wait_until_equal(servers)
+
+    first.terminate()
+    fill(second, b"l")
+    start, end = end, reader.latestOffset(end, ReadAllAvailable())
+
+    def promote() -> None:
+        second.kill()
+        first.start()
+        done = run("promote", "--force", "--yes", "--target", first.target)
+        assert done.exit_code == 0, done.output
+        # Written anew, so that each key has its value of now in what comes behind the rollback.
+        fill(first, b"b")
+
+    take(rows_of(reader, plan(), promote))
+    start, end = end, reader.latestOffset(end, ReadAllAvailable())
+    assert take(rows_of(reader, plan(), lambda: None))
+    assert held == {b"%d" % n: b"b" for n in range(ROWS)}
+    reader.stop()
+
+
+@pytest.mark.parametrize("kind", ["takeover", "promotion"])
+def test_a_query_goes_on_at_the_new_active_server(
+    spark: Any, server_process: StartServer, tmp_path: Path, kind: str
+) -> None:
+    register(spark)
+    first, second = servers = start_set(server_process)
+    endpoints = ",".join(one.target for one in servers)
+    reader = spark.readStream.format("upr").option("endpoint", endpoints)
+    reader = reader.options(onRollback="emit", numPartitions=2)
+    sink = Sink()
+    fill(first, b"a", 500)
+    wait_until_equal(servers)
+    sink.run(reader, tmp_path / "checkpoint")
+    if kind == "takeover":
+        take_over(second)
+    else:
+        second.terminate()
+        fill(first, b"lost", 50)
+        sink.run(reader, tmp_path / "checkpoint")
+        first.kill()
+        second.start()
+        done = run("promote", "--force", "--yes", "--target", second.target)
+        assert done.exit_code == 0, done.output
+    fill(second, b"b", 20)
+    sink.run(reader, tmp_path / "checkpoint")
+    assert bool(sink.controls) == (kind == "promotion")
+    shown = spark.read.format("upr").option("endpoint", endpoints).load().collect()
+    assert set(sink.rows) == {(row.partition, row.seqno) for row in shown}
+    assert len({bytes(row.key) for row in shown}) == 500
