@@ -154,14 +154,14 @@ def test_contexts(world: World) -> None:
     assert world.secrets[-1] not in world.contexts.read_text()
     create = ("admin", "bucket", "create")
     world.run(*create, "a")
+    # A token is for the server of its context, and goes to no other.
+    world.run(*create, "b", "--target", world.target, "--tls-ca", str(world.ca), status=4)
     world.run(*create, "b", "--context", "reader", status=4)
     world.run(*create, "b", UPR_CONTEXT="reader", status=4)
     world.run("admin", "context", "use", "reader")
     world.run(*create, "b", status=4)
     listed = world.run("admin", "context", "list").stdout.splitlines()
     assert [line.split()[:2] for line in listed[1:]] == [["*", "reader"], ["root", world.target]]
-    # A token is for the server of its context, and goes to no other.
-    world.run(*create, "b", "--target", world.target, "--tls-ca", str(world.ca), status=4)
     both = ("--context", "root", "--target", world.target)
     world.run(*create, "b", *both, status=2)
     world.run("admin", "context", "remove", "reader")

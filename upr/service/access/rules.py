@@ -248,7 +248,7 @@ NOBODY: Final = Identity("nobody", {})
 _HINT: Final = (
     "give --token-file or UPR_TOKEN_FILE, or token= in the SDK; 'upr-admin token add' makes one"
 )
-_FREE: Final = Permit("", "", _of(""), ANYONE, True)
+_FREE: Final = Permit("", "", _of(" ".join(ROLES)), ANYONE, True)
 PERMIT: ContextVar[Permit] = ContextVar("PERMIT", default=_FREE)
 """Permit of the call that is served; outside of one everything is allowed."""
 
