@@ -77,7 +77,6 @@ class Feed:
         self._name = shown_name(host.bucket.identity.name)
         options = FollowOptions(peer=peer)
         self.follower = Follower(host.bucket, options, CreditWindow(FRAME_BYTES), wake)
-        self._heads = [f"RDATA {self._name} {partition} " for partition in range(PARTITIONS)]
         self._id: U64 = np.zeros(PARTITIONS, np.uint64)
         # The newest complete marker that the client was told, and the highest horizon.
         self._told: U64 = np.zeros(PARTITIONS, np.uint64)
@@ -206,15 +205,18 @@ class Feed:
                     behind.append(self._bare_marker(partition, token))
                 self._told[partition] = end
             self._is_open[partition] = token is None and (rows > 0 or self._is_open[partition])
-            stretches.append(Stretch(self._heads[partition], rows, token))
+            stretches.append(Stretch(self._head(partition), rows, token))
         # A block has one run of a partition, so a marker without rows may go behind all rows.
         return chain(rdata(block, stretches), behind)
+
+    def _head(self, partition: int) -> str:
+        return f"RDATA {self._name} {partition} "
 
     def _bare_marker(self, partition: int, token: int) -> bytes:
         """Return the line of a marker whose rows were superseded or purged."""
         if self._is_open[partition]:
             # Rows of the batch were sent: a row of null ends it.
-            return f"{self._heads[partition]}{token} null\n".encode()
+            return f"{self._head(partition)}{token} null\n".encode()
         old = token_of(int(self._id[partition]), int(self._told[partition]))
         return position_line(self._name, partition, old, token)
 
