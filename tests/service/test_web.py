@@ -181,7 +181,7 @@ async def port(body: bytes) -> AsyncIterator[web.WebPort]:
 
 @pytest.mark.asyncio
 async def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "HTTP_SECONDS", 0.1)
+    monkeypatch.setattr(web, "HTTP_SECONDS", 1.0)
     async with port(b"x" * 64 * 2**20) as one:
         with connected(one.address) as sock:
             sock.sendall(b"GET /page HTTP/1.1\r\n\r\n")
