@@ -143,6 +143,13 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     help="Be a replica: keep what the server there has. Further addresses are tried when it cannot be reached.",
 )
 @click.option(
+    "--advertise",
+    type=ADDRESS,
+    metavar="HOST:PORT",
+    show_default="the address it listens on",
+    help="Where the other servers of its set, and their clients, reach this server.",
+)
+@click.option(
     "--anonymous",
     is_flag=True,
     help="As a replica, do not register with the upstream: hold nothing up there, and count for nothing.",
@@ -180,6 +187,7 @@ def main(
     failover_log_records: int,
     clock_jump: float,
     replicate_from: str | None,
+    advertise: str | None,
     anonymous: bool,
     log_format: str | None,
 ) -> int:
@@ -212,6 +220,7 @@ def main(
         failover_log_records=failover_log_records,
         clock_jump_seconds=clock_jump,
         replicate_from=tuple(map(str.strip, replicate_from.split(","))) if replicate_from else (),
+        advertise=advertise or "",
         anonymous=anonymous,
     )
     return asyncio.run(serve(config, ReplicaMethods))

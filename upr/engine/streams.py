@@ -196,6 +196,12 @@ POSITIONS_RESET: Final = EndReason(
     "the positions of this consumer were reset",
     "connect again and load the positions",
 )
+NOT_ACTIVE: Final = EndReason(
+    "PARTITION_NOT_ACTIVE",
+    True,
+    "this server is not the active one any more; what is kept under a consumer's name is kept by the active one",
+    "connect to the active server",
+)
 BUCKET_GONE: Final = EndReason(
     "BUCKET_GONE",
     False,

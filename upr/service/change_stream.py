@@ -114,6 +114,7 @@ def _begin_save(
     host: BucketService, request: wire.SavePositionsRequest
 ) -> tuple[Hold, "asyncio.Task[None] | None"]:
     """Decide which positions the sender may save, and hand them to the store, in this step."""
+    host.check_active()
     owners = host.bucket.owners
     partitions = np.array([message.partition for message in request.positions], np.int64)
     hold = owners.hold(
@@ -240,6 +241,7 @@ class ChangeStreamMethods:
         name = check_name(request.name, "cut")
         lease = lease_micros(request.lease_seconds) or int(CUT_LEASE_SECONDS * 1e6)
         partitions = sorted(chosen_partitions(request.partitions))
+        host.check_active()
         cut = await host.cuts.create(name, partitions, lease, peer_of(context.peer()))
         return wire.CreateCutResponse(
             bucket_version=host.bucket.identity.version,
@@ -257,6 +259,7 @@ class ChangeStreamMethods:
         """Renew a cut's lease."""
         host = self._catalog.of(request)
         lease = lease_micros(request.lease_seconds)
+        host.check_active()
         cut = await host.cuts.renew(check_name(request.name, "cut"), lease)
         return wire.RenewCutResponse(cut=cut_message(cut, with_partitions=False))
 
@@ -266,6 +269,7 @@ class ChangeStreamMethods:
     ) -> wire.ReleaseCutResponse:
         """Release a cut."""
         host = self._catalog.of(request)
+        host.check_active()
         released = await host.cuts.release(check_name(request.name, "cut"))
         return wire.ReleaseCutResponse(released=released)
 
@@ -372,6 +376,11 @@ class ChangeStreamMethods:
         host = self._catalog.of(opening)
         window = granted_window(opening.credit_bytes)
         options = read_options(opening, context.peer(), self._catalog.replica_set)
+        if options.is_replica and options.consumer:
+            self._catalog.check_reachable()
+        elif options.consumer:
+            # What is kept under its name is kept by the active server.
+            host.check_active()
         interval = opening.heartbeat_seconds or self._heartbeat_seconds
         liveness = Liveness(interval, asyncio.get_running_loop().time())
         call = FollowCall(

@@ -188,7 +188,9 @@ class Server:
             self._clock.clock,
         )
         self._admin = AdminMethods(self._catalog, process)
-        self._sets = replicate and replicate(self._catalog, config, lambda: self.address)
+        self._sets = replicate and replicate(
+            self._catalog, config, lambda: config.advertise or self.address
+        )
         self._replicating: asyncio.Task[None] | None = None
         self._served = [*zip(_SERVED, (self._admin, self._changes, self._writes), strict=True)]
         if self._sets is not None:

@@ -5,6 +5,7 @@ the journal, one makes the store's write transactions, two read.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import secrets
@@ -18,6 +19,7 @@ from typing import Any
 
 import lmdb
 import numpy as np
+import numpy.typing as npt
 
 from upr import failpoints
 from upr.config import ServerConfig
@@ -25,6 +27,7 @@ from upr.engine.bucket import Bucket, Written
 from upr.engine.partitions import ACTIVE, DEAD, REPLICA
 from upr.engine.producers import ProducerCall
 from upr.engine.recovery import Recovered, Undo, recover
+from upr.engine.streams import NOT_ACTIVE
 from upr.service import trouble
 from upr.service.buckets.compactor import Compactor
 from upr.service.buckets.disk import Disk
@@ -55,6 +58,7 @@ from upr_protocol.errors import (
     BucketGoneError,
     InvalidArgumentError,
     NoRoomError,
+    PartitionNotActiveError,
     ShuttingDownError,
     StorageFailedError,
     UnavailableError,
@@ -77,6 +81,20 @@ def new_failover_id() -> int:
     return 1 + secrets.randbelow(FAILOVER_ID_MAX)
 
 
+def not_active(owner: str) -> PartitionNotActiveError:
+    """Return the refusal of what only the active server does.
+
+    Args:
+        owner: HOST:PORT of the active server; empty if it is not known.
+    """
+    return PartitionNotActiveError(
+        "this server is a replica: only the active server changes what is stored",
+        hint=f"ask {owner}" if owner else "'upr-admin topology' shows who is active",
+        retriable=True,
+        owner=owner,
+    )
+
+
 def only_deletes(block: Block) -> bool:
     """Return whether a block has only deletes."""
     return bool(block.ops) and block.ops.count(OP_DELETE) == len(block.ops)
@@ -88,24 +106,34 @@ class Following:
     Attributes:
         address: HOST:PORT that it follows, or tries to.
         connected: whether its streams are open.
+        joining: whether rows may have come without what the small tables say of them; stored, so it outlives a crash.
         tables: whether the upstream has told all of its small tables.
+        rows: while it tells them: by consumer, in which partitions it told a row, shape (1024,).
+        told: how many changes of them it has told; see Tables.changes.
         needed: the seqnos that they name, shape (1024,).
-        cuts: the names of the cuts that the upstream has told of.
+        refused: the partitions that the upstream does not send, and why.
         undone: mutations that were undone since the server was started.
         problem: why it does not follow now; None while it does.
         highs: the newest seqnos that the upstream told of, shape (1024,).
     """
 
-    def __init__(self, bucket: Bucket, undone: int = 0) -> None:
+    def __init__(self, bucket: Bucket, undone: int = 0, *, joining: bool = False) -> None:
         self._bucket = bucket
         self.address = ""
-        self.connected = self.tables = False
+        self.connected = False
+        self.joining = joining
+        self.begin_tables()
         self.needed = np.zeros(PARTITIONS, np.uint64)
-        self.cuts: set[str] = set()
+        self.refused: dict[int, UprError] = {}
         self.undone = undone
         self.problem: UprError | None = None
         self.highs = np.zeros(PARTITIONS, np.uint64)
         self._level = time.monotonic()
+
+    def begin_tables(self) -> None:
+        """The upstream tells its small tables from their beginning."""
+        self.tables, self.told = False, 0
+        self.rows: dict[str, npt.NDArray[np.bool_]] = {}
 
     @property
     def in_step(self) -> bool:
@@ -165,7 +193,10 @@ class BucketService:
         self._wanted_room = 0
         self.failover_log_records = config.failover_log_records
         self.on_consumers: set[Callable[[Collection[tuple[bytes, int]]], None]] = set()
-        """Functions that are told which rows of consumers, by name and partition, were stored or removed."""
+        """Functions that are told which rows of consumers, by name and partition, were stored or removed; of none when
+        cuts were."""
+        self.table_changes = 0
+        """How often rows of consumers or cuts were stored since the start."""
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Awaitable[None]] | None = None
@@ -182,7 +213,7 @@ class BucketService:
         self._quota_at = 0.0
         self.undone = 0
         self.bucket = bucket = self._recover(disk.identity)
-        self.following = Following(bucket, self.undone) if self._replica else None
+        self.following = self._new_following() if self._replica else None
         positions = bucket.consumer_positions
         positions.load(disk.store.consumers())
         # Above the clock as well, because not every used generation was stored.
@@ -192,7 +223,9 @@ class BucketService:
         cuts = {name: replace(cut, expires=leases[name]) for name, cut in cuts.items()}
         bucket.cuts.load(cuts, bucket.tail)
         self.acknowledged = ConsumerSaver(positions, self._put_consumers, disk.troubles)
-        self.cuts = CutKeeper(disk, bucket, disk.clock.now, self.durable)
+        self.cuts = CutKeeper(
+            disk, bucket, disk.clock.now, self.durable, lambda: self.tables_changed(())
+        )
         self.leases = LeaseKeeper(bucket.owners)
         self.compactor = Compactor(disk, bucket, config, self._merge_room)
         self.tail_keys = TailKeys()
@@ -204,6 +237,9 @@ class BucketService:
         self._work = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _new_following(self) -> Following:
+        return Following(self.bucket, self.undone, joining=self.disk.store.joining())
 
     def _recover(self, identity: Identity) -> Bucket:
         proof = self.disk.store.proof(may_be_moved=self._config.data_moved)
@@ -410,6 +446,18 @@ class BucketService:
         self.bucket.partitions.served_epoch[list(logs)] = 0
         self.bucket.adopted(logs)
 
+    async def set_joining(self, joining: bool) -> None:
+        """Store whether rows may come without what the small tables say of them.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be stored.
+        """
+        following = self.following
+        if following is not None and following.joining != joining:
+            await self.disk.in_store_thread(lambda: self.disk.store.put_joining(joining))
+            following.joining = joining
+            self.disk.changed()
+
     async def activate(self, epoch: int, records: Mapping[int, int]) -> None:
         """Make the partitions active in an epoch: failover records, states and epochs become durable in one transaction.
 
@@ -432,6 +480,7 @@ class BucketService:
         failpoints.hit("promote.after_partitions")
         table.served_epoch[list(logs)] = epoch
         table.state[list(logs)] = ACTIVE
+        await self.set_joining(False)
         self._replica, self._fenced, self.following = False, False, None
 
     async def step_down(self, *, fenced: bool) -> None:
@@ -449,7 +498,10 @@ class BucketService:
         table.state[active] = REPLICA
         self._fenced = fenced
         self._replica = True
-        self.following = self.following or Following(self.bucket)
+        self.following = self.following or self._new_following()
+        for follower in list(self.bucket.followers):
+            if follower.options.consumer and not follower.options.is_replica:
+                follower.end_call(NOT_ACTIVE)
         self.disk.changed()
         if self.bucket.tail.end > self.bucket.tail.durable:
             await self.journalled(self.bucket.tail.end - 1)
@@ -457,6 +509,19 @@ class BucketService:
             p: (REPLICA, int(table.epoch[p]), int(table.purge[p]), table.logs[p]) for p in active
         }
         await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows))
+
+    async def settle_tables(self) -> None:
+        """Wait until every change of consumers and cuts that was begun is stored, or has failed; after ``step_down``."""
+        await self.acknowledged.finish()
+        # On a full disk acknowledgements are lost, which only makes purging more careful.
+        with contextlib.suppress(OSError, lmdb.Error):
+            await self.acknowledged.save()
+        await self.cuts.finish()
+
+    def check_active(self) -> None:
+        """Raise PartitionNotActiveError on a replica: what it stored by itself would be nowhere else."""
+        if self._replica:
+            raise not_active(self.bucket.partitions.owner)
 
     def waiting(self, size: int) -> AbstractContextManager[None]:
         """Count a waiting write while the body runs, or raise TooManyError; over all buckets."""
@@ -556,8 +621,13 @@ class BucketService:
             stored.update(told)
 
         await self.disk.in_store_thread(put)
+        self.tables_changed(stored)
+
+    def tables_changed(self, keys: Collection[tuple[bytes, int]]) -> None:
+        """Tell replicas that rows of consumers, by name and partition, or cuts were stored."""
+        self.table_changes += 1
         for tell in list(self.on_consumers):
-            tell(stored)
+            tell(keys)
 
     async def _clear_proof(self) -> None:
         """Remove the proof once for all waiting writes; runs to completion even if a caller is cancelled."""
