@@ -12,10 +12,13 @@ from upr.config import ServerConfig
 from upr.replica import owning, replication
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import Owning
+from upr.replica.replication import Replication
 from upr.service.server import Server
+from upr.service.tables import TableFeed
 from upr_client import AsyncClient
 from upr_protocol.errors import UprError
 from upr_protocol.ownership import Held
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 Start = Callable[..., Awaitable["Member"]]
 
@@ -73,10 +76,23 @@ async def start_set(start: Start, replicas: int = 1) -> list[Member]:
 
 @pytest.mark.asyncio
 async def test_what_was_saved_and_cut_until_the_old_owner_stepped_down_is_at_the_new_one(
-    start: Start,
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = await start_set(start)
     named: list[str] = []
+    matched, tell, may_tell = Replication.matched, TableFeed._tell, asyncio.Event()
+
+    async def held_up(feed: TableFeed, tables: wire.Tables) -> None:
+        await may_tell.wait()
+        await tell(feed, tables)
+
+    async def late(self: Replication) -> None:
+        # The tables come well behind the list of buckets.
+        await matched(self)
+        asyncio.get_running_loop().call_later(0.2, may_tell.set)
+
+    monkeypatch.setattr(TableFeed, "_tell", held_up)
+    monkeypatch.setattr(Replication, "matched", late)
 
     async def change() -> None:
         # A client with a token goes to no other server.
