@@ -43,6 +43,7 @@ class ServerConfig:
         data_moved: whether this start takes the word of a clean-shutdown proof that was copied with the data.
         require_data: the data directory must be there already, with a bucket in it.
         replicate_from: HOST:PORT of the upstreams that a replica tries in turn; none for a server that is no replica.
+        advertise: HOST:PORT where other servers of a set reach this one; empty for the address that it listens on.
         anonymous: whether a replica is not registered with its upstream, and counts for nothing there.
         tls_cert, tls_key: PEM files of the server's certificate and its key; None for no encryption. Towards other
             servers of its set it is the client's certificate.
@@ -73,6 +74,7 @@ class ServerConfig:
     require_data: bool = False
     data_moved: bool = False
     replicate_from: tuple[str, ...] = ()
+    advertise: str = ""
     anonymous: bool = False
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -86,3 +88,9 @@ class ServerConfig:
     def encrypted(self) -> bool:
         """Whether anything is said of TLS."""
         return bool(self.tls_cert or self.tls_key or self.tls_client_ca)
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether no other server can be told where this one is: it listens on every address, and advertises none."""
+        host = self.listen.rpartition(":")[0].strip("[]")
+        return host in ("0.0.0.0", "::") and not self.advertise

@@ -574,6 +574,9 @@ class Topology:
         promised: the highest epoch that it promised; above ``epoch`` a change is under way, or was given up.
         members: the servers that it knows.
         waiting: what it waits for before it serves or follows, in words; empty when it does.
+        candidate: address, or directory, of the server that ``promised`` was promised to; empty if that is not known.
+        claiming: whether that one is still about to become active.
+        former: address, or directory, of the server that the newest row names: it was active last.
     """
 
     replica_set: str
@@ -583,6 +586,9 @@ class Topology:
     promised: int
     members: tuple[SetMember, ...]
     waiting: str
+    candidate: str = ""
+    claiming: bool = False
+    former: str = ""
 
     @property
     def owner(self) -> SetMember | None:
@@ -598,6 +604,7 @@ def topology(message: set_pb2.GetTopologyResponse) -> Topology:
     for directory in {*row.counted, row.owner} - {"", *known}:
         known[directory] = set_pb2.MemberStatus(member=set_pb2.SetMember(directory=directory))
     serving = message.promised <= row.epoch
+    names = {directory: one.member.address or directory for directory, one in known.items()}
     members = [
         SetMember(
             directory,
@@ -621,6 +628,9 @@ def topology(message: set_pb2.GetTopologyResponse) -> Topology:
         message.promised,
         tuple(members),
         message.waiting,
+        names.get(message.candidate, message.candidate),
+        message.claiming,
+        names.get(row.owner, row.owner),
     )
 
 

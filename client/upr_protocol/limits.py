@@ -188,6 +188,10 @@ OWNERS_REMEMBERED: Final = 2000
 """Consumers whose last call without a member may still save, open or not; FOLLOW_CALLS_MAX of them can be open."""
 BUCKETS_MAX: Final = 32
 """Buckets of one server: each has a journal, a store and threads of its own."""
+SET_MEMBERS_MAX: Final = 64
+"""Servers of a set that one of them knows; further ones are not counted, and not met."""
+MEMBER_SECONDS: Final = 3600.0
+"""Time after which a server of a set is forgotten that is not counted and was not heard of."""
 CONNECTIONS_MAX: Final = 2500
 """Connections to one server; fewer where the process may not open as many files."""
 HTTP_CONNECTIONS_MAX: Final = 32

@@ -230,7 +230,7 @@ class Promise:
     Attributes:
         directory: its own.
         row: the newest that it knew before the claim.
-        held: what it holds, all of it durable.
+        held: what it holds, all of it durable; all 0 in a partition that it does not have, or cannot give.
         confirmed: see ``Standing.confirms``.
     """
 
@@ -337,10 +337,6 @@ class Claim:
         """Go on without servers, as an operator ordered; never without the one that claims."""
         self._gone |= frozenset(directories) - {self.row.owner}
 
-    def lost(self, directory: str) -> None:
-        """Take note that a server that promised cannot be reached any more, so that nothing can be taken from it."""
-        self._heard.pop(directory, None)
-
     @property
     def _confirmed(self) -> Promise | None:
         """The promise of the owner that served last, when it confirms that nothing is missing."""
@@ -364,26 +360,26 @@ class Claim:
         if ask:
             return Ask(ask)
         confirmed = self._confirmed
-        best, whose = self._best(mine, confirmed)
-        source = self._lacking(mine, best, whose, confirmed is not None)
+        sure = np.zeros(len(mine), bool) if confirmed is None else confirmed.held["id"] != 0
+        best, whose = self._best(mine, confirmed, sure)
+        source = self._lacking(mine, best, whose, sure)
         if source is not None:
             return source
         marker = mine["marker"]
-        clean = np.full(len(mine), confirmed is not None)
+        clean = sure.copy()
         for name in ("marker", "high"):
             clean &= (mine[name] == marker) & (best[name] == marker)
         clean &= mine["id"] == best["id"]
         return Serve(self.row.serves(self._gone), ~clean, marker.copy())
 
-    def _best(self, mine: Held, confirmed: Promise | None) -> tuple[Held, npt.NDArray[np.object_]]:
-        """Return the best of what is held by partition, and who holds it.
+    def _best(
+        self, mine: Held, confirmed: Promise | None, sure: Mask
+    ) -> tuple[Held, npt.NDArray[np.object_]]:
+        """Return the best of what is held by partition, and who holds it: where it is sure, who confirmed.
 
         The epoch of the row decides, then the marker. A longer branch of an older epoch never wins over a shorter one
         of a newer, nor does a log that was fetched without its data.
         """
-        if confirmed is not None:
-            who = np.full(len(mine), confirmed.directory, object)
-            return confirmed.held, who
         best, who = mine.copy(), np.full(len(mine), self.row.owner, object)
         for directory, promise in sorted(self._heard.items()):
             held = promise.held
@@ -393,13 +389,15 @@ class Claim:
                 (held["epoch"] == best["epoch"]) & (held["marker"] > best["marker"])
             )
             best[better], who[better] = held[better], directory
+        if confirmed is not None:
+            best[sure], who[sure] = confirmed.held[sure], confirmed.directory
         return best, who
 
     def _lacking(
-        self, mine: Held, best: Held, who: npt.NDArray[np.object_], confirmed: bool
+        self, mine: Held, best: Held, who: npt.NDArray[np.object_], sure: Mask
     ) -> Follow | None:
         """Return whom to follow next, None when nothing of the best is lacking."""
-        wanted = best["high" if confirmed else "marker"]
+        wanted = np.where(sure, best["high"], best["marker"])
         lacking = (mine["id"] != best["id"]) | (mine["marker"] < best["marker"])
         lacking |= mine["high"] < wanted
         lacking &= who != self.row.owner

@@ -270,3 +270,19 @@ def test_the_end_of_a_part_of_a_stretch_is_no_marker() -> None:
     heads = [Head(0, 3, 3, 3, 10), Head(3, 6, 19, 3, 10)]
     table, _, left, cut_off = undone({A: Undo(9, LOG, 3)}, heads)
     assert (cut_off, left, int(table.high[A])) == ({A: 3}, [(B, 1)], 3)
+
+
+def test_the_epoch_of_a_row_is_that_of_its_record() -> None:
+    table = bucket().partitions
+    # A log that lost its oldest records, and several records at one seqno.
+    records = [FailoverRecord(90 + i, s, 2 + i) for i, s in enumerate((5, 5, 8))]
+    table.set_log(A, FailoverLog(tuple(records)))
+    table.set_log(B, FailoverLog((FailoverRecord(99, 0, 7),)))
+    for seqno in range(12):
+        found = table.epochs_at(np.full(1024, seqno, np.uint64))
+        for partition in (A - 1, A, B, B + 1):
+            log = table.logs[partition]
+            given = log.records[log.index(log.id_at(seqno))].epoch if seqno else 0
+            assert found[partition] == given, (partition, seqno)
+    table.set_log(A, FailoverLog((FailoverRecord(1, 0, 11),)))
+    assert table.epochs_at(np.full(1024, 1, np.uint64))[A] == 11

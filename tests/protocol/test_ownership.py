@@ -216,14 +216,19 @@ def test_of_a_confirming_owner_all_rows_are_gathered() -> None:
     assert end.record.all()
 
 
-def test_a_source_that_is_lost_is_asked_again() -> None:
+def test_what_a_server_cannot_give_is_taken_from_the_next_best_under_a_record() -> None:
     claim, _ = claim_of_b()
-    mine = held((3, 1, 5, 5))
+    mine, nothing = held((3, 1, 5, 5), (3, 1, 5, 5)), (0, 0, 0, 0)
     claim.promised(Promise(B, SERVED, mine, False))
-    claim.promised(Promise(C, SERVED, held((3, 1, 8, 8)), False))
-    claim.lost(C)
-    claim.asked({A})
-    assert claim.next(mine) == Ask(frozenset({C}))
+    claim.promised(Promise(C, SERVED, held((3, 1, 8, 8), (3, 1, 5, 5)), False))
+    # It confirms, and one of its partitions is dead.
+    claim.promised(Promise(A, SERVED, held(nothing, (3, 1, 5, 5)), True))
+    step = claim.next(mine)
+    assert isinstance(step, Follow)
+    assert (step.directory, step.partitions.tolist(), step.seqnos.tolist()) == (C, [0], [8])
+    end = claim.next(held((3, 1, 8, 8), (3, 1, 5, 5)))
+    assert isinstance(end, Serve)
+    assert end.record.tolist() == [True, False]
 
 
 def test_a_newer_row_or_a_higher_promise_ends_the_claim() -> None:

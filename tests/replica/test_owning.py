@@ -182,6 +182,57 @@ def test_a_replica_that_is_not_in_step_is_not_promoted(server_process: StartServ
 
 
 @pytest.mark.parametrize("end", [RunningServer.kill, RunningServer.terminate])
+def test_a_replica_that_was_in_step_is_promoted_after_a_restart_too(
+    server_process: StartServer, end: Callable[[RunningServer], object]
+) -> None:
+    owner, replica = start_set(server_process)
+    with Client(owner.target) as client:
+        client.bucket().set(b"k", b"v")
+    wait_until_equal([owner, replica])
+    owner.kill()
+    end(replica)
+    replica.start()
+    done = run("promote", "--target", replica.target)
+    assert done.exit_code == 0, done.output
+    with Client(replica.target) as client:
+        assert client.bucket().get(b"k") == b"v"
+        client.bucket().set(b"k", b"w")
+
+
+def test_a_server_on_every_address_is_replicated_when_it_says_where_it_is(
+    server_process: StartServer,
+) -> None:
+    upstream = server_process()
+    port = upstream.target.rpartition(":")[2]
+    upstream.terminate()
+    # Alone it needs nothing.
+    upstream.target, upstream.options = f"0.0.0.0:{port}", ["--insecure"]
+    upstream.start()
+    replica = server_process("--replicate-from", f"127.0.0.1:{port}")
+
+    def problem() -> str:
+        with Client(replica.target) as client:
+            found = client.admin.status().buckets
+        return str(found[0].upstream.problem) if found and found[0].upstream else ""
+
+    wait_for(lambda: "start the upstream with --advertise" in problem(), "a reason")
+    upstream.terminate()
+    upstream.options += ["--advertise", f"127.0.0.1:{port}"]
+    upstream.start()
+    wait_for(lambda: counted(replica.target) == {replica.target}, "the replica to be counted")
+    known = topology(replica.target)
+    assert known is not None
+    assert known.owner is not None
+    assert known.owner.address == f"127.0.0.1:{port}"
+    # It is one of a set now.
+    upstream.terminate()
+    upstream.options = ["--insecure"]
+    upstream.launch()
+    upstream.wait()
+    assert "give --advertise HOST:PORT" in upstream.log_text()
+
+
+@pytest.mark.parametrize("end", [RunningServer.kill, RunningServer.terminate])
 def test_an_active_server_asks_before_it_serves_again(
     server_process: StartServer, end: Callable[[RunningServer], object]
 ) -> None:
@@ -297,10 +348,15 @@ def test_killed_while_it_is_promoted(server_process: StartServer, place: str, lo
     if lost == "source is killed":
         old.start()
 
+    alone = lost == "source stays" and place == "promote.after_promises"
+
     def settled() -> bool:
-        """Promote the old one whenever nobody is active; it may step down when it hears of the claim."""
+        """Promote the old one whenever nobody is active; it may step down when it hears of the claim.
+
+        One that stepped down for a promise becomes active again without a command.
+        """
         active = [one for one in (old, new) if is_active(one)]
-        if not active:
+        if not active and not alone:
             run("promote", "--target", old.target)
         others = {one.target for one in (old, new)} - {one.target for one in active}
         return len(active) == 1 and all(counted(one.target) == others for one in (old, new))

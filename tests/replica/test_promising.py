@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,14 @@ import pytest_asyncio
 
 from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
+from upr.replica.meeting import row_of_message
 from upr.replica.owning import Owning
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.storage.directory import DataDirectory
-from upr_protocol.errors import DataDamagedError
+from upr_protocol.errors import DataDamagedError, PartitionNotActiveError, ProtocolError
+from upr_protocol.limits import MEMBER_SECONDS, SET_MEMBERS_MAX
 from upr_protocol.ownership import Row, Served
+from upr_protocol.wire.v1 import replica_service_pb2 as wire
 
 VERSION = 7
 CLAIM = Row(2, 0, "other", False, frozenset(), Served("other", 1))
@@ -84,3 +89,64 @@ async def test_a_promise_in_between_lets_it_follow_nobody(
     monkeypatch.setattr(owning, "follow_nobody", promises)
     await owning._follow_owner()
     assert owning._following is None
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_was_to_be_made_is_not_when_the_server_stepped_down_meanwhile(
+    owning: Owning,
+) -> None:
+    catalog = owning._catalog
+    catalog.replica = False
+    renamed: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+    catalog._renaming["some"] = asyncio.ensure_future(renamed)
+    # It waits until the one before it has lost its name.
+    creating = asyncio.create_task(catalog.create("some"))
+    await asyncio.sleep(0)
+    catalog.replica, catalog.owner = True, "127.0.0.1:3"
+    del catalog._renaming["some"]
+    renamed.set_result(Path())
+    with pytest.raises(PartitionNotActiveError) as refused:
+        await creating
+    assert refused.value.owner == "127.0.0.1:3"
+    assert catalog.hosts == []
+
+
+def member(number: int) -> wire.SetMember:
+    return wire.SetMember(directory=f"{number:016x}", address=f"127.0.0.1:{number + 1}")
+
+
+@pytest.mark.asyncio
+async def test_servers_that_are_known_are_bounded_and_forgotten(
+    owning: Owning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting, standing = owning.meeting, owning.standing
+    meeting.heard_of(map(member, range(200)))
+    assert len(meeting.members) == SET_MEMBERS_MAX
+    meeting.heard_of([wire.SetMember(directory="nonsense", address="a:1")])
+    # One that tells another address of itself is believed, and so is who tells of it while nobody answers there.
+    meeting.heard(wire.SetMember(directory=member(1).directory, address="127.0.0.2:1"))
+    assert meeting.addresses[member(1).directory] == "127.0.0.2:1"
+    meeting.heard_of([wire.SetMember(directory=member(1).directory, address="127.0.0.2:2")])
+    assert meeting.addresses[member(1).directory] == "127.0.0.2:2"
+    counted = replace(standing, row=Row(1, 1, "", True, frozenset({member(2).directory})))
+    meeting.stub(member(2).address), meeting.stub(member(3).address)
+    await meeting.forget(counted)
+    assert len(meeting.members) == SET_MEMBERS_MAX
+    now = time.monotonic() + MEMBER_SECONDS + 1
+    monkeypatch.setattr("upr.replica.meeting.time.monotonic", lambda: now)
+    meeting.heard(member(1))
+    await meeting.forget(counted)
+    assert meeting.addresses.keys() == {member(1).directory, member(2).directory}
+    assert meeting._channels.keys() == {member(2).address}
+    # Of one that does not answer nobody is told, unless it is counted.
+    assert [one.directory for one in meeting.members_to_tell(counted)] == sorted(
+        [member(2).directory, standing.directory]
+    )
+    await meeting.close()
+
+
+def test_a_row_that_counts_too_many_is_refused() -> None:
+    counted = [member(n).directory for n in range(SET_MEMBERS_MAX + 1)]
+    assert len(row_of_message(wire.OwnerRow(epoch=1, counted=counted[1:])).counted) == 64
+    with pytest.raises(ProtocolError, match="must be at most 64"):
+        row_of_message(wire.OwnerRow(epoch=1, counted=counted))

@@ -18,6 +18,7 @@ from upr.replica import replication
 from upr.replica.links import Links
 from upr.replica.receiving import Introduction, Receiving, UndoNeededError
 from upr.replica.replication import Replication
+from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.tables import TableFeed
 from upr_protocol.block import POSITION
@@ -64,8 +65,29 @@ async def test_a_new_call_is_in_step_when_the_tables_were_told_in_it(
     upstream = Upstream(opened) if answers else Upstream()
     with pytest.raises(UnavailableError):
         await Receiving(host, upstream, Introduction("d", "s", "a", False)).run()
-    # While nobody answers it has what it had.
+    # While nobody answers it has what it had. Else it does not after a crash either.
     assert host.following.in_step == (not answers)
+    assert host.disk.store.joining() == answers
+
+
+@pytest.mark.asyncio
+async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: BucketService) -> None:
+    assert host.following is not None
+    following, table = host.following, host.bucket.partitions
+    receiving = Receiving(host, Upstream(), Introduction("d", "s", "a", False))
+    await host.set_joining(True)
+    row = wire.ConsumerRow(
+        consumer="c", partition=5, failover_id=int(table.newest_id[5]), seqno=3, time=1
+    )
+    acknowledging = asyncio.create_task(receiving._acknowledge())
+    await take_tables(host, wire.Tables(consumers=[row], complete=True))
+    assert host.disk.store.joining()
+    table.durable[5] = 3
+    host.disk.changed()
+    while following.joining:
+        await host.disk.next_change()
+    assert not host.disk.store.joining()
+    acknowledging.cancel()
 
 
 @pytest.mark.asyncio

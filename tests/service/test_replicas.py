@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import signal
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,22 @@ async def test_the_small_tables_come_at_the_join_and_with_every_change(
         assert (
             await poll(lambda: status(replica), lambda s: s.upstream.in_step)
         ).upstream.connected
+        # What goes while the replica is away is gone there too when it is in step.
+        assert replica.terminate() == 0
+        await client.admin.forget_consumer("default", "before")
+        await client.admin.release_cut("default", "late")
+        await client.admin.create_cut("default", "last", partitions=[5])
+        replica.start()
+        await poll(lambda: status(replica), lambda s: s.upstream.in_step)
+        # A cut is told without a row behind it.
+        await client.admin.release_cut("default", "last")
+        await client.admin.create_cut("default", "end", partitions=[6])
+
+        async def names_of_cuts() -> list[str]:
+            async with AsyncClient(replica.target) as other:
+                return [cut.name for cut in await other.admin.cuts("default")]
+
+        await poll(names_of_cuts, lambda names: names == ["end"])
     upstream.terminate()
     replica.terminate()
     (producers, consumers, cuts), (told_producers, told_consumers, told_cuts) = (
@@ -392,7 +409,9 @@ async def test_the_small_tables_come_at_the_join_and_with_every_change(
     assert {key: row.seqno for key, row in told_consumers.items()} == {
         key: row.seqno for key, row in consumers.items()
     }
-    assert told_cuts.keys() == cuts.keys() == {b"late"}
+    assert told_consumers.keys() == consumers.keys()
+    assert b"before" not in {name for name, _ in consumers}
+    assert told_cuts.keys() == cuts.keys() == {b"end"}
 
 
 @pytest.mark.asyncio
@@ -439,10 +458,46 @@ async def test_buckets_come_and_go_with_those_of_the_upstream(server_process: St
             return [one.name for one in await copy.admin.buckets()]
 
         await poll(names, lambda found: found == ["default"])
-        for refused in (copy.admin.create_bucket("mine"), copy.admin.drop_bucket("default")):
+
+
+@pytest.mark.asyncio
+async def test_what_changes_state_is_refused_by_a_replica_and_done_at_the_active_server(
+    server_process: StartServer,
+) -> None:
+    upstream = server_process()
+    replica = replica_of(server_process, upstream)
+    await in_sync(upstream, replica)
+    wait_until_counted([upstream, replica], upstream)
+
+    def changes(client: AsyncClient) -> list[Awaitable[Any]]:
+        asked = client.admin
+        return [
+            asked.create_bucket("mine"),
+            asked.set_bucket_quota("default", 10**9),
+            asked.create_cut("default", "cut", partitions=[1]),
+            asked.renew_cut("default", "cut"),
+            asked.release_cut("default", "cut"),
+            asked.reset_consumer("default", "c", "now", partitions=[1], create=True),
+            asked.forget_consumer("default", "c"),
+            asked.drop_bucket("mine"),
+        ]
+
+    # With a token it goes to no server that was only named.
+    async with AsyncClient(replica.target, token="t", retry_seconds=0) as client:
+        for change in changes(client):
             with pytest.raises(UprError) as told:
-                await refused
-            assert told.value.reason == "IS_REPLICA"
+                await change
+            found = told.value.reason, told.value.retriable, told.value.owner
+            assert found == ("PARTITION_NOT_ACTIVE", True, upstream.target)
+        assert [one.name for one in await client.admin.buckets()] == ["default"]
+        assert await client.admin.cuts("default") == []
+    async with AsyncClient(replica.target) as client:
+        for change in changes(client):
+            await change
+    async with AsyncClient(replica.target) as client:
+        # A consumer whose positions the server keeps is followed where they are kept.
+        await follow(client, "named")
+        assert client.target == upstream.target
 
 
 @pytest.mark.asyncio

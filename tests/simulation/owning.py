@@ -384,8 +384,8 @@ class World:
         elif isinstance(step, Follow):
             other = self.at(step.directory)
             if other is None or not self.linked(server, other):
-                claim.lost(step.directory)
-                server.source = None
+                server.claim, server.source = None, None
+                self.counts["given up"] += 1
             elif self.upstream(server) is not other:
                 self.join(server, other, gathering=True)
             else:

@@ -20,6 +20,7 @@ from upr.storage.check.directory import BucketReport, check_directory
 from upr.storage.check.worker import Task, check_bucket
 from upr.storage.directory import DataDirectory
 from upr.storage.keyspace import (
+    HASHED,
     ConsumerRow,
     CutRow,
     PartitionRow,
@@ -31,7 +32,6 @@ from upr.storage.keyspace import (
     partition_key,
 )
 from upr.storage.lmdb_file import PageFile, check_length
-from upr.storage.store import HASHED
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import encode_block

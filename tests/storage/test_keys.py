@@ -25,8 +25,9 @@ from upr.storage.compact import (
     merge_slice,
     rewrite_group,
 )
+from upr.storage.keyspace import HASHED
 from upr.storage.search import InTail, Lookup, Newest, StoreSearch, TailKeys, TailPart, TailSearch
-from upr.storage.store import HASHED, Store
+from upr.storage.store import Store
 from upr_protocol.wire.codec import compress_block
 
 P, Q = 7, 900

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.model import Row
+from upr.storage.directory import DataDirectory
 from upr.storage.store import Identity
 from upr.storage.undone import undone_files, write_undone
 from upr_client.testing.memory import run_block
@@ -35,7 +36,16 @@ def test_what_the_upstream_has_too_is_not_told(tmp_path: Path) -> None:
 
 def test_no_file_is_left_of_nothing(tmp_path: Path) -> None:
     assert write_undone(tmp_path, IDENTITY, [block(1, b"a")], {P: 1}, TIME) == 0
-    assert list((tmp_path / "undone").iterdir()) == []
+    assert not (tmp_path / "undone").exists()
+
+
+def test_what_a_crash_left_of_a_file_goes_at_the_next_start(tmp_path: Path) -> None:
+    directory = DataDirectory(tmp_path / "data")
+    write_undone(directory.path, IDENTITY, [block(1, b"a")], {P: 0}, TIME)
+    (directory.path / "undone" / "b-7.jsonl.new").write_text("{")
+    assert directory.remove_leftovers() == []
+    assert [file.name for file in (directory.path / "undone").iterdir()] == [f"b-{TIME}.jsonl"]
+    directory.close()
 
 
 def test_a_file_that_was_not_written_to_its_end_is_not_listed(
@@ -49,7 +59,7 @@ def test_a_file_that_was_not_written_to_its_end_is_not_listed(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no room"):
         write_undone(tmp_path, IDENTITY, [block(1, b"a")], {P: 0}, TIME)
-    assert undone_files(tmp_path) == []
+    assert list((tmp_path / "undone").iterdir()) == []
     monkeypatch.setattr(os, "fsync", sync)
     assert write_undone(tmp_path, IDENTITY, [block(1, b"a")], {P: 0}, TIME + 1) == 1
     (file,) = undone_files(tmp_path)

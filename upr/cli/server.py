@@ -176,6 +176,13 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     help="Be a replica: keep what the server there has. Further addresses are tried when it cannot be reached.",
 )
 @click.option(
+    "--advertise",
+    type=ADDRESS,
+    metavar="HOST:PORT",
+    show_default="the address it listens on",
+    help="Where the other servers of its set, and their clients, reach this server.",
+)
+@click.option(
     "--anonymous",
     is_flag=True,
     help="As a replica, do not register with the upstream: hold nothing up there, and count for nothing.",
@@ -230,6 +237,7 @@ def main(
     failover_log_records: int,
     clock_jump: float,
     replicate_from: str | None,
+    advertise: str | None,
     anonymous: bool,
     peer_ca: Path | None,
     peer_token_file: Path | None,
@@ -266,6 +274,7 @@ def main(
         failover_log_records=failover_log_records,
         clock_jump_seconds=clock_jump,
         replicate_from=tuple(map(str.strip, replicate_from.split(","))) if replicate_from else (),
+        advertise=advertise or "",
         anonymous=anonymous,
         tls_cert=tls_cert,
         tls_key=tls_key,

@@ -14,7 +14,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import FailoverLog
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import PARTITIONS, SEQNO_BITS
 
 ACTIVE, REPLICA, PENDING, DEAD = 1, 2, 3, 4
 DEAD_HINT = (
@@ -57,6 +57,7 @@ class Partitions:
         self.logs: list[FailoverLog] = []
         self.problems: dict[int, UprError] = {}
         self.owner = ""
+        self._records: tuple[U64, U64] | None = None
 
     @classmethod
     def from_rows(cls, rows: Iterable[PartitionRow]) -> "Partitions":
@@ -120,6 +121,28 @@ class Partitions:
         """Replace a partition's failover log and its newest id."""
         self.logs[partition] = log
         self.newest_id[partition] = log.newest.failover_id
+        self._records = None
+
+    def epochs_at(self, seqnos: U64) -> U64:
+        """Return the epoch of the record under which the row at a seqno of each partition was given; 0 at seqno 0.
+
+        Args:
+            seqnos: shape (1024,).
+        """
+        if self._records is None:
+            flat = [
+                (partition << SEQNO_BITS | record.seqno, record.epoch)
+                for partition, log in enumerate(self.logs)
+                for record in log.records
+            ]
+            places, epochs = np.array(flat, np.uint64).T
+            self._records = places, epochs
+        places, epochs = self._records
+        begins = np.arange(PARTITIONS, dtype=np.uint64) << np.uint64(SEQNO_BITS)
+        # The newest record below the seqno, as FailoverLog.id_at has it; before the oldest one, that one.
+        found = np.searchsorted(places, begins | seqnos) - 1
+        found = np.maximum(found, np.searchsorted(places, begins))
+        return np.where(seqnos > 0, epochs[found], np.uint64(0))
 
     def kill(self, partition: int, why: UprError) -> None:
         """Make a partition dead: it answers only GetFailoverLog and its state. The reason is part of its row."""

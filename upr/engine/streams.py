@@ -232,7 +232,7 @@ NOT_ACTIVE: Final = EndReason(
 SHUTTING_DOWN: Final = EndReason("SHUTTING_DOWN", True, "the server is stopping", "connect again")
 
 
-def not_active(owner: str) -> EndReason:
+def moved(owner: str) -> EndReason:
     """Return the end reason for a consumer that only an active server serves, where this one is none any more."""
     return EndReason(
         PartitionNotActiveError.default_reason,

@@ -4,8 +4,12 @@ A server is called where it said that it can be reached: in its Follow call, or 
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -15,12 +19,15 @@ from upr.replica.links import Links
 from upr.service.buckets.catalog import Catalog
 from upr.storage.standing import Stored
 from upr_protocol.errors import ProtocolError, UprError
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import MEMBER_SECONDS, NAME_BYTES_MAX, PARTITIONS, SET_MEMBERS_MAX
 from upr_protocol.ownership import HELD, Held, Outdated, Row, Standing
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
 from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
 
+log = logging.getLogger(__name__)
+
+_DIRECTORY = re.compile("[0-9a-f]{16}")
 MEET_SECONDS = 0.5
 """Interval of meetings."""
 ANSWER_SECONDS = 2.0
@@ -37,15 +44,33 @@ def row_to_message(row: Row) -> wire.OwnerRow:
 
 
 def row_of_message(message: wire.OwnerRow) -> Row:
-    """Return the row of a message."""
+    """Return the row of a message.
+
+    Raises:
+        ProtocolError: it counts more servers than a set has.
+    """
     counted = frozenset(message.counted)
+    if len(counted) > SET_MEMBERS_MAX:
+        raise ProtocolError(
+            f"counted servers are {len(counted)}; must be at most {SET_MEMBERS_MAX}"
+        )
     return Row(message.epoch, message.revision, message.owner, message.epoch > 0, counted)
 
 
-def held_to_messages(held: dict[int, Held]) -> list[wire.HeldBucket]:
-    """Return what is held as messages."""
+def held_to_messages(
+    held: dict[int, Held], changes: Mapping[int, int] = MappingProxyType({})
+) -> list[wire.HeldBucket]:
+    """Return what is held as messages.
+
+    Args:
+        changes: see ``Answer``.
+    """
     return [
-        wire.HeldBucket(version=version, partitions=columns.tobytes())
+        wire.HeldBucket(
+            version=version,
+            partitions=columns.tobytes(),
+            table_changes=changes.get(version, 0),
+        )
         for version, columns in held.items()
     ]
 
@@ -64,6 +89,12 @@ def held_of_messages(messages: Iterable[wire.HeldBucket]) -> dict[int, Held]:
     return found
 
 
+def _is_named(member: wire.SetMember) -> bool:
+    """Return whether a member has an id and an address as servers have them."""
+    short = len(member.address) <= NAME_BYTES_MAX
+    return bool(short and _DIRECTORY.fullmatch(member.directory) and member.address)
+
+
 @dataclass(frozen=True, slots=True)
 class Met:
     """What another server said of itself.
@@ -71,12 +102,29 @@ class Met:
     Attributes:
         row: the newest that it knows; it has stored it.
         epoch: the highest that it knows.
+        claiming: whether it is about to become the active one.
     """
 
     row: Row
     epoch: int
     in_step: bool
     held: dict[int, Held]
+    claiming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A promise as it came, before it is known which buckets there are.
+
+    Attributes:
+        held: by bucket version.
+        changes: by bucket version, how often its small tables had changed then; see Tables.changes.
+    """
+
+    row: Row
+    held: dict[int, Held]
+    confirmed: bool
+    changes: dict[int, int]
 
 
 class Meeting:
@@ -97,6 +145,7 @@ class Meeting:
         self._links = links
         self._channels: dict[str, Any] = {}
         self.addresses: dict[str, str] = dict(catalog.standing.addresses)
+        self._seen: dict[str, float] = dict.fromkeys(self.addresses, time.monotonic())
         self.met: dict[str, Met] = {}
 
     @property
@@ -116,11 +165,47 @@ class Meeting:
             return self._address()
         return self.addresses.get(directory) or f"directory {directory}"
 
+    def members_to_tell(self, standing: Standing) -> list[wire.SetMember]:
+        """Return the members of which others are told: one that is gone for good is forgotten by all then."""
+        told = self.met.keys() | standing.row.counted | {standing.row.owner, standing.directory}
+        return [one for one in self.members if one.directory in told]
+
     def heard_of(self, members: Iterable[wire.SetMember]) -> None:
-        """Remember where servers can be reached."""
+        """Remember where servers can be reached, as another one tells; where one answers is known better."""
         for one in members:
-            if one.directory != self._catalog.directory_id and one.address:
-                self.addresses[one.directory] = one.address
+            if one.directory not in self.met:
+                self._remember(one)
+
+    def heard(self, member: wire.SetMember) -> None:
+        """Remember where a server can be reached, as it tells of itself."""
+        self._remember(member)
+        self._saw(member.directory)
+
+    def _remember(self, one: wire.SetMember) -> None:
+        """Remember an address, of SET_MEMBERS_MAX servers at most."""
+        if one.directory == self._catalog.directory_id or not _is_named(one):
+            return
+        if one.directory in self.addresses or len(self.addresses) < SET_MEMBERS_MAX - 1:
+            self.addresses[one.directory] = one.address
+            self._seen.setdefault(one.directory, time.monotonic())
+
+    def _saw(self, directory: str) -> None:
+        if directory in self.addresses:
+            self._seen[directory] = time.monotonic()
+
+    async def forget(self, standing: Standing) -> None:
+        """Forget servers that are not counted and were not seen for MEMBER_SECONDS, and close channels to nobody."""
+        before = time.monotonic() - MEMBER_SECONDS
+        needed = standing.row.counted | {standing.row.owner, standing.candidate}
+        for directory in self.addresses.keys() - needed:
+            if self._seen[directory] < before:
+                log.info(
+                    "a server of the set is forgotten",
+                    extra={"directory": directory, "address": self.addresses[directory]},
+                )
+                del self.addresses[directory], self._seen[directory]
+        for address in self._channels.keys() - set(self.addresses.values()):
+            await self._channels.pop(address).close()
 
     def with_addresses(self, stored: Stored) -> Stored:
         """Return what is to be stored, with the addresses of now."""
@@ -129,7 +214,7 @@ class Meeting:
     @property
     def has_news(self) -> bool:
         """Whether there are addresses that are not stored."""
-        return bool(self.addresses) and self.addresses != dict(self._catalog.standing.addresses)
+        return self.addresses != dict(self._catalog.standing.addresses)
 
     def registered(self, directory: str) -> bool:
         """Return whether a replica follows here, registered, in every bucket."""
@@ -145,8 +230,9 @@ class Meeting:
         for host in self._catalog.hosts:
             for follower in host.bucket.followers:
                 options = follower.options
-                if options.is_replica and options.consumer and options.address:
-                    self.addresses[options.directory] = options.address
+                if options.is_replica and options.consumer:
+                    told = wire.SetMember(directory=options.directory, address=options.address)
+                    self.heard(told)
 
     def stub(self, address: str) -> Any:
         """Return the calls of the server at an address."""
@@ -161,6 +247,9 @@ class Meeting:
             # The replica of a replica is none of the owner's: it goes on following where it was told to.
             self._note_followers()
         self.met = await self.reach(set(self.addresses))
+        for directory in self.met:
+            self._saw(directory)
+        await self.forget(standing)
 
     async def reach(self, directories: Iterable[str]) -> dict[str, Met]:
         """Meet servers at once, and return those that answered."""
@@ -175,7 +264,7 @@ class Meeting:
             member=self.member,
             row=row_to_message(standing.row),
             epoch=standing.epoch,
-            members=self.members,
+            members=self.members_to_tell(standing),
         )
         try:
             answer = await self.stub(self.addresses[directory]).Meet(
@@ -185,16 +274,17 @@ class Meeting:
                 return None
             self.heard_of(answer.members)
             held = held_of_messages(answer.held)
+            row = row_of_message(answer.row)
         except (grpc.aio.AioRpcError, UprError):
             return None
-        return Met(row_of_message(answer.row), answer.epoch, answer.in_step, held)
+        return Met(row, answer.epoch, answer.in_step, held, answer.claiming)
 
     async def ask_promises(
         self, claim: Row, directories: Iterable[str]
-    ) -> dict[str, Outdated | tuple[Row, dict[int, Held], bool]]:
+    ) -> dict[str, Outdated | Answer]:
         """Ask servers for their promise at once; those that cannot be reached are left out.
 
-        Returns: by directory its row, what it holds, and whether it confirms; or what outdates the claim.
+        Returns: by directory its promise, or what outdates the claim.
         """
         previous = claim.previous
         request = wire.PromiseRequest(
@@ -208,9 +298,7 @@ class Meeting:
         answers = await asyncio.gather(*(self._ask(d, request) for d in chosen))
         return {d: one for d, one in zip(chosen, answers, strict=True) if one is not None}
 
-    async def _ask(
-        self, directory: str, request: wire.PromiseRequest
-    ) -> Outdated | tuple[Row, dict[int, Held], bool] | None:
+    async def _ask(self, directory: str, request: wire.PromiseRequest) -> Outdated | Answer | None:
         try:
             answer = await self.stub(self.addresses[directory]).Promise(
                 request, timeout=PROMISE_SECONDS
@@ -224,7 +312,8 @@ class Meeting:
         row = row_of_message(answer.row)
         if not answer.promised:
             return Outdated(row, answer.epoch)
-        return row, held_of_messages(answer.held), answer.confirmed
+        changes = {one.version: one.table_changes for one in answer.held}
+        return Answer(row, held_of_messages(answer.held), answer.confirmed, changes)
 
     async def close(self) -> None:
         """Close the channels."""

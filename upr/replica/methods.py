@@ -72,6 +72,8 @@ class ReplicaMethods:
             promised=standing.promised,
             members=[self._status(member) for member in meeting.members],
             waiting=owning.waiting,
+            candidate=standing.candidate,
+            claiming=owning.is_claiming(standing.candidate),
         )
 
     def _status(self, member: wire.SetMember) -> wire.MemberStatus:
@@ -117,7 +119,8 @@ class ReplicaMethods:
         """Learn what another server knows, and tell it what is known here."""
         self._check_set(request.replica_set)
         owning = self._owning
-        owning.meeting.heard_of([*request.members, request.member])
+        owning.meeting.heard(request.member)
+        owning.meeting.heard_of(request.members)
         await _whole(owning.learned(row_of_message(request.row), request.epoch))
         standing = owning.standing
         return wire.MeetResponse(
@@ -126,7 +129,8 @@ class ReplicaMethods:
             epoch=standing.epoch,
             in_step=owning.in_step,
             held=held_to_messages(owning.held()),
-            members=owning.meeting.members,
+            members=owning.meeting.members_to_tell(standing),
+            claiming=owning.claiming,
         )
 
     @answering
@@ -134,7 +138,7 @@ class ReplicaMethods:
         """Promise an epoch to a candidate."""
         self._check_set(request.replica_set)
         owning = self._owning
-        owning.meeting.heard_of([request.candidate])
+        owning.meeting.heard(request.candidate)
         previous = Served(request.previous_directory, request.previous_epoch)
         claim = Row(request.epoch, 0, request.candidate.directory, False, frozenset(), previous)
         answer = await _whole(owning.promise(request.epoch, request.candidate.directory, claim))
@@ -145,5 +149,5 @@ class ReplicaMethods:
             row=row_to_message(standing.row if answer is None else answer.row),
             epoch=standing.epoch,
             confirmed=answer is not None and answer.confirmed,
-            held=[] if answer is None else held_to_messages(dict(answer.held)),
+            held=[] if answer is None else held_to_messages(answer.held, answer.changes),
         )

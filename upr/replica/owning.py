@@ -7,7 +7,7 @@ A server that was the owner when it was stopped asks the others before it serves
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import lmdb
@@ -18,9 +18,9 @@ from upr.config import ServerConfig
 from upr.engine.partitions import DEAD
 from upr.engine.recovery import Undo
 from upr.replica.links import Links
-from upr.replica.meeting import MEET_SECONDS, Meeting
+from upr.replica.meeting import MEET_SECONDS, Answer, Meeting
 from upr.replica.replication import Replication
-from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.bucket_service import BucketService, Following
 from upr.service.buckets.catalog import Catalog
 from upr.service.trouble import words_of
 from upr_protocol.block import U64
@@ -47,8 +47,11 @@ from upr_protocol.ownership import (
 
 log = logging.getLogger(__name__)
 
-GATHER_SECONDS = 30.0
-"""Longest time without the end of a step while data is gathered."""
+GATHER_SECONDS = 10.0
+"""Longest time in which nothing comes while data is gathered."""
+GATHER_LOOK_SECONDS = 0.002
+RESUME_SECONDS = 3.0
+"""Time after which a server that gave way to one that is not heard of any more takes the ownership back."""
 CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
 Buckets = Mapping[int, Held]
@@ -60,10 +63,7 @@ def held_of(host: BucketService) -> Held:
     bucket, table = host.bucket, host.bucket.partitions
     held = np.zeros(PARTITIONS, HELD)
     held["marker"], held["high"], held["id"] = bucket.markers.seqno, table.durable, table.newest_id
-    for partition in np.flatnonzero(held["marker"]).tolist():
-        log_of = table.logs[partition]
-        given = log_of.records[log_of.index(log_of.id_at(int(held["marker"][partition])))]
-        held["epoch"][partition] = given.epoch
+    held["epoch"] = table.epochs_at(bucket.markers.seqno)
     return held
 
 
@@ -73,13 +73,23 @@ def in_one_order(buckets: Buckets, versions: Iterable[int]) -> Held:
     return np.concatenate([nothing[:0], *(buckets.get(version, nothing) for version in versions)])
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A promise as it came, before it is known which buckets there are."""
+def _by_version(places: Iterable[np.intp], versions: Sequence[int]) -> dict[int, list[int]]:
+    """Return the partitions at places in one column, by bucket version; see ``in_one_order``."""
+    found: dict[int, list[int]] = {}
+    for place in map(int, places):
+        found.setdefault(versions[place // PARTITIONS], []).append(place % PARTITIONS)
+    return found
 
-    row: Row
-    held: Buckets
-    confirmed: bool
+
+def _given_up(answer: Answer, lacking: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
+    """Have a promise hold nothing in partitions; return what it held: bucket version, partition, marker."""
+    lost = []
+    for version, partitions in lacking.items():
+        held = answer.held[version].copy()
+        lost += [(version, p, int(held["marker"][p])) for p in partitions]
+        held[list(partitions)] = 0
+        answer.held[version] = held
+    return lost
 
 
 @dataclass(slots=True)
@@ -120,7 +130,10 @@ class Owning:
         self._changing = asyncio.Lock()
         self._storing = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
+        self._replication: Replication | None = None
         self._followed = ""
+        self._gave_way_at: float | None = None
+        self._took_back_at = -RESUME_SECONDS
         self._paused = False
         self._floor: dict[int, U64] = {}
         # The counted replicas of which everybody knows who could be promoted.
@@ -147,6 +160,25 @@ class Owning:
             and self._catalog.listed <= held
             and all(host.following is not None and host.following.in_step for host in hosts)
         )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was received since the small tables were last whole, in each bucket, also before a restart."""
+        hosts = self._catalog.hosts
+        return bool(hosts) and not any(
+            h.following is not None and h.following.joining for h in hosts
+        )
+
+    @property
+    def claiming(self) -> bool:
+        """Whether it is about to become the active one."""
+        return self._claiming.locked()
+
+    def is_claiming(self, directory: str) -> bool:
+        """Return whether a server was about to become the active one when it was last met."""
+        met = self.meeting.met.get(directory)
+        own = directory == self.standing.directory
+        return self.claiming if own else met is not None and met.claiming
 
     def held(self) -> dict[int, Held]:
         """Return what is durable here, by bucket version."""
@@ -222,6 +254,7 @@ class Owning:
     async def follow_nobody(self) -> None:
         """Stop following."""
         task, self._following, self._followed = self._following, None, ""
+        self._replication = None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -248,11 +281,21 @@ class Owning:
         await self.follow_nobody()
         # What is awaited may have let in a promise or a promotion.
         if targets and self.standing == standing and not (self.active or self._paused):
-            replication = Replication(
-                self._catalog, targets, self._config.anonymous, self._address, self._links
-            )
-            self._following = asyncio.create_task(replication.run())
-            self._followed = wanted
+            self._follow(targets, self._config.anonymous)
+
+    def _follow(
+        self,
+        targets: tuple[str, ...],
+        anonymous: bool,
+        only: Mapping[int, Sequence[int]] | None = None,
+    ) -> Replication:
+        """Follow from now on; who follows somebody stops that first."""
+        replication = Replication(
+            self._catalog, targets, anonymous, self._address, self._links, only
+        )
+        self._replication, self._followed = replication, ",".join(targets)
+        self._following = asyncio.create_task(replication.run())
+        return replication
 
     # Promising
 
@@ -276,13 +319,18 @@ class Owning:
             after = await self.store(lambda standing: standing.promise(epoch, candidate))
             if after is None:
                 return None
-            await self.follow_nobody()
+            if candidate != after.directory:
+                # The candidate goes on taking what the former owner has until it gathers, or serves.
+                await self.follow_nobody()
             await self.step_down(fenced=False)
             # A bucket that was being made or opened anew is promised too.
             await self._catalog.settled()
             self._check_whole(force=force)
-            await asyncio.gather(*map(self._durable, self._catalog.hosts))
-            return Answer(known, self.held(), after.confirms(claim, self.served()))
+            hosts = self._catalog.hosts
+            await asyncio.gather(*map(self._durable, hosts))
+            await asyncio.gather(*(host.settle_tables() for host in hosts))
+            changes = {h.bucket.identity.version: h.table_changes for h in self._catalog.hosts}
+            return Answer(known, self.held(), after.confirms(claim, self.served()), changes)
 
     def _check_whole(self, *, force: bool) -> None:
         if self._catalog.damaged and not force:
@@ -308,7 +356,7 @@ class Owning:
         async with self._claiming:
             if self.active and not force:
                 return Promoted(self.standing.row)
-            if not self.in_step and not force:
+            if not (self.in_step or self.is_whole or force):
                 raise UprError(
                     "this server is not in step, so producers' numbers and positions may be missing",
                     reason="NOT_IN_STEP",
@@ -321,9 +369,21 @@ class Owning:
                     await self._check_reached(takeover=takeover)
                 return await self._claim(force=force, takeover=takeover)
             except (OSError, lmdb.Error) as error:
-                raise StorageFailedError(words_of(error)) from error
+                raise self._given_up(StorageFailedError(words_of(error))) from error
+            except UprError as error:
+                raise self._given_up(error) from None
             finally:
                 self._paused = False
+
+    def _given_up(self, error: UprError) -> UprError:
+        """Return an error that ended a promotion, with words on what that left behind."""
+        standing, row = self.standing, self.standing.row
+        if standing.promised > row.epoch:
+            former = "" if row.owner in ("", standing.directory) else self.meeting.named(row.owner)
+            back = f"{former}, if it runs, becomes active again by itself; else " if former else ""
+            words = f"nobody may be active now: {back}'upr-admin promote' ends that"
+            error.hint = "; ".join(filter(None, (error.hint, words)))
+        return error
 
     async def _check_reached(self, *, takeover: bool) -> None:
         """Raise before anything is changed, if somebody who must be heard cannot be."""
@@ -364,7 +424,7 @@ class Owning:
             if own is not None:
                 end = await self._drive(Claim(basis, row), {me: own}, force, takeover)
                 if isinstance(end, Promoted):
-                    end.lost = self._lost(known)
+                    end.lost = sorted({*end.lost, *self._lost(known)})
                     return end
                 await self.store(lambda standing, newer=end.row: standing.learned(newer))  # type: ignore[misc]
                 above = end.epoch
@@ -374,10 +434,16 @@ class Owning:
         self, claim: Claim, answers: dict[str, Answer], force: bool, takeover: bool
     ) -> "Promoted | Outdated":
         """Do what a claim says, until it serves or is outdated."""
-        me, asked = self.standing.directory, False
+        me, asked, handed_over = self.standing.directory, False, False
+        previous = claim.row.previous
+        last = "" if previous is None else previous.directory
+        lost: list[tuple[int, int, int]] = []
         while True:
             self._check_mine(claim)
-            versions = sorted({v for a in answers.values() for v in a.held} | set(self.held()))
+            # Of buckets that the former owner has not, if it confirms, nothing is taken: they were dropped.
+            sure = last in answers and answers[last].confirmed
+            told = [answers[last]] if sure else answers.values()
+            versions = sorted({v for answer in told for v in answer.held} | set(self.held()))
             for directory, answer in answers.items():
                 held = in_one_order(answer.held, versions)
                 claim.promised(Promise(directory, answer.row, held, answer.confirmed))
@@ -395,16 +461,24 @@ class Owning:
                 if refused is not None:
                     return refused
                 failpoints.hit("promote.after_promises")
-            elif takeover and not claim.confirmed and claim.row.previous is not None:
+            elif takeover and not claim.confirmed and previous is not None:
                 raise UprError(
-                    f"{self.meeting.named(claim.row.previous.directory)} does not confirm that nothing is missing",
+                    f"{self.meeting.named(last)} does not confirm that nothing is missing",
                     reason="NOT_CONFIRMED",
                     hint="'upr-admin promote' goes on without it",
                 )
+            elif sure and last != me and not handed_over:
+                handed_over = True
+                lost += await self._gather(claim, last, answers, force, None)
+            elif self._following is not None:
+                await self._stop_taking()
             elif isinstance(step, Follow):
-                await self._gather(claim, step, versions)
+                only = _by_version(step.partitions, versions)
+                lost += await self._gather(claim, step.directory, answers, force, only)
             else:
-                return await self._serve(claim, step, versions)
+                end = await self._serve(claim, step, versions)
+                end.lost = self._short_of(lost)
+                return end
 
     def _check_mine(self, claim: Claim) -> None:
         standing = self.standing
@@ -422,33 +496,139 @@ class Owning:
         for directory, outcome in outcomes.items():
             if isinstance(outcome, Outdated):
                 return outcome
-            answers[directory] = Answer(*outcome)
+            answers[directory] = outcome
         return None
 
-    async def _gather(self, claim: Claim, step: Follow, versions: list[int]) -> None:
-        """Follow a server that promised until what is lacking is here, durably."""
-        address = self.meeting.addresses.get(step.directory, "")
-        only: dict[int, list[int]] = {}
-        for at in step.partitions.tolist():
-            only.setdefault(versions[at // PARTITIONS], []).append(at % PARTITIONS)
-        replication = Replication(self._catalog, (address,), True, self._address, self._links, only)
-        task = asyncio.create_task(replication.run())
+    async def _gather(
+        self,
+        claim: Claim,
+        directory: str,
+        answers: dict[str, Answer],
+        force: bool,
+        only: Mapping[int, Sequence[int]] | None,
+    ) -> list[tuple[int, int, int]]:
+        """Follow a server that promised until what is lacking is here, durably, with the small tables.
+
+        Args:
+            only: the partitions that are lacking, by bucket version; None for all that it has, its very buckets and all
+                that changed in their tables.
+
+        Returns: what it has and cannot give, with ``force``: bucket version, partition, marker.
+
+        Raises:
+            UprError: NOT_HEARD, it does not give everything.
+        """
+        address = self.meeting.addresses.get(directory, "")
+        replication = self._replication
+        if only is not None or replication is None or self._followed != address:
+            await self.follow_nobody()
+            replication = self._follow((address,), True, only)
+        matching = asyncio.create_task(replication.matched())
+        answer, before, loop = answers[directory], None, asyncio.get_running_loop()
+        versions = sorted({*answer.held, *self.held()} if only is None else only)
         try:
-            async with asyncio.timeout(GATHER_SECONDS):
-                while True:
-                    self._check_mine(claim)
-                    after = claim.next(in_one_order(self.held(), versions))
-                    lacking = isinstance(after, Follow) and after.directory == step.directory
-                    if not lacking:
-                        return
-                    await asyncio.sleep(0.005)
-        except TimeoutError:
-            raise self._not_heard([step.directory]) from None
+            while True:
+                self._check_mine(claim)
+                lacking = self._lacking(answer, versions, only)
+                tables = only is not None or matching.done()
+                tables = tables and self._has_tables(answer, versions)
+                if tables and not lacking:
+                    return []
+                now = lacking, tables, self._received()
+                if now != before:
+                    before, until = now, loop.time() + GATHER_SECONDS
+                if loop.time() > until or self._is_refused(lacking):
+                    break
+                await asyncio.sleep(GATHER_LOOK_SECONDS)
+            why = self._why_not(lacking)
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await self._catalog.settled()
-            await asyncio.gather(*map(self._durable, self._catalog.hosts))
+            matching.cancel()
+            if only is not None:
+                await self._stop_taking()
+        if not force:
+            raise self._not_given(directory, lacking, why)
+        return _given_up(answer, lacking)
+
+    async def _stop_taking(self) -> None:
+        """Follow nobody; what came is durable then."""
+        await self.follow_nobody()
+        await self._catalog.settled()
+        await asyncio.gather(*map(self._durable, self._catalog.hosts))
+
+    def _lacking(
+        self, answer: Answer, versions: Sequence[int], only: Mapping[int, Sequence[int]] | None
+    ) -> dict[int, list[int]]:
+        """Return what of a promise is not here, by bucket version."""
+        mine, found = self.held(), {}
+        for version in versions:
+            theirs = answer.held.get(version)
+            if theirs is None:
+                continue
+            here = mine.get(version, np.zeros(PARTITIONS, HELD))
+            lacks = (here["id"] != theirs["id"]) | (here["marker"] < theirs["marker"])
+            lacks |= (here["high"] < theirs["high"]) & (only is None)
+            lacks &= theirs["id"] != 0
+            chosen = np.flatnonzero(lacks)
+            if only is not None:
+                chosen = np.intersect1d(chosen, only[version])
+            if len(chosen):
+                found[version] = chosen.tolist()
+        return found
+
+    def _followings(self, versions: Iterable[int]) -> dict[int, Following]:
+        return {
+            host.bucket.identity.version: host.following
+            for host in self._catalog.hosts
+            if host.following is not None and host.bucket.identity.version in versions
+        }
+
+    def _has_tables(self, answer: Answer, versions: Iterable[int]) -> bool:
+        """Whether the small tables are here as they were when a server promised."""
+        there = [version for version in versions if version in answer.held]
+        here = self._followings(there)
+        return len(here) == len(there) and all(
+            one.in_step and one.told >= answer.changes.get(version, 0)
+            for version, one in here.items()
+        )
+
+    def _received(self) -> int:
+        """Return a number that changes when something is received."""
+        return sum(int(host.bucket.partitions.high.sum()) for host in self._catalog.hosts)
+
+    def _is_refused(self, lacking: Mapping[int, Sequence[int]]) -> bool:
+        """Whether nothing of what is lacking will come."""
+        here = self._followings(lacking)
+        return bool(lacking) and all(
+            version in here
+            and p in here[version].refused
+            and not here[version].refused[p].retriable
+            for version, partitions in lacking.items()
+            for p in partitions
+        )
+
+    def _why_not(self, lacking: Mapping[int, Sequence[int]]) -> str:
+        for version, one in self._followings(lacking).items():
+            problem = one.refused.get(lacking[version][0], one.problem)
+            if problem is not None:
+                return str(problem)
+        return "nothing comes from it"
+
+    def _not_given(
+        self, directory: str, lacking: Mapping[int, Sequence[int]], why: str
+    ) -> UprError:
+        names = {h.bucket.identity.version: h.bucket.identity.name for h in self._catalog.hosts}
+        parts = [
+            f"of bucket {shown(names[version]) if version in names else f'{version:016x}'} "
+            f"partition {partitions[0]}{f' and {len(partitions) - 1} others' if len(partitions) > 1 else ''}"
+            for version, partitions in lacking.items()
+        ]
+        what = "; ".join(parts) or "consumers and cuts"
+        return UprError(
+            f"{self.meeting.named(directory)} has more than is here and does not give it: {what}: {why}",
+            reason="NOT_HEARD",
+            hint="mend that server, or use --force to go on without what only it has",
+            retriable=True,
+        )
 
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
         """Store that this server serves, then the records, then be active."""
@@ -478,6 +658,15 @@ class Owning:
             await self._begin_to_serve()
         log.warning("this server is active", extra={"epoch": step.row.epoch})
         return Promoted(step.row, int(step.record.sum()), given_up)
+
+    def _short_of(self, lost: Iterable[tuple[int, int, int]]) -> list[tuple[str, int, int, int]]:
+        """Return what was given up of partitions: bucket, partition, from, to."""
+        hosts = {host.bucket.identity.version: host.bucket for host in self._catalog.hosts}
+        return [
+            (hosts[v].identity.name, p, here, marker)
+            for v, p, marker in lost
+            if v in hosts and (here := int(hosts[v].partitions.high[p])) < marker
+        ]
 
     def _check_owns(self) -> None:
         """Raise if another server was promised, or has, a higher epoch."""
@@ -548,6 +737,7 @@ class Owning:
         if self._paused:
             return
         await self._follow_owner()
+        promised = self.standing.promised
         await self.meeting.meet_all(self.standing)
         for one in list(self.meeting.met.values()):
             await self.learned(one.row, one.epoch)
@@ -561,6 +751,10 @@ class Owning:
             await self._count()
         elif self.standing.owns and not self._paused:
             await self._resume()
+        elif self._is_left_alone(promised) and not self._paused:
+            log.warning("the change of owner was given up: this server takes it back")
+            self._took_back_at = asyncio.get_running_loop().time()
+            await self.promote()
 
     async def _resume(self) -> None:
         """Serve again after a restart, when those that are counted let it."""
@@ -578,12 +772,26 @@ class Owning:
             return
         if others - met:
             raise self._not_heard(others - met)
-        self._paused = True
-        try:
-            async with self._claiming:
-                await self._claim(force=False, takeover=False)
-        finally:
-            self._paused = False
+        await self.promote()
+
+    def _is_left_alone(self, promised: int) -> bool:
+        """Whether this server served last, gave way to one that is not about to serve any more, and may take it back.
+
+        Args:
+            promised: before the others were met.
+        """
+        standing, met = self.standing, self.meeting.met
+        row, candidate = standing.row, standing.candidate
+        gave_way = row.owner == standing.directory and row.serving and promised > row.epoch
+        waits = not (gave_way and candidate and standing.promised == promised) or self.claiming
+        if waits or any(one.claiming for one in met.values()):
+            self._gave_way_at = None
+            return False
+        now = asyncio.get_running_loop().time()
+        self._gave_way_at = self._gave_way_at or now
+        heard = candidate == standing.directory or candidate in met
+        since = self._took_back_at if heard else max(self._took_back_at, self._gave_way_at)
+        return now - since >= RESUME_SECONDS
 
     async def _count(self) -> None:
         """Count the replicas that are in step, and count this server no more when another has all that it had."""

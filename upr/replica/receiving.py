@@ -72,6 +72,9 @@ class Receiving:
     Args:
         stub: ChangeStreamServiceStub of the upstream.
         only: the partitions that are followed; None for all.
+
+    Attributes:
+        followed: whether the upstream took the call.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Receiving:
         only: Sequence[int] | None = None,
     ) -> None:
         self._only = only
+        self.followed = False
         assert host.following is not None
         self._host = host
         self._bucket = host.bucket
@@ -107,12 +111,15 @@ class Receiving:
         try:
             opened = await self._open()
             # Stored blocks come without the numbers of their producers, until the tables are told.
-            self._following.tables = False
+            self._following.begin_tables()
+            self._following.refused.clear()
+            await self._host.set_joining(True)
             self._returned = CreditReturn(opened.credit_bytes)
             silence = SILENT_INTERVALS * opened.heartbeat_seconds
             partitions = np.flatnonzero(self._table.state != DEAD).tolist()
             await self._start(partitions if self._only is None else self._only)
             self._following.connected, self._following.problem = True, None
+            self.followed = True
             acknowledging = asyncio.create_task(self._acknowledge())
             while True:
                 await self._take(await self._read(silence))
@@ -195,7 +202,9 @@ class Receiving:
             partition = answer.partition
             if answer.HasField("refused"):
                 self._again.add(partition)
+                self._following.refused[partition] = error_of(answer.refused)
                 continue
+            self._following.refused.pop(partition, None)
             told = answer.started if answer.HasField("started") else answer.rollback
             log = log_from_messages(told.failover_log)
             if log is None:
@@ -340,7 +349,7 @@ class Receiving:
             await self._say(credit=wire.Credit(bytes=back))
 
     async def _acknowledge(self) -> None:
-        """Acknowledge the last complete durable markers whenever they moved."""
+        """Acknowledge the last complete durable markers whenever they moved; store when the join is complete."""
         markers = self._bucket.markers
         while True:
             # Of what is followed only: an Ack above what was sent ends the call.
@@ -351,6 +360,8 @@ class Receiving:
                 told["partition"], told["seqno"] = partitions, markers.seqno[partitions]
                 self._acknowledged[partitions] = markers.seqno[partitions]
                 await self._say(ack=wire.Ack(positions=told.tobytes()))
+            elif self._following.joining and self._following.in_step:
+                await self._host.set_joining(False)
             else:
                 await self._host.disk.next_change()
 

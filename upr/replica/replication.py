@@ -79,6 +79,15 @@ class Replication:
         self._told = ""
         self._seen: set[int] = set()
         self._failures: dict[int, str] = {}
+        self._look = asyncio.Event()
+        self._matched: list[asyncio.Future[None]] = []
+
+    async def matched(self) -> None:
+        """Wait until the buckets are those that the upstream has now; for ever while it cannot be reached."""
+        done = asyncio.get_running_loop().create_future()
+        self._matched.append(done)
+        self._look.set()
+        await done
 
     async def run(self) -> None:
         """Follow one upstream after the other until cancelled."""
@@ -117,6 +126,8 @@ class Replication:
             streams = change_stream_service_pb2_grpc.ChangeStreamServiceStub(channel)
             try:
                 while True:
+                    self._look.clear()
+                    waiting = len(self._matched)
                     try:
                         request = admin.ListBucketsRequest()
                         answer = await stub.ListBuckets(request, timeout=ANSWER_SECONDS)
@@ -130,7 +141,13 @@ class Replication:
                     for host in self._catalog.hosts:
                         if self._only is None or host.bucket.identity.version in self._only:
                             self._keep(host, upstream, streams)
-                    await asyncio.sleep(LIST_SECONDS)
+                    for done in self._matched[:waiting]:
+                        if not done.done():
+                            done.set_result(None)
+                    del self._matched[:waiting]
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LIST_SECONDS):
+                            await self._look.wait()
             finally:
                 calls = list(self._calls.values())
                 for call in calls:
@@ -232,8 +249,9 @@ class Replication:
             try:
                 version = host.bucket.identity.version
                 only = None if self._only is None else self._only[version]
+                receiving = Receiving(host, streams, introduction, only)
                 try:
-                    await Receiving(host, streams, introduction, only).run()
+                    await receiving.run()
                 except UndoNeededError as needed:
                     host = await self._undo(host, needed.undo)
                     continue
@@ -248,7 +266,7 @@ class Replication:
                 "a call to the upstream ended",
                 extra={"bucket": host.bucket.identity.name, "error": str(following.problem)},
             )
-            failures += 1
+            failures = 0 if receiving.followed else failures + 1
             await asyncio.sleep(delay(failures, random.random(), away=True))
 
     async def _undo(self, host: BucketService, undo: Mapping[int, Undo]) -> BucketService:

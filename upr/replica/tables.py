@@ -1,6 +1,7 @@
 """The small tables of the upstream, taken over by a replica: see ``upr.service.tables`` for when what is told.
 
-Each is stored before it counts. The replica is in step when all were told and it durably has every seqno that they name:
+Each is stored before it counts. What the upstream has no more goes when it has told all: rows of consumers that it did not
+tell, and cuts that it did not list. The replica is in step when all were told and it durably has every seqno that they name:
 a producer's number that runs ahead of its data would let a resent write be taken for a repetition.
 """
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from upr.engine.bucket import Bucket
 from upr.service.buckets.bucket_service import BucketService, Following
+from upr.service.conversation import REPLICAS_NAME
 from upr.storage.keyspace import (
     PRODUCER,
     ConsumerRow,
@@ -32,15 +34,18 @@ async def take_tables(host: BucketService, tables: wire.Tables) -> None:
     following = host.following
     assert following is not None
     if tables.begins:
-        following.tables = False
+        following.begin_tables()
     if tables.producers:
         await _take_producers(host, following, [_numbers(one) for one in tables.producers])
     if tables.consumers:
         await _take_consumers(host, following, tables)
     if tables.HasField("cuts"):
-        await _take_cuts(host, following, tables.cuts)
+        await _take_cuts(host, tables.cuts)
     if tables.complete:
-        following.tables = True
+        await _drop_untold(host, following)
+        following.tables, following.rows = True, {}
+        host.disk.changed()
+    following.told = max(following.told, tables.changes)
 
 
 def _numbers(told: wire.ProducerRows) -> tuple[bytes, ProducerNumbers]:
@@ -85,6 +90,17 @@ def _standing(bucket: Bucket, table: "np.typing.NDArray[np.void]") -> "np.typing
     return table[keep]
 
 
+async def _drop_untold(host: BucketService, following: Following) -> None:
+    """Remove the rows of consumers that the upstream has no more; those of replicas that follow here stay."""
+    nowhere = np.zeros(PARTITIONS, bool)
+    rows: dict[str, dict[int, ConsumerRow | None]] = {}
+    for name, consumer in host.bucket.consumer_positions:
+        gone = np.flatnonzero(consumer.known & ~following.rows.get(name, nowhere)).tolist()
+        if gone and not name.startswith(REPLICAS_NAME):
+            rows[name] = dict.fromkeys(gone)
+    await _store_consumers(host, rows)
+
+
 async def _take_consumers(host: BucketService, following: Following, tables: wire.Tables) -> None:
     by_name: dict[str, dict[int, ConsumerRow | None]] = {}
     for one in tables.consumers:
@@ -93,21 +109,33 @@ async def _take_consumers(host: BucketService, following: Following, tables: wir
             row = ConsumerRow(one.generation, one.failover_id, one.seqno, one.time, one.position)
         rows = by_name.setdefault(check_name(one.consumer, "consumer"), {})
         rows[check_partition(one.partition)] = row
+    await _store_consumers(host, by_name)
+    newest_id = host.bucket.partitions.newest_id
+    for name, rows in by_name.items():
+        if not following.tables:
+            following.rows.setdefault(name, np.zeros(PARTITIONS, bool))[list(rows)] = True
+        for partition, row in rows.items():
+            if row is not None and row.failover_id == newest_id[partition]:
+                needed = max(int(following.needed[partition]), row.seqno)
+                following.needed[partition] = needed
+
+
+async def _store_consumers(
+    host: BucketService, by_name: dict[str, dict[int, ConsumerRow | None]]
+) -> None:
     stored = {(name.encode(), p): row for name, rows in by_name.items() for p, row in rows.items()}
+    if not stored:
+        return
     store, bucket = host.disk.store, host.bucket
     await host.disk.in_store_thread(lambda: store.put_consumers(stored))
     for name, rows in by_name.items():
         bucket.consumer_positions.replicated(name, rows)
-        for partition, row in rows.items():
-            if row is not None and row.failover_id == bucket.partitions.newest_id[partition]:
-                needed = max(int(following.needed[partition]), row.seqno)
-                following.needed[partition] = needed
     bucket.owners.begin_above(bucket.consumer_positions.newest_generation)
-    for tell in list(host.on_consumers):
-        tell(stored.keys())
+    host.tables_changed(stored.keys())
 
 
-async def _take_cuts(host: BucketService, following: Following, told: wire.Cuts) -> None:
+async def _take_cuts(host: BucketService, told: wire.Cuts) -> None:
+    """Have the cuts that are told, and no others."""
     rows: dict[str, CutRow] = {}
     for one in told.cuts:
         pins = {check_partition(p.partition): Pin(p.failover_id, p.seqno) for p in one.partitions}
@@ -117,8 +145,7 @@ async def _take_cuts(host: BucketService, following: Following, told: wire.Cuts)
     # In force before they are stored, and given up after: no crash leaves one without its pins.
     for name, row in rows.items():
         cuts.replicated(row, name, tail)
-    gone = following.cuts - rows.keys()
-    following.cuts = set(rows)
+    gone = {cut.name for cut in cuts.named} - rows.keys()
     changes: dict[bytes, CutRow | None] = {name.encode(): row for name, row in rows.items()}
     changes |= {name.encode(): None for name in gone}
     await host.disk.in_store_thread(lambda: host.disk.store.put_cuts(changes))
@@ -126,3 +153,4 @@ async def _take_cuts(host: BucketService, following: Following, told: wire.Cuts)
         cut = cuts.remove(name)
         if cut is not None:
             cuts.forget(cut)
+    host.tables_changed(())

@@ -352,7 +352,6 @@ class AdminMethods:
     ) -> admin.CreateBucketResponse:
         """Create an empty bucket."""
         check_quota(request.quota_bytes)
-        self._catalog.check_not_replica()
         host = await self._catalog.create(request.name, request.compression)
         if request.quota_bytes:
             await host.set_quota(request.quota_bytes)
@@ -368,7 +367,7 @@ class AdminMethods:
         self, request: admin.SetBucketQuotaRequest, context: Context
     ) -> admin.SetBucketQuotaResponse:
         """Set a bucket's quota."""
-        self._catalog.check_not_replica()
+        self._catalog.check_active()
         host = self._catalog.find(request.bucket)
         await host.set_quota(check_quota(request.quota_bytes))
         return admin.SetBucketQuotaResponse(bucket=await _bucket_info(host))
@@ -378,7 +377,7 @@ class AdminMethods:
         self, request: admin.DropBucketRequest, context: Context
     ) -> admin.DropBucketResponse:
         """Remove a bucket with its data; see ``Catalog.drop``."""
-        self._catalog.check_not_replica()
+        self._catalog.check_active()
         known = request.HasField("version")
         version = await self._catalog.drop(request.name, request.version if known else None)
         return admin.DropBucketResponse(bucket_version=version)
@@ -417,6 +416,7 @@ class AdminMethods:
     ) -> admin.ForgetConsumerResponse:
         """Forget a consumer, in memory and on disk; one that is connected registers again with its next Ack or save."""
         host = self._catalog.find(request.bucket)
+        host.check_active()
         forgotten = host.bucket.consumer_positions.forget(check_name(request.name, "consumer"))
         if forgotten:
             try:
@@ -454,6 +454,7 @@ class AdminMethods:
                 f"there is no consumer {shown(name)}",
                 hint="'upr-admin consumers' lists them; 'reset --create' stores positions for a new one",
             )
+        host.check_active()
         save, positions = _reset(name, bucket, partitions, seqnos, host.disk.clock.now())
         task = host.acknowledged.begin(save, lambda: None)
         # Check for room first; the stored rows carry the new generation.

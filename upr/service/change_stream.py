@@ -114,6 +114,7 @@ def _begin_save(
     host: BucketService, request: wire.SavePositionsRequest
 ) -> tuple[Hold, "asyncio.Task[None] | None"]:
     """Decide which positions the sender may save, and hand them to the store, in this step."""
+    host.check_active()
     owners = host.bucket.owners
     partitions = np.array([message.partition for message in request.positions], np.int64)
     hold = owners.hold(
@@ -375,6 +376,8 @@ class ChangeStreamMethods:
             raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
         window = granted_window(opening.credit_bytes)
         options = read_options(opening, context.peer(), self._catalog.replica_set)
+        if options.is_replica and options.consumer:
+            self._catalog.check_reachable()
         host = (self._catalog.of if options.is_replica else self._catalog.to_read)(opening)
         interval = opening.heartbeat_seconds or self._heartbeat_seconds
         liveness = Liveness(interval, asyncio.get_running_loop().time())

@@ -229,7 +229,9 @@ class Server:
             lambda: [one.problem for one in self._watched if one.problem is not None],
         )
         self._admin = AdminMethods(self._catalog, process)
-        self._sets = replicate and replicate(self._catalog, config, lambda: self.address)
+        self._sets = replicate and replicate(
+            self._catalog, config, lambda: config.advertise or self.address
+        )
         self._serving = False
         self._web = self._web_port(process, loopback) if config.http else None
         self._replicating: asyncio.Task[None] | None = None

@@ -4,8 +4,8 @@ A producer's number comes with its block while that is in the tail. Of stored bl
 told whole when all streams of the replica are past the store, and once more whenever one of them has read from it since:
 by then a flush has stored the numbers of every block that was read.
 
-Rows of consumers are told again whenever they were stored. Cuts are told before the next frame: no row above a new pin
-goes out before it.
+Rows of consumers are told again whenever they were stored, and cuts. A new cut goes before the next frame too: no row
+above its pins goes out before it. Who takes over waits until all changes are told; they are counted for that.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine
@@ -70,6 +70,7 @@ class TableFeed:
         self._changed: dict[str, npt.NDArray[np.bool_]] = {}
         self._cuts_told = -1
         self._reads_told = -1
+        self._changes_told = 0
         self._whole = self._busy = False
         host.on_consumers.add(self._consumers_changed)
 
@@ -97,13 +98,21 @@ class TableFeed:
     def next_work(self) -> Coroutine[Any, Any, None] | None:
         """Return what is to be told now, as something to be run to its end; None for nothing."""
         if self._whole and self._follower.reads != self._reads_told:
-            self._whole = False
+            self._whole, self._changes_told = False, 0
             self._say(wire.FollowResponse(tables=wire.Tables(begins=True)))
         if self._busy or not self._follower.is_past_store:
             return None
         if not self._whole:
             return self._work(self._tell_all())
-        return self._work(self._tell_consumers()) if self._changed else None
+        if self._changed:
+            return self._work(self._tell_consumers())
+        changes = self._host.table_changes
+        if changes != self._changes_told:
+            self._changes_told = changes
+            told = self.changed_cuts() or wire.FollowResponse(tables=wire.Tables())
+            told.tables.changes = changes
+            self._say(told)
+        return None
 
     async def _work(self, work: Coroutine[Any, Any, None]) -> None:
         self._busy = True

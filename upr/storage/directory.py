@@ -203,7 +203,10 @@ class DataDirectory:
         yield from bucket_folders(self.path)
 
     def remove_leftovers(self) -> list[str]:
-        """Delete leftovers of buckets that were being created or dropped at a crash; return their folders' names."""
+        """Delete leftovers of a crash: of buckets that were being created or dropped, and torn files of what was undone.
+
+        Returns: the names of the buckets' folders.
+        """
         left = [
             path
             for path in sorted((self.path / "buckets").iterdir())
@@ -211,6 +214,8 @@ class DataDirectory:
         ]
         for path in left:
             shutil.rmtree(path)
+        for path in (self.path / "undone").glob("*.new"):
+            path.unlink()
         return [path.name for path in left]
 
     def new_bucket(self, version: int) -> Path:

@@ -21,7 +21,7 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -541,18 +541,25 @@ def _write_whole(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def replace_durably(path: Path, text: str) -> None:
+def replace_durably(path: Path, text: str | Iterable[str]) -> None:
     """Write a text file whole, durably: after a crash it is the old one or the new one.
+
+    Args:
+        text: whole, or in parts.
 
     Raises:
         OSError: it could not be written; the old one is still there.
     """
     new = path.with_name(f"{path.name}.new")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    try:
+        with new.open("w") as file:
+            file.writelines((text,) if isinstance(text, str) else text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

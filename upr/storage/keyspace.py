@@ -33,6 +33,8 @@ _CUT = struct.Struct("<QQQH")
 _PIN = struct.Struct("<HQQ")
 _HASHES = struct.Struct("<IQ")
 _HASHES_KIND = 1
+HASHED = b"hashed"
+"""Key in the table ``meta`` of the last transaction whose program knows the hashes of keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,16 @@ def unseal(value: bytes, key: bytes, what: str) -> bytes:
     if len(value) < 4 or _CRC.unpack(value[-4:])[0] != google_crc32c.value(key + value[:-4]):
         raise DataDamagedError(f"{what}: the stored value fails its checksum")
     return value[:-4]
+
+
+def hashes_hold(told: bytes | None, transaction: int) -> bool:
+    """Return whether the last transaction of a store was made by a program that knows the hashes of keys.
+
+    Args:
+        told: what the table ``meta`` has under ``hashed``.
+        transaction: the number of the last one.
+    """
+    return told == seal(transaction.to_bytes(8, "little"), HASHED)
 
 
 def partition_key(partition: int) -> bytes:

@@ -80,7 +80,7 @@ _ASIDE_BYTES = 8 * 2**20
 _PROOF = b"clean_shutdown_proof"
 _IDENTITY = b"identity"
 _QUOTA = b"quota"
-HASHED = b"hashed"
+_JOINING = b"joining"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +103,6 @@ class Forgotten(NamedTuple):
 
     names: int
     more: bool
-
-
-def hashes_hold(told: bytes | None, transaction: int) -> bool:
-    """Return whether the last transaction of a store was made by a program that knows the hashes of keys.
-
-    Args:
-        told: what the table ``meta`` has under ``hashed``.
-        transaction: the number of the last one.
-    """
-    return told == keyspace.seal(transaction.to_bytes(8, "little"), HASHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +187,8 @@ class Store:
     def _drop_old_hashes(self) -> None:
         """Drop the hashes of keys if a program that does not know them wrote after them: they may be of other blocks."""
         with self._env.begin() as txn:
-            if not txn.stat(self._hashes)["entries"] or hashes_hold(
-                txn.get(HASHED, db=self._meta), self._env.info()["last_txnid"]
+            if not txn.stat(self._hashes)["entries"] or keyspace.hashes_hold(
+                txn.get(keyspace.HASHED, db=self._meta), self._env.info()["last_txnid"]
             ):
                 return
         told = {"folder": str(self._folder)}
@@ -218,8 +208,8 @@ class Store:
         with self._env.begin(write=True) as txn:
             yield txn
             if self._hashes_hold:
-                told = keyspace.seal(txn.id().to_bytes(8, "little"), HASHED)
-                txn.put(HASHED, told, db=self._meta)
+                told = keyspace.seal(txn.id().to_bytes(8, "little"), keyspace.HASHED)
+                txn.put(keyspace.HASHED, told, db=self._meta)
 
     def lost(self) -> str:
         """Return how the environment's file was lost (deleted, replaced or unmounted); empty if it was not."""
@@ -275,6 +265,16 @@ class Store:
         """Store the quota in bytes, durably."""
         with self._writing() as txn:
             txn.put(_QUOTA, keyspace.seal(quota.to_bytes(8, "little"), _QUOTA), db=self._meta)
+
+    def joining(self) -> bool:
+        """Return whether rows came from an upstream since the small tables were last whole."""
+        with self._env.begin() as txn:
+            return bool(txn.get(_JOINING, db=self._meta) == keyspace.seal(b"1", _JOINING))
+
+    def put_joining(self, joining: bool) -> None:
+        """Store whether rows may come for which the small tables are not whole, durably."""
+        with self._writing() as txn:
+            txn.put(_JOINING, keyspace.seal(b"%d" % joining, _JOINING), db=self._meta)
 
     def partitions(self) -> dict[int, PartitionRow | DataDamagedError]:
         """Return every partition's row, or the error of reading it."""

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +86,24 @@ def write_undone(
     """
     name = identity.name if _PLAIN.fullmatch(identity.name) else f"{identity.version:016x}"
     path = folder / "undone" / f"{name}-{now}.jsonl"
-    path.parent.mkdir(exist_ok=True)
     version = f"{identity.version:016x}"
     head = {"bucket": identity.name, "version": version, "time": now, "markers": markers}
+    rows = _rows(blocks, markers)
+    first = next(rows, None)
+    if first is None:
+        return 0
     count = 0
-    # Under its name only when it is whole: a torn one could not be listed.
-    unnamed = path.with_name(f"{path.name}.new")
-    with unnamed.open("w") as file:
-        file.write(json.dumps(head) + "\n")
-        for row in _rows(blocks, markers):
-            file.write(json.dumps(row) + "\n")
+
+    def lines() -> Iterator[str]:
+        nonlocal count
+        yield json.dumps(head) + "\n"
+        for row in chain((first,), rows):
             count += 1
-        file.flush()
-        os.fsync(file.fileno())
-    if count:
-        unnamed.rename(path)
-    else:
-        unnamed.unlink()
-    sync_folder(path.parent)
+            yield json.dumps(row) + "\n"
+
+    path.parent.mkdir(exist_ok=True)
+    # Under its name only when it is whole: a torn one could not be listed.
+    replace_durably(path, lines())
     sync_folder(folder)
     return count
 

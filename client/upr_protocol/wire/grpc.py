@@ -36,7 +36,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "NOT_IN_STEP": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_HEARD": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_CONFIRMED": grpc.StatusCode.FAILED_PRECONDITION,
-    "IS_REPLICA": grpc.StatusCode.FAILED_PRECONDITION,
+    "NOT_ADVERTISED": grpc.StatusCode.FAILED_PRECONDITION,
     "WRONG_REPLICA_SET": grpc.StatusCode.FAILED_PRECONDITION,
     "OLD_EPOCH": grpc.StatusCode.FAILED_PRECONDITION,
     "HISTORY_CHANGED": grpc.StatusCode.UNAVAILABLE,

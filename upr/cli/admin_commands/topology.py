@@ -10,7 +10,7 @@ from upr_cli_kit.output import columns, json_option, note, print_json, verbose_o
 from upr_cli_kit.times import DURATION
 
 if TYPE_CHECKING:
-    from upr_client.admin import Promotion
+    from upr_client.admin import Promotion, Topology
 
 _COLUMNS = ("address", "directory", "active", "counted", "reached", "in step", "lag")
 _SECONDS = 60.0
@@ -54,7 +54,22 @@ def topology(target: str, as_json: bool) -> None:
     if found.waiting:
         note(f"this server waits: {found.waiting}")
     if found.promised > found.epoch:
-        note(f"epoch {found.promised} was promised: a change is under way, or was given up")
+        note(_change_of(found))
+
+
+def _change_of(found: "Topology") -> str:
+    """Return what a change of owner has come to that is not done."""
+    ends = "'upr-admin promote --target' with a counted server ends that"
+    if not found.candidate:
+        return f"nobody is active: epoch {found.promised} was met, and nobody has it; {ends}"
+    if found.claiming:
+        return (
+            f"nobody is active now: {found.candidate} is becoming active in epoch {found.promised}"
+        )
+    back = ""
+    if found.former and found.former != found.candidate:
+        back = f"{found.former}, if it runs, becomes active again by itself within seconds; else "
+    return f"nobody is active: {found.candidate} gave up becoming active in epoch {found.promised}; {back}{ends}"
 
 
 @click.command("promote")

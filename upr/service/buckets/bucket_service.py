@@ -5,6 +5,7 @@ the journal, one makes the store's write transactions, two read.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import secrets
@@ -18,6 +19,7 @@ from typing import Any
 
 import lmdb
 import numpy as np
+import numpy.typing as npt
 
 from upr import failpoints
 from upr.config import ServerConfig
@@ -25,7 +27,7 @@ from upr.engine.bucket import Bucket, Written
 from upr.engine.partitions import ACTIVE, DEAD, REPLICA
 from upr.engine.producers import ProducerCall
 from upr.engine.recovery import Recovered, Undo, recover
-from upr.engine.streams import not_active
+from upr.engine.streams import moved
 from upr.service import trouble
 from upr.service.buckets.compactor import Compactor
 from upr.service.buckets.disk import Disk
@@ -56,6 +58,7 @@ from upr_protocol.errors import (
     BucketGoneError,
     InvalidArgumentError,
     NoRoomError,
+    PartitionNotActiveError,
     ShuttingDownError,
     StorageFailedError,
     UnavailableError,
@@ -78,6 +81,16 @@ def new_failover_id() -> int:
     return 1 + secrets.randbelow(FAILOVER_ID_MAX)
 
 
+def not_active(owner: str) -> PartitionNotActiveError:
+    """Return the refusal of what only the active server does; ``owner`` is its HOST:PORT, empty if it is not known."""
+    return PartitionNotActiveError(
+        "this server is not the active one of its set",
+        hint="ask the active one, which 'upr-admin topology' shows, or read with read_from=\"any\"",
+        retriable=True,
+        owner=owner,
+    )
+
+
 def only_deletes(block: Block) -> bool:
     """Return whether a block has only deletes."""
     return bool(block.ops) and block.ops.count(OP_DELETE) == len(block.ops)
@@ -89,24 +102,34 @@ class Following:
     Attributes:
         address: HOST:PORT that it follows, or tries to.
         connected: whether its streams are open.
+        joining: whether rows may have come without what the small tables say of them; stored, so it outlives a crash.
         tables: whether the upstream has told all of its small tables.
+        rows: while it tells them: by consumer, in which partitions it told a row, shape (1024,).
+        told: how many changes of them it has told; see Tables.changes.
         needed: the seqnos that they name, shape (1024,).
-        cuts: the names of the cuts that the upstream has told of.
+        refused: the partitions that the upstream does not send, and why.
         undone: mutations that were undone since the server was started.
         problem: why it does not follow now; None while it does.
         highs: the newest seqnos that the upstream told of, shape (1024,).
     """
 
-    def __init__(self, bucket: Bucket, undone: int = 0) -> None:
+    def __init__(self, bucket: Bucket, undone: int = 0, *, joining: bool = False) -> None:
         self._bucket = bucket
         self.address = ""
-        self.connected = self.tables = False
+        self.connected = False
+        self.joining = joining
+        self.begin_tables()
         self.needed = np.zeros(PARTITIONS, np.uint64)
-        self.cuts: set[str] = set()
+        self.refused: dict[int, UprError] = {}
         self.undone = undone
         self.problem: UprError | None = None
         self.highs = np.zeros(PARTITIONS, np.uint64)
         self._level = time.monotonic()
+
+    def begin_tables(self) -> None:
+        """The upstream tells its small tables from their beginning."""
+        self.tables, self.told = False, 0
+        self.rows: dict[str, npt.NDArray[np.bool_]] = {}
 
     @property
     def in_step(self) -> bool:
@@ -166,7 +189,10 @@ class BucketService:
         self._wanted_room = 0
         self.failover_log_records = config.failover_log_records
         self.on_consumers: set[Callable[[Collection[tuple[bytes, int]]], None]] = set()
-        """Functions that are told which rows of consumers, by name and partition, were stored or removed."""
+        """Functions that are told which rows of consumers, by name and partition, were stored or removed; of none when
+        cuts were."""
+        self.table_changes = 0
+        """How often rows of consumers or cuts were stored since the start."""
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Awaitable[None]] | None = None
@@ -183,7 +209,7 @@ class BucketService:
         self._quota_at = 0.0
         self.undone = 0
         self.bucket = bucket = self._recover(disk.identity)
-        self.following = Following(bucket, self.undone) if self._replica else None
+        self.following = self._new_following() if self._replica else None
         positions = bucket.consumer_positions
         positions.load(disk.store.consumers())
         # Above the clock as well, because not every used generation was stored.
@@ -193,7 +219,9 @@ class BucketService:
         cuts = {name: replace(cut, expires=leases[name]) for name, cut in cuts.items()}
         bucket.cuts.load(cuts, bucket.tail)
         self.acknowledged = ConsumerSaver(positions, self._put_consumers, disk.troubles)
-        self.cuts = CutKeeper(disk, bucket, disk.clock.now, self.durable)
+        self.cuts = CutKeeper(
+            disk, bucket, disk.clock.now, self.durable, lambda: self.tables_changed(())
+        )
         self.leases = LeaseKeeper(bucket.owners)
         self.compactor = Compactor(disk, bucket, config, self._merge_room)
         self.tail_keys = TailKeys()
@@ -205,6 +233,9 @@ class BucketService:
         self._work = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _new_following(self) -> Following:
+        return Following(self.bucket, self.undone, joining=self.disk.store.joining())
 
     def _recover(self, identity: Identity) -> Bucket:
         proof = self.disk.store.proof(may_be_moved=self._config.data_moved)
@@ -423,6 +454,18 @@ class BucketService:
         self.bucket.adopted(logs)
         self.disk.changed()
 
+    async def set_joining(self, joining: bool) -> None:
+        """Store whether rows may come without what the small tables say of them.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be stored.
+        """
+        following = self.following
+        if following is not None and following.joining != joining:
+            await self.disk.in_store_thread(lambda: self.disk.store.put_joining(joining))
+            following.joining = joining
+            self.disk.changed()
+
     async def activate(self, epoch: int, records: Mapping[int, int]) -> None:
         """Make the partitions active in an epoch: failover records, states and epochs become durable in one transaction.
 
@@ -446,6 +489,7 @@ class BucketService:
         table.served_epoch[list(logs)] = epoch
         table.state[list(logs)] = ACTIVE
         bucket.begin_term()
+        await self.set_joining(False)
         self._replica, self._fenced, self.following = False, False, None
 
     async def step_down(self, *, fenced: bool) -> None:
@@ -464,17 +508,30 @@ class BucketService:
         self.bucket.begin_term()
         self._fenced = fenced
         self._replica = True
-        self.following = self.following or Following(self.bucket)
+        self.following = self.following or self._new_following()
         self.disk.changed()
         for follower in list(self.bucket.followers):
             if not follower.options.any_server:
-                follower.end_call(not_active(table.owner))
+                follower.end_call(moved(table.owner))
         if self.bucket.tail.end > self.bucket.tail.durable:
             await self.journalled(self.bucket.tail.end - 1)
         rows = {
             p: (REPLICA, int(table.epoch[p]), int(table.purge[p]), table.logs[p]) for p in active
         }
         await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows))
+
+    async def settle_tables(self) -> None:
+        """Wait until every change of consumers and cuts that was begun is stored, or has failed; after ``step_down``."""
+        await self.acknowledged.finish()
+        # On a full disk acknowledgements are lost, which only makes purging more careful.
+        with contextlib.suppress(OSError, lmdb.Error):
+            await self.acknowledged.save()
+        await self.cuts.finish()
+
+    def check_active(self) -> None:
+        """Raise PartitionNotActiveError on a replica: what it stored by itself would be nowhere else."""
+        if self._replica:
+            raise not_active(self.bucket.partitions.owner)
 
     def waiting(self, size: int) -> AbstractContextManager[None]:
         """Count a waiting write while the body runs, or raise TooManyError; over all buckets."""
@@ -574,8 +631,13 @@ class BucketService:
             stored.update(told)
 
         await self.disk.in_store_thread(put)
+        self.tables_changed(stored)
+
+    def tables_changed(self, keys: Collection[tuple[bytes, int]]) -> None:
+        """Tell replicas that rows of consumers, by name and partition, or cuts were stored."""
+        self.table_changes += 1
         for tell in list(self.on_consumers):
-            tell(stored)
+            tell(keys)
 
     async def _clear_proof(self) -> None:
         """Remove the proof once for all waiting writes; runs to completion even if a caller is cancelled."""

@@ -19,7 +19,12 @@ from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, DEAD, PENDING
 from upr.engine.recovery import Undo
 from upr.service import trouble
-from upr.service.buckets.bucket_service import LOST_HINT, BucketService, new_failover_id
+from upr.service.buckets.bucket_service import (
+    LOST_HINT,
+    BucketService,
+    new_failover_id,
+    not_active,
+)
 from upr.service.buckets.room import DiskRoom, WaitingRoom
 from upr.service.clock import Clock
 from upr.service.overload.process import buckets_max
@@ -39,8 +44,8 @@ from upr_protocol.errors import (
     DataDamagedError,
     DataDirectoryError,
     InvalidArgumentError,
+    ListenError,
     NoRoomError,
-    PartitionNotActiveError,
     ShuttingDownError,
     StorageFailedError,
     TooManyError,
@@ -179,6 +184,11 @@ class Catalog:
         self.standing = read_standing(
             directory.path, directory.id, replica=bool(config.replicate_from)
         )
+        if config.is_unreachable and not (self.standing.alone or config.anonymous):
+            raise ListenError(
+                f"listen address is {config.listen}; must be one that the other servers of the set reach, or be advertised",
+                hint="give --advertise HOST:PORT with an address of this host",
+            )
         self.replica = not (self.standing.alone and self._serves())
         self.listed: frozenset[int] = frozenset()
         """Versions of the buckets that the upstream listed last."""
@@ -285,25 +295,19 @@ class Catalog:
         epoch = host.bucket.partitions.epoch
         np.maximum(epoch, np.uint64(self.standing.standing.epoch), out=epoch)
 
-    def check_not_replica(self) -> None:
-        """Raise UprError, IS_REPLICA, where the buckets are those of an upstream."""
-        if self.replica:
-            owner = self.owner or ", ".join(self._config.replicate_from)
-            raise UprError(
-                "this server is a replica: its buckets are those of the active server",
-                hint=f"ask {owner}" if owner else "'upr-admin topology' shows who is active",
-                reason="IS_REPLICA",
-                owner=self.owner,
-            )
-
     def check_active(self) -> None:
         """Raise PartitionNotActiveError, which names the active server, where this one is not: clients go there."""
         if self.replica:
-            raise PartitionNotActiveError(
-                "this server is not the active one of its set",
-                hint='ask the active one, or read with read_from="any"',
+            raise not_active(self.owner)
+
+    def check_reachable(self) -> None:
+        """Raise UprError, NOT_ADVERTISED, where replicas could not be told how to reach this server."""
+        if self._config.is_unreachable:
+            raise UprError(
+                f"the upstream listens on {self._config.listen}, where its replicas cannot reach it",
+                hint="start the upstream with --advertise HOST:PORT",
+                reason="NOT_ADVERTISED",
                 retriable=True,
-                owner=self.owner,
             )
 
     def to_read(self, request: Any) -> BucketService:
@@ -413,6 +417,7 @@ class Catalog:
         Raises:
             InvalidArgumentError: a value is out of its range.
             AlreadyExistsError: the name is taken.
+            PartitionNotActiveError: this server is a replica, and the bucket is none of its upstream's.
             TooManyError: BUCKETS_MAX, or the number that the limit of open files allows, is reached.
             NoRoomError, StorageFailedError, DataDirectoryError: it cannot be stored or opened.
             ShuttingDownError: the server is stopping.
@@ -425,6 +430,9 @@ class Catalog:
             )
         while True:
             self._check_new(name)
+            if not version:
+                # Whenever it waited: this server may have stepped down meanwhile.
+                self.check_active()
             if renaming := self._renaming.get(name):
                 # Wait until the old folder has lost its name durably: after a crash both would exist.
                 await asyncio.wait({renaming})
@@ -554,9 +562,9 @@ class Catalog:
         return host
 
     async def settled(self) -> None:
-        """Wait until no bucket is being created or opened anew, also for those who were cancelled since."""
-        while self._creating:
-            await asyncio.wait(self._creating.values())
+        """Wait until no bucket is being created, opened anew or dropped, also for those who were cancelled since."""
+        while changing := {*self._creating.values(), *self._renaming.values()}:
+            await asyncio.wait(changing)
 
     # Dropping
 

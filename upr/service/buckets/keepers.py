@@ -89,6 +89,7 @@ class CutKeeper:
     Args:
         now: returns microseconds since the epoch.
         durable: waits until a tail entry is on disk.
+        stored: called when a change is stored.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class CutKeeper:
         bucket: Bucket,
         now: Callable[[], int],
         durable: Callable[[int], Awaitable[None]],
+        stored: Callable[[], None] = lambda: None,
     ) -> None:
+        self._stored = stored
         self._disk = disk
         self._bucket = bucket
         self._durable = durable
@@ -224,6 +227,7 @@ class CutKeeper:
                 retriable=True,
             ) from error
         self._disk.troubles.ends(trouble.CUTS)
+        self._stored()
 
     def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Run to completion even if the caller is cancelled."""

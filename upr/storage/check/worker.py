@@ -40,9 +40,16 @@ from upr.storage.check.contents import (
     check_producers,
 )
 from upr.storage.check.trees import TABLES, check_pages
-from upr.storage.keyspace import PartitionRow, block_key, partition_key, unpack_block_key
+from upr.storage.keyspace import (
+    HASHED,
+    PartitionRow,
+    block_key,
+    hashes_hold,
+    partition_key,
+    unpack_block_key,
+)
 from upr.storage.lmdb_file import DATA_FILE, PageFile, check_length
-from upr.storage.store import HASHED, hashes_hold, map_bytes
+from upr.storage.store import map_bytes
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 
 _TICK_SECONDS = 1.0

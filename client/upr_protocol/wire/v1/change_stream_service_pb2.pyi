@@ -1185,10 +1185,17 @@ class Tables(_message.Message):
     CONSUMERS_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     begins: _builtins.bool
     """From here on the replica is not in step: rows of its tables may be missing until the message with "complete"."""
     complete: _builtins.bool
-    """The tables are whole with this message: the replica is in step when it has every seqno that they name."""
+    """The tables are whole with this message: the replica is in step when it has every seqno that they name. Rows of
+    consumers that were not told since the tables began are gone.
+    """
+    changes: _builtins.int
+    """How often the upstream's tables of consumers and cuts have changed since it was started: with this message, all of it
+    is told. 0 where nothing is said of that.
+    """
     @_builtins.property
     def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProducerRows]:
         """Producers' numbers in stored rows; each counts where the replica has no larger one."""
@@ -1209,10 +1216,11 @@ class Tables(_message.Message):
         consumers: _abc.Iterable[Global___ConsumerRow] | None = ...,
         cuts: Global___Cuts | None = ...,
         complete: _builtins.bool = ...,
+        changes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "complete", b"complete", "consumers", b"consumers", "cuts", b"cuts", "producers", b"producers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "changes", b"changes", "complete", b"complete", "consumers", b"consumers", "cuts", b"cuts", "producers", b"producers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

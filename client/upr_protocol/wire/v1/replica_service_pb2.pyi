@@ -110,6 +110,8 @@ class GetTopologyResponse(_message.Message):
     PROMISED_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    CANDIDATE_FIELD_NUMBER: _builtins.int
+    CLAIMING_FIELD_NUMBER: _builtins.int
     replica_set: _builtins.str
     """The id of the set of servers; empty while it has joined none."""
     directory: _builtins.str
@@ -120,6 +122,10 @@ class GetTopologyResponse(_message.Message):
     """The highest epoch that it promised to somebody; above the row's while a change is under way, or was given up."""
     waiting: _builtins.str
     """Why it is not active though it was, and what it waits for; empty otherwise."""
+    candidate: _builtins.str
+    """Directory of the server that the epoch was promised to; empty if that is not known."""
+    claiming: _builtins.bool
+    """Whether the candidate was still about to become the active one when it was last met."""
     @_builtins.property
     def row(self) -> Global___OwnerRow:
         """The newest row that it knows."""
@@ -138,10 +144,12 @@ class GetTopologyResponse(_message.Message):
         promised: _builtins.int = ...,
         members: _abc.Iterable[Global___MemberStatus] | None = ...,
         waiting: _builtins.str = ...,
+        candidate: _builtins.str = ...,
+        claiming: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["row", b"row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "directory", b"directory", "members", b"members", "promised", b"promised", "replica_set", b"replica_set", "row", b"row", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "candidate", b"candidate", "claiming", b"claiming", "directory", b"directory", "members", b"members", "promised", b"promised", "replica_set", b"replica_set", "row", b"row", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -310,7 +318,7 @@ class MeetRequest(_message.Message):
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___SetMember]:
-        """The servers that it knows."""
+        """The servers of its set that are counted or that answered when they were last met."""
 
     def __init__(
         self,
@@ -341,10 +349,13 @@ class MeetResponse(_message.Message):
     IN_STEP_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    CLAIMING_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The highest epoch that it knows."""
     in_step: _builtins.bool
     """Whether its small tables are whole."""
+    claiming: _builtins.bool
+    """Whether it is about to become the active one."""
     @_builtins.property
     def member(self) -> Global___SetMember:
         """Who it is."""
@@ -359,7 +370,7 @@ class MeetResponse(_message.Message):
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___SetMember]:
-        """The servers that it knows."""
+        """The servers of its set that are counted or that answered when they were last met."""
 
     def __init__(
         self,
@@ -370,10 +381,11 @@ class MeetResponse(_message.Message):
         in_step: _builtins.bool = ...,
         held: _abc.Iterable[Global___HeldBucket] | None = ...,
         members: _abc.Iterable[Global___SetMember] | None = ...,
+        claiming: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "row", b"row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "held", b"held", "in_step", b"in_step", "member", b"member", "members", b"members", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claiming", b"claiming", "epoch", b"epoch", "held", b"held", "in_step", b"in_step", "member", b"member", "members", b"members", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,21 +399,25 @@ class HeldBucket(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
+    TABLE_CHANGES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """The bucket's version."""
     partitions: _builtins.bytes
     """One record of 32 bytes a partition, 1024 of them, uint64 little-endian: the epoch of the record under which the row
     at the marker was given, the newest failover id, the last complete durable marker, the durable seqno.
     """
+    table_changes: _builtins.int
+    """In a promise: as Tables.changes; who takes over waits until so many are told."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         partitions: _builtins.bytes = ...,
+        table_changes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "table_changes", b"table_changes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,195 @@
+"""What a change of owner carries over, and where it ends when a server does not do its part: servers in one process."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.harness import poll
+from upr.config import ServerConfig
+from upr.replica import owning, replication
+from upr.replica.methods import ReplicaMethods
+from upr.replica.owning import Owning
+from upr.replica.replication import Replication
+from upr.service.server import Server
+from upr.service.tables import TableFeed
+from upr_client import AsyncClient
+from upr_protocol.errors import UprError
+from upr_protocol.ownership import Held
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+
+Start = Callable[..., Awaitable["Member"]]
+
+
+class Member:
+    """One server of a set."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        methods = server._sets
+        assert isinstance(methods, ReplicaMethods)
+        self.owning: Owning = methods._owning
+        self.catalog = server._catalog
+        self.target = server.address
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(host.bucket.identity.name for host in self.catalog.hosts)
+
+
+@pytest_asyncio.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    members: list[Member] = []
+
+    async def begin(*upstream: Member) -> Member:
+        config = ServerConfig(
+            data=tmp_path / str(len(members)),
+            listen="127.0.0.1:0",
+            replicate_from=tuple(one.target for one in upstream),
+        )
+        server = Server(config, replicate=ReplicaMethods)
+        await server.start()
+        members.append(Member(server))
+        return members[-1]
+
+    yield begin
+    await asyncio.gather(*(one.server.stop() for one in members))
+
+
+async def until(ask: Callable[[], bool]) -> None:
+    async def asked() -> bool:
+        return ask()
+
+    await poll(asked)
+
+
+async def start_set(start: Start, replicas: int = 1) -> list[Member]:
+    """Start an active server and replicas, and wait until all know that the replicas are counted."""
+    first = await start()
+    members = [first, *[await start(first) for _ in range(replicas)]]
+    others = {one.owning.standing.directory for one in members[1:]}
+    await until(lambda: all(one.owning.standing.row.counted == others for one in members))
+    return members
+
+
+@pytest.mark.asyncio
+async def test_what_was_saved_and_cut_until_the_old_owner_stepped_down_is_at_the_new_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    named: list[str] = []
+    matched, tell, may_tell = Replication.matched, TableFeed._tell, asyncio.Event()
+
+    async def held_up(feed: TableFeed, tables: wire.Tables) -> None:
+        await may_tell.wait()
+        await tell(feed, tables)
+
+    async def late(self: Replication) -> None:
+        # The tables come well behind the list of buckets.
+        await matched(self)
+        asyncio.get_running_loop().call_later(0.2, may_tell.set)
+
+    monkeypatch.setattr(TableFeed, "_tell", held_up)
+    monkeypatch.setattr(Replication, "matched", late)
+
+    async def change() -> None:
+        # A client with a token goes to no other server.
+        async with AsyncClient(old.target, token="t", retry_seconds=0) as client:
+            while True:
+                name = str(len(named))
+                await client.admin.reset_consumer(
+                    "default", name, "now", partitions=[3], create=True
+                )
+                await client.admin.create_cut("default", name, partitions=[3])
+                if named:
+                    await client.admin.release_cut("default", named[-1])
+                named.append(name)
+
+    changing = asyncio.create_task(change())
+    await until(lambda: len(named) > 5)
+    await new.owning.promote(takeover=True)
+    with pytest.raises(UprError) as refused:
+        await changing
+    assert (refused.value.reason, refused.value.retriable) == ("PARTITION_NOT_ACTIVE", True)
+    bucket = new.catalog.find("default").bucket
+    assert {name for name, _ in bucket.consumer_positions} >= set(named)
+    # The next one may have been made, and its answer too late.
+    assert named[-1] in {cut.name for cut in bucket.cuts.named}
+    assert len(bucket.cuts.named) <= 2
+
+
+@pytest.mark.asyncio
+async def test_buckets_are_carried_over_as_the_old_owner_has_them(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    async with AsyncClient(old.target) as client:
+        await client.admin.create_bucket("to go")
+        await until(lambda: new.names == ["default", "to go"] and new.owning.in_step)
+        # Nobody looks at the list until somebody takes over.
+        monkeypatch.setattr(replication, "LIST_SECONDS", 1000.0)
+        await until(lambda: new.owning._replication is not None)
+        replicating = new.owning._replication
+        assert replicating is not None
+        await replicating.matched()
+        await client.admin.drop_bucket("to go")
+        await client.admin.create_bucket("new", quota_bytes=10**6)
+        await client.bucket("new").set(b"k", b"v")
+    ids = old.catalog.find("new").bucket.partitions.newest_id.tolist()
+    done = await new.owning.promote(takeover=True)
+    assert done.records == 0
+    assert new.names == ["default", "new"]
+    host = new.catalog.find("new")
+    assert host.bucket.partitions.newest_id.tolist() == ids
+    assert host.disk.quota.limit == 10**6
+    async with AsyncClient(new.target) as client:
+        assert await client.bucket("new").get(b"k") == b"v"
+
+
+@pytest.mark.asyncio
+async def test_an_owner_that_gave_way_in_vain_becomes_active_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    with monkeypatch.context() as patched:
+        patched.setattr(old.owning, "served", lambda: 0)
+        with pytest.raises(UprError) as refused:
+            await new.owning.promote(takeover=True)
+    assert refused.value.reason == "NOT_CONFIRMED"
+    assert f"{old.target}, if it runs, becomes active again by itself" in refused.value.hint
+    await until(lambda: old.owning.active)
+    await until(lambda: new.owning.standing.row.epoch == 3)
+    assert not new.owning.active
+    async with AsyncClient(new.target) as client:
+        await client.bucket("default").set(b"k", b"v")
+
+
+@pytest.mark.asyncio
+async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_force_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, third = await start_set(start, replicas=2)
+    monkeypatch.setattr(owning, "GATHER_SECONDS", 0.3)
+    held = third.owning.held
+
+    def more() -> dict[int, Held]:
+        """What it holds, and rows that it cannot send."""
+        told = held()
+        for columns in told.values():
+            columns["marker"][7] = columns["high"][7] = 50
+            columns["epoch"][7] = 1
+        return told
+
+    monkeypatch.setattr(third.owning, "held", more)
+    # The former owner does not confirm, so each of the others counts.
+    monkeypatch.setattr(old.owning, "served", lambda: 0)
+    with pytest.raises(UprError) as refused:
+        await new.owning.promote()
+    assert refused.value.reason == "NOT_HEARD"
+    assert f"{third.target} has more than is here" in refused.value.message
+    assert "bucket 'default' partition 7:" in refused.value.message
+    done = await new.owning.promote(force=True)
+    assert new.owning.active
+    assert done.lost == [("default", 7, 0, 50)]
