@@ -6,7 +6,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self
@@ -25,6 +24,7 @@ from upr_client._async.io import (
     now,
     run_blocking,
 )
+from upr_client._async.storing import Storing
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock
@@ -32,7 +32,6 @@ from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, Han
 from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
-from upr_client.positions import save_positions
 from upr_client.writing import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
     BehindError,
@@ -44,96 +43,6 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import WriteToken, WrittenSeqno
 from upr_protocol.position import Position
-from upr_protocol.position_table import Found
-
-
-class Storing:
-    """Storage of the positions of one ``AsyncChanges``.
-
-    Args:
-        mutex: guards ``following``.
-        say: takes words for people.
-        tell: takes what the server is to know once positions are stored.
-    """
-
-    def __init__(
-        self,
-        bucket: BucketHandle,
-        options: ChangesOptions,
-        following: Following,
-        mutex: AbstractContextManager[Any],
-        say: Callable[[str], None],
-        tell: Callable[[Any], None],
-    ) -> None:
-        self._bucket = bucket
-        self._store = options.store
-        self._following = following
-        self._mutex = mutex
-        self._say = say
-        self._tell = tell
-        self._turn = Semaphore(1)
-
-    async def save(self) -> None:
-        """Store what changed.
-
-        Raises:
-            UprError: it could not be stored; what the server may take later is said and not raised.
-        """
-        self._bucket.connection.check_process()
-        await self._turn.take()
-        try:
-            await self._save()
-        finally:
-            self._turn.give_back()
-
-    async def _save(self) -> None:
-        with self._mutex:
-            positions = self._following.begin_save()
-        in_server = self._following.ownership is not None
-        refused: list[int] = []
-        if self._store is None and not in_server:
-            positions = {}
-        elif positions:
-            try:
-                if self._store is not None:
-                    await run_blocking(save_positions, self._store, positions)
-                else:
-                    refused = await self._save_in_server(positions)
-            except BaseException as error:
-                with self._mutex:
-                    self._following.not_saved(positions, wait=in_server)
-                if in_server and isinstance(error, UprError) and error.retriable:
-                    self._say(f"positions were not stored: {error}; trying again")
-                    return
-                raise
-        with self._mutex:
-            message = self._following.saved(positions, refused)
-        if message is not None:
-            self._tell(message)
-
-    async def _save_in_server(self, positions: Mapping[int, Position]) -> list[int]:
-        ownership = self._following.ownership
-        assert ownership is not None
-        version = self._following.session.bucket_version
-        request = ownership.save_request(self._bucket.name, version, positions)
-        connection = self._bucket.connection
-        answer = await connection.ask(connection.stubs().streams.SavePositions, request)
-        return [refused.partition for refused in answer.refused_partitions]
-
-    async def load(self) -> Found:
-        """Load from the server what is to be loaded; return those that begin where it says.
-
-        Raises:
-            UprError: the server did not answer.
-        """
-        ownership = self._following.ownership
-        assert ownership is not None
-        version = self._following.session.bucket_version
-        request = ownership.load_request(self._bucket.name, version)
-        connection = self._bucket.connection
-        answer = await connection.ask(connection.stubs().streams.LoadPositions, request)
-        with self._mutex:
-            return self._following.loaded(answer)
 
 
 def wake(waiting: set[Event]) -> None:
