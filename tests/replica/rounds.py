@@ -244,11 +244,11 @@ class Rounds:
     @staticmethod
     def _state(server: RunningServer) -> dict[bytes, bytes | None]:
         rows: dict[bytes, bytes | None] = {}
-        with (
-            Client(server.target) as client,
-            client.bucket().changes(until="now", only=Only(stability="disk")) as changes,
-        ):
-            for batch in changes.batches():
-                assert not isinstance(batch, Rollback)
-                rows |= {key: value for _, _, _, key, value in batch.changes}
+        with Client(server.target) as client:
+            bucket, only = client.bucket(), Only(stability="disk")
+            # Of this very server.
+            with bucket.changes(until="now", only=only, read_from="any") as changes:
+                for batch in changes.batches():
+                    assert not isinstance(batch, Rollback)
+                    rows |= batch.items()
         return rows

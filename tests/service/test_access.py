@@ -615,11 +615,11 @@ def test_a_replica_follows_over_tls_with_a_token(
             return bool(found) and all(b.upstream and b.upstream.in_step for b in found)
 
         wait_until(in_step, replica.log_text)
-        wait_until(lambda: other.bucket().get(b"k") == b"v", replica.log_text)
+        wait_until(lambda: other.bucket().get(b"k", read_from="any") == b"v", replica.log_text)
         # They meet both ways: a takeover takes the calls of each to the other.
         wait_until(
-            lambda: any(m.counted for m in client.admin.topology().members if not m.active),
-            guarded.server.log_text,
+            lambda: any(m.counted for m in other.admin.topology().members if not m.active),
+            replica.log_text,
         )
         assert other.admin.promote(takeover=True).epoch
     for log in (guarded.server.log_text(), replica.log_text()):
