@@ -10,6 +10,8 @@ import pytest_asyncio
 
 from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
+from upr.replica.links import Links
+from upr.replica.meeting import Meeting
 from upr.replica.owning import Owning
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.storage.directory import DataDirectory
@@ -59,6 +61,21 @@ async def test_a_bucket_that_is_being_made_is_promised_too(
     answer = await asyncio.wait_for(promising, WAIT_SECONDS)
     assert answer is not None
     assert list(answer.held) == [VERSION]
+
+
+@pytest.mark.asyncio
+async def test_one_that_cannot_be_asked_is_left_out_and_told_once(
+    owning: Owning, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("upr_secret")
+    meeting = Meeting(owning._catalog, lambda: "127.0.0.1:2", Links(token=file), meets=True)
+    meeting.addresses["other"] = "127.0.0.1:1"
+    file.unlink()
+    assert await meeting.ask_promises(CLAIM, ["other"]) == {}
+    assert await meeting.reach(["other"]) == {}
+    (record,) = caplog.records
+    assert "cannot be read" in record.error  # type: ignore[attr-defined]
 
 
 @pytest.mark.asyncio

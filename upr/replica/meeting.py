@@ -4,6 +4,7 @@ A server is called where it said that it can be reached: in its Follow call, or 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,8 @@ from upr_protocol.ownership import HELD, Held, Outdated, Row, Standing
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
 from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
+
+log = logging.getLogger(__name__)
 
 MEET_SECONDS = 0.5
 """Interval of meetings."""
@@ -85,17 +88,23 @@ class Meeting:
     Args:
         address: returns HOST:PORT where this server can be reached.
         links: opens channels.
+        meets: whether it meets servers. One that would refuse them asks none.
 
     Attributes:
         addresses: HOST:PORT by directory, of all servers that are known.
         met: those that answered at the last meeting, by directory.
     """
 
-    def __init__(self, catalog: Catalog, address: Callable[[], str], links: Links) -> None:
+    def __init__(
+        self, catalog: Catalog, address: Callable[[], str], links: Links, *, meets: bool
+    ) -> None:
         self._catalog = catalog
         self._address = address
         self._links = links
-        self._channels: dict[str, Any] = {}
+        self._meets = meets
+        self._told_alone = False
+        self._failed: dict[str, str] = {}
+        self._channels: dict[str, tuple[object, Any]] = {}
         self.addresses: dict[str, str] = dict(catalog.standing.addresses)
         self.met: dict[str, Met] = {}
 
@@ -148,12 +157,17 @@ class Meeting:
                 if options.is_replica and options.consumer and options.address:
                     self.addresses[options.directory] = options.address
 
-    def stub(self, address: str) -> Any:
-        """Return the calls of the server at an address."""
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = self._links.open(address)
-        return ReplicaServiceStub(channel)
+    async def _stub(self, address: str) -> Any:
+        """Return the calls of the server at an address, with the certificates of now."""
+        old, version = self._channels.get(address), self._links.version()
+        if old is not None and old[0] == version:
+            return ReplicaServiceStub(old[1])
+        link = self._links.open(address)
+        self._channels[address] = version, link
+        if old is not None:
+            # What is under way may end.
+            await old[1].close(PROMISE_SECONDS)
+        return ReplicaServiceStub(link)
 
     async def meet_all(self, standing: Standing) -> None:
         """Meet all known servers at once."""
@@ -165,6 +179,13 @@ class Meeting:
     async def reach(self, directories: Iterable[str]) -> dict[str, Met]:
         """Meet servers at once, and return those that answered."""
         chosen = [d for d in directories if d in self.addresses]
+        if not self._meets:
+            if chosen and not self._told_alone:
+                self._told_alone = True
+                log.warning(
+                    "no server of the set is met, and this one cannot be promoted: it has neither identities nor --open-admin"
+                )
+            return {}
         found = await asyncio.gather(*map(self._meet, chosen))
         return {d: one for d, one in zip(chosen, found, strict=True) if one is not None}
 
@@ -178,16 +199,29 @@ class Meeting:
             members=self.members,
         )
         try:
-            answer = await self.stub(self.addresses[directory]).Meet(
-                request, timeout=ANSWER_SECONDS
-            )
+            stub = await self._stub(self.addresses[directory])
+            answer = await stub.Meet(request, timeout=ANSWER_SECONDS)
             if answer.member.directory != directory:
                 return None
             self.heard_of(answer.members)
             held = held_of_messages(answer.held)
-        except (grpc.aio.AioRpcError, UprError):
+        except (grpc.aio.AioRpcError, UprError) as error:
+            self._tell(directory, error if isinstance(error, UprError) else error_from_call(error))
             return None
+        self._tell(directory)
         return Met(row_of_message(answer.row), answer.epoch, answer.in_step, held)
+
+    def _tell(self, directory: str, error: UprError | None = None) -> None:
+        """Log what an operator has to mend, when it begins and when it ends; servers come and go by themselves."""
+        words = "" if error is None else error.message
+        if (error is not None and error.retriable) or words == self._failed.get(directory, ""):
+            return
+        self._failed[directory] = words
+        who = self.addresses[directory]
+        if words:
+            log.warning("a server of the set cannot be asked", extra={"who": who, "error": words})
+        else:
+            log.info("a server of the set can be asked again", extra={"who": who})
 
     async def ask_promises(
         self, claim: Row, directories: Iterable[str]
@@ -212,12 +246,14 @@ class Meeting:
         self, directory: str, request: wire.PromiseRequest
     ) -> Outdated | tuple[Row, dict[int, Held], bool] | None:
         try:
-            answer = await self.stub(self.addresses[directory]).Promise(
-                request, timeout=PROMISE_SECONDS
-            )
-        except grpc.aio.AioRpcError as error:
-            if error_from_call(error).reason == "WRONG_REPLICA_SET":
-                raise error_from_call(error) from error
+            stub = await self._stub(self.addresses[directory])
+            answer = await stub.Promise(request, timeout=PROMISE_SECONDS)
+        except (grpc.aio.AioRpcError, UprError) as error:
+            if isinstance(error, grpc.aio.AioRpcError):
+                error = error_from_call(error)
+            if error.reason == "WRONG_REPLICA_SET":
+                raise error from None
+            self._tell(directory, error)
             return None
         if answer.member.directory != directory:
             return None
@@ -228,6 +264,6 @@ class Meeting:
 
     async def close(self) -> None:
         """Close the channels."""
-        for channel in self._channels.values():
-            await channel.close()
+        for _, link in self._channels.values():
+            await link.close()
         self._channels.clear()
