@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 from google.protobuf import descriptor_pool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
@@ -23,6 +24,7 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer, poll, wait_until
 from tests.service.pages import ask as ask_page
 from tests.service.pages import http_of
+from upr.cli import admin
 from upr.service.access.files import Watched, signature
 from upr.service.access.identities import add_identity, revoke_identity
 from upr.service.access.rules import RULES, Scope
@@ -35,6 +37,7 @@ from upr_client.errors import (
     UnavailableError,
     UprError,
 )
+from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import (
     admin_service_pb2,
@@ -441,6 +444,9 @@ def test_a_broken_file_changes_nothing_and_is_told_once(guarded: Guarded) -> Non
     log = guarded.server.log_text
     with Client(guarded.target, token=guarded.owner) as client:
         assert client.admin.status().problems == ()
+        some = guarded.add("some", {"read": {"default"}})
+        text = guarded.file.read_text()
+        wait_until(lambda: guarded.taken() == 1, log)
         for broken in (
             "[" * 100_000,
             '{"name": "half',
@@ -451,6 +457,9 @@ def test_a_broken_file_changes_nothing_and_is_told_once(guarded: Guarded) -> Non
         wait_until(lambda: client.admin.status().problems[0].reason == "IDENTITIES", log)
         (problem,) = client.admin.status().problems
         assert "upr_secret" not in str(problem)
+        # It is about files and identities that are not those of every reader.
+        with Client(guarded.target, token=some) as reader:
+            assert reader.admin.status().problems == ()
         guarded.file.write_text(text)
         wait_until(lambda: not client.admin.status().problems, log)
     assert log().count("a changed file cannot be used") == 1
@@ -798,6 +807,21 @@ def test_a_replica_follows_over_tls_with_a_token(
         wait_until(lambda: in_step(other), replica.log_text)
         wait_until(lambda: all(m.reached for m in other.admin.topology().members), replica.log_text)
         assert other.admin.promote(takeover=True).epoch
+        wait_until(
+            lambda: any(m.active for m in client.admin.topology().members), guarded.server.log_text
+        )
+    # What a server says of others is no reason to send them a token.
+    file, shown = tmp_path / "undone.jsonl", tmp_path / "shown"
+    row = {"partition": partition_of(b"u"), "seqno": 9, "key": "dQ==", "op": "set", "value": "dg=="}
+    head = {"bucket": "default", "version": "1", "time": 1, "markers": {}}
+    file.write_text(f"{json.dumps(head)}\n{json.dumps(row)}\n")
+    shown.write_text(guarded.owner)
+    for target, status in ((guarded.target, 4), (f"{guarded.target},{replica.target}", 0)):
+        command = ["undone", "apply", str(file), "--if-unchanged", "--target", target]
+        command += ["--tls-ca", str(chain), "--token-file", str(shown)]
+        done = CliRunner().invoke(admin.main, command)
+        assert done.exit_code == status, done.output
+        assert (f"give --target {replica.target}" in done.output) == bool(status)
     for log in (guarded.server.log_text(), replica.log_text()):
         assert token not in log
         assert guarded.owner not in log

@@ -151,6 +151,10 @@ class Permit:
         """Return whether the caller has one of the roles for a bucket."""
         return self._identity.may(roles, bucket)
 
+    def may_everywhere(self, roles: Iterable[str]) -> bool:
+        """Return whether the caller has one of the roles for all buckets."""
+        return self._identity.may_everywhere(roles)
+
     @property
     def replicates(self) -> bool:
         """Whether the caller may be a replica, and so sees all buckets."""
