@@ -125,8 +125,9 @@ class Failover:
 
     async def run(self) -> bool:
         """Tell the whole story; return whether all three have the same in the end."""
+        self.a.options = ["--open-admin"]
         await self.a.start()
-        self.b.options = ["--replicate-from", self.a.target]
+        self.b.options = ["--replicate-from", self.a.target, "--open-admin"]
         await self.b.start()
         say(f"servers   A at {self.a.target} is active, B at {self.b.target} is its replica")
         both = f"{self.a.target},{self.b.target}"
@@ -205,7 +206,7 @@ class Failover:
         )
 
     async def _come_back(self, at_b: AsyncClient) -> bool:
-        self.a.options = ["--replicate-from", self.b.target]
+        self.a.options = ["--replicate-from", self.b.target, "--open-admin"]
         await self.a.start()
         say("A         started again, as a replica of B, on the data that it had")
         async with AsyncClient(self.a.target) as at_a:

@@ -49,7 +49,7 @@ class ServerConfig:
             servers of its set it is the client's certificate.
         tls_client_ca: PEM file of the authorities of clients' certificates, which every client must show then.
         tokens: the file of identities; None for none.
-        open_admin: whether anyone may drop a bucket and the like, where there are no identities.
+        open_admin: whether anyone may drop a bucket, or take part in who is active, where there are no identities.
         peer_ca: PEM file of the authorities of the other servers' certificates; None for links without encryption.
         peer_token: file of the token that is shown to the other servers.
     """
@@ -94,3 +94,8 @@ class ServerConfig:
         """Whether no other server can be told where this one is: it listens on every address, and advertises none."""
         host = self.listen.rpartition(":")[0].strip("[]")
         return host in ("0.0.0.0", "::") and not self.advertise
+
+    @property
+    def meets(self) -> bool:
+        """Whether it takes part in who is active in its set: not where any caller could say that another server is."""
+        return self.open_admin or self.tokens is not None or self.tls_client_ca is not None

@@ -186,11 +186,11 @@ def _read_login(
     tls_cert: Path | None,
     tls_key: Path | None,
     token_file: Path | None,
+    token: str | None,
 ) -> "Login":
     from upr_client.endpoints import Login
 
-    token = token_file or os.environ.get("UPR_TOKEN") or None
-    return Login.of(tls, tls_ca, tls_cert, tls_key, token)
+    return Login.of(bool(tls), tls_ca, tls_cert, tls_key, token_file or token or None)
 
 
 def login_options(function: _F) -> _F:
@@ -199,7 +199,9 @@ def login_options(function: _F) -> _F:
     @functools.wraps(function)
     def command(*arguments: Any, **options: Any) -> Any:
         given = {name: options.pop(name) for name in CONTEXT_FIELDS[1:]}
-        click.get_current_context().meta[_LOGIN] = _read_login(**given)
+        click.get_current_context().meta[_LOGIN] = _read_login(
+            **given, token=os.environ.get("UPR_TOKEN")
+        )
         return function(*arguments, **options)
 
     return cast("_F", functools.reduce(lambda f, add: add(f), reversed(_LOGIN_OPTIONS), command))
@@ -225,22 +227,32 @@ def target_option(function: _F) -> _F:
     def command(*arguments: Any, data: Path | None, context: str | None, **options: Any) -> Any:
         ctx = click.get_current_context()
         given = {name: options.pop(name) for name in CONTEXT_FIELDS}
-        is_given = ctx.get_parameter_source("target") is not ParameterSource.DEFAULT
+        source = ctx.get_parameter_source
+        typed = {
+            name
+            for name in (*given, "data", "context")
+            if source(name) is ParameterSource.COMMANDLINE
+        }
+        if typed & {"target", "data", "context"}:
+            # What is typed counts, and not what the environment says instead of it.
+            data = data if "data" in typed else None
+            context = context if "context" in typed else None
+        is_given = "target" in typed or source("target") is not ParameterSource.DEFAULT
+        token = os.environ.get("UPR_TOKEN")
         if data is not None:
-            if is_given or context:
+            if "target" in typed or context or (is_given and "data" not in typed):
                 raise click.UsageError("--data goes without --target and --context")
             given = {**dict.fromkeys(given), "tls": False, "target": _admin_socket(data)}
-        elif context and ctx.get_parameter_source("target") is ParameterSource.COMMANDLINE:
+            token = None
+        elif context and "target" in typed:
             raise click.UsageError("--context has a target; give one of the two")
-        elif context or not is_given:
-            # Without one that is named, only where no target is: a token is for the server that it was given for.
-            given |= {
-                name: value
-                for name, value in chosen(context).items()
-                if not given[name] or name == "target"
-            }
+        elif (context or not is_given) and (found := chosen(context)):
+            # Without one that is named, only where no target is. Of the environment nothing is added: a token is for the
+            # server that it was given for.
+            given = {name: given[name] if name in typed else found.get(name) for name in given}
+            token = None
         target = given.pop("target")
-        ctx.meta[_LOGIN] = _read_login(**given)
+        ctx.meta[_LOGIN] = _read_login(**given, token=token)
         return function(*arguments, target=target, **options)
 
     options = (

@@ -215,6 +215,11 @@ class Login:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert) if self.tls else None
 
     @property
+    def is_secret(self) -> bool:
+        """Whether it shows who calls, and so is for the server alone that it was given for."""
+        return self.token is not None or self.cert is not None
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options ``tls`` and ``token`` of a client."""
         return {"tls": self.credentials, "token": self.token}

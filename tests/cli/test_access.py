@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ import pytest
 from tests.client.certificates import make_certificate
 from tests.conftest import StartServer
 from tests.harness import RunningServer, wait_until
+from upr.service.access.identities import (
+    add_identity,
+    digest_of,
+    read_identities,
+    revoke_identity,
+)
 from upr_spark.options import read_connection
 
 TOKEN = "UPR_TOKEN_FILE"
@@ -98,6 +105,33 @@ def test_tokens_are_added_listed_and_revoked(world: World) -> None:
     assert '"bad"' not in world.identities.read_text()
 
 
+def test_commands_at_once_lose_nothing_and_links_stay(tmp_path: Path) -> None:
+    path, link = tmp_path / "identities", tmp_path / "link"
+    link.symlink_to(path)
+    names = [f"n{i}" for i in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: add_identity(link, name, {"read": None}), names))
+        assert {one.name for one in read_identities(path).all} == set(names)
+        assert all(pool.map(lambda name: revoke_identity(link, name), names[1:]))
+    assert [one.name for one in read_identities(path).all] == names[:1]
+    assert link.is_symlink()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["identities", "link"]
+
+
+def test_a_token_goes_into_a_file_of_ones_own(world: World) -> None:
+    out = world.folder / "new.token"
+    add = ("admin", "token", "add", "new", "--role", "read", "--tokens", str(world.identities))
+    assert world.run(*add, "--out", str(out)).stdout == ""
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert digest_of(out.read_text().strip()) in world.identities.read_text()
+    # Neither a file that is there nor an identity without a token.
+    before = world.identities.read_text(), out.read_text()
+    world.run(*add[:3], "newer", *add[4:], "--out", str(out), status=2)
+    world.run(*add, "--out", str(world.folder / "other"), status=2)
+    assert (world.identities.read_text(), out.read_text()) == before
+    assert not (world.folder / "other").exists()
+
+
 def test_the_commands_with_tls_and_a_token(world: World) -> None:
     """By options, by the environment, and refused without."""
     here = ("--target", world.target)
@@ -117,10 +151,13 @@ def test_the_commands_with_tls_and_a_token(world: World) -> None:
     world.run("admin", "topology", **by_environment)
     repository = str(world.folder / "repository")
     world.run("backup", repository, "init", **by_environment)
-    world.run("backup", repository, "backup", "--processes", "2", *shown)
+    unnamed = world.run("backup", repository, "backup", *shown, status=2)
+    assert "needs --target" in unnamed.stderr
+    world.run("backup", repository, "verify", "--against-server", *shown, status=2)
+    world.run("backup", repository, "backup", "--processes", "2", *here, *shown)
     world.run("admin", "bucket", "create", "another", **by_environment)
     world.run("backup", repository, "restore", "--bucket", "another", *here, *shown)
-    world.run("backup", repository, "verify", "--against-server", *shown)
+    world.run("backup", repository, "verify", "--against-server", *here, *shown)
     for file in Path(repository).rglob("*"):
         assert not file.is_file() or token.encode() not in file.read_bytes()
     refused = world.run("admin", "status", *here, "--tls-ca", str(world.ca), status=4)
@@ -164,6 +201,14 @@ def test_contexts(world: World) -> None:
     assert [line.split()[:2] for line in listed[1:]] == [["*", "reader"], ["root", world.target]]
     both = ("--context", "root", "--target", world.target)
     world.run(*create, "b", *both, status=2)
+    # Of the environment nothing goes to the server of a context or of a directory, and what is typed counts.
+    root_token, reader_token = world.secrets[0], world.secrets[1]
+    world.run(*create, "c", "--context", "reader", UPR_TOKEN=root_token, status=4)
+    by_root = {TOKEN: str(world.folder / "root.token")}
+    world.run(*create, "c", "--context", "reader", **by_root, status=4)
+    world.run(*create, "c", "--data", str(world.server.data), UPR_TOKEN=reader_token)
+    world.run("admin", "status", "--target", world.target, *root, UPR_CONTEXT="reader")
+    world.run("admin", "status", "--target", world.target, *root, UPR_DATA="/nowhere")
     world.run("admin", "context", "remove", "reader")
     assert [file.name for file in world.contexts.parent.iterdir()] == ["contexts.json"]
     world.run("admin", "status", "--context", "reader", status=3)
@@ -177,7 +222,7 @@ def test_the_commands_of_the_operators_guide(
     """The five commands under "Security", as they are printed but for the folder and the port."""
     guide = (Path(__file__).parents[2] / "upr" / "OPERATORS.md").read_text()
     block = guide.partition("## Security\n")[2].partition("```\n")[2].partition("```")[0]
-    lines = block.replace("/tmp/", f"{tmp_path}/").splitlines()
+    lines = block.replace("/srv/upr/", f"{tmp_path}/").splitlines()
     assert [line.split()[0] for line in lines].count("upr-server") == 1
     assert len(lines) == 5
     certificate = make_certificate(tmp_path)
@@ -201,6 +246,7 @@ def test_the_commands_of_the_operators_guide(
                 continue
             address = ready.read_text().strip() if ready.exists() else ""
             run(line.replace("127.0.0.1:7711", address))
+        assert (tmp_path / "indexer.token").stat().st_mode & 0o777 == 0o600
         indexer = f"--tls-ca {tmp_path}/cert.pem --token-file {tmp_path}/indexer.token"
         where = f"--target {ready.read_text().strip()} --bucket orders"
         assert run(f"upr-cat follow --until-now {where} {indexer}") == ""

@@ -12,7 +12,8 @@ import pytest_asyncio
 
 from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
-from upr.replica.meeting import row_of_message
+from upr.replica.links import Links
+from upr.replica.meeting import Meeting, row_of_message
 from upr.replica.owning import Owning
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.storage.directory import DataDirectory
@@ -64,6 +65,21 @@ async def test_a_bucket_that_is_being_made_is_promised_too(
     answer = await asyncio.wait_for(promising, WAIT_SECONDS)
     assert answer is not None
     assert list(answer.held) == [VERSION]
+
+
+@pytest.mark.asyncio
+async def test_one_that_cannot_be_asked_is_left_out_and_told_once(
+    owning: Owning, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("upr_secret")
+    meeting = Meeting(owning._catalog, lambda: "127.0.0.1:2", Links(token=file), meets=True)
+    meeting.addresses["other"] = "127.0.0.1:1"
+    file.unlink()
+    assert await meeting.ask_promises(CLAIM, ["other"]) == {}
+    assert await meeting.reach(["other"]) == {}
+    (record,) = caplog.records
+    assert "cannot be read" in record.error  # type: ignore[attr-defined]
 
 
 @pytest.mark.asyncio
@@ -129,7 +145,7 @@ async def test_servers_that_are_known_are_bounded_and_forgotten(
     meeting.heard_of([wire.SetMember(directory=member(1).directory, address="127.0.0.2:2")])
     assert meeting.addresses[member(1).directory] == "127.0.0.2:2"
     counted = replace(standing, row=Row(1, 1, "", True, frozenset({member(2).directory})))
-    meeting.stub(member(2).address), meeting.stub(member(3).address)
+    await asyncio.gather(*(meeting._stub(member(one).address) for one in (2, 3)))
     await meeting.forget(counted)
     assert len(meeting.members) == SET_MEMBERS_MAX
     now = time.monotonic() + MEMBER_SECONDS + 1

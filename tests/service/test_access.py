@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 from google.protobuf import descriptor_pool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
@@ -22,14 +24,20 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer, poll, wait_until
 from tests.service.pages import ask as ask_page
 from tests.service.pages import http_of
+from upr.cli import admin
+from upr.service.access.files import Watched, signature
 from upr.service.access.identities import add_identity, revoke_identity
 from upr.service.access.rules import RULES, Scope
 from upr_client import AsyncClient, Client
 from upr_client.errors import (
+    BucketNotFoundError,
+    InvalidArgumentError,
     PermissionDeniedError,
     UnauthenticatedError,
+    UnavailableError,
     UprError,
 )
+from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import (
     admin_service_pb2,
@@ -178,7 +186,7 @@ async def test_another_bucket_cannot_be_used_or_guessed_at(guarded: Guarded) -> 
     with Client(guarded.target, token=guarded.owner) as owner:
         for name in ("mine", "theirs"):
             owner.admin.create_bucket(name)
-    checked = 0
+    checked, others = 0, []
     async with grpc.aio.insecure_channel(guarded.target) as channel:
         for method in await served(guarded.target, guarded.owner):
             rule = RULES[f"/{method.containing_service.full_name}/{method.name}"]
@@ -202,6 +210,15 @@ async def test_another_bucket_cannot_be_used_or_guessed_at(guarded: Guarded) -> 
         with pytest.raises(PermissionDeniedError):
             client.admin.promote(force=True)
         client.admin.drop_bucket("mine")
+    async with grpc.aio.insecure_channel(guarded.target) as channel:
+        for method in await served(guarded.target, guarded.owner):
+            rule = RULES[f"/{method.containing_service.full_name}/{method.name}"]
+            if rule.scope is Scope.BUCKET and method.name != "CreateBucket":
+                name = "bucket/mine" if rule.is_open else "mine"
+                error = await ask(channel, method, request_of(method, {rule.bucket: name}), token)
+                others.append(error)
+                assert "theirs" not in f"{error} {error and error.hint}", method.full_name
+    assert any(isinstance(error, BucketNotFoundError) for error in others)
 
 
 def test_a_role_is_no_other_role(guarded: Guarded) -> None:
@@ -234,6 +251,8 @@ async def test_a_reader_is_no_replica(guarded: Guarded) -> None:
     reader = guarded.add("reader", {"read": None})
     replica = guarded.changed(lambda: guarded.add("replica", {"replicate": None}))
     kinds = change_stream_service_pb2.FollowKind
+    with Client(guarded.target, token=reader) as client:
+        version = client.admin.buckets()[0].version
     (follow,) = [m for m in POOL.FindServiceByName(SERVICE).methods if m.name == "Follow"]
     async with grpc.aio.insecure_channel(guarded.target) as channel:
         for token, kind, refused in (
@@ -241,10 +260,26 @@ async def test_a_reader_is_no_replica(guarded: Guarded) -> None:
             (reader, kinds.FOLLOW_KIND_ANONYMOUS_REPLICA, True),
             (reader, kinds.FOLLOW_KIND_CONSUMER, False),
             (replica, kinds.FOLLOW_KIND_CONSUMER, True),
+            (replica, kinds.FOLLOW_KIND_REPLICA, False),
         ):
-            opening = request_of(follow, {"bucket": "default", "kind": kind})
+            named = {"directory": "0123456789abcdef"} if token == replica else {}
+            opening = request_of(follow, {"bucket": "default", "kind": kind, **named})
             error = await ask(channel, follow, opening, token)
-            assert isinstance(error, PermissionDeniedError) == refused, (token, kind)
+            if refused:
+                assert isinstance(error, PermissionDeniedError), (token, kind)
+            elif token == replica:
+                assert error is not None
+                assert error.reason == "WRONG_REPLICA_SET"
+            else:
+                assert error is None
+        (save,) = [m for m in POOL.FindServiceByName(SERVICE).methods if m.name == "SavePositions"]
+        for method in (follow, save):
+            fields: dict[str, Any] = {"bucket": "default", "consumer": "replica:0123456789abcdef"}
+            if method is save:
+                fields["bucket_version"] = version
+            error = await ask(channel, method, request_of(method, fields), reader)
+            assert isinstance(error, InvalidArgumentError), method.full_name
+            assert "must not begin with 'replica:'" in error.message
     with Client(guarded.target, token=reader) as client:
         # What a server needs to be a replica is not told: it would drop what it is not shown.
         assert client.admin.topology().replica_set
@@ -290,6 +325,103 @@ async def test_streams_of_a_revoked_identity_end(guarded: Guarded) -> None:
         await asyncio.gather(staying, return_exceptions=True)
 
 
+@pytest.mark.asyncio
+async def test_every_kind_of_call_ends_with_its_credentials(guarded: Guarded) -> None:
+    """When the identity is revoked, when it loses the role, and when its token is another one."""
+    roles: Roles = {"read": {"default"}, "write": {"default"}, "admin": {"default"}}
+    names = ("revoked", "robbed", "replaced")
+    tokens = {name: guarded.add(name, roles) for name in names[:-1]}
+    tokens["replaced"] = guarded.changed(lambda: guarded.add("replaced", roles))
+    services = ("upr.v1.ChangeStreamService", "upr.v1.KeyValueService", "upr.v1.AdminService")
+    found = {m.name: m for s in services for m in POOL.FindServiceByName(s).methods}
+
+    async def begin(channel: Any, token: str) -> list[Any]:
+        shown = metadata(token)
+        raw = {"request_serializer": bytes, "response_deserializer": bytes}
+        # A method with one request, which is held back.
+        held = channel.stream_unary("/upr.v1.AdminService/DropBucket", **raw)(metadata=shown)
+        await held.wait_for_connection()
+        calls = [held]
+        for name in ("Follow", "Write"):
+            path = f"/{found[name].containing_service.full_name}/{name}"
+            call = channel.stream_stream(path, **raw)(metadata=shown)
+            fields = {"bucket": "default"}
+            await call.write(request_of(found[name], fields).SerializeToString())
+            await call.read()
+            calls.append(call)
+        request = health_pb2.HealthCheckRequest(service="bucket/default")
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch", **raw)
+        calls.append(watch(request.SerializeToString(), metadata=shown))
+        await calls[-1].read()
+        return calls
+
+    async def to_its_end(call: Any) -> None:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    def lose() -> None:
+        other = guarded.file.with_name("other")
+        add_identity(other, "replaced", roles)
+        lines = [json.loads(line) for line in guarded.file.read_text().splitlines()]
+        kept = [one for one in lines if one["name"] not in ("revoked", "replaced")]
+        for one in kept:
+            if one["name"] == "robbed":
+                one |= {role: ["another"] for role in roles}
+        text = "".join(json.dumps(one) + "\n" for one in kept)
+        other.write_text(text + other.read_text())
+        os.replace(other, guarded.file)
+
+    async with grpc.aio.insecure_channel(guarded.target) as channel:
+        calls = {name: await begin(channel, token) for name, token in tokens.items()}
+        await asyncio.to_thread(guarded.changed, lose)
+        # What it asks for is not known yet: it is checked with the roles of now.
+        drop = request_of(found["DropBucket"], {"name": "default"})
+        await calls["robbed"][0].write(drop.SerializeToString())
+        await calls["robbed"][0].done_writing()
+        for name, begun in calls.items():
+            for call in begun:
+                with pytest.raises(grpc.aio.AioRpcError) as ended:
+                    await (call if call is begun[0] else to_its_end(call))
+                error = error_from_call(ended.value)
+                if name == "robbed" and call is begun[0]:
+                    assert isinstance(error, PermissionDeniedError)
+                else:
+                    assert isinstance(error, UnavailableError), (name, error)
+                    assert "credentials of this call" in error.message, name
+    with Client(guarded.target, token=guarded.owner) as owner:
+        assert [one.name for one in owner.admin.buckets()] == ["default"]
+
+
+@pytest.mark.asyncio
+async def test_a_file_is_read_when_it_is_whole_and_until_it_can_be(tmp_path: Path) -> None:
+    path, failing = tmp_path / "file", [OSError(24, "Too many open files"), RecursionError()]
+    path.write_text("1")
+    watched = Watched("the file", [path], lambda: path.read_text())
+
+    def failing_load() -> str:
+        if failing:
+            raise failing.pop()
+        return path.read_text()
+
+    path.write_text("12")
+    assert not await watched.look()
+    path.write_text("123")
+    # It was growing a moment ago.
+    assert not await watched.look()
+    watched._load = failing_load
+    for _ in range(2):
+        assert not await watched.look()
+        assert watched.problem is not None
+        assert watched.value == "1"
+    assert await watched.look()
+    assert (watched.value, watched.problem) == ("123", None)
+    assert not await watched.look()
+    # Who may read it is news too.
+    before = signature([path])
+    path.chmod(0o640)
+    assert signature([path]) != before
+
+
 def test_pages_take_a_role_for_all_buckets(server_process: StartServer, tmp_path: Path) -> None:
     guarded = Guarded(server_process, tmp_path, "--http", "127.0.0.1:0")
     some, writer = guarded.add("some", {"read": {"default"}}), guarded.add("w", {"write": None})
@@ -312,15 +444,25 @@ def test_a_broken_file_changes_nothing_and_is_told_once(guarded: Guarded) -> Non
     log = guarded.server.log_text
     with Client(guarded.target, token=guarded.owner) as client:
         assert client.admin.status().problems == ()
-        for broken in ('{"name": "half', text + '{"name": "x", "token": "upr_secret"}\n'):
+        some = guarded.add("some", {"read": {"default"}})
+        text = guarded.file.read_text()
+        wait_until(lambda: guarded.taken() == 1, log)
+        for broken in (
+            "[" * 100_000,
+            '{"name": "half',
+            text + '{"name": "x", "token": "upr_secret"}\n',
+        ):
             guarded.file.write_text(broken)
             wait_until(lambda: client.admin.status().problems, log)
+        wait_until(lambda: client.admin.status().problems[0].reason == "IDENTITIES", log)
         (problem,) = client.admin.status().problems
-        assert problem.reason == "IDENTITIES"
         assert "upr_secret" not in str(problem)
+        # It is about files and identities that are not those of every reader.
+        with Client(guarded.target, token=some) as reader:
+            assert reader.admin.status().problems == ()
         guarded.file.write_text(text)
         wait_until(lambda: not client.admin.status().problems, log)
-    assert log().count("cannot be used") == 1
+    assert log().count("a changed file cannot be used") == 1
     assert "upr_secret" not in log()
 
 
@@ -461,6 +603,28 @@ def test_without_identities_only_the_owner_destroys(
         for action in refused:
             with pytest.raises(PermissionDeniedError, match=r"--data|--open-admin"):
                 action()
+
+    async def make_it_step_down() -> None:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            for method in POOL.FindServiceByName("upr.v1.ReplicaService").methods:
+                if method.name in ("Meet", "Promise"):
+                    error = await ask(channel, method, request_of(method, {}), "")
+                    assert isinstance(error, PermissionDeniedError), method.name
+
+    asyncio.run(make_it_step_down())
+    # Only following is left.
+    replica = server_process("--replicate-from", server.target, environment=CLOSED)
+    wait_until(lambda: "no server of the set is met" in server.log_text(), server.log_text)
+    with Client(replica.target) as client:
+
+        def has_it() -> bool:
+            with contextlib.suppress(UprError):
+                return client.bucket().get(b"k") == b"v"
+            return False
+
+        wait_until(has_it, replica.log_text)
+    assert "a call is refused" not in replica.log_text()
+    replica.kill()
     socket = server.data / "admin.sock"
     assert socket.stat().st_mode & 0o777 == 0o700
     admin = [sys.executable, "-m", "upr.cli", "admin"]
@@ -564,14 +728,16 @@ def test_another_address_needs_tls_and_identities(tmp_path: Path) -> None:
     add_identity(tmp_path / "identities", "a", {"read": None})
     tls = ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem")]
     tokens = ["--tokens", str(tmp_path / "identities")]
-    for options, serves in (
-        (tls, False),
-        (tokens, False),
-        ([*tls, *tokens], True),
-        (["--insecure"], True),
+    for target, options, serves in (
+        ("0.0.0.0:0", tls, False),
+        ("0.0.0.0:0", tokens, False),
+        ("0.0.0.0:0", [*tls, *tokens], True),
+        ("0.0.0.0:0", ["--insecure"], True),
+        # A socket that is no TCP: whoever connects there would be its owner.
+        ("unix:7711", [*tls, *tokens], False),
     ):
         server = RunningServer(tmp_path, *options)
-        server.target = "0.0.0.0:0"
+        server.target = target
         try:
             if serves:
                 server.start()
@@ -580,7 +746,8 @@ def test_another_address_needs_tls_and_identities(tmp_path: Path) -> None:
             else:
                 server.launch()
                 assert server.wait() == 2
-                assert "must be loopback" in server.log_text()
+                words = "must be HOST:PORT" if target.startswith("unix") else "must be loopback"
+                assert words in server.log_text()
         finally:
             server.close()
             server.log.unlink()
@@ -598,6 +765,17 @@ def test_a_replica_follows_over_tls_with_a_token(
     both = ["--tokens", str(guarded.file), *tls, *links]
     replica = server_process("--replicate-from", guarded.target, *both, environment=CLOSED)
     options: dict[str, Any] = {"tls": chain, "token": guarded.owner}
+
+    def in_step(other: Client) -> bool:
+        found = other.admin.status().buckets
+        return bool(found) and all(b.upstream and b.upstream.in_step for b in found)
+
+    def counted(client: Client) -> None:
+        wait_until(
+            lambda: any(m.counted for m in client.admin.topology().members if not m.active),
+            guarded.server.log_text,
+        )
+
     with (
         Client(guarded.target, **options) as client,
         Client(replica.target, **options) as other,
@@ -610,18 +788,40 @@ def test_a_replica_follows_over_tls_with_a_token(
         token = guarded.changed(lambda: guarded.add("set", {"replicate": None}))
         (tmp_path / "peer").write_text(token)
 
-        def in_step() -> bool:
-            found = other.admin.status().buckets
-            return bool(found) and all(b.upstream and b.upstream.in_step for b in found)
-
-        wait_until(in_step, replica.log_text)
+        wait_until(lambda: in_step(other), replica.log_text)
         wait_until(lambda: other.bucket().get(b"k", read_from="any") == b"v", replica.log_text)
-        # They meet both ways: a takeover takes the calls of each to the other.
-        wait_until(
-            lambda: any(m.counted for m in other.admin.topology().members if not m.active),
-            replica.log_text,
-        )
+        counted(client)
+    # They meet both ways: a takeover takes the calls of each to the other, here with the certificates of now.
+    new = make_certificate(tmp_path, "second")
+    files_of(new, tmp_path, "server")
+    for server in (guarded.server, replica):
+        wait_until(lambda server=server: "TLS certificate" in server.log_text(), server.log_text)  # type: ignore[misc]
+    assert guarded.server.terminate() == 0
+    guarded.server.start()
+    with (
+        Client(guarded.target, **options) as client,
+        Client(replica.target, **options) as other,
+    ):
+        wait_until(lambda: client.admin.topology().active, guarded.server.log_text)
+        counted(client)
+        wait_until(lambda: in_step(other), replica.log_text)
+        wait_until(lambda: all(m.reached for m in other.admin.topology().members), replica.log_text)
         assert other.admin.promote(takeover=True).epoch
+        wait_until(
+            lambda: any(m.active for m in client.admin.topology().members), guarded.server.log_text
+        )
+    # What a server says of others is no reason to send them a token.
+    file, shown = tmp_path / "undone.jsonl", tmp_path / "shown"
+    row = {"partition": partition_of(b"u"), "seqno": 9, "key": "dQ==", "op": "set", "value": "dg=="}
+    head = {"bucket": "default", "version": "1", "time": 1, "markers": {}}
+    file.write_text(f"{json.dumps(head)}\n{json.dumps(row)}\n")
+    shown.write_text(guarded.owner)
+    for target, status in ((guarded.target, 4), (f"{guarded.target},{replica.target}", 0)):
+        command = ["undone", "apply", str(file), "--if-unchanged", "--target", target]
+        command += ["--tls-ca", str(chain), "--token-file", str(shown)]
+        done = CliRunner().invoke(admin.main, command)
+        assert done.exit_code == status, done.output
+        assert (f"give --target {replica.target}" in done.output) == bool(status)
     for log in (guarded.server.log_text(), replica.log_text()):
         assert token not in log
         assert guarded.owner not in log

@@ -186,7 +186,7 @@ def test_bad_lines_are_told_and_change_nothing(server: RunningServer) -> None:
         client.until(lambda: client.tokens)
         for line, words in {
             "USER_SYNC x": "INVALID_ARGUMENT command is 'USER_SYNC'; must be one of PING",
-            "REPLICATE nowhere 5 0": "BUCKET_NOT_FOUND nowhere there is no bucket 'nowhere'; known: default",
+            "REPLICATE nowhere 5 0": "BUCKET_NOT_FOUND nowhere there is no bucket 'nowhere'; 'upr-admin bucket list' shows all, and 'create' makes one",
             "REPLICATE default 5 12": "INVALID_ARGUMENT token is '12'; must be 0, or",
             "REPLICATE default 1024": "INVALID_ARGUMENT partition is '1024'; must be 0 to 1023",
         }.items():

@@ -107,7 +107,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 @click.option(
     "--open-admin",
     is_flag=True,
-    help="Without identities, let anyone who can connect drop a bucket, and forget or reset a consumer.",
+    help="Without identities, let anyone who can connect drop a bucket, forget or reset a consumer, and say who is active in the set.",
 )
 @click.option(
     "--tail-bytes",

@@ -9,6 +9,7 @@ from typing import Any, Self
 import grpc
 
 from upr.config import ServerConfig
+from upr.service.access.files import signature
 from upr_client.endpoints import Login, authorization, check_token
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 
@@ -32,9 +33,9 @@ class Link:
         method = self._channel.stream_stream(*arguments, **options)
         return lambda: method(metadata=self._metadata())
 
-    async def close(self) -> None:
-        """Close the channel."""
-        await self._channel.close()
+    async def close(self, grace: float | None = None) -> None:
+        """Close the channel; calls that are under way have ``grace`` seconds to end."""
+        await self._channel.close(grace)
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,6 +80,10 @@ class Links:
 
     def _login(self) -> Login:
         return Login.of(False, self.ca, self.cert, self.key, self.token)
+
+    def version(self) -> tuple[object, ...]:
+        """Return what changes with the files of TLS, without reading them."""
+        return signature([path for path in (self.ca, self.cert, self.key) if path is not None])
 
     def open(self, address: str) -> Any:
         """Return a Link, which generated stubs take for a channel; its certificate is the one that the files have now.

@@ -133,17 +133,23 @@ class Meeting:
     Args:
         address: returns HOST:PORT where this server can be reached.
         links: opens channels.
+        meets: whether it meets servers. One that would refuse them asks none.
 
     Attributes:
         addresses: HOST:PORT by directory, of all servers that are known.
         met: those that answered at the last meeting, by directory.
     """
 
-    def __init__(self, catalog: Catalog, address: Callable[[], str], links: Links) -> None:
+    def __init__(
+        self, catalog: Catalog, address: Callable[[], str], links: Links, *, meets: bool
+    ) -> None:
         self._catalog = catalog
         self._address = address
         self._links = links
-        self._channels: dict[str, Any] = {}
+        self._meets = meets
+        self._told_alone = False
+        self._failed: dict[str, str] = {}
+        self._channels: dict[str, tuple[object, Any]] = {}
         self.addresses: dict[str, str] = dict(catalog.standing.addresses)
         self._seen: dict[str, float] = dict.fromkeys(self.addresses, time.monotonic())
         self.met: dict[str, Met] = {}
@@ -205,7 +211,7 @@ class Meeting:
                 )
                 del self.addresses[directory], self._seen[directory]
         for address in self._channels.keys() - set(self.addresses.values()):
-            await self._channels.pop(address).close()
+            await self._channels.pop(address)[1].close()
 
     def with_addresses(self, stored: Stored) -> Stored:
         """Return what is to be stored, with the addresses of now."""
@@ -234,12 +240,17 @@ class Meeting:
                     told = wire.SetMember(directory=options.directory, address=options.address)
                     self.heard(told)
 
-    def stub(self, address: str) -> Any:
-        """Return the calls of the server at an address."""
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = self._links.open(address)
-        return ReplicaServiceStub(channel)
+    async def _stub(self, address: str) -> Any:
+        """Return the calls of the server at an address, with the certificates of now."""
+        old, version = self._channels.get(address), self._links.version()
+        if old is not None and old[0] == version:
+            return ReplicaServiceStub(old[1])
+        link = self._links.open(address)
+        self._channels[address] = version, link
+        if old is not None:
+            # What is under way may end.
+            await old[1].close(PROMISE_SECONDS)
+        return ReplicaServiceStub(link)
 
     async def meet_all(self, standing: Standing) -> None:
         """Meet all known servers at once."""
@@ -254,6 +265,13 @@ class Meeting:
     async def reach(self, directories: Iterable[str]) -> dict[str, Met]:
         """Meet servers at once, and return those that answered."""
         chosen = [d for d in directories if d in self.addresses]
+        if not self._meets:
+            if chosen and not self._told_alone:
+                self._told_alone = True
+                log.warning(
+                    "no server of the set is met, and this one cannot be promoted: it has neither identities nor --open-admin"
+                )
+            return {}
         found = await asyncio.gather(*map(self._meet, chosen))
         return {d: one for d, one in zip(chosen, found, strict=True) if one is not None}
 
@@ -267,17 +285,30 @@ class Meeting:
             members=self.members_to_tell(standing),
         )
         try:
-            answer = await self.stub(self.addresses[directory]).Meet(
-                request, timeout=ANSWER_SECONDS
-            )
+            stub = await self._stub(self.addresses[directory])
+            answer = await stub.Meet(request, timeout=ANSWER_SECONDS)
             if answer.member.directory != directory:
                 return None
             self.heard_of(answer.members)
             held = held_of_messages(answer.held)
-            row = row_of_message(answer.row)
-        except (grpc.aio.AioRpcError, UprError):
+        except (grpc.aio.AioRpcError, UprError) as error:
+            self._tell(directory, error if isinstance(error, UprError) else error_from_call(error))
             return None
+        self._tell(directory)
+        row = row_of_message(answer.row)
         return Met(row, answer.epoch, answer.in_step, held, answer.claiming)
+
+    def _tell(self, directory: str, error: UprError | None = None) -> None:
+        """Log what an operator has to mend, when it begins and when it ends; servers come and go by themselves."""
+        words = "" if error is None else error.message
+        if (error is not None and error.retriable) or words == self._failed.get(directory, ""):
+            return
+        self._failed[directory] = words
+        who = self.named(directory)
+        if words:
+            log.warning("a server of the set cannot be asked", extra={"who": who, "error": words})
+        else:
+            log.info("a server of the set can be asked again", extra={"who": who})
 
     async def ask_promises(
         self, claim: Row, directories: Iterable[str]
@@ -300,12 +331,14 @@ class Meeting:
 
     async def _ask(self, directory: str, request: wire.PromiseRequest) -> Outdated | Answer | None:
         try:
-            answer = await self.stub(self.addresses[directory]).Promise(
-                request, timeout=PROMISE_SECONDS
-            )
-        except grpc.aio.AioRpcError as error:
-            if error_from_call(error).reason == "WRONG_REPLICA_SET":
-                raise error_from_call(error) from error
+            stub = await self._stub(self.addresses[directory])
+            answer = await stub.Promise(request, timeout=PROMISE_SECONDS)
+        except (grpc.aio.AioRpcError, UprError) as error:
+            if isinstance(error, grpc.aio.AioRpcError):
+                error = error_from_call(error)
+            if error.reason == "WRONG_REPLICA_SET":
+                raise error from None
+            self._tell(directory, error)
             return None
         if answer.member.directory != directory:
             return None
@@ -317,6 +350,6 @@ class Meeting:
 
     async def close(self) -> None:
         """Close the channels."""
-        for channel in self._channels.values():
-            await channel.close()
+        for _, link in self._channels.values():
+            await link.close()
         self._channels.clear()

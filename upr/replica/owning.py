@@ -121,7 +121,7 @@ class Owning:
         self._config = config
         self._address = address
         self._links = Links.of(config)
-        self.meeting = Meeting(catalog, address, self._links)
+        self.meeting = Meeting(catalog, address, self._links, meets=config.meets)
         catalog.servers = self._servers
         self.active = not catalog.replica
         self.waiting = ""

@@ -511,9 +511,12 @@ class AdminMethods:
         """Return the state and resources of the process."""
         anonymous, mapped = memory_bytes()
         permit, roles = PERMIT.get(), RULES[_STATUS].roles
-        buckets = [_bucket_status(host) for host in self._catalog.hosts]
-        buckets += map(_damaged_status, self._catalog.damaged)
-        buckets = [one for one in buckets if permit.may(roles, one.name)]
+        hosts = [h for h in self._catalog.hosts if permit.may(roles, h.bucket.identity.name)]
+        buckets = [_bucket_status(host) for host in hosts]
+        damaged = [one for one in self._catalog.damaged if permit.may(roles, one.name)]
+        buckets += map(_damaged_status, damaged)
+        # They have paths of keys and names of identities.
+        problems = self._process.problems() if permit.may_everywhere(("admin",)) else ()
         return admin.GetStatusResponse(
             server_version=__version__,
             server_id=self._process.server_id,
@@ -526,7 +529,7 @@ class AdminMethods:
             loop_delays=_loop_delays(self._process.delays),
             longest_loop_delay_seconds=self._process.delays.longest_ms / 1e3,
             clock=_clock_status(self._process.clock),
-            problems=[problem_of(problem) for problem in self._process.problems()],
+            problems=[problem_of(problem) for problem in problems],
             text_port=self._process.text_port(),
         )
 

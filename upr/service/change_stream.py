@@ -16,7 +16,7 @@ from upr.engine.streams import SHUTTING_DOWN
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.calls import answering, chosen_partitions, loop_micros, read_open
-from upr.service.conversation import read_options
+from upr.service.conversation import check_consumer, read_options
 from upr.service.follow import FollowCall
 from upr.service.overload.callers import Callers, peer_of
 from upr.service.overload.intake import Context, Intake, abort
@@ -326,7 +326,7 @@ class ChangeStreamMethods:
         """Store the positions that the sender may save, and refuse the rest."""
         self._catalog.check_active()
         host = self._catalog.find(request.bucket, request.bucket_version)
-        check_name(request.consumer, "consumer")
+        check_consumer(request.consumer)
         if request.member:
             check_name(request.member, "member")
         async with host.acknowledged.in_order(request.consumer):

@@ -129,6 +129,19 @@ _COPIES: Final = {
 _DIRECTORY: Final = re.compile("[0-9a-f]{16}")
 
 
+def check_consumer(name: str) -> str:
+    """Return the name of a consumer that is no replica.
+
+    Raises:
+        InvalidArgumentError: it is empty or too long, or one of those of replicas.
+    """
+    if name.startswith(REPLICAS_NAME):
+        raise InvalidArgumentError(
+            f"consumer is {shown(name)}; must not begin with {REPLICAS_NAME!r}, as those of replicas do"
+        )
+    return check_name(name, "consumer")
+
+
 def read_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptions:
     """Return the options that an Open asks for.
 
@@ -156,7 +169,7 @@ def read_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptions:
         )
     member, lease = read_member(opening)
     return FollowOptions(
-        check_name(opening.consumer, "consumer") if opening.consumer else "",
+        check_consumer(opening.consumer) if opening.consumer else "",
         opening.stability == types.STABILITY_MEMORY,
         opening.keys_only,
         peer=peer,

@@ -6,6 +6,7 @@ import importlib
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -76,17 +77,23 @@ _REQUEST_LIMITS = {
     "Watch": HEALTH_BYTES,
 }
 _SERVICES = [module.DESCRIPTOR.services_by_name[name].full_name for module, name in _SERVED]
+_HAS_SCHEME = re.compile("[^[].*:")
+"""Beginning of a host that gRPC takes for an address of another kind; that of IPv6 stands in brackets."""
 
 
-def check_listen(address: str, *, insecure: bool) -> bool:
+def check_listen(address: str, *, insecure: bool, guarded: bool = False) -> bool:
     """Return whether the address is loopback.
+
+    Args:
+        guarded: whether what is served there has TLS and identities.
 
     Raises:
         ListenError: it is not HOST:PORT, or neither loopback nor allowed to be insecure.
     """
     host, _, port = address.rpartition(":")
     # gRPC takes the others for sockets that are no TCP.
-    if host in ("", "unix", "unix-abstract", "vsock") or not port.isdigit() or int(port) > 65535:
+    named = host in ("", "unix", "unix-abstract", "vsock")
+    if named or _HAS_SCHEME.match(host) or not port.isdigit() or int(port) > 65535:
         raise ListenError(
             f"listen address is {address!r}; must be HOST:PORT", hint="for example 127.0.0.1:7711"
         )
@@ -95,13 +102,13 @@ def check_listen(address: str, *, insecure: bool) -> bool:
         loopback = bare == "localhost" or ipaddress.ip_address(bare).is_loopback
     except ValueError:
         loopback = False
-    if not loopback and not insecure:
+    if not loopback and not insecure and not guarded:
         raise ListenError(
             f"listen address is {address}; must be loopback without TLS and identities",
             hint="give --tls-cert and --tls-key, and --tokens or --tls-client-ca; or --insecure to listen there without"
             " encryption or authentication",
         )
-    if not loopback:
+    if not loopback and not guarded:
         log.warning(
             "listening for everybody, without TLS or without identities", extra={"address": address}
         )
@@ -191,8 +198,8 @@ class Server:
         if config.encrypted:
             self._tls = Certificates(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._access = Access(config.tokens, config.tls_client_ca is not None, config.open_admin)
-        if self._tls is None or not self._access.has_identities:
-            check_listen(config.listen, insecure=config.insecure)
+        guarded = self._tls is not None and self._access.has_identities
+        check_listen(config.listen, insecure=config.insecure, guarded=guarded)
         loopback = bool(config.http) and check_listen(config.http, insecure=config.insecure)
         self._check_text()
         self._directory = DataDirectory(config.data, must_exist=config.require_data)

@@ -175,7 +175,12 @@ def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) ->
 @click.command("backup")
 @click.option("--full", is_flag=True, help="Read everything anew.")
 @click.option("--restart", is_flag=True, help="Give up what an unfinished run left.")
-@click.option("--target", type=TARGET, envvar="UPR_TARGET", help="HOST:PORT; else as with init.")
+@click.option(
+    "--target",
+    type=TARGET,
+    envvar="UPR_TARGET",
+    help="HOST:PORT; else as with init, without credentials.",
+)
 @login_options
 @click.option(
     "--engine",
@@ -239,7 +244,7 @@ def backup(
         return _take(
             repository,
             reader,
-            target or repository.target,
+            _target(repository, target),
             every,
             as_json,
             full=full,
@@ -249,6 +254,15 @@ def backup(
         )
     finally:
         reader.close()
+
+
+def _target(repository: Repository, target: str | None) -> str:
+    """Return the target that was given, else that of the repository, which others may have written."""
+    if target is None and login().is_secret:
+        raise click.UsageError(
+            f"a token or a certificate needs --target; that of the repository is {repository.target}"
+        )
+    return target or repository.target
 
 
 def _take(
@@ -472,7 +486,12 @@ def _partition(manifest: Manifest, partition: int) -> Json:
 @click.command("verify")
 @click.option("--full", is_flag=True, help="Read every data file, and check each row.")
 @click.option("--against-server", is_flag=True, help="Compare the newest backup with the server.")
-@click.option("--target", type=TARGET, envvar="UPR_TARGET", help="HOST:PORT; else as with init.")
+@click.option(
+    "--target",
+    type=TARGET,
+    envvar="UPR_TARGET",
+    help="HOST:PORT; else as with init, without credentials.",
+)
 @login_options
 @json_option
 @verbose_option
@@ -499,7 +518,7 @@ def verify_command(
     comparison = None
     # What is damaged cannot be compared.
     if against_server and not problems:
-        comparison = _against_server(storage, target or repository.target)
+        comparison = _against_server(storage, _target(repository, target))
         problems += comparison.differences
         document["against_server"] = _document(comparison)
     if as_json:

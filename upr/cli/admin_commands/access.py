@@ -71,14 +71,38 @@ def token() -> None:
     metavar="NAME",
     help="Known by a client certificate with this common name or alternative name, and not by a token.",
 )
+@click.option(
+    "--out",
+    type=_FILE,
+    help="Put the token into a new file, which only you can read, and print nothing.",
+)
 @_tokens_option
 @verbose_option
-def add(name: str, roles: dict[str, set[str] | None], certificate: str, tokens: Path) -> None:
+def add(
+    name: str,
+    roles: dict[str, set[str] | None],
+    certificate: str,
+    out: Path | None,
+    tokens: Path,
+) -> None:
     """Add the identity NAME, and print its new token, this once: the file keeps a hash of it.
 
     A running server takes the file as it is within a second.
     """
-    made = add_identity(tokens, check_name(name, "identity"), roles, certificate)
+    if out is not None and certificate:
+        raise click.UsageError("--out is for a token, and with --certificate there is none")
+    check_name(name, "identity")
+    if out is not None:
+        # Before the identity is there: without a place for its token nobody could use it.
+        with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            try:
+                file.write(add_identity(tokens, name, roles) + "\n")
+            except BaseException:
+                out.unlink()
+                raise
+        note(f"the token of {name!r} is in {out}")
+        return
+    made = add_identity(tokens, name, roles, certificate)
     if made:
         note(f"the token of {name!r}, which is shown only now:")
         click.echo(made)
@@ -156,6 +180,8 @@ def add_context(name: str, token_stdin: bool, **fields: Any) -> None:
         if fields["token_file"] is not None:
             raise click.UsageError("--token-stdin and --token-file do not go together")
         fields["token_file"] = _keep_token(name, sys.stdin.readline().strip())
+    elif fields["token_file"] is None or fields["token_file"].absolute() != _kept_token(name):
+        _drop_token(name, contexts)
     contexts[name] = {
         key: fields[key].absolute() if isinstance(fields[key], Path) else fields[key]
         for key in CONTEXT_FIELDS
@@ -165,13 +191,24 @@ def add_context(name: str, token_stdin: bool, **fields: Any) -> None:
     note(f"context {name!r}: {fields['target']}")
 
 
+def _kept_token(name: str) -> Path:
+    """Return where --token-stdin puts the token of a context."""
+    return contexts_path().with_name(f"{name}.token").absolute()
+
+
+def _drop_token(name: str, contexts: dict[str, dict[str, Any]]) -> None:
+    """Remove the file of a context's token that --token-stdin made."""
+    if contexts.get(name, {}).get("token_file") == str(_kept_token(name)):
+        _kept_token(name).unlink(missing_ok=True)
+
+
 def _keep_token(name: str, text: str) -> Path:
     """Write a token into a file beside the contexts, which only its owner can read."""
     if not text:
         raise click.UsageError("there is no token on stdin")
     if "/" in name or name.startswith("."):
         raise click.UsageError("a context with a token of its own needs a name without '/'")
-    path = contexts_path().with_name(f"{name}.token")
+    path = _kept_token(name)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -215,8 +252,7 @@ def list_contexts(as_json: bool) -> None:
 def remove_context(name: str) -> None:
     """Remove the context NAME. A file that --token-stdin made goes with it."""
     contexts = _with(name)
-    if contexts[name].get("token_file") == str(contexts_path().with_name(f"{name}.token")):
-        contexts_path().with_name(f"{name}.token").unlink(missing_ok=True)
+    _drop_token(name, contexts)
     del contexts[name]
     current, _ = read_contexts()
     write_contexts("" if current == name else current, contexts)

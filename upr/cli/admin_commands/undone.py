@@ -142,7 +142,13 @@ def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[byte
 
 
 def _active_server(target: str) -> str:
-    """Return HOST:PORT of the server that says of itself that it is active."""
+    """Return HOST:PORT of the server that says of itself that it is active.
+
+    Raises:
+        UprError: there is none, or it is none of the target, and credentials would go there.
+    """
+    from upr_client.endpoints import endpoints_of
+
     asked = target
     for _ in range(_HOPS):
         with open_client(asked) as client:
@@ -150,6 +156,12 @@ def _active_server(target: str) -> str:
         if found.active and "," not in asked:
             return asked
         asked = next((one.address for one in found.members if one.active and one.address), target)
+        if login().is_secret and asked != target and asked not in endpoints_of(target):
+            raise UprError(
+                f"the active server is said to be {asked}, which --target does not name; credentials go nowhere else",
+                reason="NOT_OF_TARGET",
+                hint=f"give --target {asked} if that is one of yours",
+            )
     raise UprError(
         "no server of the target says that it is active",
         hint="upr-admin topology shows who is; give its address with --target",

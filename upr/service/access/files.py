@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -18,9 +18,22 @@ from upr_protocol.errors import InvalidArgumentError, UprError
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 0.5
-"""Interval at which files are looked at."""
+LOOK_SECONDS: Final = 0.4
+"""Interval at which files are looked at; they are read when two looks in a row find the same."""
 _T = TypeVar("_T")
+
+
+def signature(paths: Iterable[Path]) -> tuple[tuple[int, ...] | None, ...]:
+    """Return what changes with files: with their content, and with who may read them."""
+    found: list[tuple[int, ...] | None] = []
+    for path in paths:
+        try:
+            stat = os.stat(path)
+            times = stat.st_mtime_ns, stat.st_ctime_ns
+            found.append((stat.st_dev, stat.st_ino, stat.st_size, *times))
+        except OSError:
+            found.append(None)
+    return tuple(found)
 
 
 class Watched(Generic[_T]):
@@ -28,7 +41,7 @@ class Watched(Generic[_T]):
 
     Args:
         what: names it in log and errors.
-        load: makes it; may raise UprError, OSError or ValueError.
+        load: makes it; may raise anything.
 
     Attributes:
         value: the newest one that could be made.
@@ -43,22 +56,12 @@ class Watched(Generic[_T]):
         self._paths = paths
         self._load = load
         self.problem: UprError | None = None
-        self._seen = self._signature()
+        self._used: object = signature(paths)
+        self._seen: object = self._used
         try:
             self.value = load()
-        except (UprError, OSError, ValueError) as error:
+        except Exception as error:
             raise self._unusable(error) from error
-
-    def _signature(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Return what changes with the files."""
-        found: list[tuple[int, ...] | None] = []
-        for path in self._paths:
-            try:
-                stat = os.stat(path)
-                found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-            except OSError:
-                found.append(None)
-        return tuple(found)
 
     def _unusable(self, error: Exception) -> UprError:
         if isinstance(error, UprError):
@@ -73,14 +76,15 @@ class Watched(Generic[_T]):
 
     async def look(self) -> bool:
         """Read the files again if they changed; return whether there is a new value."""
-        seen = await asyncio.to_thread(self._signature)
-        if seen == self._seen:
-            return False
-        # As it was before the reading: a file that changes meanwhile is read once more.
-        self._seen = seen
         try:
-            self.value = await asyncio.to_thread(self._load)
-        except (UprError, OSError, ValueError) as error:
+            before, self._seen = self._seen, await asyncio.to_thread(signature, self._paths)
+            # Who writes a file in place may have written a part of it.
+            if self._seen == self._used or self._seen != before:
+                return False
+            value = await asyncio.to_thread(self._load)
+        except Exception as error:
+            # Not used: it is read again with the next look, because the trouble may pass by itself.
+            self._used = None
             told = self.problem is not None
             self.problem = self._unusable(error)
             if not told:
@@ -89,7 +93,8 @@ class Watched(Generic[_T]):
                     extra={"file": self._what, "error": str(self.problem)},
                 )
             return False
-        self.problem = None
+        # As it was before the reading: a file that changes meanwhile is read once more.
+        self.value, self._used, self.problem = value, self._seen, None
         log.info("a changed file is used", extra={"file": self._what})
         return True
 
@@ -118,14 +123,17 @@ class Certificates:
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         """Read the files, and check that gRPC can use them: it says nothing, and refuses every connection, if not."""
+        paths = self._cert, self._key, self._client_ca
         chain, key = self._cert.read_bytes(), self._key.read_bytes()
         roots = self._client_ca.read_bytes() if self._client_ca is not None else None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # A password, or OpenSSL asks for one at the terminal.
         context.load_cert_chain(self._cert, self._key, password="")
         if roots is not None:
-            context.load_verify_locations(cadata=roots.decode("ascii"))
-        if (self._cert.read_bytes(), self._key.read_bytes()) != (chain, key):
+            # By its path: comments in the file may be in any language.
+            context.load_verify_locations(self._client_ca)
+        read = [None if path is None else path.read_bytes() for path in paths]
+        if read != [chain, key, roots]:
             raise ValueError("the files change")
         return grpc.ssl_server_certificate_configuration([(key, chain)], roots)
 

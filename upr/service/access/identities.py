@@ -13,11 +13,12 @@ There are no roles for key prefixes. Seqnos, snapshot markers, positions and cut
 that such a caller must not see.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -207,35 +208,63 @@ def add_identity(
     line: dict[str, Any] = {"name": name}
     line |= {"certificate": certificate} if certificate else {"token_sha256": digest_of(token)}
     line |= {role: True if among is None else sorted(among) for role, among in roles.items()}
-    text = path.read_text() if path.exists() else ""
-    text += "" if not text or text.endswith("\n") else "\n"
-    _replace(path, text + json.dumps(line) + "\n")
+
+    def added(text: str) -> str:
+        return text + ("" if not text or text.endswith("\n") else "\n") + json.dumps(line) + "\n"
+
+    _change(path, added)
     return token
 
 
 def revoke_identity(path: Path, name: str) -> bool:
-    """Remove an identity from a file; return whether there was one."""
-    text = path.read_text()
-    lines = text.splitlines(keepends=True)
-    left = [line for line in lines if (one := _parsed(line)) is None or one.name != name]
-    if len(left) == len(lines):
-        return False
-    _replace(path, "".join(left))
-    return True
+    """Remove an identity from a file; return whether there was one.
+
+    Raises:
+        UprError, OSError: the file is malformed, or cannot be read or replaced.
+    """
+    path.stat()
+
+    def left(text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        return "".join(x for x in lines if (one := _parsed(x)) is None or one.name != name)
+
+    return _change(path, left)
+
+
+def _change(path: Path, change: Callable[[str], str]) -> bool:
+    """Change a file in one step, and return whether that made a difference.
+
+    A server never reads a part, and commands that run at the same time wait for each other. A link stays one.
+    """
+    path = path.resolve()
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        before = path.read_text() if path.exists() else ""
+        after = change(before)
+        if after != before:
+            Identities(after)
+            _replace(path, after)
+            os.fsync(folder)
+        return after != before
+    finally:
+        os.close(folder)
 
 
 def _replace(path: Path, text: str) -> None:
-    """Check the new content, and put it in place of the file in one step: a server never reads a part."""
-    Identities(text)
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        if path.exists():
-            # A server of another user goes on reading it.
-            found = path.stat()
-            os.fchown(file.fileno(), found.st_uid, found.st_gid)
-            os.fchmod(file.fileno(), found.st_mode & 0o777)
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            if path.exists():
+                # A server of another user goes on reading it.
+                found = path.stat()
+                os.fchown(file.fileno(), found.st_uid, found.st_gid)
+                os.fchmod(file.fileno(), found.st_mode & 0o777)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

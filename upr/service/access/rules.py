@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 OWNER: Final = everything("the owner of the data directory")
 ANYONE: Final = everything("anyone")
-_BEARER: Final = "Bearer "
+_BEARER: Final = "bearer"
 _HEALTH_BUCKET: Final = "bucket/"
 
 
@@ -54,7 +54,7 @@ class Rule:
         scope: for which buckets it is needed.
         bucket: the field of the request that names the bucket.
         needs: returns the roles that a request asks for, where they depend on it.
-        destroys: returns whether a request takes away what nothing brings back.
+        destroys: returns whether a request takes away what nothing brings back, or lets its caller do so later.
         is_open: whether it needs no credentials, unless it names a bucket.
     """
 
@@ -110,8 +110,8 @@ RULES: Final[Mapping[str, Rule]] = {
     f"{_KEYS}Get": _of("read"),
     f"{_SETS}GetTopology": _of("read replicate admin", scope=Scope.SOME),
     f"{_SETS}Promote": _of("admin", scope=Scope.SERVER, destroys=lambda request: request.force),
-    f"{_SETS}Meet": _of("replicate", scope=Scope.SERVER),
-    f"{_SETS}Promise": _of("replicate", scope=Scope.SERVER),
+    f"{_SETS}Meet": _of("replicate", scope=Scope.SERVER, destroys=_always),
+    f"{_SETS}Promise": _of("replicate", scope=Scope.SERVER, destroys=_always),
     "/grpc.health.v1.Health/Check": _HEALTH,
     "/grpc.health.v1.Health/Watch": _HEALTH,
     # Its answer has the names of all buckets.
@@ -150,6 +150,10 @@ class Permit:
     def may(self, roles: Iterable[str], bucket: str) -> bool:
         """Return whether the caller has one of the roles for a bucket."""
         return self._identity.may(roles, bucket)
+
+    def may_everywhere(self, roles: Iterable[str]) -> bool:
+        """Return whether the caller has one of the roles for all buckets."""
+        return self._identity.may_everywhere(roles)
 
     @property
     def replicates(self) -> bool:
@@ -208,7 +212,10 @@ class Permit:
         name = self._method.rpartition("/")[2]
         error: PermissionDeniedError | UnauthenticatedError
         if self._identity is NOBODY:
-            error = UnauthenticatedError(f"{name} takes a token or a certificate", hint=_HINT)
+            error = UnauthenticatedError(
+                f"{name} takes a token or a certificate that is in the file of identities",
+                hint=_HINT,
+            )
         else:
             words = f"{name} {why}; the caller is {self._identity.name!r}"
             error = PermissionDeniedError(words, hint=hint)
@@ -233,8 +240,9 @@ class Permit:
 
 
 def _of_token(identities: Identities, shown: str) -> Identity:
-    found = identities.of_token(shown.removeprefix(_BEARER).strip())
-    if found is None or not shown.startswith(_BEARER):
+    scheme, _, token = shown.partition(" ")
+    found = identities.of_token(token.strip())
+    if found is None or scheme.lower() != _BEARER:
         raise UnauthenticatedError("the token is unknown or was revoked", hint=_HINT)
     return found
 

@@ -386,13 +386,13 @@ class Catalog:
         if nameless is not None:
             # Not BucketNotFoundError: on that, its consumers would drop their data.
             return DataDamagedError(
-                f"there is no bucket {shown(name)}, but one whose name cannot be read: {nameless.problem.message}",
-                hint=nameless.problem.hint,
+                f"there is no bucket {shown(name)}, but one whose name cannot be read",
+                hint="the server's log and 'upr-admin status' say more",
             )
-        known = ", ".join(sorted(self._hosts))
+        # None of the others by name: the caller may not be allowed to know of them.
         return BucketNotFoundError(
             f"there is no bucket {shown(name)}",
-            hint=f"known: {known}" if known else "'upr-admin bucket create' makes one",
+            hint="'upr-admin bucket list' shows all, and 'create' makes one",
         )
 
     def of(self, request: Any) -> BucketService:

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -68,8 +68,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
         async def received(_: object, context: Context) -> Any:
             try:
-                permit = self._admitted(method, context)
                 with ExitStack() as opened:
+                    permit = opened.enter_context(self._admitted(method, context))
                     if name in _IN_ORDER:
                         connection = context.peer()
                         turn = turns.get(connection) or turns.setdefault(connection, asyncio.Lock())
@@ -136,13 +136,21 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         context.add_done_callback(taken)  # type: ignore[arg-type]  # (the stubs are wrong)
         return True
 
-    def _admitted(
-        self, method: str, context: Context, end: Callable[[], object] | None = None
-    ) -> Permit:
-        """Admit a call, and let its method see the permit."""
-        permit = self._access.admit(method, context, end)
+    @contextmanager
+    def _admitted(self, method: str, context: Context) -> Iterator[Permit]:
+        """Admit a call, let its method see the permit, and end the body when the identity has lost it."""
+        task = asyncio.current_task()
+        assert task is not None
+        permit = self._access.admit(method, context, task.cancel)
         PERMIT.set(permit)
-        return permit
+        with self._access.lasting(permit):
+            try:
+                yield permit
+            except asyncio.CancelledError:
+                if not permit.ended:
+                    raise
+                task.uncancel()
+                raise ended_error() from None
 
     def _streaming(self, name: str, handler: Any, method: str) -> Any:
         """Return the handler of a method with many requests."""
@@ -153,19 +161,10 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
         async def counted(messages: Any, context: Context) -> None:
             peer = peer_of(context.peer())
-            task = asyncio.current_task()
-            assert task is not None
             try:
-                permit = self._admitted(method, context, task.cancel)
-                with callers.open(name, peer), self._access.lasting(permit):
+                with self._admitted(method, context), callers.open(name, peer):
                     await callers.pay(peer, 2 * CALL_SECONDS)
-                    try:
-                        await serve(messages, context)
-                    except asyncio.CancelledError:
-                        if not permit.ended:
-                            raise
-                        task.uncancel()
-                        raise ended_error() from None
+                    await serve(messages, context)
             except UprError as error:
                 await abort(context, error)
 
