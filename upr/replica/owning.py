@@ -581,7 +581,7 @@ class Owning:
 
     async def _count(self) -> None:
         """Count the replicas that are in step, and count this server no more when another has all that it had."""
-        row = self.standing.row
+        row = self._recounted(self.standing.row)
         for directory, one in sorted(self.meeting.met.items()):
             if one.in_step and directory not in row.counted and self.meeting.registered(directory):
                 row = row.counting(directory)
@@ -600,6 +600,24 @@ class Owning:
         if self.active and self.standing.owns:
             self._count_copies()
 
+    def _recounted(self, row: Row) -> Row:
+        """Return the row with this server counted, if a counted one has less than it acknowledged.
+
+        It stays counted until one has all that is here now, as when it began to serve: the other could be promoted alone.
+        """
+        fallen: set[str] = set()
+        for host in self._catalog.hosts:
+            fallen |= host.bucket.copies.fallen
+            host.bucket.copies.fallen.clear()
+        if fallen.isdisjoint(row.counted):
+            return row
+        log.warning(
+            "a counted server has less than it acknowledged: this one is counted too until another has all",
+            extra={"servers": ", ".join(sorted(map(self.meeting.named, fallen & row.counted)))},
+        )
+        self._note_floor()
+        return row if row.owner in row.counted else row.counting(row.owner)
+
     def _count_copies(self) -> None:
         """Tell the buckets whose acknowledgements count.
 
@@ -612,6 +630,7 @@ class Owning:
         in_step = {directory for directory, one in met.items() if one.in_step}
         for host in self._catalog.hosts:
             host.bucket.count(self._known, in_step)
+            host.bucket.may_undo = bool(others)
 
 
 def _held(high: U64) -> Held:
