@@ -581,7 +581,8 @@ class Owning:
 
     async def _count(self) -> None:
         """Count the replicas that are in step, and count this server no more when another has all that it had."""
-        row = self._recounted(self.standing.row)
+        await self._recount()
+        row = self.standing.row
         for directory, one in sorted(self.meeting.met.items()):
             if one.in_step and directory not in row.counted and self.meeting.registered(directory):
                 row = row.counting(directory)
@@ -600,23 +601,23 @@ class Owning:
         if self.active and self.standing.owns:
             self._count_copies()
 
-    def _recounted(self, row: Row) -> Row:
-        """Return the row with this server counted, if a counted one has less than it acknowledged.
+    async def _recount(self) -> None:
+        """Count this server again, if a counted one has less than it acknowledged: that one could be promoted alone.
 
-        It stays counted until one has all that is here now, as when it began to serve: the other could be promoted alone.
+        It stays counted until one has all that is here now, as when it began to serve.
         """
-        fallen: set[str] = set()
-        for host in self._catalog.hosts:
-            fallen |= host.bucket.copies.fallen
-            host.bucket.copies.fallen.clear()
-        if fallen.isdisjoint(row.counted):
-            return row
-        log.warning(
-            "a counted server has less than it acknowledged: this one is counted too until another has all",
-            extra={"servers": ", ".join(sorted(map(self.meeting.named, fallen & row.counted)))},
-        )
-        self._note_floor()
-        return row if row.owner in row.counted else row.counting(row.owner)
+        hosts, row = list(self._catalog.hosts), self.standing.row
+        fallen = set().union(*(host.bucket.copies.fallen for host in hosts))
+        if not fallen.isdisjoint(row.counted):
+            self._note_floor()
+            counting = row if row.owner in row.counted else row.counting(row.owner)
+            await self.store(lambda standing: standing.learned(counting))
+            log.warning(
+                "a counted server has less than it acknowledged: this one is counted too until another has all",
+                extra={"servers": ", ".join(sorted(map(self.meeting.named, fallen & row.counted)))},
+            )
+        for host in hosts:
+            host.bucket.copies.fallen -= fallen
 
     def _count_copies(self) -> None:
         """Tell the buckets whose acknowledgements count.
