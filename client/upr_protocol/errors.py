@@ -108,7 +108,7 @@ class PartitionNotActiveError(UprError):
 
 
 class TooFewReplicasError(UprError):
-    """Fewer replicas are there than ``replicated(k)`` asks for; the write was refused before it was numbered."""
+    """Fewer replicas are there than ``replicated(k)`` asks for: the write was not numbered, or the stream not begun."""
 
     default_reason = "TOO_FEW_REPLICAS"
     default_retriable = True

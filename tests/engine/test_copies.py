@@ -13,12 +13,13 @@ from tests.engine.test_follower_steps import bucket, commit, flush
 from tests.engine.test_replication import entry, write
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket, Written
-from upr.engine.follower import Follower
+from upr.engine.follower import Follower, PlainStarts
 from upr.engine.partitions import ACTIVE, REPLICA, Copies, DurableMarkers
 from upr.engine.streams import NOT_ACTIVE, EndReason, FollowOptions, Refused, Started, StartRequest
 from upr.storage.blocks import Encoded
+from upr.storage.keyspace import ProducerRow
 from upr.storage.read import ReadResult
-from upr_protocol.block import I64, U64, Block, build_block, make_runs, sealed, slice_runs
+from upr_protocol.block import I64, START, U64, Block, build_block, make_runs, sealed, slice_runs
 from upr_protocol.errors import PartitionNotActiveError, TooFewReplicasError
 from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import PARTITIONS
@@ -43,9 +44,11 @@ def test_stable_is_what_a_model_says(seed: int) -> None:
     durable = dict.fromkeys((A, B), 0)
     known: dict[str, dict[int, int]] = {}
     counted: set[str] = set()
+    connected: set[str] = set()
     for _ in range(60):
         partition, one = rng.choice((A, B)), rng.choice((ONE, TWO, THREE))
-        match rng.choice(("durable", "told", "told", "count", "started", "term")):
+        events = ("durable", "told", "told", "count", "started", "connected", "left", "term")
+        match rng.choice(events):
             case "durable":
                 start = durable[partition]
                 durable[partition] += rng.randrange(1, 5)
@@ -62,7 +65,15 @@ def test_stable_is_what_a_model_says(seed: int) -> None:
                 copies.count(frozenset(counted), counted)
                 if before != counted:
                     # Who is neither counted nor connected is forgotten.
-                    known = {d: seqnos for d, seqnos in known.items() if d in counted}
+                    known = {d: seqnos for d, seqnos in known.items() if d in counted | connected}
+            case "connected" if one not in connected:
+                copies.connected[one] += 1
+                connected.add(one)
+            case "left" if one in connected:
+                copies.left(one)
+                connected.discard(one)
+                if one not in counted:
+                    known.pop(one, None)
             case "started":
                 seqno = rng.randrange(20)
                 copies.started(one, partition, seqno)
@@ -153,6 +164,106 @@ def test_what_was_applied_before_waits_and_is_not_refused() -> None:
     b.partitions.state[:] = REPLICA
     with pytest.raises(PartitionNotActiveError):
         b.write(rows, b"writer", call, 1, 2, {}, copies=1)
+
+
+def test_at_a_promoted_server_an_older_number_waits_for_all_that_is_there() -> None:
+    b = bucket()
+    # As it followed the owner: the rows without their numbers, and of these the newest.
+    b.recovered([entry((A, 0, 9, 9))])
+    call = b.open_producer(b"writer", 9)
+    stored = {A: ProducerRow(9, int(b.partitions.newest_id[A]), 8, 9)}
+    rows = sealed(replace(build_block([b"k"], [b"1"]), runs=make_runs([A], 1)))
+    again = b.write(rows, b"writer", call, 5, 2, stored, copies=1)
+    assert again.duplicate
+    assert again.runs["end_seqno"].tolist() == [0]
+    assert not b.is_stable(again, 1)
+    other = replica(b, ONE, A)
+    b.count(frozenset({ONE}), {ONE})
+    sent(other)
+    other.acknowledge(*told(p3=9), now=1)
+    # What is written later is nothing to it.
+    put(b, A)
+    commit(b)
+    flush(b)
+    assert b.is_stable(again, 1)
+
+
+def test_the_rest_of_a_write_that_was_applied_in_part_is_not_numbered_with_too_few_replicas() -> (
+    None
+):
+    b = bucket()
+    write(b, 1, A)
+    call = b.open_producer(b"writer", None)
+    rows = build_block([b"k", b"l"], [b"1", b"1"])
+    both = sealed(replace(rows, runs=make_runs([A, B], 1)))
+    again = b.write(both, b"writer", call, 1, 2, {}, copies=1)
+    assert again.runs["partition"].tolist() == [A]
+    assert {p: why.reason for p, why in again.refused.items()} == {B: "TOO_FEW_REPLICAS"}
+    assert not b.partitions.high[B]
+    replica(b, ONE)
+    b.count(frozenset({ONE}), {ONE})
+    other = b.open_producer(b"writer", None)
+    assert not b.write(both, b"writer", other, 1, 2, {}, copies=1).refused
+    assert b.partitions.high[B] == 1
+
+
+def test_what_is_left_of_a_call_that_was_replaced_does_not_count() -> None:
+    b = bucket()
+    old = replica(b, ONE, A)
+    b.count(frozenset({ONE}), {ONE})
+    put(b, A)
+    commit(b)
+    sent(old)
+    old.acknowledge(*told(p3=1), now=1)
+    assert (b.copies.stable(1)[A], b.copies.fallen) == (1, set())
+    # It lost what it had.
+    replica(b, ONE, A)
+    assert (b.copies.stable(1)[A], b.copies.fallen) == (0, {ONE})
+    old.acknowledge(*told(p3=1), now=1)
+    assert b.copies.stable(1)[A] == 0
+
+
+def test_a_call_that_is_not_registered_says_nothing_of_what_the_replica_has() -> None:
+    b = bucket()
+    follower = replica(b, ONE, A)
+    b.count(frozenset({ONE}), {ONE})
+    put(b, A)
+    commit(b)
+    sent(follower)
+    follower.acknowledge(*told(p3=1), now=1)
+    options = FollowOptions("", memory=True, directory=ONE, address="127.0.0.1:1")
+    anonymous = Follower(b, options, CreditWindow(), lambda: None)
+    b.add_follower(anonymous)
+    start(anonymous, A)
+    assert b.copies.stable(1)[A] == 1
+
+
+def test_a_stream_of_a_replica_counts_however_it_is_begun() -> None:
+    b = bucket()
+    b.begin_term()
+    follower = replica(b, ONE)
+    b.count(frozenset({ONE}), {ONE})
+    table = np.zeros(1, START)
+    table["partition"], table["failover_id"] = A, b.partitions.newest_id[A]
+    _, others = follower.start_plain(PlainStarts.read(table.tobytes(), until_now=False))
+    follower.start(others)
+    put(b, A)
+    commit(b)
+    sent(follower)
+    follower.acknowledge(*told(p3=1), now=1)
+    assert b.copies.stable(1)[A] == 1
+
+
+def test_only_writes_that_wait_for_replicas_are_woken_by_them() -> None:
+    b = bucket()
+    woken: list[None] = []
+    b.on_stable = lambda: woken.append(None)
+    b.count(frozenset({ONE}), {ONE})
+    b.acknowledged(ONE, *told(p3=1))
+    assert not woken
+    b.waiting_for_copies += 1
+    b.acknowledged(ONE, *told(p3=2))
+    assert len(woken) == 1
 
 
 def test_an_acknowledgement_of_an_older_term_does_not_count() -> None:
@@ -337,6 +448,9 @@ def test_a_flush_takes_what_a_replica_has_and_the_rest_when_room_is_needed() -> 
         put(b, A)
         put(b, A, B)
     commit(b)
+    # As after its start, or stepping down: nobody is counted yet.
+    b.may_undo = True
+    assert b.begin_flush(wanted=False) is None
     b.count(frozenset({ONE}), {ONE})
     assert b.begin_flush(wanted=False) is None
     sent(other)
@@ -346,9 +460,7 @@ def test_a_flush_takes_what_a_replica_has_and_the_rest_when_room_is_needed() -> 
     assert plan is not None
     assert len(plan.entries) == 3
     b.end_flush(complete=False)
-    flush(b)
-    assert (b.partitions.stored[A], b.partitions.stored[B]) == (3, 1)
-    assert b.begin_flush(wanted=False) is None
+    # A replica that is slow holds up nobody: all that is there, not what it has.
     flush(b)
     assert (b.partitions.stored[A], b.partitions.stored[B]) == (6, 3)
 

@@ -180,7 +180,7 @@ class Rounds:
                 writer.go_on()
             if held is not replicas[-1] or self._rng.random() < 0.2:
                 proxy.heal()
-        if self._rng.random() < 0.8:
+        if self._rng.random() < 0.8 or not self.counts["rounds"]:
             # What nobody else has.
             for proxy in self._proxies:
                 proxy.black_hole(*DIRECTIONS)

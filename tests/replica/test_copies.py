@@ -1,6 +1,7 @@
 """Writes and followers at ``replicated(k)``, with real servers: what is acknowledged or shown is on the replicas' disks."""
 
 import os
+import shutil
 import signal
 import threading
 
@@ -187,3 +188,24 @@ def test_a_follower_sees_only_what_no_promotion_undoes(server_process: StartServ
         wait_for(lambda: set(safe.state().values()) == {b"v", b"w"}, "what was written again")
         assert not safe.seen & {key for key, _ in lost}
         assert (safe.rollbacks, early.rollbacks > 0) == (0, True)
+
+
+def test_an_owner_counts_itself_again_when_a_replica_has_lost_what_it_acknowledged(
+    server_process: StartServer,
+) -> None:
+    active, replica = start_set(server_process)
+    with Client(active.target) as client:
+        client.bucket().set(b"k", b"v", durability="replicated(1)")
+        replica.kill()
+        shutil.rmtree(replica.data / "buckets")
+        replica.start()
+        words = "a counted server has less than it acknowledged"
+        wait_for(lambda: words in active.log_text(), "the owner to see it")
+        # And no more when that one has all of it again.
+        wait_until_counted([active, replica], active)
+        client.bucket().set(b"after", b"v", durability="replicated(1)")
+    active.kill()
+    done = run("promote", "--target", replica.target)
+    assert done.exit_code == 0, done.output
+    with Client(replica.target) as client:
+        assert client.bucket().get_many([b"k", b"after"]) == {b"k": b"v", b"after": b"v"}

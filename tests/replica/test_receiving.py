@@ -200,6 +200,7 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
         wire.FollowResponse(frame=frame),
     )
     receiving = Receiving(host, upstream, Introduction("d", "s", "a", False), [3])
+    assert host.bucket.may_undo
     task = asyncio.create_task(receiving.run())
 
     def acknowledged() -> list[tuple[int, int]]:
@@ -211,6 +212,8 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
     for _ in range(TURNS):
         await asyncio.sleep(0)
     assert acknowledged() == [(3, 2)]
+    # Nothing is to be undone, so that it flushes as everybody.
+    assert not host.bucket.may_undo
     # The upstream became active: it has forgotten that.
     ended = wire.Ended(
         streams=[wire.EndedStream(partition=3, token=7)],
@@ -223,4 +226,5 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
     assert sum(one.HasField("start") for one in upstream.told) == 2
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+    assert host.bucket.may_undo
     await host.close()

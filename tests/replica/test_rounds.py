@@ -13,3 +13,6 @@ def test_what_is_replicated_survives_promotions(server_process: StartServer) -> 
             rounds.run()
         rounds.check()
         assert rounds.counts["rounds"] == 2
+        # It was hard: something was lost that was promised to nobody.
+        assert rounds.counts["undone at disk"] > 0
+        assert rounds.counts["rollbacks at disk"] > 0

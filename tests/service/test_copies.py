@@ -111,13 +111,65 @@ async def test_what_is_not_acknowledged_in_time_is_unknown(
     call.send(1, rows(b"k"), REPLICATED)
     told = await answer(call)
     assert (told.refused.reason, told.refused.retriable) == ("UNKNOWN_OUTCOME", True)
-    assert "on 1 replicas within" in told.refused.message
+    assert "durable here and at 1 of the counted replicas within" in told.refused.message
     # Sent again it is told what became of it.
     world.acknowledge(b"k")
     call.send(1, rows(b"k"), REPLICATED, previous=1)
     again = await answer(call)
     assert again.duplicate
     assert not again.HasField("refused")
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_stops_waits_for_no_replica(world: World) -> None:
+    call = await world.call()
+    call.send(1, rows(b"k"), REPLICATED)
+    await settled(world, 1)
+    world.methods.shut_down()
+    told = await answer(call)
+    assert told.refused.reason == "UNKNOWN_OUTCOME"
+    assert "stopping" in told.refused.message
+
+
+@pytest.mark.asyncio
+async def test_a_request_for_a_flush_that_comes_when_the_time_is_up_is_not_lost(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flusher, asked = world.host.flusher, asyncio.Queue[bool]()
+
+    async def flush(*, wanted: bool) -> bool:
+        asked.put_nowait(wanted)
+        flusher._flush_seconds = 3600
+        return True
+
+    def old() -> bool:
+        flusher.wanted.set()
+        return True
+
+    monkeypatch.setattr(flusher, "flush", flush)
+    monkeypatch.setattr(flusher, "_tail_is_old", old)
+    monkeypatch.setattr(flusher, "_seconds_to_flush", lambda: 0 if asked.empty() else 3600)
+    task = asyncio.create_task(flusher.run())
+    async with asyncio.timeout(WAIT_SECONDS):
+        assert await asked.get()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_may_have_to_undo_flushes_nothing_for_age(world: World) -> None:
+    bucket = world.host.bucket
+    await world.host.write(rows(b"k"), b"", None, 0)
+    await settled(world, 1)
+    assert not bucket.may_undo
+    await world.host.step_down(fenced=True)
+    assert bucket.begin_flush(wanted=False) is None
+    # Active again, until it is known who is counted.
+    await world.host.activate(2, {})
+    assert bucket.begin_flush(wanted=False) is None
+    bucket.may_undo = False
+    assert bucket.begin_flush(wanted=False) is not None
+    bucket.end_flush(complete=False)
 
 
 @pytest.mark.asyncio
@@ -131,6 +183,7 @@ async def test_nothing_is_answered_as_replicated_by_a_server_that_stepped_down(
     told = await answer(call)
     assert told.refused.reason == "UNKNOWN_OUTCOME"
     assert "stepped down" in told.refused.message
+    assert "the server that is active" in told.refused.hint
     # What replicas acknowledge from now on is not told to it.
     world.host.bucket.count(frozenset({ONE}), {ONE})
     world.acknowledge(b"k")

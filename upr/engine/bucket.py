@@ -31,6 +31,7 @@ from upr_protocol.errors import (
     ProtocolError,
     SeqnoExhaustedError,
     StorageFailedError,
+    TooFewReplicasError,
     TooManyError,
     UprError,
 )
@@ -102,6 +103,8 @@ class Written:
     Attributes:
         runs: what was applied, with the seqnos given.
         failover_ids: uint64, one a run.
+        ends: uint64, one a run: what must be stable. Of what was applied at seqnos that are not known any more, the
+            high seqno when it was asked, which is not below them.
         entry: durable when the tail's ``durable`` is above it; -1: durable already.
         duplicate: whether the whole Write had been applied before.
         term: in which it was answered, see ``Copies``.
@@ -110,6 +113,7 @@ class Written:
 
     runs: Runs
     failover_ids: U64
+    ends: U64
     entry: int
     duplicate: bool
     refused: dict[int, UprError]
@@ -171,8 +175,12 @@ class Bucket:
         self.tail = Tail()
         self.markers = DurableMarkers(partitions.complete, partitions.horizon)
         self.copies = Copies(self.markers)
+        self.waiting_for_copies = 0
+        """Number of writes that wait for replicas."""
         self.on_stable: Callable[[], None] = lambda: None
-        """Called when more may be stable at replicas."""
+        """Called when more may be stable at replicas, while writes wait for it."""
+        self.may_undo = False
+        """Whether this server may have to undo what no counted replica has: a flush for age leaves that in the tail."""
         self.proven = proven
         self.failure: StorageFailedError | None = None
         self.followers: set[OpenFollower] = set()
@@ -258,17 +266,19 @@ class Bucket:
             now: microseconds since the epoch.
             stored: the producer's rows in the store by partition, read since the tail was last shortened. Needed
                 for a number that is not above the producer's last.
-            copies: the number of replicas that must be there for it; nothing is numbered with fewer.
+            copies: the number of replicas that must be there for it; nothing is numbered with fewer. Partitions refuse
+                what was not applied before of a write that was applied in part.
 
         Raises:
             ContentDiffersError: see ``Producer.check_place``.
             TooFewReplicasError: see ``copies``.
+            PartitionNotActiveError: it was applied before, and only the active server knows what replicas have.
             StorageFailedError: the journal failed; nothing is numbered any more.
         """
-        known = None
+        known = short = None
         if call is not None and number <= call.producer.last_number:
             known = self.known(call, number, block.runs, stored)
-            self._check_copies(copies, block.runs, known)
+            short = self._check_copies(copies, block.runs, known)
             if known.seen.all():
                 call.carried = number
                 return self._written(known.runs, known.entry, True, {})
@@ -282,7 +292,7 @@ class Bucket:
             block = select_runs(block, ~known.seen)
         else:
             self._check_copies(copies, block.runs, None)
-        block, refused = self._admit(block, call)
+        block, refused = self._admit(block, call, short)
         if call is not None:
             call.carried = number
         if not len(block.runs):
@@ -295,7 +305,7 @@ class Bucket:
         self._wake(memory=True)
         if known is None or not known.seen.any():
             ids = self.partitions.newest_id[runs["partition"]]
-            return Written(runs, ids, entry, False, refused, self.copies.term)
+            return Written(runs, ids, runs["end_seqno"], entry, False, refused, self.copies.term)
         runs = np.concatenate((runs, known.runs))
         runs = runs[np.argsort(runs["partition"])]
         return self._written(runs, entry, False, refused)
@@ -304,25 +314,35 @@ class Bucket:
         self, runs: Runs, entry: int, duplicate: bool, refused: dict[int, UprError]
     ) -> Written:
         """Return an outcome of which some may have been applied before."""
-        return Written(runs, self._ids(runs), entry, duplicate, refused, self.copies.term)
+        ends = runs["end_seqno"]
+        ends = np.where(ends == 0, self.partitions.high[runs["partition"]], ends)
+        ids = self._ids(runs)
+        return Written(runs, ids, ends, entry, duplicate, refused, self.copies.term)
 
     # Copies
 
-    def _check_copies(self, copies: int, runs: Runs, known: Known | None) -> None:
-        """Raise unless so many replicas are there for a write; what was applied of it before only waits for them.
+    def _check_copies(
+        self, copies: int, runs: Runs, known: Known | None
+    ) -> TooFewReplicasError | None:
+        """Check that so many replicas are there for a write; what was applied of it before only waits for them.
+
+        Returns:
+            Why the rest of a write that was applied in part must be refused.
 
         Raises:
             TooFewReplicasError: nothing of it was applied before.
             PartitionNotActiveError: some of it was, and only the active server knows what replicas have.
         """
         if not copies:
-            return
+            return None
         applied = known is not None and bool(known.seen.any())
         active = self.partitions.state[runs["partition"]] == ACTIVE
-        if active.any() and not applied:
-            self.copies.check(copies)
-        elif applied and not active.all():
+        if applied and not active.all():
             raise self.partitions.refusal(int(runs["partition"][~active][0]))
+        short = self.copies.shortage(copies)
+        if short is not None and not applied and active.any():
+            raise short
+        return short
 
     def begin_term(self) -> None:
         """Forget what replicas acknowledged: the bucket became active, or is active no more.
@@ -331,6 +351,7 @@ class Bucket:
         is no more, who is shown what is stable must go to another server.
         """
         self.copies.begin_term()
+        self.may_undo = True
         active = bool((self.partitions.state == ACTIVE).any())
         for follower in list(self.followers):
             if active and follower.options.is_replica:
@@ -352,16 +373,15 @@ class Bucket:
         for follower in self.followers:
             if follower.options.copies:
                 follower.wake()
-        self.on_stable()
+        if self.waiting_for_copies:
+            self.on_stable()
 
     def is_stable(self, written: Written, copies: int) -> bool:
         """Return whether all of a write is stable(copies), since its term began and before that ended."""
         if written.term != self.copies.term:
             return False
-        partitions, ends = written.runs["partition"], written.runs["end_seqno"]
-        # What was applied earlier, at seqnos that are no longer known, was stored.
-        ends = np.where(ends == 0, self.partitions.stored[partitions], ends)
-        return bool((ends <= self.copies.stable(copies)[partitions]).all())
+        stable = self.copies.stable(copies)[written.runs["partition"]]
+        return bool((written.ends <= stable).all())
 
     # Receiving
 
@@ -480,16 +500,20 @@ class Bucket:
         table.complete[partitions] = table.horizon[partitions] = runs["end_seqno"]
         return runs
 
-    def _admit(self, block: Block, call: ProducerCall | None) -> tuple[Block, dict[int, UprError]]:
-        """Return which runs of a block can be numbered, and the errors of the others."""
+    def _admit(
+        self, block: Block, call: ProducerCall | None, short: TooFewReplicasError | None
+    ) -> tuple[Block, dict[int, UprError]]:
+        """Return which runs of a block can be numbered, and the errors of the others; with ``short`` none can."""
         table = self.partitions
         partitions = block.runs["partition"]
         admitted = table.state[partitions] == ACTIVE
         room = table.high[partitions] + block.runs["count"] <= SEQNO_MAX
         refusing = call.refusing if call is not None else ()
-        if admitted.all() and room.all() and not refusing:
+        if admitted.all() and room.all() and not refusing and short is None:
             return block, {}
         refused: dict[int, UprError] = {}
+        if short is not None:
+            refused = dict.fromkeys(partitions.tolist(), short)
         for partition in partitions[~admitted].tolist():
             refused[partition] = table.refusal(partition)
         for partition in partitions[admitted & ~room].tolist():
@@ -560,12 +584,12 @@ class Bucket:
     def begin_flush(self, *, wanted: bool = True) -> FlushPlan | None:
         """Return a plan to store the oldest durable entries, at most about FLUSH_BYTES.
 
-        It ends at a fence, because no stored block may cross a pin. It ends at what no counted replica has: if that is to
-        be undone, it is in the tail as it was written, and the marker before it is near. None when there is nothing to
-        flush, or a flush is pending.
+        It ends at a fence, because no stored block may cross a pin. None when there is nothing to flush, or a flush is
+        pending.
 
         Args:
-            wanted: whether room is needed, so that what no replica has is stored when there is nothing else.
+            wanted: whether room is needed. Otherwise, where ``may_undo`` is set, it ends at what no counted replica has: if
+                that is to be undone, it is in the tail as it was written, and the marker before it is near.
         """
         tail = self.tail
         if self._flush_end is not None or tail.durable == tail.first:
@@ -573,11 +597,10 @@ class Bucket:
         fence = self.cuts.fence_above(tail.first)
         end = tail.durable if fence is None else min(fence, tail.durable)
         end = tail.reach(FLUSH_BYTES, end)
-        if self.copies.counted:
-            stable = self._stable_end(end)
-            if stable == tail.first and not wanted:
+        if self.may_undo and not wanted:
+            end = self._stable_end(end)
+            if end == tail.first:
                 return None
-            end = end if stable == tail.first else stable
         self._flush_end = end
         entries = tail.range(tail.first, self._flush_end)
         table = self.partitions

@@ -345,7 +345,7 @@ class Follower:
         self._live = False
         table, tail = self._table, self._bucket.tail
         plain = asked.plain(table)
-        if self.seat is not None:
+        if self.seat is not None or self._term is not None:
             plain[:] = False
         self._end(asked.partitions[plain & (self._token[asked.partitions] != 0)].tolist(), STOPPED)
         p, seqnos = asked.partitions[plain], asked.seqnos[plain]
@@ -397,7 +397,8 @@ class Follower:
         self._limit[partition] = NO_END if exact is None else exact
         if self._term is not None:
             self._term[partition] = self._bucket.copies.term
-            self._bucket.copies.started(self.options.directory, partition, request.seqno)
+            if self._is_sole:
+                self._bucket.copies.started(self.options.directory, partition, request.seqno)
         self._attach(partition)
         if until is not None and until <= request.seqno:
             self._end([partition], FINISHED)
@@ -414,6 +415,11 @@ class Follower:
             request.seqno if request.chooses_beginning else None,
             self._epoch(partition),
         )
+
+    @property
+    def _is_sole(self) -> bool:
+        """Whether this is the call of its consumer: it names one, and no newer call has taken over."""
+        return self._bucket.consumers.get(self.options.consumer) is self
 
     def _epoch(self, partition: int) -> int:
         """Return a partition's epoch for a replica; a consumer is told none."""
@@ -516,13 +522,13 @@ class Follower:
                 hint="acknowledge only what was received in this call",
             )
         name = self.options.consumer
-        if self._term is not None and name:
+        if self._term is not None and self._is_sole:
             ours = self._term[partitions] == self._bucket.copies.term
             self._bucket.acknowledged(self.options.directory, partitions[ours], seqnos[ours])
         if self.seat is not None:
             mine = self.seat.owns(partitions)
             partitions, seqnos, ids = partitions[mine], seqnos[mine], ids[mine]
-        elif not name or self._bucket.consumers.get(name) is not self:
+        elif not self._is_sole:
             return True
         generation = self._bucket.owners.generation(name)
         return self._bucket.consumer_positions.acknowledge(

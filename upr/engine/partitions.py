@@ -222,6 +222,7 @@ class Copies:
         ready: those of them that are in step.
         term: rises whenever the bucket becomes active, or is active no more.
         connected: the number of open calls by directory, of registered replicas.
+        fallen: directories of replicas that have less now than they acknowledged in this term.
     """
 
     def __init__(self, markers: DurableMarkers) -> None:
@@ -230,12 +231,14 @@ class Copies:
         self.ready: frozenset[str] = frozenset()
         self.term = 0
         self.connected: Counter[str] = Counter()
+        self.fallen: set[str] = set()
         self._acknowledged: dict[str, U64] = {}
         self._largest: dict[int, U64] = {}
 
     def begin_term(self) -> None:
         """Forget what was acknowledged, and count nobody: the bucket became active, or is active no more."""
         self.term += 1
+        self.fallen.clear()
         self._acknowledged.clear()
         self.count(frozenset(), frozenset())
 
@@ -263,6 +266,7 @@ class Copies:
         known = self._acknowledged.get(directory)
         if known is not None and known[partition] > seqno:
             known[partition] = seqno
+            self.fallen.add(directory)
             self._largest.clear()
 
     def acknowledged(self, directory: str, partitions: I64, seqnos: U64) -> bool:
@@ -292,15 +296,17 @@ class Copies:
         """Return whether there is something in a partition, and so many replicas have told nothing of it."""
         return bool(self._markers.seqno[partition]) and not self.stable(copies)[partition]
 
-    def check(self, copies: int) -> None:
-        """Raise TooFewReplicasError unless so many counted replicas are in step, and connected."""
+    def shortage(self, copies: int) -> TooFewReplicasError | None:
+        """Return why a write is refused; None when so many counted replicas are in step, and connected."""
         there = sum(1 for directory in self.ready if directory in self.connected)
-        if there < copies:
-            raise TooFewReplicasError(
-                f"counted replicas that are connected and in step are {there}; must be at least {copies}",
-                hint="start replicas, also counted ones that are away: new ones count when those know of them;"
-                " 'upr-admin topology' shows all",
-            )
+        if there >= copies:
+            return None
+        return TooFewReplicasError(
+            f"counted replicas that are connected and in step are {there}; must be at least {copies}",
+            hint="start replicas, also counted ones that are away: new ones count when those know of them;"
+            " 'upr-admin topology' shows all, and 'upr-admin promote --force' at the active server gives up"
+            " counted ones that will not come back",
+        )
 
 
 def _joined(tables: Sequence[Runs]) -> Runs:

@@ -795,6 +795,7 @@ class Owning:
 
     async def _count(self) -> None:
         """Count the replicas that are in step, and count this server no more when another has all that it had."""
+        await self._recount()
         row = self.standing.row
         for directory, one in sorted(self.meeting.met.items()):
             if one.in_step and directory not in row.counted and self.meeting.registered(directory):
@@ -814,6 +815,24 @@ class Owning:
         if self.active and self.standing.owns:
             self._count_copies()
 
+    async def _recount(self) -> None:
+        """Count this server again, if a counted one has less than it acknowledged: that one could be promoted alone.
+
+        It stays counted until one has all that is here now, as when it began to serve.
+        """
+        hosts, row = list(self._catalog.hosts), self.standing.row
+        fallen = set().union(*(host.bucket.copies.fallen for host in hosts))
+        if not fallen.isdisjoint(row.counted):
+            self._note_floor()
+            counting = row if row.owner in row.counted else row.counting(row.owner)
+            await self.store(lambda standing: standing.learned(counting))
+            log.warning(
+                "a counted server has less than it acknowledged: this one is counted too until another has all",
+                extra={"servers": ", ".join(sorted(map(self.meeting.named, fallen & row.counted)))},
+            )
+        for host in hosts:
+            host.bucket.copies.fallen -= fallen
+
     def _count_copies(self) -> None:
         """Tell the buckets whose acknowledgements count.
 
@@ -826,6 +845,7 @@ class Owning:
         in_step = {directory for directory, one in met.items() if one.in_step}
         for host in self._catalog.hosts:
             host.bucket.count(self._known, in_step)
+            host.bucket.may_undo = bool(others)
 
 
 def _held(high: U64) -> Held:

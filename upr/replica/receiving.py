@@ -96,6 +96,7 @@ class Receiving:
         self._writing = asyncio.Lock()
         self._token = np.full(PARTITIONS, _NO_TOKEN, np.int64)
         self._again: set[int] = set()
+        self._unanswered: set[int] = set()
         self._acknowledged = np.zeros(PARTITIONS, np.uint64)
         self._returned = CreditReturn()
 
@@ -117,7 +118,9 @@ class Receiving:
             self._returned = CreditReturn(opened.credit_bytes)
             silence = SILENT_INTERVALS * opened.heartbeat_seconds
             partitions = np.flatnonzero(self._table.state != DEAD).tolist()
-            await self._start(partitions if self._only is None else self._only)
+            followed = partitions if self._only is None else self._only
+            self._unanswered = set(followed)
+            await self._start(followed)
             self._following.connected, self._following.problem = True, None
             self.followed = True
             acknowledging = asyncio.create_task(self._acknowledge())
@@ -129,6 +132,8 @@ class Receiving:
             raise error_from_call(error) from error
         finally:
             self._following.connected = False
+            # Who is followed next may have another history.
+            self._bucket.may_undo = True
             if acknowledging is not None:
                 acknowledging.cancel()
                 await asyncio.gather(acknowledging, return_exceptions=True)
@@ -230,6 +235,9 @@ class Receiving:
         self._host.disk.changed()
         if undo:
             raise UndoNeededError(undo)
+        self._unanswered.difference_update(answer.partition for answer in answers)
+        if not self._unanswered:
+            self._bucket.may_undo = False
         await self._start(again)
 
     def _check_epoch(self, partition: int, epoch: int) -> None:

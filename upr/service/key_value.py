@@ -419,6 +419,7 @@ class _WriteCall:
         """Stop reading; received writes are still answered."""
         self._stopping = True
         self._read_no_more()
+        self._host.give_up_copies()
 
     def shed(self) -> None:
         """Stop reading, because too much is arriving; received writes are still answered."""
@@ -629,11 +630,14 @@ class _WriteCall:
         except TimeoutError:
             seconds, where = WRITE_OUTCOME_SECONDS, "durable"
             if pending.copies:
-                seconds, where = REPLICATED_SECONDS, f"on {pending.copies} replicas"
+                seconds = REPLICATED_SECONDS
+                where = f"durable here and at {pending.copies} of the counted replicas"
             pending.error = UnknownOutcomeError(
                 f"write {pending.number} was not {where} within {seconds:.0f} s; it may become so",
                 hint="send it again with its number to learn the outcome",
             )
+        except UnknownOutcomeError as error:
+            pending.error = error.with_traceback(None)
         except UprError as error:
             pending.error = UnknownOutcomeError(
                 f"write {pending.number} may or may not be on disk: {error.message}",

@@ -181,7 +181,7 @@ class BucketService:
         replica: bool = False,
     ) -> None:
         self._undo = undo or {}
-        self._fenced = False
+        self._fenced = self._without_copies = False
         self._replica = replica
         self._waiting_room = waiting or WaitingRoom()
         self.folder = folder
@@ -281,6 +281,8 @@ class BucketService:
         bucket = Bucket(identity, result.partitions, result.next_commit, proven=True)
         bucket.recovered(result.entries)
         bucket.on_stable = self.disk.changed
+        # Until the upstream has answered, nobody knows what this one must undo.
+        bucket.may_undo = self._replica
         return bucket
 
     def _keep_undone(self, identity: Identity, result: Recovered) -> list[bytes]:
@@ -688,19 +690,33 @@ class BucketService:
 
         Raises:
             StorageFailedError, BucketGoneError: as ``durable``.
-            UnknownOutcomeError: this server was not active all the time.
+            UnknownOutcomeError: this server was not active all the time, or ``give_up_copies`` was called.
         """
-        while not self.bucket.is_stable(written, copies):
-            if self.disk.gone is not None:
-                raise self.disk.gone
-            if self.bucket.failure is not None:
-                raise self.bucket.failure.with_traceback(None)
-            if written.term != self.bucket.copies.term:
-                raise UnknownOutcomeError(
-                    "this server stepped down before replicas acknowledged the write",
-                    hint="send it again, to the server that is active, with its number to learn the outcome",
-                )
-            await self.disk.next_change()
+        self.bucket.waiting_for_copies += 1
+        try:
+            while not self.bucket.is_stable(written, copies):
+                if self.disk.gone is not None:
+                    raise self.disk.gone
+                if self.bucket.failure is not None:
+                    raise self.bucket.failure.with_traceback(None)
+                if written.term != self.bucket.copies.term:
+                    raise UnknownOutcomeError(
+                        "this server stepped down before replicas acknowledged the write",
+                        hint="send it again, to the server that is active, with its number to learn the outcome",
+                    )
+                if self._without_copies:
+                    raise UnknownOutcomeError(
+                        "the server is stopping: replicas acknowledge nothing more to it",
+                        hint="send it again, to the server that is active, with its number to learn the outcome",
+                    )
+                await self.disk.next_change()
+        finally:
+            self.bucket.waiting_for_copies -= 1
+
+    def give_up_copies(self) -> None:
+        """Have writes wait for replicas no more, because the calls of these end."""
+        self._without_copies = True
+        self.disk.changed()
 
     async def journalled(self, entry: int) -> None:
         """Wait until a tail entry is on disk, whoever is active; see ``durable``."""

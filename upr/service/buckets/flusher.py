@@ -69,14 +69,14 @@ class Flusher:
     async def run(self) -> None:
         """Flush on request or when the tail is old, until the bucket is closed."""
         while not self._disk.stopping and not self._gave_up:
-            wanted = True
             try:
                 async with asyncio.timeout(self._seconds_to_flush()):
                     await self.wanted.wait()
             except TimeoutError:
-                if not self._tail_is_old():
+                if not self.wanted.is_set() and not self._tail_is_old():
                     continue
-                wanted = False
+            # Also a request that came as the time was up.
+            wanted = self.wanted.is_set()
             self.wanted.clear()
             if not self._disk.stopping:
                 await self._flush_or_retry(wanted=wanted)
