@@ -48,6 +48,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             data=tmp_path / str(len(members)),
             listen="127.0.0.1:0",
             replicate_from=tuple(one.target for one in upstream),
+            open_admin=True,
         )
         server = Server(config, replicate=ReplicaMethods)
         await server.start()
