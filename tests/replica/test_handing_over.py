@@ -1,6 +1,7 @@
 """What a change of owner carries over, and where it ends when a server does not do its part: servers in one process."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -9,14 +10,18 @@ import pytest_asyncio
 
 from tests.harness import poll
 from upr.config import ServerConfig
+from upr.engine.partitions import ACTIVE
 from upr.replica import owning, replication
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import Owning
 from upr.replica.replication import Replication
+from upr.replica.tables import take_tables
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.server import Server
-from upr.service.tables import TableFeed
+from upr.service.tables import TableFeed, cut_message
+from upr.storage.keyspace import ConsumerRow
 from upr_client import AsyncClient
-from upr_protocol.errors import UprError
+from upr_protocol.errors import StorageFailedError, UprError
 from upr_protocol.ownership import Held
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -33,6 +38,11 @@ class Member:
         self.owning: Owning = methods._owning
         self.catalog = server._catalog
         self.target = server.address
+        self.stopped = False
+
+    async def stop(self) -> None:
+        self.stopped = True
+        await self.server.stop()
 
     @property
     def names(self) -> list[str]:
@@ -48,6 +58,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             data=tmp_path / str(len(members)),
             listen="127.0.0.1:0",
             replicate_from=tuple(one.target for one in upstream),
+            open_admin=True,
         )
         server = Server(config, replicate=ReplicaMethods)
         await server.start()
@@ -55,7 +66,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         return members[-1]
 
     yield begin
-    await asyncio.gather(*(one.server.stop() for one in members))
+    await asyncio.gather(*(one.stop() for one in members if not one.stopped))
 
 
 async def until(ask: Callable[[], bool]) -> None:
@@ -193,3 +204,81 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
     done = await new.owning.promote(force=True)
     assert new.owning.active
     assert done.lost == [("default", 7, 0, 50)]
+
+
+async def leave_alone(member: Member) -> None:
+    """Have a server follow nobody, and meet nobody by itself."""
+    member.owning._paused = True
+    await member.owning.follow_nobody()
+
+
+@pytest.mark.asyncio
+async def test_one_that_gives_data_takes_no_consumer_and_no_cut_away(start: Start) -> None:
+    old, new, third = await start_set(start, replicas=2)
+    async with AsyncClient(old.target) as client:
+        await client.admin.reset_consumer("default", "both", "now", partitions=[3], create=True)
+        await client.admin.create_cut("default", "both", partitions=[3])
+        host, other = new.catalog.find("default"), third.catalog.find("default")
+
+        def cuts(of: BucketService) -> set[str]:
+            return {cut.name for cut in of.bucket.cuts.named}
+
+        await until(lambda: cuts(host) == cuts(other) == {"both"})
+        await leave_alone(new)
+        # These come to the one.
+        await client.bucket("default").set(b"k", b"v")
+        await client.admin.reset_consumer("default", "theirs", "now", partitions=[3], create=True)
+        await client.admin.create_cut("default", "theirs", partitions=[3])
+        await until(lambda: "theirs" in cuts(other))
+        highs = old.catalog.find("default").bucket.partitions.high
+        await until(lambda: bool((other.bucket.markers.seqno == highs).all()))
+    await leave_alone(third)
+    # These only to the other: the owner dies before it has told them to both.
+    (told,) = (await rows_of(host, "both")).values()
+    row = wire.ConsumerRow(consumer="both", partition=3, generation=told.generation + 1, time=1)
+    alone = wire.ConsumerRow(consumer="ours", partition=4, generation=1, time=1)
+    await take_tables(host, wire.Tables(consumers=[row, alone]))
+    kept = [cut_message(cut, with_partitions=True) for cut in host.bucket.cuts.named]
+    ours = wire.Cut(name="ours", created_time=1, expires_time=1 << 60, lease_seconds=1)
+    await take_tables(host, wire.Tables(cuts=wire.Cuts(cuts=[*kept, ours])))
+    await old.stop()
+    new.owning._paused = third.owning._paused = False
+    await new.owning.promote()
+    host = new.catalog.find("default")
+    assert host.bucket.partitions.high.tolist() == highs.tolist()
+    names = {name for name, _ in host.bucket.consumer_positions}
+    assert names >= {"both", "ours", "theirs"}
+    (stored,) = (await rows_of(host, "both")).values()
+    assert stored.generation == told.generation + 1
+    assert cuts(host) == {"both", "ours", "theirs"}
+
+
+async def rows_of(host: BucketService, name: str) -> dict[int, ConsumerRow]:
+    rows = await host.disk.in_reader(lambda: host.disk.store.consumer_rows(name.encode(), [3]))
+    return {partition: row for partition, row in rows.items() if row is not None}
+
+
+@pytest.mark.asyncio
+async def test_when_one_bucket_does_not_become_active_none_takes_writes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    async with AsyncClient(old.target) as client:
+        await client.admin.create_bucket("second")
+        await until(lambda: new.names == ["default", "second"] and new.owning.in_step)
+    activate, asked = BucketService.activate, []
+
+    async def fails(host: BucketService, epoch: int, records: dict[int, int]) -> None:
+        asked.append(host)
+        if len(asked) % 2 == 0:
+            raise OSError(errno.ENOSPC, "no room")
+        await activate(host, epoch, records)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketService, "activate", fails)
+        with pytest.raises(StorageFailedError):
+            await new.owning.promote(takeover=True)
+        states = [host.bucket.partitions.state for host in new.catalog.hosts]
+        assert len(asked) == len(states) == 2
+        assert not any((state == ACTIVE).any() for state in states)
+    await until(lambda: new.owning.active)

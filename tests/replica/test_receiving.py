@@ -2,7 +2,7 @@
 
 import asyncio
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +87,35 @@ async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: Bucket
     while following.joining:
         await host.disk.next_change()
     assert not host.disk.store.joining()
+    # The upstream reads from its store again, and those rows come without numbers.
+    await take_tables(host, wire.Tables(begins=True))
+    assert following.joining
+    assert host.disk.store.joining()
     acknowledging.cancel()
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_ends_while_the_join_is_stored_leaves_nothing_believed(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await host.set_joining(True)
+    with monkeypatch.context() as patched:
+        entered = asyncio.Event()
+        run = host.disk.in_store_thread
+
+        async def slow(call: Callable[[], None]) -> None:
+            await run(call)
+            entered.set()
+            await asyncio.Event().wait()
+
+        patched.setattr(host.disk, "in_store_thread", slow)
+        ending = asyncio.create_task(host.set_joining(False))
+        await entered.wait()
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+    assert not host.disk.store.joining()
+    await host.set_joining(True)
+    assert host.disk.store.joining()
 
 
 @pytest.mark.asyncio

@@ -6,8 +6,9 @@ A server that was the owner when it was stopped asks the others before it serves
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import lmdb
@@ -15,7 +16,7 @@ import numpy as np
 
 from upr import failpoints
 from upr.config import ServerConfig
-from upr.engine.partitions import DEAD
+from upr.engine.partitions import ACTIVE, DEAD
 from upr.engine.recovery import Undo
 from upr.replica.links import Links
 from upr.replica.meeting import MEET_SECONDS, Answer, Meeting
@@ -166,7 +167,7 @@ class Owning:
         """Whether nothing was received since the small tables were last whole, in each bucket, also before a restart."""
         hosts = self._catalog.hosts
         return bool(hosts) and not any(
-            h.following is not None and h.following.joining for h in hosts
+            h.following is not None and h.following.joining is not False for h in hosts
         )
 
     @property
@@ -239,11 +240,12 @@ class Owning:
 
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes; what is numbered is on disk when this returns. See ``BucketService.step_down``."""
-        if not self.active:
+        hosts = self._catalog.hosts
+        # Of buckets that were to become active together, some may be.
+        if not (self.active or any((h.bucket.partitions.state == ACTIVE).any() for h in hosts)):
             return
         self.active, self._catalog.replica = False, True
         self._tell_owner()
-        hosts = self._catalog.hosts
         await asyncio.gather(*(host.step_down(fenced=fenced) for host in hosts))
         await self._catalog.settled()
         late = [host for host in self._catalog.hosts if host not in hosts]
@@ -633,7 +635,7 @@ class Owning:
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
         """Store that this server serves, then the records, then be active."""
         given_up = claim.row.counted - step.row.counted
-        async with self._changing:
+        async with self._becoming_active():
             await self.store(lambda standing: standing.learned(step.row))
             failpoints.hit("promote.after_row")
             self._check_owns()
@@ -658,6 +660,16 @@ class Owning:
             await self._begin_to_serve()
         log.warning("this server is active", extra={"epoch": step.row.epoch})
         return Promoted(step.row, int(step.record.sum()), given_up)
+
+    @contextlib.asynccontextmanager
+    async def _becoming_active(self) -> AsyncIterator[None]:
+        """Let the body make the buckets active: all of them, or none when it raises."""
+        async with self._changing:
+            try:
+                yield
+            except BaseException:
+                await self.step_down(fenced=True)
+                raise
 
     def _short_of(self, lost: Iterable[tuple[int, int, int]]) -> list[tuple[str, int, int, int]]:
         """Return what was given up of partitions: bucket, partition, from, to."""
@@ -763,7 +775,7 @@ class Owning:
         met = {d for d in others if d in self.meeting.met}
         if self.served() == standing.row.epoch and (met or not others):
             # One that promised nothing higher is enough: nobody was promoted without it.
-            async with self._changing:
+            async with self._becoming_active():
                 if self.standing != standing or self.active or self._paused:
                     return
                 for host in self._catalog.hosts:

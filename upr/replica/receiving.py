@@ -311,7 +311,8 @@ class Receiving:
                     again, self._again = sorted(self._again), set()
                     await self._start(again)
             case "tables":
-                await take_tables(self._host, message.tables)
+                # Who is followed for parts may lack what the owner told here of consumers and cuts.
+                await take_tables(self._host, message.tables, merge=self._only is not None)
 
     def _ended(self, ended: wire.Ended) -> None:
         if not ended.streams:

@@ -210,10 +210,12 @@ class Replication:
             self._bucket_failed(identity.name, identity.version, error)
 
     async def _make(self, info: admin.BucketInfo, found: BucketService | None) -> None:
+        # Who is followed for parts may have another quota than the owner had.
+        keeps = found is not None and self._only is not None
         if found is None and not info.HasField("problem"):
             with contextlib.suppress(AlreadyExistsError):
                 found = await self._catalog.create(info.name, info.compression, info.version)
-        if found is not None and found.disk.quota.limit != info.quota_bytes:
+        if found is not None and not keeps and found.disk.quota.limit != info.quota_bytes:
             await found.set_quota(info.quota_bytes)
 
     def _bucket_failed(self, name: str, version: int, error: UprError) -> None:

@@ -1,9 +1,11 @@
 """The small tables of the upstream, taken over by a replica: see ``upr.service.tables`` for when what is told.
 
 Each is stored before it counts. What the upstream has no more goes when it has told all: rows of consumers that it did not
-tell, and cuts that it did not list. The replica is in step when all were told and it durably has every seqno that they name:
+tell, and cuts that it did not list. Of one that may have less than is here only what is newer is taken, and nothing goes. The replica is in step when all were told and it durably has every seqno that they name:
 a producer's number that runs ahead of its data would let a resent write be taken for a repetition.
 """
+
+from functools import partial
 
 import numpy as np
 
@@ -24,8 +26,11 @@ from upr_protocol.limits import NAME_BYTES_MAX, PARTITIONS, check_name
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 
-async def take_tables(host: BucketService, tables: wire.Tables) -> None:
+async def take_tables(host: BucketService, tables: wire.Tables, *, merge: bool = False) -> None:
     """Store what a message tells of the small tables, and let it count.
+
+    Args:
+        merge: whether the upstream may have less than is here: what is newer here stays, and what only is here.
 
     Raises:
         ProtocolError, InvalidArgumentError: a value is out of range.
@@ -35,14 +40,17 @@ async def take_tables(host: BucketService, tables: wire.Tables) -> None:
     assert following is not None
     if tables.begins:
         following.begin_tables()
+        # The stored blocks behind this come without the numbers of their producers.
+        await host.set_joining(True)
     if tables.producers:
         await _take_producers(host, following, [_numbers(one) for one in tables.producers])
     if tables.consumers:
-        await _take_consumers(host, following, tables)
+        await _take_consumers(host, following, tables, merge)
     if tables.HasField("cuts"):
-        await _take_cuts(host, tables.cuts)
+        await _take_cuts(host, tables.cuts, merge)
     if tables.complete:
-        await _drop_untold(host, following)
+        if not merge:
+            await _drop_untold(host, following)
         following.tables, following.rows = True, {}
         host.disk.changed()
     following.told = max(following.told, tables.changes)
@@ -101,7 +109,9 @@ async def _drop_untold(host: BucketService, following: Following) -> None:
     await _store_consumers(host, rows)
 
 
-async def _take_consumers(host: BucketService, following: Following, tables: wire.Tables) -> None:
+async def _take_consumers(
+    host: BucketService, following: Following, tables: wire.Tables, merge: bool
+) -> None:
     by_name: dict[str, dict[int, ConsumerRow | None]] = {}
     for one in tables.consumers:
         row = None
@@ -109,6 +119,8 @@ async def _take_consumers(host: BucketService, following: Following, tables: wir
             row = ConsumerRow(one.generation, one.failover_id, one.seqno, one.time, one.position)
         rows = by_name.setdefault(check_name(one.consumer, "consumer"), {})
         rows[check_partition(one.partition)] = row
+    if merge:
+        by_name = {name: await _newer(host, name, rows) for name, rows in by_name.items()}
     await _store_consumers(host, by_name)
     newest_id = host.bucket.partitions.newest_id
     for name, rows in by_name.items():
@@ -118,6 +130,21 @@ async def _take_consumers(host: BucketService, following: Following, tables: wir
             if row is not None and row.failover_id == newest_id[partition]:
                 needed = max(int(following.needed[partition]), row.seqno)
                 following.needed[partition] = needed
+
+
+async def _newer(
+    host: BucketService, name: str, rows: dict[int, ConsumerRow | None]
+) -> dict[int, ConsumerRow | None]:
+    """Return the rows of a consumer that are newer than what is here."""
+    read = partial(host.disk.store.consumer_rows, name.encode(), list(rows))
+    found: dict[int, ConsumerRow | None] = {}
+    for partition, here in (await host.disk.in_reader(read)).items():
+        row = rows[partition]
+        if row is not None and (
+            here is None or (row.generation, row.time) > (here.generation, here.time)
+        ):
+            found[partition] = row
+    return found
 
 
 async def _store_consumers(
@@ -134,18 +161,21 @@ async def _store_consumers(
     host.tables_changed(stored.keys())
 
 
-async def _take_cuts(host: BucketService, told: wire.Cuts) -> None:
-    """Have the cuts that are told, and no others."""
+async def _take_cuts(host: BucketService, told: wire.Cuts, merge: bool) -> None:
+    """Have the cuts that are told, and no others; with ``merge`` those that are here stay too."""
     rows: dict[str, CutRow] = {}
     for one in told.cuts:
         pins = {check_partition(p.partition): Pin(p.failover_id, p.seqno) for p in one.partitions}
         lease = round(one.lease_seconds * 1e6)
         rows[check_name(one.name, "cut")] = CutRow(one.created_time, one.expires_time, lease, pins)
     cuts, tail = host.bucket.cuts, host.bucket.tail
+    here = {cut.name: (cut.created, cut.expires) for cut in cuts.named}
+    if merge:
+        rows = {n: r for n, r in rows.items() if (r.created, r.expires) > here.get(n, (-1, 0))}
     # In force before they are stored, and given up after: no crash leaves one without its pins.
     for name, row in rows.items():
         cuts.replicated(row, name, tail)
-    gone = {cut.name for cut in cuts.named} - rows.keys()
+    gone = set() if merge else here.keys() - rows.keys()
     changes: dict[bytes, CutRow | None] = {name.encode(): row for name, row in rows.items()}
     changes |= {name.encode(): None for name in gone}
     await host.disk.in_store_thread(lambda: host.disk.store.put_cuts(changes))

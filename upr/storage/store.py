@@ -446,12 +446,15 @@ class Store:
         The rest of each row stays: a flush may have written a newer one than the caller has seen.
 
         Args:
-            served: the epoch in which they are served from now on; None leaves the one that is there.
+            served: the epoch in which they are served from now on, with small tables that are whole; 0 for not served, None
+                leaves the one that is there.
 
         Raises:
             DataDamagedError: a row cannot be read; nothing is changed.
         """
         with self._writing() as txn:
+            if served:
+                txn.put(_JOINING, keyspace.seal(b"0", _JOINING), db=self._meta)
             for partition, (state, epoch, purge, log) in changes.items():
                 row = self._partition(txn, partition)
                 row = dataclasses.replace(

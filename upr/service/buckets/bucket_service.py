@@ -102,7 +102,8 @@ class Following:
     Attributes:
         address: HOST:PORT that it follows, or tries to.
         connected: whether its streams are open.
-        joining: whether rows may have come without what the small tables say of them; stored, so it outlives a crash.
+        joining: whether rows may have come without what the small tables say of them; stored, so it outlives a crash. None
+            while that is being stored.
         tables: whether the upstream has told all of its small tables.
         rows: while it tells them: by consumer, in which partitions it told a row, shape (1024,).
         told: how many changes of them it has told; see Tables.changes.
@@ -117,7 +118,7 @@ class Following:
         self._bucket = bucket
         self.address = ""
         self.connected = False
-        self.joining = joining
+        self.joining: bool | None = joining
         self.begin_tables()
         self.needed = np.zeros(PARTITIONS, np.uint64)
         self.refused: dict[int, UprError] = {}
@@ -464,6 +465,8 @@ class BucketService:
         """
         following = self.following
         if following is not None and following.joining != joining:
+            # Who is cancelled here does not know what is stored: the next one stores in any case.
+            following.joining = None
             await self.disk.in_store_thread(lambda: self.disk.store.put_joining(joining))
             following.joining = joining
             self.disk.changed()
@@ -491,7 +494,6 @@ class BucketService:
         table.served_epoch[list(logs)] = epoch
         table.state[list(logs)] = ACTIVE
         bucket.begin_term()
-        await self.set_joining(False)
         self._replica, self._fenced, self.following = False, False, None
 
     async def step_down(self, *, fenced: bool) -> None:
