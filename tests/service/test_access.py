@@ -619,7 +619,7 @@ def test_without_identities_only_the_owner_destroys(
 
         def has_it() -> bool:
             with contextlib.suppress(UprError):
-                return client.bucket().get(b"k") == b"v"
+                return client.bucket().get(b"k", read_from="any") == b"v"
             return False
 
         wait_until(has_it, replica.log_text)
