@@ -74,7 +74,7 @@ class Receiving:
         only: the partitions that are followed; None for all.
 
     Attributes:
-        followed: whether the upstream took the call.
+        followed: whether what the upstream answered could be stored.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Receiving:
             await self._host.set_joining(True)
             self._returned = CreditReturn(opened.credit_bytes)
             silence = SILENT_INTERVALS * opened.heartbeat_seconds
-            partitions = np.flatnonzero(self._table.state != DEAD).tolist()
-            await self._start(partitions if self._only is None else self._only)
+            partitions = np.flatnonzero(self._table.state != DEAD)
+            chosen = partitions if self._only is None else np.intersect1d(partitions, self._only)
+            await self._start(chosen.tolist())
             self._following.connected, self._following.problem = True, None
-            self.followed = True
             acknowledging = asyncio.create_task(self._acknowledge())
             while True:
                 await self._take(await self._read(silence))
@@ -230,6 +230,7 @@ class Receiving:
         self._host.disk.changed()
         if undo:
             raise UndoNeededError(undo)
+        self.followed = True
         await self._start(again)
 
     def _check_epoch(self, partition: int, epoch: int) -> None:

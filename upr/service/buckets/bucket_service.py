@@ -193,7 +193,7 @@ class BucketService:
         """Functions that are told which rows of consumers, by name and partition, were stored or removed; of none when
         cuts were."""
         self.table_changes = 0
-        """How often rows of consumers or cuts were stored since the start."""
+        """Number of times that rows of consumers or cuts were stored since the start."""
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Awaitable[None]] | None = None
