@@ -282,3 +282,28 @@ async def test_when_one_bucket_does_not_become_active_none_takes_writes(
         assert len(asked) == len(states) == 2
         assert not any((state == ACTIVE).any() for state in states)
     await until(lambda: new.owning.active)
+
+
+@pytest.mark.asyncio
+async def test_an_owner_that_met_a_claim_that_went_no_further_becomes_active_again(
+    start: Start,
+) -> None:
+    old, new = await start_set(start)
+    # It promised to itself, and was stopped before it asked anybody.
+    await new.owning.store(lambda standing: standing.promise(2, standing.directory))
+    await until(lambda: old.owning.active and old.owning.standing.row.epoch == 3)
+
+
+@pytest.mark.asyncio
+async def test_an_owner_takes_nothing_back_from_one_that_cannot_be_asked(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    monkeypatch.setattr(owning, "RESUME_SECONDS", 0.0)
+    await leave_alone(old)
+    row = old.owning.standing.row
+    # It may serve by force, and have acknowledged writes.
+    await old.owning.promise(4, "f" * 16, row)
+    assert not old.owning._is_left_alone(4)
+    await old.owning.promise(5, new.owning.standing.directory, row)
+    assert old.owning._is_left_alone(5)

@@ -348,12 +348,12 @@ def test_killed_while_it_is_promoted(server_process: StartServer, place: str, lo
     if lost == "source is killed":
         old.start()
 
-    alone = lost == "source stays" and place == "promote.after_promises"
+    alone = lost == "source stays" and place in ("promote.after_claim", "promote.after_promises")
 
     def settled() -> bool:
         """Promote the old one whenever nobody is active; it may step down when it hears of the claim.
 
-        One that stepped down for a promise becomes active again without a command.
+        One that stepped down for a promise, or a claim, becomes active again without a command.
         """
         active = [one for one in (old, new) if is_active(one)]
         if not active and not alone:

@@ -14,6 +14,7 @@ from tests.engine.test_replication import entry
 from tests.service.test_host import TURNS
 from tests.storage.closed import Closed
 from upr.config import ServerConfig
+from upr.engine.partitions import DEAD
 from upr.replica import replication
 from upr.replica.links import Links
 from upr.replica.receiving import Introduction, Receiving, UndoNeededError
@@ -32,11 +33,13 @@ class Upstream:
 
     def __init__(self, *messages: wire.FollowResponse) -> None:
         self._messages = list(messages)
+        self.said: list[wire.FollowRequest] = []
 
     def Follow(self) -> "Upstream":
         return self
 
-    async def write(self, _: wire.FollowRequest) -> None: ...
+    async def write(self, message: wire.FollowRequest) -> None:
+        self.said.append(message)
 
     async def read(self) -> wire.FollowResponse:
         if not self._messages:
@@ -68,6 +71,18 @@ async def test_a_new_call_is_in_step_when_the_tables_were_told_in_it(
     # While nobody answers it has what it had. Else it does not after a crash either.
     assert host.following.in_step == (not answers)
     assert host.disk.store.joining() == answers
+
+
+@pytest.mark.asyncio
+async def test_of_parts_those_that_are_dead_here_are_not_asked_for(host: BucketService) -> None:
+    host.bucket.partitions.state[5] = DEAD
+    upstream = Upstream(
+        wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1))
+    )
+    with pytest.raises(UnavailableError):
+        await Receiving(host, upstream, Introduction("d", "s", "a", True), [5, 6]).run()
+    (start,) = [message.start for message in upstream.said if message.HasField("start")]
+    assert [one.partition for one in start.partitions] == [6]
 
 
 @pytest.mark.asyncio

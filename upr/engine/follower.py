@@ -35,6 +35,8 @@ from upr.engine.streams import (
     StartRequest,
     beyond_end,
     no_such_end,
+    not_owner,
+    not_stable,
     purged,
 )
 from upr.engine.tail import Tail
@@ -47,10 +49,7 @@ from upr_protocol.block import I64, POSITION, START, STARTED, U64, Runs
 from upr_protocol.errors import (
     BehindError,
     InvalidArgumentError,
-    NotOwnerError,
-    TooFewReplicasError,
     UprError,
-    shown,
 )
 from upr_protocol.failover import FailoverLog, check_failover_id, check_partition, check_seqno
 from upr_protocol.flow import CreditWindow
@@ -293,13 +292,13 @@ class Follower:
             return Refused(partition, table.refusal(partition))
         copies = self.options.copies
         if copies and request.chooses_beginning and self._bucket.copies.unknown(copies, partition):
-            return Refused(partition, _not_stable(partition, copies))
+            return Refused(partition, not_stable(partition, copies))
         if request.epoch > table.epoch[partition]:
             return Refused(
                 partition, _replaced(partition, request.epoch, int(table.epoch[partition]))
             )
         if self.seat is not None and not self.seat.may_start(partition):
-            return Refused(partition, _not_owner(partition, self.options.member))
+            return Refused(partition, not_owner(partition, self.options.member))
         return None
 
     def _start(self, request: StartRequest, beginnings: Beginnings) -> Answer:
@@ -886,19 +885,4 @@ def _replaced(partition: int, told: int, own: int) -> UprError:
         hint="this server was replaced: start it as a replica of the one that is active now",
         reason="OLD_EPOCH",
         retriable=True,
-    )
-
-
-def _not_stable(partition: int, copies: int) -> TooFewReplicasError:
-    return TooFewReplicasError(
-        f"fewer than {copies} counted replicas have told what they have of partition {partition}, so that it is not known"
-        " where a stream from now or from a time begins",
-        hint="retry later; 'upr-admin topology' shows the replicas",
-    )
-
-
-def _not_owner(partition: int, member: str) -> NotOwnerError:
-    return NotOwnerError(
-        f"member {shown(member)} does not own partition {partition}",
-        hint="wait for an Assignment",
     )

@@ -14,9 +14,12 @@ from upr.storage.search import StoredBeginning
 from upr_protocol.errors import (
     DataDamagedError,
     InvalidArgumentError,
+    NotOwnerError,
     PartitionNotActiveError,
     SnapshotGoneError,
+    TooFewReplicasError,
     UprError,
+    shown,
 )
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import StartAnswer
@@ -297,3 +300,18 @@ class FrameOut:
 
 
 Answer = Started | RolledBack | Refused
+
+
+def not_stable(partition: int, copies: int) -> TooFewReplicasError:
+    return TooFewReplicasError(
+        f"fewer than {copies} counted replicas have told what they have of partition {partition}, so that it is not known"
+        " where a stream from now or from a time begins",
+        hint="retry later; 'upr-admin topology' shows the replicas",
+    )
+
+
+def not_owner(partition: int, member: str) -> NotOwnerError:
+    return NotOwnerError(
+        f"member {shown(member)} does not own partition {partition}",
+        hint="wait for an Assignment",
+    )

@@ -21,8 +21,9 @@ from upr.engine.recovery import Undo
 from upr.replica.links import Links
 from upr.replica.meeting import MEET_SECONDS, Answer, Meeting
 from upr.replica.replication import Replication
-from upr.service.buckets.bucket_service import BucketService, Following
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.following import Following
 from upr.service.trouble import words_of
 from upr_protocol.block import U64
 from upr_protocol.errors import (
@@ -52,7 +53,7 @@ GATHER_SECONDS = 10.0
 """Longest time in which nothing comes while data is gathered."""
 GATHER_LOOK_SECONDS = 0.002
 RESUME_SECONDS = 3.0
-"""Time after which a server that gave way to one that is not heard of any more takes the ownership back."""
+"""Shortest time between two attempts to take the ownership back."""
 CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
 Buckets = Mapping[int, Held]
@@ -133,7 +134,6 @@ class Owning:
         self._following: asyncio.Task[None] | None = None
         self._replication: Replication | None = None
         self._followed = ""
-        self._gave_way_at: float | None = None
         self._took_back_at = -RESUME_SECONDS
         self._paused = False
         self._floor: dict[int, U64] = {}
@@ -539,7 +539,7 @@ class Owning:
                 now = lacking, tables, self._received()
                 if now != before:
                     before, until = now, loop.time() + GATHER_SECONDS
-                if loop.time() > until or self._is_refused(lacking):
+                if loop.time() > until or (tables and self._is_refused(lacking)):
                     break
                 await asyncio.sleep(GATHER_LOOK_SECONDS)
             why = self._why_not(lacking)
@@ -549,6 +549,7 @@ class Owning:
                 await self._stop_taking()
         if not force:
             raise self._not_given(directory, lacking, why)
+        log.warning("given up", extra={"what": str(self._not_given(directory, lacking, why))})
         return _given_up(answer, lacking)
 
     async def _stop_taking(self) -> None:
@@ -674,11 +675,16 @@ class Owning:
     def _short_of(self, lost: Iterable[tuple[int, int, int]]) -> list[tuple[str, int, int, int]]:
         """Return what was given up of partitions: bucket, partition, from, to."""
         hosts = {host.bucket.identity.version: host.bucket for host in self._catalog.hosts}
-        return [
-            (hosts[v].identity.name, p, here, marker)
-            for v, p, marker in lost
-            if v in hosts and (here := int(hosts[v].partitions.high[p])) < marker
-        ]
+        found = []
+        for version, partition, marker in lost:
+            # A bucket that could not be made here has no name here.
+            name, here = f"{version:016x}", 0
+            if version in hosts:
+                name = hosts[version].identity.name
+                here = int(hosts[version].partitions.high[partition])
+            if here < marker:
+                found.append((name, partition, here, marker))
+        return found
 
     def _check_owns(self) -> None:
         """Raise if another server was promised, or has, a higher epoch."""
@@ -795,15 +801,14 @@ class Owning:
         standing, met = self.standing, self.meeting.met
         row, candidate = standing.row, standing.candidate
         gave_way = row.owner == standing.directory and row.serving and promised > row.epoch
-        waits = not (gave_way and candidate and standing.promised == promised) or self.claiming
-        if waits or any(one.claiming for one in met.values()):
-            self._gave_way_at = None
+        claiming = self.claiming or any(one.claiming for one in met.values())
+        if claiming or not gave_way or standing.promised != promised:
             return False
+        # One that is not heard may serve by force, and what it acknowledged would be undone.
+        doubtful = {candidate} if candidate else {one.directory for one in self.meeting.members}
         now = asyncio.get_running_loop().time()
-        self._gave_way_at = self._gave_way_at or now
-        heard = candidate == standing.directory or candidate in met
-        since = self._took_back_at if heard else max(self._took_back_at, self._gave_way_at)
-        return now - since >= RESUME_SECONDS
+        heard = doubtful <= met.keys() | {standing.directory}
+        return heard and now - self._took_back_at >= RESUME_SECONDS
 
     async def _count(self) -> None:
         """Count the replicas that are in step, and count this server no more when another has all that it had."""

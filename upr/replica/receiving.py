@@ -74,7 +74,7 @@ class Receiving:
         only: the partitions that are followed; None for all.
 
     Attributes:
-        followed: whether the upstream took the call.
+        followed: whether what the upstream answered could be stored.
     """
 
     def __init__(
@@ -117,12 +117,11 @@ class Receiving:
             await self._host.set_joining(True)
             self._returned = CreditReturn(opened.credit_bytes)
             silence = SILENT_INTERVALS * opened.heartbeat_seconds
-            partitions = np.flatnonzero(self._table.state != DEAD).tolist()
-            followed = partitions if self._only is None else self._only
-            self._unanswered = set(followed)
-            await self._start(followed)
+            partitions = np.flatnonzero(self._table.state != DEAD)
+            chosen = partitions if self._only is None else np.intersect1d(partitions, self._only)
+            self._unanswered = set(chosen.tolist())
+            await self._start(chosen.tolist())
             self._following.connected, self._following.problem = True, None
-            self.followed = True
             acknowledging = asyncio.create_task(self._acknowledge())
             while True:
                 await self._take(await self._read(silence))
@@ -238,6 +237,7 @@ class Receiving:
         self._unanswered.difference_update(answer.partition for answer in answers)
         if not self._unanswered:
             self._bucket.may_undo = False
+        self.followed = True
         await self._start(again)
 
     def _check_epoch(self, partition: int, epoch: int) -> None:

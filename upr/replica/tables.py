@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 
 from upr.engine.bucket import Bucket
-from upr.service.buckets.bucket_service import BucketService, Following
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.following import Following
 from upr.service.conversation import REPLICAS_NAME
 from upr.storage.keyspace import (
     PRODUCER,

@@ -16,8 +16,9 @@ from upr.engine.groups import Group
 from upr.engine.partitions import DEAD
 from upr.engine.streams import POSITIONS_RESET
 from upr.service.access.rules import PERMIT, RULES
-from upr.service.buckets.bucket_service import BucketService, Following
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, DamagedBucket
+from upr.service.buckets.following import Following
 from upr.service.calls import answering, chosen_partitions, loop_micros
 from upr.service.clock import Clock
 from upr.service.follow import beginnings

@@ -19,7 +19,6 @@ from typing import Any
 
 import lmdb
 import numpy as np
-import numpy.typing as npt
 
 from upr import failpoints
 from upr.config import ServerConfig
@@ -32,6 +31,7 @@ from upr.service import trouble
 from upr.service.buckets.compactor import Compactor
 from upr.service.buckets.disk import Disk
 from upr.service.buckets.flusher import Flusher
+from upr.service.buckets.following import Following
 from upr.service.buckets.keepers import (
     ConsumerSaver,
     CutKeeper,
@@ -66,7 +66,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import FailoverLog
-from upr_protocol.limits import FAILOVER_ID_MAX, PARTITIONS, VALUE_BYTES_MAX
+from upr_protocol.limits import FAILOVER_ID_MAX, VALUE_BYTES_MAX
 from upr_protocol.wire.codec import decode_block
 
 log = logging.getLogger(__name__)
@@ -94,61 +94,6 @@ def not_active(owner: str) -> PartitionNotActiveError:
 def only_deletes(block: Block) -> bool:
     """Return whether a block has only deletes."""
     return bool(block.ops) and block.ops.count(OP_DELETE) == len(block.ops)
-
-
-class Following:
-    """How a bucket follows its upstream, as operators see it.
-
-    Attributes:
-        address: HOST:PORT that it follows, or tries to.
-        connected: whether its streams are open.
-        joining: whether rows may have come without what the small tables say of them; stored, so it outlives a crash. None
-            while that is being stored.
-        tables: whether the upstream has told all of its small tables.
-        rows: while it tells them: by consumer, in which partitions it told a row, shape (1024,).
-        told: how many changes of them it has told; see Tables.changes.
-        needed: the seqnos that they name, shape (1024,).
-        refused: the partitions that the upstream does not send, and why.
-        undone: mutations that were undone since the server was started.
-        problem: why it does not follow now; None while it does.
-        highs: the newest seqnos that the upstream told of, shape (1024,).
-    """
-
-    def __init__(self, bucket: Bucket, undone: int = 0, *, joining: bool = False) -> None:
-        self._bucket = bucket
-        self.address = ""
-        self.connected = False
-        self.joining: bool | None = joining
-        self.begin_tables()
-        self.needed = np.zeros(PARTITIONS, np.uint64)
-        self.refused: dict[int, UprError] = {}
-        self.undone = undone
-        self.problem: UprError | None = None
-        self.highs = np.zeros(PARTITIONS, np.uint64)
-        self._level = time.monotonic()
-
-    def begin_tables(self) -> None:
-        """The upstream tells its small tables from their beginning."""
-        self.tables, self.told = False, 0
-        self.rows: dict[str, npt.NDArray[np.bool_]] = {}
-
-    @property
-    def in_step(self) -> bool:
-        """Whether it has the small tables, and durably every seqno that they name."""
-        durable = self._bucket.partitions.durable
-        return self.tables and bool((durable >= self.needed).all())
-
-    def lag(self) -> int:
-        """Return how many mutations that the upstream told of are not durable here."""
-        durable = self._bucket.partitions.durable
-        return int((np.maximum(self.highs, durable) - durable).sum())
-
-    def lag_seconds(self) -> float:
-        """Return the seconds since it last had everything that it was told of, while connected; 0 while it has."""
-        if self.connected and not self.lag():
-            self._level = time.monotonic()
-            return 0.0
-        return time.monotonic() - self._level
 
 
 class BucketService:
@@ -193,7 +138,7 @@ class BucketService:
         """Functions that are told which rows of consumers, by name and partition, were stored or removed; of none when
         cuts were."""
         self.table_changes = 0
-        """How often rows of consumers or cuts were stored since the start."""
+        """Number of times that rows of consumers or cuts were stored since the start."""
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Awaitable[None]] | None = None

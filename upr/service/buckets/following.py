@@ -1,0 +1,65 @@
+"""State of a bucket that follows an upstream."""
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from upr.engine.bucket import Bucket
+from upr_protocol.errors import UprError
+from upr_protocol.limits import PARTITIONS
+
+
+class Following:
+    """How a bucket follows its upstream, as operators see it.
+
+    Attributes:
+        address: HOST:PORT that it follows, or tries to.
+        connected: whether its streams are open.
+        joining: whether rows may have come without what the small tables say of them; stored, so it outlives a crash. None
+            while that is being stored.
+        tables: whether the upstream has told all of its small tables.
+        rows: while it tells them: by consumer, in which partitions it told a row, shape (1024,).
+        told: how many changes of them it has told; see Tables.changes.
+        needed: the seqnos that they name, shape (1024,).
+        refused: the partitions that the upstream does not send, and why.
+        undone: mutations that were undone since the server was started.
+        problem: why it does not follow now; None while it does.
+        highs: the newest seqnos that the upstream told of, shape (1024,).
+    """
+
+    def __init__(self, bucket: Bucket, undone: int = 0, *, joining: bool = False) -> None:
+        self._bucket = bucket
+        self.address = ""
+        self.connected = False
+        self.joining: bool | None = joining
+        self.begin_tables()
+        self.needed = np.zeros(PARTITIONS, np.uint64)
+        self.refused: dict[int, UprError] = {}
+        self.undone = undone
+        self.problem: UprError | None = None
+        self.highs = np.zeros(PARTITIONS, np.uint64)
+        self._level = time.monotonic()
+
+    def begin_tables(self) -> None:
+        """The upstream tells its small tables from their beginning."""
+        self.tables, self.told = False, 0
+        self.rows: dict[str, npt.NDArray[np.bool_]] = {}
+
+    @property
+    def in_step(self) -> bool:
+        """Whether it has the small tables, and durably every seqno that they name."""
+        durable = self._bucket.partitions.durable
+        return self.tables and bool((durable >= self.needed).all())
+
+    def lag(self) -> int:
+        """Return how many mutations that the upstream told of are not durable here."""
+        durable = self._bucket.partitions.durable
+        return int((np.maximum(self.highs, durable) - durable).sum())
+
+    def lag_seconds(self) -> float:
+        """Return the seconds since it last had everything that it was told of, while connected; 0 while it has."""
+        if self.connected and not self.lag():
+            self._level = time.monotonic()
+            return 0.0
+        return time.monotonic() - self._level
