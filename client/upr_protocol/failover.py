@@ -302,8 +302,8 @@ class WrittenSeqno(NamedTuple):
             WriteUndoneError: it is of another branch.
         """
         given = log.gave(self.failover_id, self.seqno)
-        if given is None and not newest and self.seqno > complete:
-            # A failover that this reader has not heard of may have made the id.
+        if given is None and not newest:
+            # A failover that this reader has not heard of may have made the id, also at a place that is taken here.
             return False
         if not given:
             raise WriteUndoneError(

@@ -80,10 +80,11 @@ def test_other_texts_are_refused(text: str) -> None:
         # A record below it: that branch was left.
         (LOG, A, 11, 5, False, None),
         (LOG, B, 21, 25, True, None),
-        # An id that the log does not have: of later on, unless the place is taken or nothing is later.
+        # An id that the log does not have: of later on, unless nothing is later.
         (LOG, D, 30, 25, False, False),
-        (LOG, D, 25, 25, False, None),
+        (LOG, D, 25, 25, False, False),
         (LOG, D, 30, 25, True, None),
+        (LOG, D, 25, 25, True, None),
         # Older than the log.
         (TRIMMED, A, 10, 25, True, True),
         (TRIMMED, A, 11, 25, True, None),
