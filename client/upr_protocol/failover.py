@@ -353,6 +353,8 @@ class WriteToken:
         Raises:
             InvalidArgumentError: it is none.
         """
+        if not isinstance(text, str):
+            raise InvalidArgumentError(f"write token is of type {type(text).__name__}; must be str")
         version, _, rest = text.partition(":")
         parts = [_WRITTEN.fullmatch(part) for part in rest.split(",")] if rest else []
         if not _VERSION.fullmatch(version) or len(parts) > AT_LEAST_MAX or None in parts:
