@@ -68,6 +68,11 @@ class Retries:
         """Partitions brought something: the next failure is a first one."""
         self._attempts[partitions] = 0
 
+    def moved(self) -> None:
+        """Another server is asked from now on: what this one refused says nothing of that one."""
+        self._attempts[:] = 0
+        self._due[:] = 0
+
     def split(self, partitions: Indexes, now: float) -> tuple[list[int], float | None]:
         """Return those of the partitions that are due, and the time at which the next other one is (or None)."""
         due = self._due[partitions]

@@ -302,8 +302,8 @@ class WrittenSeqno(NamedTuple):
             WriteUndoneError: it is of another branch.
         """
         given = log.gave(self.failover_id, self.seqno)
-        if given is None and not newest and self.seqno > complete:
-            # A failover that this reader has not heard of may have made the id.
+        if given is None and not newest:
+            # A failover that this reader has not heard of may have made the id, also at a place that is taken here.
             return False
         if not given:
             raise WriteUndoneError(
@@ -353,6 +353,8 @@ class WriteToken:
         Raises:
             InvalidArgumentError: it is none.
         """
+        if not isinstance(text, str):
+            raise InvalidArgumentError(f"write token is of type {type(text).__name__}; must be str")
         version, _, rest = text.partition(":")
         parts = [_WRITTEN.fullmatch(part) for part in rest.split(",")] if rest else []
         if not _VERSION.fullmatch(version) or len(parts) > AT_LEAST_MAX or None in parts:

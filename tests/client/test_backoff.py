@@ -50,6 +50,16 @@ def test_success_or_a_long_calm_begins_anew() -> None:
     assert retries.failed(2, 60.0, 1.0) == pytest.approx(0.1)
 
 
+def test_another_server_is_asked_at_once() -> None:
+    retries, both = Retries(), np.array([1, 2])
+    retries.failed(1, 100.0, 1.0)
+    retries.failed(1, 100.0, 1.0, lasting=True)
+    assert retries.split(both, 100.0)[0] == [2]
+    retries.moved()
+    assert retries.split(both, 100.0) == ([1, 2], None)
+    assert retries.failed(1, 100.0, 1.0) == pytest.approx(0.1)
+
+
 def test_what_lasts_is_asked_for_more_and_more_seldom() -> None:
     retries = Retries()
     now, waits = 0.0, []

@@ -1,5 +1,7 @@
 """Write tokens: their text, and which history has a write."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,9 +58,11 @@ def test_joined_tokens_have_the_last_write_of_each_partition_and_id() -> None:
         f"{1:016x}:3-{A:016x}-1,",
         f"{1:016X}".replace("0", "G") + f":3-{A:016x}-1",
         "x" * 100_000,
+        None,
+        f"{1:016x}:3-{A:016x}-1".encode(),
     ],
 )
-def test_other_texts_are_refused(text: str) -> None:
+def test_other_texts_are_refused(text: Any) -> None:
     if text == f"{1:016x}:":
         assert WriteToken.parse(text).writes == ()
         return
@@ -80,10 +84,11 @@ def test_other_texts_are_refused(text: str) -> None:
         # A record below it: that branch was left.
         (LOG, A, 11, 5, False, None),
         (LOG, B, 21, 25, True, None),
-        # An id that the log does not have: of later on, unless the place is taken or nothing is later.
+        # An id that the log does not have: of later on, unless nothing is later.
         (LOG, D, 30, 25, False, False),
-        (LOG, D, 25, 25, False, None),
+        (LOG, D, 25, 25, False, False),
         (LOG, D, 30, 25, True, None),
+        (LOG, D, 25, 25, True, None),
         # Older than the log.
         (TRIMMED, A, 10, 25, True, True),
         (TRIMMED, A, 11, 25, True, None),

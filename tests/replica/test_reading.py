@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import grpc
 import pytest
 
 from tests.conftest import StartServer
@@ -12,6 +13,9 @@ from tests.replica.sets import start_set, state_of, wait_for, wait_until_counted
 from tests.replica.test_owning import run
 from upr_client import Change, Client, Rollback, ServerPositions, WriteToken
 from upr_client.errors import BehindError, InvalidArgumentError, UprError, WriteUndoneError
+from upr_protocol.wire.grpc import error_from_call
+from upr_protocol.wire.v1.change_stream_service_pb2 import LoadPositionsRequest
+from upr_protocol.wire.v1.change_stream_service_pb2_grpc import ChangeStreamServiceStub
 
 
 @contextmanager
@@ -57,6 +61,33 @@ def test_reading_goes_to_the_active_server_unless_any_will_do(server_process: St
         assert (refused.value.reason, refused.value.owner) == ("PARTITION_NOT_ACTIVE", owner.target)
         with pytest.raises(InvalidArgumentError, match='must be "active"'):
             client.bucket().changes(resume=ServerPositions("c"), read_from="any")
+
+
+def test_a_replica_that_nobody_met_since_its_start_names_another_server(
+    server_process: StartServer,
+) -> None:
+    owner, replica = start_set(server_process)
+    with Client(owner.target) as client:
+        client.bucket().set(b"k", b"v")
+    wait_until_equal([owner, replica])
+    unmet = server_process("--replicate-from", replica.target, "--anonymous")
+    with Client(unmet.target) as client:
+        assert client.bucket().get(b"k") == b"v"
+        assert client.target == owner.target
+    replica.terminate()
+    replica.start()
+    with Client(replica.target) as client:
+        assert client.bucket().get(b"k") == b"v"
+        assert client.target == owner.target
+
+
+def test_a_replica_does_not_give_positions(server_process: StartServer) -> None:
+    _, replica = start_set(server_process)
+    with grpc.insecure_channel(replica.target) as channel:
+        request = LoadPositionsRequest(bucket="default", consumer="c")
+        with pytest.raises(grpc.RpcError) as refused:
+            ChangeStreamServiceStub(channel).LoadPositions(request, timeout=30)
+    assert error_from_call(refused.value).reason == "PARTITION_NOT_ACTIVE"
 
 
 def test_who_follows_goes_on_through_takeovers_from_one_address(

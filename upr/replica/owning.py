@@ -141,6 +141,7 @@ class Owning:
         self._known: frozenset[str] = frozenset()
         if self.active:
             self._note_floor()
+        self._tell_owner()
 
     @property
     def standing(self) -> Standing:

@@ -292,6 +292,7 @@ class ChangeStreamMethods:
     ) -> wire.LoadPositionsResponse:
         """Return the stored positions, including every save begun before this call; an absent position stays absent
         after a crash."""
+        self._catalog.check_active()
         host = self._catalog.of(request)
         name = check_name(request.consumer, "consumer")
         partitions = sorted(chosen_partitions(request.partitions))

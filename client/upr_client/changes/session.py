@@ -682,6 +682,7 @@ class Following:
         if kind == "start_answers":
             fatal = self._incoming.take_answers(message.start_answers)
             if self._options.any_server and self._incoming.elsewhere is not None:
+                self._incoming.retries.moved()
                 return Outcome(lost=self._incoming.elsewhere, fatal=fatal)
             self._calls.answered()
             if begun := self._incoming.take_begun():

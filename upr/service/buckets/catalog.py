@@ -261,6 +261,7 @@ class Catalog:
                 hint="move one of them out of the data directory",
             )
         self._hosts[name] = host
+        host.bucket.partitions.owner = self.owner
         self._raise_epoch(host)
 
     def _may_create(self, name: str) -> bool:
@@ -298,7 +299,10 @@ class Catalog:
     def check_active(self) -> None:
         """Raise PartitionNotActiveError, which names the active server, where this one is not: clients go there."""
         if self.replica:
-            raise not_active(self.owner)
+            upstream = self._config.replicate_from
+            # A replica that nobody meets knows this one server, which names the active one if it is another.
+            alone = len(upstream) == 1 and not self.servers()
+            raise not_active(upstream[0] if alone else self.owner)
 
     def check_reachable(self) -> None:
         """Raise UprError, NOT_ADVERTISED, where replicas could not be told how to reach this server."""
