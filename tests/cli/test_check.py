@@ -19,6 +19,7 @@ from upr.cli import admin
 from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin
 from upr_client import Client, Only
 from upr_protocol.errors import DataDamagedError
+from upr_protocol.limits import ADMIN_SOCKET
 from upr_protocol.partitioning import partition_of
 
 
@@ -123,13 +124,13 @@ def test_clients_of_a_copy_that_was_restored_roll_back_to_its_record(
     write(server, 500)
     assert server.terminate() == 0
     copy = tmp_path / "copy"
-    shutil.copytree(server.data, copy)
+    shutil.copytree(server.data, copy, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
     server.start()
     before = logs(server)
     write(server, 500, "lost")
     assert server.terminate() == 0
     shutil.rmtree(server.data)
-    shutil.copytree(copy, server.data)
+    shutil.copytree(copy, server.data, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
 
     result = run_admin("restore-copy", "--yes", server.data, "--json")
     assert result.exit_code == 0, result.output

@@ -17,6 +17,7 @@ from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, wait_until
 from upr_client import Client, WriteResult
 from upr_client.testing import ScriptedServer, keys_in
+from upr_protocol.limits import ADMIN_SOCKET
 
 CLIENT = Path(__file__).resolve().parents[2] / "client"
 EXAMPLES = sorted(path.name for path in (CLIENT / "examples").glob("*.py"))
@@ -224,7 +225,7 @@ def test_the_line_client_goes_on_and_says_what_was_undone(
         assert f"7 {json.dumps(row)}" in example.lines
         assert server.terminate() == 0
         copy = server.folder / "copy"
-        shutil.copytree(server.data, copy)
+        shutil.copytree(server.data, copy, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
         server.start()
         write(server, (keys[1], b"undone"), (keys[0], None))
         example.wait_until(lambda: len(example.lines) == 4)

@@ -13,6 +13,7 @@ from tests.client.test_examples import CLIENT, running, write
 from tests.conftest import StartServer
 from tests.raw import RawClient, start_at
 from upr_client.testing import ScriptedServer, keys_in
+from upr_protocol.limits import ADMIN_SOCKET
 
 pytestmark = [pytest.mark.long, pytest.mark.node]
 SCRIPT = CLIENT / "examples" / "node" / "follow.mjs"
@@ -103,7 +104,7 @@ def test_what_did_not_happen_is_undone(server_process: StartServer, tmp_path: Pa
     first, second, third = keys_in(7, 3)
     write(server, (first, b"1"), (second, b"1"), (b"other", b"1"))
     assert server.terminate() == 0
-    shutil.copytree(server.data, tmp_path / "copy")
+    shutil.copytree(server.data, tmp_path / "copy", ignore=shutil.ignore_patterns(ADMIN_SOCKET))
     server.start()
     write(server, (first, b"2"), (third, b"2"))
     run_once(tmp_path / "client", server.target)
@@ -111,7 +112,7 @@ def test_what_did_not_happen_is_undone(server_process: StartServer, tmp_path: Pa
     # The server comes back as an older copy of itself, and numbers something else.
     server.kill()
     shutil.rmtree(server.data)
-    shutil.copytree(tmp_path / "copy", server.data)
+    shutil.copytree(tmp_path / "copy", server.data, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
     server.start()
     write(server, (second, b"3"))
     words = run_once(tmp_path / "client", server.target)

@@ -32,6 +32,7 @@ from upr_client import (
 )
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import resume_after_rollback
+from upr_protocol.limits import ADMIN_SOCKET
 from upr_protocol.position import MarkerHistory
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "sqlite_mirror.py"
@@ -243,11 +244,15 @@ class Disaster:
             mirror.heard = len(mirror.words())
             if kind == "copy" and self._copies:
                 shutil.rmtree(server.data)
-                shutil.copytree(self.rng.choice(self._copies), server.data)
+                shutil.copytree(
+                    self.rng.choice(self._copies),
+                    server.data,
+                    ignore=shutil.ignore_patterns(ADMIN_SOCKET),
+                )
             elif len(self._copies) < 3 or self.rng.random() < 0.3:
                 copy = server.folder / f"copy {len(self._copies) % 3}"
                 shutil.rmtree(copy, ignore_errors=True)
-                shutil.copytree(server.data, copy)
+                shutil.copytree(server.data, copy, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
                 self._copies = [*self._copies, copy][-3:]
             server.start()
         if kind in ("mirror", "both"):

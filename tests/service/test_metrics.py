@@ -54,7 +54,14 @@ async def test_what_was_written_and_read_is_counted(server_process: StartServer)
         async def sent() -> Numbers:
             return await told(address)
 
-        busy = await poll(sent, lambda found: found["upr_sent_rows_total", ""] == 50)
+        def is_told(found: Numbers) -> bool:
+            # The loop is looked at in intervals.
+            return (
+                found["upr_sent_rows_total", ""] == 50
+                and found["upr_loop_delay_seconds_count", ""] > 0
+            )
+
+        busy = await poll(sent, is_told)
         assert (busy["upr_followers", ""], busy["upr_streams", ""]) == (1, 1024)
         assert (busy["upr_open_calls", "follow"], busy["upr_open_calls", "write"]) == (1, 2)
         await follow.close()

@@ -19,7 +19,13 @@ from tests.service.test_text_lines import read_line, row_of
 from upr.service.text.lines import split_token
 from upr_client import Client
 from upr_client.testing import keys_in
-from upr_protocol.limits import PARTITIONS, PEER_CALLS, TEXT_BUCKETS_MAX, TEXT_CONNECTIONS_MAX
+from upr_protocol.limits import (
+    ADMIN_SOCKET,
+    PARTITIONS,
+    PEER_CALLS,
+    TEXT_BUCKETS_MAX,
+    TEXT_CONNECTIONS_MAX,
+)
 from upr_protocol.partitioning import partition_of
 
 P = 5
@@ -260,7 +266,7 @@ def test_the_token_of_an_undone_branch_gets_an_error_with_the_seqno_to_go_back_t
     write(server, (KEYS[0], b"kept"), (KEYS[1], b"kept"))
     assert server.terminate() == 0
     copy = server.folder / "copy"
-    shutil.copytree(server.data, copy)
+    shutil.copytree(server.data, copy, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
     server.start()
     with following(text_address(server), f"REPLICATE default {P} 0") as client:
         client.until(lambda: len(client.rows()) == 2)

@@ -80,6 +80,7 @@ class Keeper:
 
     Attributes:
         failover_log_records, acknowledged, bucket: as of the service of a bucket.
+        check_active: as of that service, which is active.
         disk: this too, with stopping, gone, clock, store.
     """
 
@@ -93,6 +94,7 @@ class Keeper:
         )
         self.failover_log_records = FAILOVER_LOG_RECORDS
         self.bucket, self.store = world.bucket, world.store
+        self.check_active = lambda: None
         self._loop = _Loop(lambda: world.network.now)
         self.acknowledged = ConsumerSaver(
             self.bucket.consumer_positions, self._write, Troubles("default", lambda: None)

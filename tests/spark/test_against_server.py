@@ -18,6 +18,7 @@ from upr_backup import rows as point_module
 from upr_backup.repository import LocalStorage
 from upr_backup.repository.documents import Manifest, seal, sha256, unseal
 from upr_client import Client
+from upr_protocol.limits import ADMIN_SOCKET
 from upr_protocol.partitioning import partition_of
 
 
@@ -199,7 +200,7 @@ def test_a_server_that_rolled_back_is_not_comparable(made: Source) -> None:
     server = made.server
     server.terminate()
     copy = server.folder / "copy"
-    shutil.copytree(server.data, copy)
+    shutil.copytree(server.data, copy, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
     server.start()
     keys = [b"later:%d" % n for n in range(50)]
     made.write([(key, b"") for key in keys])

@@ -23,6 +23,7 @@ from upr_backup.repository.lock import Lock
 from upr_backup.repository.repository import Repository
 from upr_backup.retention import FileFold, Merge
 from upr_client import Client
+from upr_protocol.limits import ADMIN_SOCKET
 
 
 def said(repository: Path, *arguments: str) -> Any:
@@ -65,7 +66,7 @@ def test_old_points_go_and_the_rest_stays(
         points[number] = dict(state)
         if number == 2:
             assert server.terminate() == 0
-            shutil.copytree(server.data, copy)
+            shutil.copytree(server.data, copy, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
             server.start()
         write(server, state, later(state, number, 5 + number))
     merged = said(repository, "merge")["merged"]

@@ -14,6 +14,7 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from upr_client import Bucket, Change, Client
 from upr_protocol.failover import format_failover_id
+from upr_protocol.limits import ADMIN_SOCKET
 from upr_protocol.partitioning import partition_of
 from upr_spark import register
 from upr_spark.errors import FoundError, find_error
@@ -290,7 +291,7 @@ def test_a_query_goes_back_to_418_when_the_server_goes_on_from_426(
     assert max(sink.rows) == (5, 418)
     write(419, 426)
     running.terminate()
-    shutil.copytree(running.data, old)
+    shutil.copytree(running.data, old, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
     running.start()
     write(427, 434)
     with pytest.raises(Exception, match="dies between"):

@@ -301,7 +301,7 @@ class Catalog:
         if self.replica:
             upstream = self._config.replicate_from
             # A replica that nobody meets knows this one server, which names the active one if it is another.
-            alone = len(upstream) == 1 and not self.servers()
+            alone = len(upstream) == 1 and not (self.owner or self.servers())
             raise not_active(upstream[0] if alone else self.owner)
 
     def check_reachable(self) -> None:
