@@ -237,7 +237,7 @@ def target_option(function: _F) -> _F:
             # What is typed counts, and not what the environment says instead of it.
             data = data if "data" in typed else None
             context = context if "context" in typed else None
-        is_given = "target" in typed or source("target") is not ParameterSource.DEFAULT
+        is_given = source("target") is not ParameterSource.DEFAULT
         token = os.environ.get("UPR_TOKEN")
         if data is not None:
             if "target" in typed or context or (is_given and "data" not in typed):

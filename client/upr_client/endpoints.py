@@ -35,7 +35,7 @@ _MOVES: Final = frozenset(
 _REFUSED: Final = frozenset({PartitionNotActiveError.default_reason, BehindError.default_reason})
 """Reasons of a server that did nothing, and of which another one may do it."""
 READ_FROM: Final = {"active": False, "any": True}
-"""Whether any server may be read from, by the word for it."""
+"""Words of ``read_from``, and whether any server may be read from then."""
 _PORT_MAX: Final = 65535
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed")
 """Beginnings of gRPC's details of a call for which there was no connection. Other words only mean that a call is not

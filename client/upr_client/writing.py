@@ -76,7 +76,7 @@ class WriteResults(NamedTuple):
 
 
 AtLeast = WriteToken | WriteResult | WriteResults | None
-"""What a reader wants to have: a token, or the result of writing, or nothing."""
+"""Writes that a reader wants to have: a token, or the result of writing, or none."""
 
 
 def _token(bucket_version: int, writes: list[tuple[int, int, int]]) -> WriteToken:

@@ -816,8 +816,7 @@ class Follower:
             )
             exact, at = int(self._limit[partition]), int(self._seqno[partition])
             gone = beyond_end(partition, exact, at, end, horizon)
-            why = EndReason(gone.reason, gone.retriable, gone.message, gone.hint)
-            self._end([partition], why)
+            self._end([partition], EndReason.of(gone))
 
     def _frame_from_tail(self, stable: U64 | None) -> FrameOut | None:
         left = self.credit.window - self.credit.outstanding

@@ -191,6 +191,21 @@ class EndReason:
     hint: str = ""
     owner: str = ""
 
+    @classmethod
+    def of(cls, error: UprError) -> "EndReason":
+        """Return an error as an end reason."""
+        return cls(error.reason, error.retriable, error.message, error.hint, error.owner)
+
+    def error(self) -> UprError:
+        """Return it as an error."""
+        return UprError(
+            self.words,
+            reason=self.reason,
+            retriable=self.retriable,
+            hint=self.hint,
+            owner=self.owner,
+        )
+
 
 FINISHED: Final = EndReason("FINISHED", False, "the stream reached its end")
 STOPPED: Final = EndReason("STOPPED", False, "the consumer stopped the stream")

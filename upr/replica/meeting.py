@@ -5,7 +5,6 @@ A server is called where it said that it can be reached: in its Follow call, or 
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import numpy as np
 
 from upr.replica.links import Links
 from upr.service.buckets.catalog import Catalog
+from upr.storage.directory import HEX_ID
 from upr.storage.standing import Stored
 from upr_protocol.errors import ProtocolError, UprError
 from upr_protocol.limits import MEMBER_SECONDS, NAME_BYTES_MAX, PARTITIONS, SET_MEMBERS_MAX
@@ -27,7 +27,6 @@ from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
 
 log = logging.getLogger(__name__)
 
-_DIRECTORY = re.compile("[0-9a-f]{16}")
 MEET_SECONDS = 0.5
 """Interval of meetings."""
 ANSWER_SECONDS = 2.0
@@ -92,7 +91,7 @@ def held_of_messages(messages: Iterable[wire.HeldBucket]) -> dict[int, Held]:
 def _is_named(member: wire.SetMember) -> bool:
     """Return whether a member has an id and an address as servers have them."""
     short = len(member.address) <= NAME_BYTES_MAX
-    return bool(short and _DIRECTORY.fullmatch(member.directory) and member.address)
+    return bool(short and HEX_ID.fullmatch(member.directory) and member.address)
 
 
 @dataclass(frozen=True, slots=True)

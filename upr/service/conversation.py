@@ -9,7 +9,6 @@ the requests.
 
 import logging
 import math
-import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +32,7 @@ from upr.engine.streams import (
     StartRequest,
 )
 from upr.service.buckets.keepers import micros
+from upr.storage.directory import HEX_ID
 from upr.storage.read import plain_messages
 from upr.storage.search import StoredBeginning
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError, UprError, shown
@@ -126,7 +126,6 @@ _COPIES: Final = {
     types.STABILITY_REPLICATED_2: 2,
     types.STABILITY_REPLICATED_3: 3,
 }
-_DIRECTORY: Final = re.compile("[0-9a-f]{16}")
 
 
 def check_consumer(name: str) -> str:
@@ -189,7 +188,7 @@ def _replica_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptio
         raise InvalidArgumentError(
             "a replica asks for a part of the blocks, or names a consumer; must do neither"
         )
-    if not _DIRECTORY.fullmatch(opening.directory):
+    if not HEX_ID.fullmatch(opening.directory):
         raise InvalidArgumentError(
             f"directory of a replica is {shown(opening.directory)}; must be 16 hex digits"
         )
@@ -353,7 +352,7 @@ class Conversation:
                 self.follower.seat.heard(micros(now))
             self._take(request, now, now_micros)
         except UprError as error:
-            self.end(EndReason(error.reason, error.retriable, error.message, error.hint))
+            self.end(EndReason.of(error))
         self._wake()
 
     def check_heard(self, now: float) -> bool:
@@ -492,7 +491,7 @@ class Conversation:
             return Outgoing(wire.FollowResponse(heartbeat=beat))
         if self.ending is not None:
             self.over = True
-            ended = wire.Ended(problem=_problem(self.ending))
+            ended = wire.Ended(problem=problem_of(self.ending.error()))
             return Outgoing(wire.FollowResponse(ended=ended))
         if hold(self.follower.may_wait):
             return None
@@ -537,19 +536,9 @@ def _request(one: wire.StartPartition) -> StartRequest:
     )
 
 
-def _problem(why: EndReason) -> types.Problem:
-    return types.Problem(
-        reason=why.reason,
-        retriable=why.retriable,
-        message=why.words,
-        hint=why.hint,
-        owner=why.owner,
-    )
-
-
 def _ended_message(ended: Ended) -> wire.Ended:
     streams = [wire.EndedStream(partition=p, token=token) for p, token in ended.streams]
-    return wire.Ended(streams=streams, problem=_problem(ended.why))
+    return wire.Ended(streams=streams, problem=problem_of(ended.why.error()))
 
 
 def _fill_answer(message: wire.StartAnswer, answer: Answer) -> None:

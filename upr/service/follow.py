@@ -141,8 +141,7 @@ class FollowCall:
 
     def _end_slow(self) -> None:
         """End the call without further messages, because others wait for the room that its message takes."""
-        why = too_slow(SENDING_SECONDS)
-        self._end_at_once(UprError(why.words, reason=why.reason, retriable=True, hint=why.hint))
+        self._end_at_once(too_slow(SENDING_SECONDS).error())
 
     def bucket_gone(self, error: BucketGoneError) -> None:
         """End all streams and the call, because the bucket was dropped, or is opened again with another history."""
@@ -191,9 +190,7 @@ class FollowCall:
             log.info("follow ended", extra={**self._who, "reason": reason})
         if ending is None or not self._is_too_slow or self._talk.over:
             return None
-        return UprError(
-            ending.words, reason=ending.reason, retriable=ending.retriable, hint=ending.hint
-        )
+        return ending.error()
 
     @property
     def _is_too_slow(self) -> bool:
@@ -273,7 +270,7 @@ class FollowCall:
                 wire.FollowRequest, raw, "a message of a Follow call"
             )
         except InvalidArgumentError as error:
-            self.end(EndReason(error.reason, error.retriable, error.message, error.hint))
+            self.end(EndReason.of(error))
             self._wake.set()
             return None
         return request

@@ -30,7 +30,8 @@ _MARK = "upr-stream.json"
 _NEW_MARK = f"{_MARK}.new"
 _NEW = ".new"
 _DROPPED = ".dropped"
-_VERSION = re.compile("[0-9a-f]{16}")
+HEX_ID = re.compile("[0-9a-f]{16}")
+"""Form of the id of a directory, and of a bucket's version in names."""
 _OWN = {"lock", _NEW_MARK}
 """Names allowed in a directory whose first server was killed before it wrote the mark."""
 
@@ -48,7 +49,7 @@ def bucket_folders(path: Path) -> list[Path]:
     """Return the folders of a data directory that are served as buckets, by name."""
     buckets = path / "buckets"
     folders = sorted(buckets.iterdir()) if buckets.is_dir() else []
-    return [folder for folder in folders if folder.is_dir() and _VERSION.fullmatch(folder.name)]
+    return [folder for folder in folders if folder.is_dir() and HEX_ID.fullmatch(folder.name)]
 
 
 _CANNOT_LOCK = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -102,7 +103,7 @@ def read_mark(path: Path) -> tuple[str, str]:
         if version != FORMAT:
             raise unknown_format(f"the data directory {path}", version)
         own, cluster = text["directory"], text["cluster"]
-        if not _VERSION.fullmatch(own) or not isinstance(cluster, str):
+        if not HEX_ID.fullmatch(own) or not isinstance(cluster, str):
             raise ValueError(f"directory is {own!r}, cluster is {cluster!r}")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise DataDirectoryError(f"{path} is not a data directory: {_MARK} is not there") from error

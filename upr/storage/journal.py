@@ -541,18 +541,26 @@ def _write_whole(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def replace_durably(path: Path, text: str | Iterable[str]) -> None:
+def replace_durably(path: Path, text: str | Iterable[str], *, private: bool = False) -> None:
     """Write a text file whole, durably: after a crash it is the old one or the new one.
 
     Args:
         text: whole, or in parts.
+        private: whether a new file is its owner's alone; one that is there keeps its owner and mode.
 
     Raises:
         OSError: it could not be written; the old one is still there.
     """
     new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
     try:
-        with new.open("w") as file:
+        mode = 0o600 if private else 0o666
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+            if private and path.exists():
+                # A server of another user goes on reading it.
+                found = path.stat()
+                os.fchown(file.fileno(), found.st_uid, found.st_gid)
+                os.fchmod(file.fileno(), found.st_mode & 0o777)
             file.writelines((text,) if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())

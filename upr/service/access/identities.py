@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from upr.storage.journal import replace_durably
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.limits import check_name
 
@@ -244,27 +245,7 @@ def _change(path: Path, change: Callable[[str], str]) -> bool:
         after = change(before)
         if after != before:
             Identities(after)
-            _replace(path, after)
-            os.fsync(folder)
+            replace_durably(path, after, private=True)
         return after != before
     finally:
         os.close(folder)
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            if path.exists():
-                # A server of another user goes on reading it.
-                found = path.stat()
-                os.fchown(file.fileno(), found.st_uid, found.st_gid)
-                os.fchmod(file.fileno(), found.st_mode & 0o777)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise

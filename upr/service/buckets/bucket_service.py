@@ -646,14 +646,14 @@ class BucketService:
                     raise self.disk.gone
                 if self.bucket.failure is not None:
                     raise self.bucket.failure.with_traceback(None)
+                why = ""
                 if written.term != self.bucket.copies.term:
+                    why = "this server stepped down before replicas acknowledged the write"
+                elif self._without_copies:
+                    why = "the server is stopping: replicas acknowledge nothing more to it"
+                if why:
                     raise UnknownOutcomeError(
-                        "this server stepped down before replicas acknowledged the write",
-                        hint="send it again, to the server that is active, with its number to learn the outcome",
-                    )
-                if self._without_copies:
-                    raise UnknownOutcomeError(
-                        "the server is stopping: replicas acknowledge nothing more to it",
+                        why,
                         hint="send it again, to the server that is active, with its number to learn the outcome",
                     )
                 await self.disk.next_change()

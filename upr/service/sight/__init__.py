@@ -1,1 +1,1 @@
-"""What operators see of a running server over HTTP: its counts, its metrics, and whether it is ready."""
+"""Sight of a running server for operators: its counts, its metrics, and whether it is ready, over HTTP."""

@@ -165,11 +165,9 @@ class Feed:
         self._said += map(self._end_line, ends)
 
     def _end_line(self, ended: Ended) -> bytes:
-        why = ended.why
         partitions = sorted(partition for partition, _ in ended.streams)
         named = ALL if len(partitions) == PARTITIONS else ",".join(map(str, partitions))
-        error = UprError(why.words, reason=why.reason, hint=why.hint)
-        return error_line(error, self._name, named)
+        return error_line(ended.why.error(), self._name, named)
 
     def next_lines(self) -> Lines | None:
         """Return the lines of the next frame; None when there is nothing to send."""

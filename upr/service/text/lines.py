@@ -27,7 +27,7 @@ from upr_protocol.limits import (
 TOKEN_MAX: Final = FAILOVER_ID_MAX << SEQNO_BITS | SEQNO_MAX
 _TOKEN_DIGITS: Final = len(str(TOKEN_MAX))
 _ROW_BYTES: Final = 64
-"""What a row adds to its key and value in a piece: about the rest of its line."""
+"""Bytes that a row adds to its key and value in a piece: about the rest of its line."""
 ALL: Final = "*"
 """Stands for all partitions in a REPLICATE."""
 _FORMS: Final = "PING [text], NAME name, REPLICATE [bucket [partition|* [token]]], ERROR text"

@@ -233,7 +233,7 @@ class Connection:
             return
         self._ending = why
         if told:
-            self._say(_end_line(why))
+            self._say(error_line(why.error()))
         self._wake.set()
         asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._give_up)
 
@@ -248,7 +248,7 @@ class Connection:
             self._ending = too_slow(seconds)
             self._port.too_slow += 1
             log.warning("a consumer is too slow", extra=self._who)
-            self._writer.write(_end_line(self._ending))
+            self._writer.write(error_line(self._ending.error()))
         self._give_up()
 
     def _say(self, *lines: bytes) -> None:
@@ -266,7 +266,7 @@ class Connection:
             try:
                 lines = splitter.feed(data)
             except UprError as error:
-                self.end(EndReason(error.reason, False, error.message, error.hint))
+                self.end(EndReason.of(error))
                 return
             await self._take_lines(lines)
 
@@ -513,10 +513,6 @@ def _goes_with(command: object, together: Sequence[Replicate]) -> bool:
         and None not in (command.partition, together[0].partition)
         and len(together) < PARTITIONS
     )
-
-
-def _end_line(why: EndReason) -> bytes:
-    return error_line(UprError(why.words, reason=why.reason, hint=why.hint))
 
 
 def _silent(seconds: float) -> EndReason:
