@@ -373,6 +373,8 @@ class Server:
         try:
             if size > SOCKET_PATH_MAX:
                 why = f"its path is {size} bytes; must be at most {SOCKET_PATH_MAX}"
+            elif "," in path:
+                why = "its path has a comma, which gRPC takes for the end of an address"
             elif self._grpc.add_insecure_port(f"unix:{quote(path)}"):
                 return
         except RuntimeError:
