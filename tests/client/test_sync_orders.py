@@ -419,7 +419,7 @@ def test_the_result_of_one_row(channel: Any) -> None:
         call.say(applied(1, (P, 7, 8)))
         call.half_closed()
         call.end()
-    assert results == [WriteResult(P, 8, ID_A)]
+    assert results == [WriteResult(P, 8, ID_A, VERSION)]
 
 
 class ClosedChannel:

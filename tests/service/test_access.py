@@ -132,6 +132,9 @@ async def ask(channel: Any, method: Any, request: Any, token: str) -> UprError |
         else:
             await called(request, metadata=metadata(token), timeout=30)
     except grpc.aio.AioRpcError as error:
+        if error.details() == "Internal error from Core":
+            # gRPC's client says this of a call that ends while it writes. It is asked again, as the SDK does.
+            return await ask(channel, method, request, token)
         return error_from_call(error)
     return None
 
