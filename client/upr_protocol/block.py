@@ -88,24 +88,25 @@ class Block:
         return max(len(self.key_offsets) // 4 - 1, 0)
 
     @property
+    def columns(self) -> tuple[bytes, ...]:
+        """The seven columns, in the order of the wire."""
+        return (
+            self.seqnos,
+            self.ops,
+            self.key_offsets,
+            self.keys,
+            self.value_offsets,
+            self.values,
+            self.times,
+        )
+
+    @property
     def column_bytes(self) -> int:
         """Bytes of all columns together."""
-        return sum(map(len, _columns(self)))
+        return sum(map(len, self.columns))
 
     def __repr__(self) -> str:
         return f"<Block {len(self.runs)} runs, {self.rows} rows, {self.column_bytes} bytes>"
-
-
-def _columns(block: Block) -> tuple[bytes, ...]:
-    return (
-        block.seqnos,
-        block.ops,
-        block.key_offsets,
-        block.keys,
-        block.value_offsets,
-        block.values,
-        block.times,
-    )
 
 
 _LENGTHS = struct.Struct("<7I")
@@ -113,7 +114,7 @@ _LENGTHS = struct.Struct("<7I")
 
 def columns_crc(block: Block) -> int:
     """Compute the CRC32C of a block's columns: their seven lengths as uint32, then their bytes."""
-    return crc_of_columns(_columns(block))
+    return crc_of_columns(block.columns)
 
 
 def crc_of_columns(columns: Sequence[bytes]) -> int:
@@ -200,7 +201,7 @@ def check_block(block: Block, *, numbered: bool = True) -> None:
 
 def _check_columns(block: Block) -> int:
     if not block.key_offsets:
-        if any(_columns(block)):
+        if any(block.columns):
             raise CorruptBlockError("the block has columns but no key offsets")
         return 0
     if len(block.key_offsets) % 4:

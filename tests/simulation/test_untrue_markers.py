@@ -1,12 +1,13 @@
 """The simulation sees a marker that is kept after a dropped row: else its silence would prove nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.simulation import worlds
+from upr.storage import blocks as blocks_module
 from upr.storage import compact
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -17,22 +18,21 @@ def keep_the_markers_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group of a large merge ends in a marker, though rows newer than it made others go."""
     rebuild = compact.rebuild
 
-    def lying(chunk: Any, rows: Any, run: tuple[int, int, int, int], *rest: Any) -> Iterator[Any]:
+    def lying(chunk: Any, rows: Any, run: tuple[int, int, int, int], *rest: Any) -> Any:
         partition, start, end, _ = run
-        return iter(rebuild(chunk, rows, (partition, start, end, end), *rest))
+        return rebuild(chunk, rows, (partition, start, end, end), *rest)
 
     monkeypatch.setattr(compact, "rebuild", lying)
 
 
 def keep_a_marker_at_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block of a merged stretch ends in a marker."""
-    block = compact._Columns._block
+    stretch = blocks_module.SortedRows.stretch
 
-    def lying(self: Any, rows: tuple[int, int], run: tuple[int, int, int, int]) -> Any:
-        partition, start, end, _ = run
-        return block(self, rows, (partition, start, end, end))
+    def lying(self: Any, *told: Any) -> list[blocks_module.Piece]:
+        return [piece._replace(horizon=piece.end) for piece in stretch(self, *told)]
 
-    monkeypatch.setattr(compact._Columns, "_block", lying)
+    monkeypatch.setattr(blocks_module.SortedRows, "stretch", lying)
 
 
 @pytest.mark.parametrize("fault", [keep_the_markers_of_groups, keep_a_marker_at_every_block])

@@ -14,6 +14,7 @@ from tests.simulation.faulty import FaultyWorld
 from tests.simulation.grouped import GroupWorld
 from tests.simulation.networked import NetworkedWorld
 from tests.simulation.world import World
+from upr.storage import blocks as blocks_module
 from upr.storage import compact, journal
 from upr_protocol.limits import BLOCK_COLUMN_BYTES
 
@@ -48,7 +49,7 @@ def kind_of(seed: int) -> str:
 def use_sizes(patch: pytest.MonkeyPatch, seed: int) -> None:
     """Have blocks and groups of the sizes of a seed."""
     block, group = SIZES[seed % len(SIZES)]
-    patch.setattr(compact, "BLOCK_COLUMN_BYTES", block)
+    patch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", block)
     patch.setattr(compact, "GROUP_BYTES", group)
     patch.setattr(compact, "SMALL_BYTES", block // 4)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage.stored_blocks import store_of
+from upr.storage import blocks as blocks_module
 from upr.storage import compact
 from upr.storage.store import Store
 
@@ -20,7 +21,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Blocks of a few rows, and groups of a few blocks."""
-    monkeypatch.setattr(compact, "BLOCK_COLUMN_BYTES", 120)
+    monkeypatch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", 120)
     monkeypatch.setattr(compact, "GROUP_BYTES", 700)
     monkeypatch.setattr(compact, "SMALL_BYTES", 0)
     return monkeypatch

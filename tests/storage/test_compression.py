@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from tests.raw import all_rows, is_compressed
 from tests.storage.test_merge import Batch, Numbering, batches_strategy
+from upr.storage import blocks as blocks_module
 from upr.storage import compact
 from upr.storage import read as reading
 from upr.storage.blocks import Encoded, compressor, keys_of, tombstones_of
@@ -73,12 +74,12 @@ def test_flushed_blocks_are_compressed_and_noise_is_not() -> None:
 def test_a_stretch_is_cut_by_what_it_has_before_compressing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compact, "BLOCK_COLUMN_BYTES", 20_000)
+    monkeypatch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", 20_000)
     data = block_of(3, 0, 1000, b"v" * 100)
     chunk = make_chunk([Encoded(decode_block(data).runs, data)])
     for found in (
         merge_slice([chunk], ALL, nothing_stored(), compress=compress_block).blocks,
-        list(rebuild(chunk, np.arange(1000), (3, 0, 1000, 1000), [], compress_block)),
+        rebuild(chunk, np.arange(1000), (3, 0, 1000, 1000), compress_block)[0],
     ):
         assert len(found) > 5
         assert all(is_compressed(data) for _, _, data in found)

@@ -125,7 +125,7 @@ def test_it_finds_what_a_dictionary_has(
     seed: int, forged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashing = blocks_module.hashes_of
-    for module in ("blocks", "compact", "search"):
+    for module in ("blocks", "search"):
         monkeypatch.setattr(
             f"upr.storage.{module}.hashes_of", lambda *args: FORGED[forged](hashing(*args))
         )
@@ -240,7 +240,7 @@ def truncate(
         chunk = make_chunk([blocks_module.checked(data)])
         for key, value, op, seqno in zip(
             chunk.keys.to_pylist(),
-            chunk.values.to_pylist(),
+            chunk.values(np.arange(len(chunk.seqnos))).to_pylist(),
             chunk.ops.tolist(),
             chunk.seqnos.tolist(),
             strict=True,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.model import Row, apply, partition_of
 from tests.raw import all_rows
+from upr.storage import blocks as blocks_module
 from upr.storage import compact
 from upr.storage.blocks import Encoded
 from upr.storage.compact import FlushSlice, make_chunk, merge_slice, plan_slices
@@ -116,7 +117,7 @@ def test_merging_keeps_the_newest_row_of_each_key(
 
 
 def test_what_is_larger_than_a_block_becomes_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "BLOCK_COLUMN_BYTES", 200)
+    monkeypatch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", 200)
     numbering = Numbering()
     same = [k for k in (b"x%d" % i for i in range(200_000)) if partition_of(k) == 3][:30]
     blocks = [numbering.block([(key, b"v" * 40)]) for key in same + same[:10]]
@@ -188,6 +189,17 @@ def test_times_stay_with_their_rows() -> None:
         )
         # The newest row of each of the three keys was written at 7, 8 or 9.
         assert set(times) <= {7, 8, 9}
+
+
+def test_a_delete_behind_a_set_stays_a_delete() -> None:
+    numbering = Numbering()
+    same = [k for k in (b"x%d" % i for i in range(200_000)) if partition_of(k) == 3][:3]
+    block = numbering.block([(same[0], b"v"), (same[1], None), (same[2], b"v")])
+    merged = merge_slice(
+        [make_chunk([block])], FlushSlice(0, 1024, 0, 1), np.zeros(1024, np.uint64)
+    )
+    found = [decode_block(data) for _, _, data in merged.blocks]
+    assert [value for *_, value in all_rows(found)] == [b"v", None, b"v"]
 
 
 def test_a_merge_has_the_largest_horizon_of_its_inputs() -> None:

@@ -20,6 +20,7 @@ from tests.storage.stored_blocks import (
     stored_rows,
 )
 from upr.engine.compaction import segments
+from upr.storage import blocks as blocks_module
 from upr.storage import compact
 from upr.storage.blocks import BlockRange, Head, last_complete
 from upr.storage.compact import examine, merge_direct, rewrite_group
@@ -105,7 +106,7 @@ def test_every_reader_goes_on_rightly_after_every_merge(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lmdb, "open", functools.partial(lmdb.open, sync=False))
-        patch.setattr(compact, "BLOCK_COLUMN_BYTES", data.draw(st.sampled_from([1, 90, 300])))
+        patch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", data.draw(st.sampled_from([1, 90, 300])))
         patch.setattr(compact, "GROUP_BYTES", data.draw(st.sampled_from([1, 400, 1 << 20])))
         patch.setattr(compact, "SMALL_BYTES", data.draw(st.sampled_from([0, 160, 1 << 20])))
         for name in ("WORTH_FRACTION", "BLOCK_FRACTION"):

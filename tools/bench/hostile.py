@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -47,6 +48,7 @@ class Outcome:
         written, followed: the share of the rate before that was kept during the attack.
         write_p50, write_p99: of a write's answer during the attack, milliseconds.
         back_seconds: until a slot after the attack reached ENOUGH of the rate before; None: it did not.
+        sync_ms: the longest fsync of a few bytes in a file of its own, on the same disk, during the attack.
         anonymous_mib: the server's largest RssAnon.
         attacker_cpu, server_cpu: cores during the attack.
     """
@@ -57,6 +59,7 @@ class Outcome:
     write_p50: float
     write_p99: float
     back_seconds: float | None
+    sync_ms: float
     anonymous_mib: int
     attacker_cpu: float
     server_cpu: float
@@ -135,11 +138,12 @@ class _Slot:
 
 
 class _Watch:
-    """Reads the honest process's lines, and the server's memory, in threads."""
+    """Reads the honest process's lines, the server's memory and the disk's delays, in threads."""
 
     def __init__(self, running: RunningServer) -> None:
         self.slots: list[_Slot] = []
         self.anonymous_kib = 0
+        self.syncs: list[tuple[float, float]] = []
         self._pid = running.pid
         self._done = threading.Event()
         self._process = subprocess.Popen(
@@ -147,7 +151,8 @@ class _Watch:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._threads = [threading.Thread(target=self._read), threading.Thread(target=self._look)]
+        runs = (self._read, self._look, self._sync)
+        self._threads = [threading.Thread(target=run) for run in runs]
         for thread in self._threads:
             thread.start()
 
@@ -161,6 +166,15 @@ class _Watch:
             for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
                 if line.startswith("RssAnon"):
                     self.anonymous_kib = max(self.anonymous_kib, int(line.split()[1]))
+
+    def _sync(self) -> None:
+        """Note when fsyncs of a file that nothing else writes began, and the seconds that each took."""
+        with tempfile.TemporaryFile() as file:
+            while not self._done.wait(0.25):
+                began = time.monotonic()
+                os.pwrite(file.fileno(), b"probe", 0)
+                os.fsync(file.fileno())
+                self.syncs.append((began, time.monotonic() - began))
 
     def close(self) -> None:
         """End the honest load."""
@@ -178,6 +192,8 @@ def _cpu(pid: int) -> float:
 
 def measure(attack: str, seconds: float) -> Outcome:
     """Run one attack beside the honest load on a new server."""
+    # What the attack before has left to be written would be in the way of this one's fsyncs.
+    os.sync()
     with server() as running:
         watch = _Watch(running)
         try:
@@ -220,6 +236,7 @@ def measure(attack: str, seconds: float) -> Outcome:
         delays[len(delays) // 2],
         delays[int(len(delays) * 0.99)],
         back,
+        max((took for at, took in watch.syncs if began < at <= ended), default=0.0) * 1000,
         watch.anonymous_kib // 1024,
         attacker_cpu / seconds,
         server_cpu / seconds,
@@ -238,7 +255,7 @@ def main() -> int:
         asyncio.run(honest(options.honest))
         return 0
     outcomes: list[Outcome] = []
-    head = f"{'attack':<20}{'written':>8}{'followed':>9}{'p50 ms':>8}{'p99 ms':>8}{'back s':>7}{'MiB':>6}{'attacker':>9}{'server':>7}"
+    head = f"{'attack':<20}{'written':>8}{'followed':>9}{'p50 ms':>8}{'p99 ms':>8}{'back s':>7}{'sync ms':>8}{'MiB':>6}{'attacker':>9}{'server':>7}"
     if not options.json:
         print(head, flush=True)
     for attack in options.only or ATTACKS:
@@ -249,7 +266,7 @@ def main() -> int:
             back = "never" if one.back_seconds is None else f"{one.back_seconds:.1f}"
             print(
                 f"{one.attack:<20}{one.written:>8.0%}{one.followed:>9.0%}{one.write_p50:>8.0f}{one.write_p99:>8.0f}"
-                f"{back:>7}{one.anonymous_mib:>6}{one.attacker_cpu:>9.2f}{one.server_cpu:>7.2f}",
+                f"{back:>7}{one.sync_ms:>8.0f}{one.anonymous_mib:>6}{one.attacker_cpu:>9.2f}{one.server_cpu:>7.2f}",
                 flush=True,
             )
     if options.json:

@@ -1,4 +1,4 @@
-"""Stored blocks: columns, heads (the run record in front, enough to plan compaction), cursors, compression."""
+"""Stored blocks: columns, heads (the run record in front, enough to plan compaction), cursors, compression, building."""
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -10,13 +10,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from upr.storage import keyspace
-from upr_protocol.block import I64, RUN, U32, U64, Runs
+from upr_protocol.block import I64, RUN, U32, U64, Runs, make_runs
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
-from upr_protocol.limits import KEY_BYTES_MAX
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, RUN_SPAN_MAX
 from upr_protocol.wire.codec import (
     Columns,
     column_spans,
     compress_block,
+    encode_columns,
     open_checked,
     open_columns,
     plain_bytes,
@@ -487,3 +488,132 @@ def tombstones_of(block: Encoded) -> tuple[I64, U64, I64]:
         run["start_seqno"] + seqnos.astype(np.uint64),
         np.full(len(rows), run["time"], np.int64) if times is None else times[rows],
     )
+
+
+class Piece(NamedTuple):
+    """Run of a block that is to be built, and how many rows it has."""
+
+    partition: int
+    rows: int
+    start: int
+    end: int
+    horizon: int
+
+    @property
+    def dense(self) -> bool:
+        """Whether each of its seqnos has a row."""
+        return self.rows == self.end - self.start
+
+
+class SortedRows:
+    """Rows of several partitions, ascending by partition and seqno, from which blocks are built.
+
+    Args:
+        keys, values: Arrow binary arrays.
+        ops: uint8. seqnos: uint64. times: int64, microseconds.
+    """
+
+    def __init__(
+        self, keys: Any, values: Any, ops: npt.NDArray[np.uint8], seqnos: U64, times: I64
+    ) -> None:
+        self._key_offsets, self._keys = _raw(keys)
+        self._value_offsets, self._values = _raw(values)
+        self._hashes = hashes_of(self._key_offsets, self._keys)
+        self._ops, self._times = ops, times
+        self.seqnos = seqnos
+
+    def stretch(self, rows: tuple[int, int], run: tuple[int, int, int, int]) -> list[Piece]:
+        """Return a partition's pieces: one, or a stretch of several that share the horizon."""
+        partition, start, end, horizon = run
+        first, last = rows
+        pieces = []
+        while True:
+            cut = self._fit(first, last)
+            run_end = end if cut == last else int(self.seqnos[cut - 1])
+            if run_end - start > RUN_SPAN_MAX:
+                run_end = start + RUN_SPAN_MAX
+                reached = np.searchsorted(self.seqnos[first:cut], np.uint64(run_end), side="right")
+                cut = first + int(reached)
+            pieces.append(Piece(partition, cut - first, start, run_end, horizon))
+            if run_end == end:
+                return pieces
+            first, start = cut, run_end
+
+    def _fit(self, first: int, last: int) -> int:
+        """Return the end row of a block that begins at a row and fits BLOCK_COLUMN_BYTES."""
+        keys, values = self._key_offsets, self._value_offsets
+        whole = keys[last] - keys[first] + values[last] - values[first] + 21 * (last - first)
+        if whole <= BLOCK_COLUMN_BYTES:
+            return last
+        size = keys[first : last + 1] + values[first : last + 1] + 21 * np.arange(last - first + 1)
+        cut = first + int(np.searchsorted(size, size[0] + BLOCK_COLUMN_BYTES, side="right")) - 1
+        return min(max(cut, first + 1), last)
+
+    def blocks(
+        self, pieces: Sequence[Piece], compress: Compress | None
+    ) -> tuple[list[tuple[int, int, bytes]], list[bytes]]:
+        """Build a block of each piece, and pack the hashes of its keys; the pieces have all rows between them, in order."""
+        if not pieces:
+            return [], []
+        partitions, counts, starts, ends, horizons = (
+            np.array(column, np.int64) for column in zip(*pieces, strict=True)
+        )
+        filled = np.flatnonzero(counts)
+        firsts = np.cumsum(counts) - counts
+        times = np.zeros(len(pieces), np.int64)
+        has_ops, has_times = np.zeros((2, len(pieces)), bool)
+        if len(filled):
+            edges = firsts[filled]
+            times[filled] = np.maximum.reduceat(self._times, edges)
+            has_ops[filled] = np.logical_or.reduceat(self._ops, edges)
+            differs = self._times != np.repeat(times, counts)
+            has_times[filled] = np.logical_or.reduceat(differs, edges)
+        table = make_runs(partitions, counts, starts, ends, horizons, times).tobytes()
+        seqnos = (self.seqnos.astype(np.int64) - np.repeat(starts, counts)).astype("<u4").tobytes()
+        key_edges = _edges(self._key_offsets, firsts, counts)
+        value_edges = _edges(self._value_offsets, firsts, counts)
+        ops, times_of_rows = self._ops.tobytes(), self._times.astype("<i8").tobytes()
+        bounds = np.append(firsts, len(self.seqnos))
+        keys, values = self._key_offsets[bounds].tolist(), self._value_offsets[bounds].tolist()
+        blocks: list[tuple[int, int, bytes]] = []
+        hashes: list[bytes] = []
+        flags = zip(has_ops.tolist(), has_times.tolist(), strict=True)
+        first = 0
+        for i, (piece, (own_ops, own_times)) in enumerate(zip(pieces, flags, strict=True)):
+            last = first + piece.rows
+            cells = slice(4 * (first + i), 4 * (last + i + 1))
+            data = encode_columns(
+                table[RUN.itemsize * i : RUN.itemsize * (i + 1)],
+                (
+                    b"" if piece.dense else seqnos[4 * first : 4 * last],
+                    ops[first:last] if own_ops else b"",
+                    key_edges[cells],
+                    self._keys[keys[i] : keys[i + 1]],
+                    value_edges[cells],
+                    self._values[values[i] : values[i + 1]],
+                    times_of_rows[8 * first : 8 * last] if own_times else b"",
+                ),
+            )
+            mine = self._hashes[first:last]
+            hashes.append(keyspace.pack_hashes(piece.partition, piece.start, piece.end, mine))
+            if compress is not None:
+                data = compress(data)
+            blocks.append((piece.partition, piece.end, data))
+            first = last
+        return blocks, hashes
+
+
+def _edges(offsets: I64, firsts: I64, counts: I64) -> bytes:
+    """Return the offsets of each piece's cells, from 0, as "<i4": one more than rows for each piece."""
+    entries = counts + 1
+    rows = np.arange(entries.sum()) - np.repeat(np.arange(len(counts)), entries)
+    own: I64 = offsets[rows] - np.repeat(offsets[firsts], entries)
+    return own.astype("<i4").tobytes()
+
+
+def _raw(array: Any) -> tuple[I64, bytes]:
+    """Return a binary array's offsets, from 0 and as int64, and its bytes."""
+    _, offset_buffer, data = array.buffers()
+    offsets = np.frombuffer(offset_buffer, "<i4", len(array) + 1, array.offset * 4)
+    raw = memoryview(data)[offsets[0] : offsets[-1]].tobytes() if data is not None else b""
+    return (offsets - offsets[0]).astype(np.int64), raw

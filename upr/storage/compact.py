@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from upr.storage import keyspace
 from upr.storage.blocks import (
     KEY_OFFSETS,
     KEYS,
@@ -38,19 +37,20 @@ from upr.storage.blocks import (
     Compress,
     Encoded,
     Head,
+    Piece,
     Replacement,
+    SortedRows,
     cells_of,
     checked,
     column_of,
-    hashes_of,
     key_hashes,
     keys_of,
     tombstones_of,
 )
-from upr_protocol.block import I64, RUN, U64, Block, Runs, make_runs, sealed
+from upr_protocol.block import I64, RUN, U64, Runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS, RUN_SPAN_MAX
-from upr_protocol.wire.codec import encode_block, plain_bytes
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
+from upr_protocol.wire.codec import plain_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Chunk:
         bounds: the first row of each partition, int64, shape (1025,).
         ends, horizons: per partition, of the runs in this chunk; 0 where there is none.
         runs: the run tables of the blocks, end to end.
-        keys, values: Arrow binary arrays.
+        keys: Arrow binary array.
         ops: uint8. seqnos: uint64. times: int64, microseconds.
     """
 
@@ -120,10 +120,18 @@ class Chunk:
     horizons: U64
     runs: Runs
     keys: Any
-    values: Any
     ops: npt.NDArray[np.uint8]
     seqnos: U64
     times: I64
+    _values: Any
+    _places: I64
+
+    def values(self, rows: I64) -> Any:
+        """Return the values of some rows, an Arrow binary array.
+
+        They are not sorted with the rest: most may be of rows that are superseded.
+        """
+        return self._values.take(pa.array(self._places[rows]))
 
     @property
     def torn(self) -> bool:
@@ -133,7 +141,7 @@ class Chunk:
     def column_bytes(self) -> I64:
         """Return the approximate bytes of each partition's rows, shape (1024,)."""
         rows = max(len(self.seqnos), 1)
-        each = (self.keys.nbytes + self.values.nbytes) / rows + 17
+        each = (self.keys.nbytes + self._values.nbytes) / rows + 17
         sizes: I64 = (np.diff(self.bounds) * each).astype(np.int64)
         return sizes
 
@@ -193,7 +201,6 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
     seqnos = np.repeat(runs["start_seqno"], counts) + offsets.astype(np.uint64)
     partitions = np.repeat(runs["partition"], counts)
     order = _by_number(partitions)
-    picked = pa.array(order)
     ends = np.zeros(PARTITIONS, np.uint64)
     horizons = np.zeros(PARTITIONS, np.uint64)
     np.maximum.at(ends, runs["partition"], runs["end_seqno"])
@@ -203,11 +210,12 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
         ends,
         horizons,
         runs,
-        cells_of(opened, KEY_OFFSETS, KEYS, rows).take(picked),
-        cells_of(opened, VALUE_OFFSETS, VALUES, rows).take(picked),
+        cells_of(opened, KEY_OFFSETS, KEYS, rows).take(pa.array(order)),
         ops[order],
         seqnos[order],
         times[order],
+        cells_of(opened, VALUE_OFFSETS, VALUES, rows),
+        order,
     )
 
 
@@ -291,7 +299,6 @@ def merge_slice(
         for c in chunks[part.first_chunk : part.last_chunk]
     ]
     keys = pa.concat_arrays([c.keys.slice(a, b - a) for c, a, b in used])
-    values = pa.concat_arrays([c.values.slice(a, b - a) for c, a, b in used])
     seqnos = np.concatenate([c.seqnos[a:b] for c, a, b in used])
     ops = np.concatenate([c.ops[a:b] for c, a, b in used])
     times = np.concatenate([c.times[a:b] for c, a, b in used])
@@ -310,15 +317,20 @@ def merge_slice(
     merged = Merged([], {})
     if limits is not None:
         rows = _purged(rows, (partitions, seqnos, ops, times), stored, limits, merged.purges)
-    order = rows[_by_number(partitions[rows])]
+    sorting = _by_number(partitions[rows])
+    order = rows[sorting]
     merged.rows = len(order)
-    picked = pa.array(order)
-    columns = _Columns(
-        keys.take(picked), values.take(picked), ops[order], seqnos[order], times[order]
+    sorted_rows = SortedRows(
+        keys.take(pa.array(order)),
+        _values_of(used, rows).take(pa.array(sorting)),
+        ops[order],
+        seqnos[order],
+        times[order],
     )
     bounds = np.searchsorted(partitions[order], np.arange(part.first, part.last + 1))
     ends = np.max([c.ends for c, _, _ in used], axis=0)
     horizons = np.max([c.horizons for c, _, _ in used], axis=0)
+    pieces: list[Piece] = []
     for i, partition in enumerate(window.tolist()):
         end = int(ends[partition])
         if end > stored[partition]:
@@ -328,16 +340,30 @@ def merge_slice(
                 ranges, largest, marker = torn[partition].ranges(start)
             first, last = int(bounds[i]), int(bounds[i + 1])
             for begin, stop, reached in ranges:
-                # An integer of Python would have all seqnos converted to floating point.
-                told = np.uint64(stop)
-                cut = first + int(np.searchsorted(columns.seqnos[first:last], told, side="right"))
-                run = (partition, begin, stop, reached)
-                merged.blocks += columns.stretch((first, cut), run, merged.hashes, compress)
+                cut = last
+                if stop < end:
+                    # An integer of Python would have all seqnos converted to floating point.
+                    told = np.uint64(stop)
+                    cut = first + int(
+                        np.searchsorted(sorted_rows.seqnos[first:last], told, side="right")
+                    )
+                pieces += sorted_rows.stretch((first, cut), (partition, begin, stop, reached))
                 first = cut
             merged.ends[partition], merged.horizons[partition] = end, largest
             if marker > start:
                 merged.markers[partition] = marker
+    merged.blocks, merged.hashes = sorted_rows.blocks(pieces, compress)
     return merged
+
+
+def _values_of(used: Sequence[tuple[Chunk, int, int]], rows: I64) -> Any:
+    """Return the values of rows, ascending, which are counted through the parts of the chunks."""
+    found, first = [], 0
+    for chunk, low, high in used:
+        own = slice(*np.searchsorted(rows, (first, first + high - low)))
+        found.append(chunk.values(rows[own] - first + low))
+        first += high - low
+    return pa.concat_arrays(found)
 
 
 class _Torn(NamedTuple):
@@ -388,26 +414,26 @@ def rebuild(
     chunk: Chunk,
     rows: I64,
     run: tuple[int, int, int, int],
-    hashes: list[bytes],
     compress: Compress | None = None,
-) -> Iterator[Any]:
-    """Yield blocks, as (partition, end_seqno, bytes), built of chosen rows of a chunk of one partition.
+) -> tuple[list[tuple[int, int, bytes]], list[bytes]]:
+    """Build blocks of chosen rows of a chunk of one partition.
 
     Args:
         rows: row numbers of the chunk, ascending.
         run: partition, start, end and horizon of the resulting stretch.
-        hashes: gets the packed hashes of each block's keys.
         compress: applied to each block before it is stored.
+
+    Returns:
+        (partition, end_seqno, bytes) of each block, and the packed hashes of its keys.
     """
-    picked = pa.array(rows)
-    columns = _Columns(
-        chunk.keys.take(picked),
-        chunk.values.take(picked),
+    sorted_rows = SortedRows(
+        chunk.keys.take(pa.array(rows)),
+        chunk.values(rows),
         chunk.ops[rows],
         chunk.seqnos[rows],
         chunk.times[rows],
     )
-    yield from columns.stretch((0, len(rows)), run, hashes, compress)
+    return sorted_rows.blocks(sorted_rows.stretch((0, len(rows)), run), compress)
 
 
 def _purged(
@@ -453,87 +479,6 @@ def _by_partition(codes: I64, partitions: I64) -> I64:
         return codes
     unique: I64 = np.unique(codes * PARTITIONS + partitions, return_inverse=True)[1]
     return unique
-
-
-class _Columns:
-    """Columns of the remaining rows of several partitions, from which blocks are built."""
-
-    def __init__(
-        self, keys: Any, values: Any, ops: npt.NDArray[np.uint8], seqnos: U64, times: I64
-    ) -> None:
-        self._key_offsets, self._keys = _raw(keys)
-        self._value_offsets, self._values = _raw(values)
-        self._hashes = hashes_of(self._key_offsets, self._keys)
-        self._ops, self._times = ops, times
-        self.seqnos = seqnos
-
-    def stretch(
-        self,
-        rows: tuple[int, int],
-        run: tuple[int, int, int, int],
-        hashes: list[bytes],
-        compress: Compress | None = None,
-    ) -> Iterator[tuple[int, int, bytes]]:
-        """Yield a partition's blocks: one, or a stretch of several that share the horizon."""
-        partition, start, end, horizon = run
-        first, last = rows
-        while True:
-            cut = self._fit(first, last)
-            run_end = end if cut == last else int(self.seqnos[cut - 1])
-            if run_end - start > RUN_SPAN_MAX:
-                run_end = start + RUN_SPAN_MAX
-                reached = np.searchsorted(self.seqnos[first:cut], np.uint64(run_end), side="right")
-                cut = first + int(reached)
-            data = encode_block(self._block((first, cut), (partition, start, run_end, horizon)))
-            mine = self._hashes[first:cut]
-            hashes.append(keyspace.pack_hashes(partition, start, run_end, mine))
-            yield partition, run_end, data if compress is None else compress(data)
-            if run_end == end:
-                return
-            first, start = cut, run_end
-
-    def _fit(self, first: int, last: int) -> int:
-        """Return the end row of a block that begins at a row and fits BLOCK_COLUMN_BYTES."""
-        keys, values = self._key_offsets, self._value_offsets
-        whole = keys[last] - keys[first] + values[last] - values[first] + 21 * (last - first)
-        if whole <= BLOCK_COLUMN_BYTES:
-            return last
-        size = keys[first : last + 1] + values[first : last + 1] + 21 * np.arange(last - first + 1)
-        cut = first + int(np.searchsorted(size, size[0] + BLOCK_COLUMN_BYTES, side="right")) - 1
-        return min(max(cut, first + 1), last)
-
-    def _block(self, rows: tuple[int, int], run: tuple[int, int, int, int]) -> Block:
-        first, last = rows
-        partition, start, end, horizon = run
-        count = last - first
-        seqnos = self.seqnos[first:last]
-        times = self._times[first:last]
-        ops = self._ops[first:last]
-        key_offsets = self._key_offsets[first : last + 1]
-        value_offsets = self._value_offsets[first : last + 1]
-        dense = count == end - start
-        time = int(times.max()) if count else 0
-        return sealed(
-            Block(
-                make_runs([partition], count, start, end, horizon, time),
-                b"" if dense else (seqnos - np.uint64(start)).astype("<u4").tobytes(),
-                ops.tobytes() if ops.any() else b"",
-                (key_offsets - key_offsets[0]).astype("<i4").tobytes(),
-                self._keys[key_offsets[0] : key_offsets[-1]],
-                (value_offsets - value_offsets[0]).astype("<i4").tobytes(),
-                self._values[value_offsets[0] : value_offsets[-1]],
-                times.astype("<i8").tobytes() if count and (times != time).any() else b"",
-                0,
-            )
-        )
-
-
-def _raw(array: Any) -> tuple[I64, bytes]:
-    """Return a binary array's offsets, from 0 and as int64, and its bytes."""
-    _, offset_buffer, data = array.buffers()
-    offsets = np.frombuffer(offset_buffer, "<i4", len(array) + 1, array.offset * 4)
-    raw = memoryview(data)[offsets[0] : offsets[-1]].tobytes() if data is not None else b""
-    return (offsets - offsets[0]).astype(np.int64), raw
 
 
 @dataclass(slots=True)
@@ -835,13 +780,11 @@ def rewrite_group(
             f"partition {examined.partition}: the blocks up to {heads[-1].end} changed while they were merged"
         )
     run = (examined.partition, heads[0].start, heads[-1].end, examined.horizon)
-    hashes: list[bytes] = []
-    rows = np.flatnonzero(keep)
-    new = [(end, data) for _, end, data in rebuild(chunk, rows, run, hashes, compress)]
+    new, hashes = rebuild(chunk, np.flatnonzero(keep), run, compress)
     return Replacement(
         examined.partition,
         [head.end for head in heads],
-        new,
+        [(end, data) for _, end, data in new],
         examined.purge.seqno if examined.purge else 0,
         hashes,
     )

@@ -95,17 +95,26 @@ def decode_runs(data: bytes) -> Runs:
 
 def block_to_message(block: Block) -> types_pb2.Block:
     """Return the block as a message, with the CRC of its table."""
-    runs = encode_runs(block.runs)
+    return _message(encode_runs(block.runs), block.columns, block.columns_crc)
+
+
+def encode_columns(runs: bytes, columns: Sequence[bytes]) -> bytes:
+    """Return what ``encode_block`` does, of the table's bytes and the seven columns in the order of the wire."""
+    return _message(runs, columns, crc_of_columns(columns)).SerializeToString()
+
+
+def _message(runs: bytes, columns: Sequence[bytes], crc: int) -> types_pb2.Block:
+    seqnos, ops, key_offsets, keys, value_offsets, values, times = columns
     return types_pb2.Block(
         runs=runs,
-        seqnos=block.seqnos,
-        ops=block.ops,
-        key_offsets=block.key_offsets,
-        keys=block.keys,
-        value_offsets=block.value_offsets,
-        values=block.values,
-        times=block.times,
-        columns_crc=block.columns_crc,
+        seqnos=seqnos,
+        ops=ops,
+        key_offsets=key_offsets,
+        keys=keys,
+        value_offsets=value_offsets,
+        values=values,
+        times=times,
+        columns_crc=crc,
         table_crc=google_crc32c.value(runs),
     )
 
