@@ -171,12 +171,13 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     subprocess.run([*command, str(tmp_path / "upr-server.service")], check=True)
 
 
+@pytest.mark.parametrize("mark", ["", "@"], ids=["a file", "abstract"])
 def test_systemd_is_told_when_the_server_serves_and_stops(
-    server_process: StartServer, tmp_path: Path
+    mark: str, server_process: StartServer, tmp_path: Path
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        path = str(tmp_path / "notify")
-        manager.bind(path)
+        path = f"{mark}{tmp_path / 'notify'}"
+        manager.bind(path.replace("@", "\0"))
         manager.settimeout(60)
         server = server_process(environment={"NOTIFY_SOCKET": path})
         assert manager.recv(100) == b"READY=1"

@@ -47,10 +47,12 @@ def parts(found: FileDescriptorSet) -> dict[str, Any]:
             if "oneofIndex" in meaning:
                 meaning["oneofIndex"] = message.oneof_decl[one.oneof_index].name
             told[f"{name}.{one.name}"] = meaning
+        for enum in message.enum_type:
+            told |= {f"{name}.{enum.name}.{one.name}": one.number for one in enum.value}
     for file in found.file:
         for enum in file.enum_type:
-            for value in enum.value:
-                told[f".{file.package}.{enum.name}.{value.name}"] = value.number
+            place = f".{file.package}.{enum.name}"
+            told |= {f"{place}.{one.name}": one.number for one in enum.value}
         for service in file.service:
             for method in service.method:
                 told[f".{file.package}.{service.name}/{method.name}"] = MessageToDict(method)

@@ -115,6 +115,10 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     for variable in sorted(name for name in os.environ if name.startswith(f"{PREFIX}_")):
         if variable not in known and not _OF_KUBERNETES.fullmatch(variable):
             raise _unknown("the environment variable", variable, known)
+        name = variable.removeprefix(f"{PREFIX}_").lower().replace("_", "-")
+        if name in OPTIONS and OPTIONS[name][1].kind != "flag" and os.environ[variable]:
+            # click would not say where it comes from.
+            _checked(variable, name, os.environ[variable])
     if path is None:
         return
     try:
@@ -126,25 +130,25 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     for name, value in found.items():
         if name not in OPTIONS:
             raise _unknown(f"{path}: the setting", name, OPTIONS)
-        ctx.default_map[name.replace("-", "_")] = _checked(path, name, value)
+        ctx.default_map[name.replace("-", "_")] = _checked(str(path), name, value)
 
 
-def _checked(path: Path, name: str, value: object) -> object:
-    """Return a value of the file as the command line would give it."""
+def _checked(where: str, name: str, value: object) -> object:
+    """Return a value of the file or the environment as the command line would give it."""
     _, option = OPTIONS[name]
     if option.kind == "flag":
         if not isinstance(value, bool):
-            raise click.UsageError(f"{path}: {name} is {value!r}; must be true or false")
+            raise click.UsageError(f"{where}: {name} is {value!r}; must be true or false")
         return value
     if option.kind == "addresses" and isinstance(value, list):
         value = ",".join(map(str, value))
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise click.UsageError(f"{path}: {name} is {value!r}; must be a text or a number")
+        raise click.UsageError(f"{where}: {name} is {value!r}; must be a text or a number")
     text = str(value)
     try:
         _type_of(name, option).convert(text, None, None)
     except click.BadParameter as error:
-        raise click.UsageError(f"{path}: {name}: {error.message}") from None
+        raise click.UsageError(f"{where}: {name}: {error.message}") from None
     return text
 
 
