@@ -29,7 +29,7 @@ PROGRAMS: dict[str, click.Command] = {
 STUBS = ("chown", "install", "podman", "python3", "systemctl", "useradd")
 """Programs that would change this machine or need a registry."""
 RETRIED = ("upr-admin promote", "upr-admin takeover")
-"""Refused until the servers are in step; people try again too."""
+"""Commands that are refused until the servers are in step; people try again too."""
 
 
 def commands(block: str) -> Iterator[str]:

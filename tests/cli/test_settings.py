@@ -161,6 +161,14 @@ def test_a_server_takes_its_file(server_process: StartServer, tmp_path: Path) ->
     assert bucket.tail_limit_bytes == 3 * 2**20
 
 
+def test_the_file_in_the_manual(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(MANUAL.read_text().partition("## Settings\n")[2].split("```\n")[1])
+    found = printed("--config", str(file))
+    assert found["tombstone-age"] == f'"5d"  # {file}'
+    assert found["replicate-from"].startswith('"10.0.0.1:7711,10.0.0.2:7711"')
+
+
 def test_the_manual_has_the_table_of_settings() -> None:
     lines = ["| option | default | |", "|---|---|---|"]
     for name, (_, option) in OPTIONS.items():

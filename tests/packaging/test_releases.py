@@ -19,7 +19,7 @@ from upr_client import Client, ServerPositions
 KEPT = sorted(folder.name for folder in RELEASES.iterdir())
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = "0.1.0"
-"""The only release of which nothing is kept."""
+"""Release of which nothing is kept."""
 
 
 def messages(

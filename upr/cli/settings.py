@@ -122,7 +122,7 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     if path is None:
         return
     try:
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise click.UsageError(f"{path} cannot be read: {error}") from None
     ctx.obj = path
