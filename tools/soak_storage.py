@@ -45,8 +45,8 @@ BATCH_ROWS = 400
 SERVER_OPTIONS = (
     *("--tail-bytes", str(2**20)),
     *("--flush-seconds", "1"),
-    *("--tombstone-age", "4"),
-    *("--purge-hold", "12"),
+    *("--tombstone-age", "4s"),
+    *("--purge-hold", "12s"),
 )
 REPORT_SECONDS = 30.0
 GROWTH_BYTES = 40 * 2**20

@@ -1,13 +1,22 @@
-"""Settings of a server. Only ``service`` and ``cli`` read it; the rest receives values."""
+"""Settings of a server: the one table of the options of ``upr-server``, and their values.
 
-from dataclasses import dataclass
+Only ``service`` and ``cli`` read it; the rest receives values. Command line, environment, file, ``--print-config`` and the
+table in OPERATORS.md are made of it in ``cli/settings.py``.
+"""
+
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from upr_protocol.limits import (
     CLOCK_JUMP_SECONDS,
     CONSUMER_SECONDS,
+    FAILOVER_LOG_MAX,
+    FAILOVER_LOG_MIN,
     FAILOVER_LOG_RECORDS,
     HEARTBEAT_SECONDS,
+    HEARTBEAT_SECONDS_MAX,
+    HEARTBEAT_SECONDS_MIN,
     PURGE_HOLD_SECONDS,
     READER_SECONDS,
     TOMBSTONE_SECONDS,
@@ -19,70 +28,238 @@ FLUSH_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """The settings of one server.
+class Option:
+    """One option of ``upr-server``.
 
     Attributes:
-        data: the data directory; made if it does not exist.
-        listen: HOST:PORT; port 0 takes a free one.
-        http: HOST:PORT of metrics and health over HTTP; empty for none.
-        text: HOST:PORT of the text port; empty for none.
-        ready_file: gets the bound address, HOST:PORT and a newline, once the server serves.
-        insecure: allows a listen address that is not loopback.
-        log_format: ``text`` or ``json``.
-        max_value_bytes: writes with a larger value are refused.
-        tail_bytes: what the tail may hold; a flush begins before, and writers wait when it is reached.
-        flush_seconds: the tail is flushed when its oldest write is older than this.
-        heartbeat_seconds: the default interval for clients that ask for none.
-        reader_seconds: a consumer whose connection takes nothing for so long, while something waits, is ended.
-        tombstone_seconds: the age from which tombstones may be purged.
-        purge_hold_seconds: the age from which neither streams nor consumers hold them up.
-        consumer_seconds: a consumer that nobody has used for so long is forgotten.
-        failover_log_records: how many records a failover log keeps.
-        clock_jump_seconds: an absence beyond this may be a step of the day's clock.
-        data_moved: whether this start takes the word of a clean-shutdown proof that was copied with the data.
-        require_data: the data directory must be there already, with a bucket in it.
-        replicate_from: HOST:PORT of the upstreams that a replica tries in turn; none for a server that is no replica.
-        advertise: HOST:PORT where other servers of a set reach this one; empty for the address that it listens on.
-        anonymous: whether a replica is not registered with its upstream, and counts for nothing there.
-        tls_cert, tls_key: PEM files of the server's certificate and its key; None for no encryption. Towards other
-            servers of its set it is the client's certificate.
-        tls_client_ca: PEM file of the authorities of clients' certificates, which every client must show then.
-        tokens: the file of identities; None for none.
-        open_admin: whether anyone may drop a bucket, or take part in who is active, where there are no identities.
-        peer_ca: PEM file of the authorities of the other servers' certificates; None for links without encryption.
-        peer_token: file of the token that is shown to the other servers.
+        kind: how it is written: address, addresses, count, directory, duration, file, flag or size; or the words to
+            choose from with "|" in between.
+        words: what it does.
+        name: without its dashes; empty where it is that of the field.
+        low, high: range of a count, of a size in bytes, of a duration in seconds; None for no bound of its own.
+        otherwise: what stands for the default in documents where there is no value.
     """
 
-    data: Path
-    listen: str = "127.0.0.1:7711"
-    http: str = ""
-    text: str = ""
-    ready_file: Path | None = None
-    insecure: bool = False
-    log_format: str = "text"
-    tail_bytes: int = TAIL_BYTES
-    max_value_bytes: int = VALUE_BYTES_MAX
-    flush_seconds: float = FLUSH_SECONDS
-    heartbeat_seconds: float = HEARTBEAT_SECONDS
-    reader_seconds: float = READER_SECONDS
-    tombstone_seconds: float = TOMBSTONE_SECONDS
-    purge_hold_seconds: float = PURGE_HOLD_SECONDS
-    consumer_seconds: float = CONSUMER_SECONDS
-    failover_log_records: int = FAILOVER_LOG_RECORDS
-    clock_jump_seconds: float = CLOCK_JUMP_SECONDS
-    require_data: bool = False
-    data_moved: bool = False
-    replicate_from: tuple[str, ...] = ()
-    advertise: str = ""
-    anonymous: bool = False
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    tokens: Path | None = None
-    open_admin: bool = False
-    peer_ca: Path | None = None
-    peer_token: Path | None = None
+    kind: str
+    words: str
+    name: str = ""
+    low: float = 0
+    high: float | None = None
+    otherwise: str = ""
+
+
+def _option(kind: str, words: str, **more: Any) -> dict[str, Option]:
+    return {"option": Option(kind, words, **more)}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Settings of one server; an address of "" and a file of None are not given."""
+
+    data: Path = field(
+        metadata=_option(
+            "directory", "The data directory; made when it is not there.", otherwise="must be given"
+        )
+    )
+    listen: str = field(
+        default="127.0.0.1:7711",
+        metadata=_option("address", "HOST:PORT to listen on; port 0 takes a free one."),
+    )
+    http: str = field(
+        default="",
+        metadata=_option(
+            "address",
+            "HOST:PORT for /metrics (Prometheus), /healthz and /readyz; port 0 takes a free one, which the log tells.",
+        ),
+    )
+    text: str = field(
+        default="",
+        metadata=_option(
+            "address",
+            "HOST:PORT to serve changes as lines on, for netcat and small tools; port 0 takes a free one.",
+        ),
+    )
+    ready_file: Path | None = field(
+        default=None,
+        metadata=_option(
+            "file", "Gets the bound address, HOST:PORT and a newline, when the server is ready."
+        ),
+    )
+    require_data: bool = field(
+        default=False,
+        metadata=_option(
+            "flag",
+            "Refuse to start unless the data directory is there, with a bucket in it: its volume may not be mounted.",
+        ),
+    )
+    data_moved: bool = field(
+        default=False,
+        metadata=_option(
+            "flag",
+            "For one start after the data directory was copied: nothing was written to the original after its clean stop.",
+        ),
+    )
+    insecure: bool = field(
+        default=False,
+        metadata=_option(
+            "flag",
+            "Allow an address that is not loopback without TLS and identities: anyone may write.",
+        ),
+    )
+    tls_cert: Path | None = field(
+        default=None,
+        metadata=_option(
+            "file",
+            "PEM file of the server's certificate, with those between it and its authority. Read again when it changes."
+            " Towards other servers of its set it is the client's.",
+        ),
+    )
+    tls_key: Path | None = field(default=None, metadata=_option("file", "PEM file of its key."))
+    tls_client_ca: Path | None = field(
+        default=None,
+        metadata=_option(
+            "file", "PEM file of authorities: every client must show a certificate of one of them."
+        ),
+    )
+    tokens: Path | None = field(
+        default=None,
+        metadata=_option(
+            "file",
+            "File of identities with their roles, as 'upr-admin token' writes it. Read again when it changes.",
+        ),
+    )
+    open_admin: bool = field(
+        default=False,
+        metadata=_option(
+            "flag",
+            "Without identities, let anyone who can connect drop a bucket, forget or reset a consumer, and say who is active"
+            " in the set.",
+        ),
+    )
+    tail_bytes: int = field(
+        default=TAIL_BYTES,
+        metadata=_option(
+            "size",
+            "What is not in the store yet may take this much memory; then writers wait for a flush, which begins before.",
+            low=1,
+        ),
+    )
+    max_value_bytes: int = field(
+        default=VALUE_BYTES_MAX,
+        metadata=_option("size", "Refuse writes with a larger value.", high=VALUE_BYTES_MAX),
+    )
+    flush_seconds: float = field(
+        default=FLUSH_SECONDS,
+        metadata=_option(
+            "duration", "Flush to the store when the tail's oldest commit is this old.", low=0.001
+        ),
+    )
+    heartbeat_seconds: float = field(
+        default=HEARTBEAT_SECONDS,
+        metadata=_option(
+            "duration",
+            "Interval of heartbeats to idle consumers, where they ask for none.",
+            low=HEARTBEAT_SECONDS_MIN,
+            high=HEARTBEAT_SECONDS_MAX,
+        ),
+    )
+    reader_seconds: float = field(
+        default=READER_SECONDS,
+        metadata=_option(
+            "duration",
+            "End a consumer whose connection takes nothing for so long while something waits.",
+            name="reader-timeout",
+            low=0.1,
+        ),
+    )
+    tombstone_seconds: float = field(
+        default=TOMBSTONE_SECONDS,
+        metadata=_option(
+            "duration",
+            "Age from which a deletion may be purged, when everybody has passed it.",
+            name="tombstone-age",
+        ),
+    )
+    purge_hold_seconds: float = field(
+        default=PURGE_HOLD_SECONDS,
+        metadata=_option(
+            "duration",
+            "Age from which a deletion is purged whoever has not passed it; only a cut holds it longer.",
+            name="purge-hold",
+        ),
+    )
+    consumer_seconds: float = field(
+        default=CONSUMER_SECONDS,
+        metadata=_option(
+            "duration",
+            "Forget a registered consumer that nobody has used for so long.",
+            name="consumer-expiry",
+            low=1,
+        ),
+    )
+    failover_log_records: int = field(
+        default=FAILOVER_LOG_RECORDS,
+        metadata=_option(
+            "count",
+            "Records that the failover log of a partition keeps; who comes back with an older id begins again at 0.",
+            low=FAILOVER_LOG_MIN,
+            high=FAILOVER_LOG_MAX,
+        ),
+    )
+    clock_jump_seconds: float = field(
+        default=CLOCK_JUMP_SECONDS,
+        metadata=_option(
+            "duration",
+            "A longer absence may be a step of the day's clock, and counts once the server has run for so long.",
+            name="clock-jump",
+            low=1,
+        ),
+    )
+    replicate_from: tuple[str, ...] = field(
+        default=(),
+        metadata=_option(
+            "addresses",
+            "Be a replica: keep what the server there has. Further addresses are tried when it cannot be reached.",
+        ),
+    )
+    advertise: str = field(
+        default="",
+        metadata=_option(
+            "address",
+            "HOST:PORT where the other servers of its set, and their clients, reach this server.",
+            otherwise="the address it listens on",
+        ),
+    )
+    anonymous: bool = field(
+        default=False,
+        metadata=_option(
+            "flag",
+            "As a replica, do not register with the upstream: hold nothing up there, and count for nothing.",
+        ),
+    )
+    peer_ca: Path | None = field(
+        default=None,
+        metadata=_option(
+            "file",
+            "PEM file of the authorities of the other servers of the set: they are called with TLS, with --tls-cert.",
+        ),
+    )
+    peer_token: Path | None = field(
+        default=None,
+        metadata=_option(
+            "file",
+            "File of the token that is shown to the other servers of the set; it needs the role replicate there.",
+            name="peer-token-file",
+        ),
+    )
+    log_format: str = field(
+        default="",
+        metadata=_option(
+            "text|json",
+            "How the log on stderr is written.",
+            otherwise="text on a terminal, else json",
+        ),
+    )
 
     @property
     def encrypted(self) -> bool:
@@ -99,3 +276,10 @@ class ServerConfig:
     def meets(self) -> bool:
         """Whether it takes part in who is active in its set: not where any caller could say that another server is."""
         return self.open_admin or self.tokens is not None or self.tls_client_ca is not None
+
+
+OPTIONS: dict[str, tuple[str, Option]] = {
+    one.metadata["option"].name or one.name.replace("_", "-"): (one.name, one.metadata["option"])
+    for one in fields(ServerConfig)
+}
+"""Field and option by the option's name, in the order of the documents."""

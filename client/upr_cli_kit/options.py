@@ -1,7 +1,6 @@
 """Options and argument types that several commands share."""
 
 import functools
-import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -109,17 +108,6 @@ class Parsed(_ParamType):
             return self._parse(value)
         except InvalidArgumentError as error:
             self.fail(str(error), param, ctx)
-
-
-class FiniteRange(click.FloatRange):
-    """A range of numbers without "nan", which compares with nothing, and "inf"."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the number and check that it is finite."""
-        number = super().convert(value, param, ctx)
-        if isinstance(number, float) and not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
 
 
 def _checked_address(text: str) -> str:

@@ -1,43 +1,27 @@
-"""Times as people write them: durations (``90``, ``30s``, ``1h``), and points in time (RFC 3339, or how long ago)."""
+"""Times and sizes as people write them: durations and sizes of options, and points in time (RFC 3339, or how long ago)."""
 
-import math
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from upr_cli_kit.options import Parsed
 from upr_protocol.errors import InvalidArgumentError
-
-UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
-
-
-def parse_duration(text: str) -> float:
-    """Return seconds.
-
-    Raises:
-        InvalidArgumentError: it is not a positive, finite number with or without one of s, m, h, d.
-    """
-    stripped = text.strip()
-    unit = stripped[-1:].lower()
-    number = stripped[:-1] if unit in UNIT_SECONDS else stripped
-    try:
-        seconds = float(number) * UNIT_SECONDS.get(unit, 1)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise InvalidArgumentError(
-            f"{text!r} is not a duration above 0", hint="for example 90, 30s, 5m, 1h or 2d"
-        )
-    return seconds
+from upr_protocol.limits import (
+    DURATION_SECONDS_MAX,
+    QUOTA_BYTES_MAX,
+    parse_duration,
+    parse_size,
+)
 
 
-def format_duration(seconds: float) -> str:
-    """Return a duration in the largest unit that gives a whole number; in seconds if none does."""
-    for unit, size in reversed(UNIT_SECONDS.items()):
-        if seconds >= size and seconds % size == 0:
-            return f"{int(seconds // size)}{unit}"
-    return f"{seconds:g}s"
+def duration(low: float = 0.0, high: float = DURATION_SECONDS_MAX, *, bare: bool = False) -> Parsed:
+    """Return the type of an option that is a duration, in seconds; its arguments are those of ``parse_duration``."""
+    return Parsed("duration", partial(parse_duration, low=low, high=high, bare=bare))
 
 
-DURATION = Parsed("duration", parse_duration)
+def size(low: int = 0, high: int = QUOTA_BYTES_MAX) -> Parsed:
+    """Return the type of an option that is a size, in bytes, from low to high."""
+    return Parsed("size", partial(parse_size, low=low, high=high))
+
 
 _AGO = "ago"
 _HINT = "for example 2026-05-01T12:00:00Z, or '2h ago'"

@@ -154,6 +154,8 @@ class ServerStatus:
         clock_left_seconds: how long it is still to run until that counts.
         problems: what is wrong with it beside its buckets.
         text_port: its text port, None without one.
+        wire: the wire that it speaks, as ``upr.v1``; empty from a server that does not tell it.
+        disk_format, journal_format: of its data directory, and of the journals that it writes; 0 likewise.
     """
 
     server_version: str
@@ -171,6 +173,9 @@ class ServerStatus:
     clock_left_seconds: float = 0.0
     problems: tuple[UprError, ...] = ()
     text_port: TextPortInfo | None = None
+    wire: str = ""
+    disk_format: int = 0
+    journal_format: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
-"""Limits and defaults of the protocol, all in one place, and the checks of names and choices.
+"""Limits and defaults of the protocol, all in one place, the checks of names and choices, and the way in which people write
+sizes and durations.
 
 Units are in the names. A limit that bounds what a peer may send is checked where the message enters, and
 the error names the value and the limit. Source: the specification ("Terminology"), and the project's design
 for what the specification leaves open.
 """
 
+import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Final, TypeVar
 
 from upr_protocol.errors import InvalidArgumentError
@@ -218,7 +221,9 @@ TEXT_SILENT_SECONDS: Final = 60.0
 """Longest wait for the first line of a client that has sent no PING."""
 
 QUOTA_BYTES_MAX: Final = 2**60
-"""The largest quota of a bucket."""
+"""The largest quota of a bucket, and the largest size that is taken where nothing else limits it."""
+DURATION_SECONDS_MAX: Final = 36_500 * 24 * 3600.0
+"""The longest duration that is taken where nothing else limits it."""
 
 assert VALUE_BYTES_MAX + KEY_BYTES_MAX + 4096 <= WRITE_BLOCK_BYTES_MAX < MESSAGE_BYTES_MAX
 assert MARKERS_MIN <= MARKERS_NEWEST
@@ -261,3 +266,80 @@ def choice(table: Mapping[str, T], name: str, what: str) -> T:
     if name not in table:
         raise InvalidArgumentError(f"{what} is {name!r}; must be one of {', '.join(sorted(table))}")
     return table[name]
+
+
+_QUANTITY: Final = re.compile(r"(\d{1,20}(?:\.\d{1,9})?) *([a-z]*)", re.ASCII)
+_SECONDS: Final = {
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(24 * 3600),
+}
+_BYTES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# Spark's users write 32m.
+_BYTES_BY_WORD: Final = {
+    word: count
+    for unit, count in _BYTES.items()
+    for word in ("" if unit == "B" else unit[0].lower(), unit.lower())
+}
+
+
+def parse_duration(
+    text: str, low: float = 0.0, high: float = DURATION_SECONDS_MAX, *, bare: bool = False
+) -> float:
+    """Return the seconds of a duration: a number with one of the units ms, s, m, h and d, in any case.
+
+    Args:
+        low, high: the seconds that it must have.
+        bare: whether a number without a unit stands for seconds; 0 always needs none.
+
+    Raises:
+        InvalidArgumentError: it is not such a text, or out of range.
+    """
+    found = _QUANTITY.fullmatch(text.strip().lower())
+    number = Fraction(found[1]) if found else Fraction(0)
+    unit = (found[2] or ("s" if bare or not number else "")) if found else ""
+    seconds = float(number * _SECONDS.get(unit, 0))
+    if unit not in _SECONDS or not low <= seconds <= high:
+        raise InvalidArgumentError(
+            f"{text[:60]!r} must be a duration of {format_duration(low)} to {format_duration(high)}, with its unit",
+            hint="for example 500ms, 90s, 1.5h or 3d",
+        )
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in the largest unit that gives a whole number; in seconds if none does."""
+    exact = Fraction(seconds).limit_denominator(10**9)
+    for unit, size in reversed(_SECONDS.items()):
+        if exact and exact % size == 0 and (unit != "ms" or exact < 1):
+            return f"{exact // size}{unit}"
+    return f"{seconds:.9f}".rstrip("0").rstrip(".") + "s"
+
+
+def parse_size(text: str, low: int = 0, high: int = QUOTA_BYTES_MAX) -> int:
+    """Return the bytes of a size: a number of bytes, or one with a unit of KiB, MiB, GiB and TiB, in any case.
+
+    Args:
+        low, high: the bytes that it must have.
+
+    Raises:
+        InvalidArgumentError: it is not such a text, no whole number of bytes, or out of range.
+    """
+    found = _QUANTITY.fullmatch(text.strip().lower())
+    size = Fraction(found[1]) * _BYTES_BY_WORD.get(found[2], -1) if found else Fraction(-1)
+    if size.denominator != 1 or not low <= size <= high:
+        raise InvalidArgumentError(
+            f"{text[:60]!r} must be a size of {format_size(low)} to {format_size(high)}",
+            hint="for example 4096, 512KiB, 64MiB or 1.5GiB",
+        )
+    return int(size)
+
+
+def format_size(count: int) -> str:
+    """Return a number of bytes in the largest unit that gives a whole number."""
+    for unit, size in reversed(_BYTES.items()):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return "0"

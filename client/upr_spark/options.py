@@ -1,12 +1,13 @@
 """Options as Spark hands them over, names in lower case and values as text, and those of the connection to the server."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.limits import check_name, parse_duration, parse_size
 from upr_spark.errors import UprSparkError, bad_option
 
 if TYPE_CHECKING:
@@ -15,15 +16,6 @@ if TYPE_CHECKING:
     from upr_client import Client
 
 
-_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZES: Final = {
-    "k": 1 << 10,
-    "kib": 1 << 10,
-    "m": 1 << 20,
-    "mib": 1 << 20,
-    "g": 1 << 30,
-    "gib": 1 << 30,
-}
 SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 """Options that Spark adds or takes for itself; no data source minds them."""
 
@@ -136,40 +128,13 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def size(low: int, high: int) -> Callable[[str], int]:
-    """Return a parser of bytes, as 4194304, 4m or 4MiB, from low to high bytes."""
-
-    def parse(value: str) -> int:
-        words = value.strip().lower()
-        digits = words.rstrip("abcdefghijklmnopqrstuvwxyz ")
-        unit = words[len(digits) :].strip()
-        factor = 1 if not unit else _SIZES.get(unit, 0)
-        number = int(digits[:20]) * factor if digits.isascii() and digits.isdigit() else 0
-        if not low <= number <= high or not factor:
-            raise ValueError(
-                f"must be {low} to {high} bytes, as a whole number with or without k, m, g behind it"
-            )
-        return number
-
-    return parse
+    """Return a parser of sizes from low to high bytes, as ``upr_protocol.limits`` takes them."""
+    return partial(parse_size, low=low, high=high)
 
 
 def duration(low: float, high: float) -> Callable[[str], float]:
-    """Return a parser of seconds, as 90, 100ms, 30s, 5m, 1h or 2d, from low to high seconds."""
-
-    def parse(value: str) -> float:
-        words = value.strip().lower()
-        digits = words.rstrip("abcdefghijklmnopqrstuvwxyz ")
-        try:
-            seconds = float(digits) * _UNITS.get(words[len(digits) :].strip() or "s", math.nan)
-        except ValueError:
-            seconds = math.nan
-        if not low <= seconds <= high:
-            raise ValueError(
-                f"must be {low:g} to {high:g} seconds, as in 90, 100ms, 30s, 5m, 1h or 2d"
-            )
-        return seconds
-
-    return parse
+    """Return a parser of durations from low to high seconds, as ``upr_protocol.limits`` takes them."""
+    return partial(parse_duration, low=low, high=high)
 
 
 _EVERYWHERE: Final = "batch stream write"
@@ -320,8 +285,6 @@ def read_connection(options: Mapping[str, str]) -> Connection:
 
 
 def _check(connection: Connection) -> None:
-    from upr_protocol.limits import check_name
-
     connection.open().close()
     try:
         check_name(connection.bucket, "bucket")

@@ -134,7 +134,7 @@ def test_a_place_that_is_none_is_refused(to: str) -> None:
     ("words", "moment"),
     [
         ("2h ago", NOW - timedelta(hours=2)),
-        (" 90 Ago", NOW - timedelta(seconds=90)),
+        (" 90s Ago", NOW - timedelta(seconds=90)),
         ("1.5d ago", NOW - timedelta(hours=36)),
         ("2026-05-01T12:00:00Z", NOW),
         ("2026-05-01 14:00:00.5+02:00", NOW + timedelta(seconds=0.5)),
@@ -146,7 +146,7 @@ def test_times(words: str, moment: datetime) -> None:
     assert parse_time(words, NOW) == moment
 
 
-@pytest.mark.parametrize("words", ["", "ago", "0s ago", "1e300d ago", "3000000d ago", "nan ago"])
+@pytest.mark.parametrize("words", ["", "ago", "1e300d ago", "3000000d ago", "nan ago"])
 def test_what_is_no_time(words: str) -> None:
     with pytest.raises(InvalidArgumentError):
         parse_time(words, NOW)

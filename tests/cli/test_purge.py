@@ -16,7 +16,7 @@ from upr_protocol.partitioning import partition_of
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_what_goes_and_what_stays_is_told(server_process: StartServer, dry_run: bool) -> None:
-    server = server_process("--tombstone-age", "86400")
+    server = server_process("--tombstone-age", "86400s")
     with Client(server.target) as client:
         client.bucket().set(b"a", b"1")
         client.bucket().delete(b"a")

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from tests.conftest import StartServer
 from upr.cli.admin import main
+from upr.storage import directory, journal
 from upr_cli_kit import exit_codes
 from upr_cli_kit.output import size_text
 from upr_client import Client, FilePositions
@@ -57,6 +58,9 @@ def test_status(filled: str) -> None:
     assert told["anonymous_bytes"] > 10 * 2**20
     assert told["mapped_bytes"] > 0
     assert re.fullmatch("[0-9a-f]{16}", told["server_id"])
+    assert (told["wire"], told["disk_format"]) == ("upr.v1", directory.FORMAT)
+    assert told["journal_format"] == journal.FORMAT
+    assert f"wire upr.v1, disk {directory.FORMAT}, journal" in text(filled, "status")
     (bucket,) = told["buckets"]
     assert bucket["name"] == "default"
     assert bucket["tail_limit_bytes"] == 64 * 2**20

@@ -118,7 +118,7 @@ def test_several_side_by_side(shared: ServerProcess) -> None:
 def test_a_server_that_does_not_come_up_is_an_error_with_its_words() -> None:
     server = ServerProcess(options=["--tail-bytes", "0"])
     with pytest.raises(
-        ServerProcessError, match=r"'--tail-bytes'.*0 is not in the range"
+        ServerProcessError, match=r"'--tail-bytes'.*must be a size of 1B to"
     ) as caught:
         server.start()
     assert "ended with status" in caught.value.message

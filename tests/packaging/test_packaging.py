@@ -139,6 +139,51 @@ def test_links_between_documents_lead_somewhere() -> None:
             assert (document.parent / target).exists(), f"{document}: {target}"
 
 
+@pytest.mark.long
+def test_the_install_lines_of_the_readme_work(tmp_path: Path) -> None:
+    """In a copy of what git has, with a home of its own; needs the package index."""
+    text = (ROOT / "README.md").read_text().partition("\n## Install\n")[2].partition("\n## ")[0]
+    blocks = re.findall("```sh\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    extras = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert set(extras) <= set(PROJECT["project"]["optional-dependencies"])
+    files = subprocess.run(
+        [
+            "git",
+            "ls-files",
+            "-z",
+            "upr",
+            "client",
+            "tools",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    for name in filter(None, files):
+        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "here" / name)
+    environment = {**os.environ, "HOME": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment.pop("PYTHONPATH", None)
+    for count, block in enumerate(blocks):
+        before = "" if count == 0 else ". ~/upr/bin/activate; pip uninstall -q -y upr-stream\n"
+        script = f"set -eu\n{before}{block}\ncd /\nupr-server --version; command -v upr-admin\n"
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path / "here",
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"upr-server {upr.__version__}, wire upr.v1" in done.stdout
+        assert f"{tmp_path}/upr/bin/upr-admin" in done.stdout
+
+
 def wheel(folder: Path, compiler: str) -> zipfile.ZipFile:
     """Build the wheel into a folder, with this C compiler."""
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]

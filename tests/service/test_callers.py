@@ -198,7 +198,7 @@ async def fill(target: str) -> None:
 async def test_a_consumer_that_takes_nothing_is_ended_whatever_heartbeat_it_asked_for(
     server_process: StartServer,
 ) -> None:
-    server = server_process("--reader-timeout", "1", "--log-format", "text")
+    server = server_process("--reader-timeout", "1s", "--log-format", "text")
     await fill(server.target)
     async with RawClient(server.target) as client, AsyncClient(server.target) as asking:
         follow = await client.follow(heartbeat_seconds=3600, credit_bytes=64 * MIB)
@@ -230,7 +230,7 @@ def starts(partitions: Sequence[int]) -> changes.Start:
 async def test_a_consumer_without_credit_that_answers_heartbeats_stays(
     server_process: StartServer,
 ) -> None:
-    server = server_process("--reader-timeout", "0.5")
+    server = server_process("--reader-timeout", "0.5s")
     await fill(server.target)
     async with RawClient(server.target) as client:
         follow = await client.follow(heartbeat_seconds=0.2, credit_bytes=2 * MIB)
@@ -270,7 +270,7 @@ asyncio.run(main())
 
 @pytest.mark.asyncio
 async def test_the_sdk_goes_on_after_it_was_too_slow(server_process: StartServer) -> None:
-    server = server_process("--reader-timeout", "0.5", "--log-format", "text")
+    server = server_process("--reader-timeout", "0.5s", "--log-format", "text")
     await fill(server.target)
     consumer = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CONSUMER, server.target, stdout=PIPE, stderr=PIPE

@@ -339,7 +339,7 @@ async def test_a_real_server_whose_hour_is_some_seconds(
 ) -> None:
     """The day's clock is set forward by ten days while it runs, and before a start."""
     ahead = tmp_path / "ahead"
-    options = ("--clock-jump", "6", "--tombstone-age", "3600", "--flush-seconds", "0.2")
+    options = ("--clock-jump", "6s", "--tombstone-age", "3600s", "--flush-seconds", "0.2")
     server = server_process(*options, environment={"UPR_FAILPOINTS": f"clock.day=number:{ahead}"})
     gone, kept = some_keys(P, 2)
 

@@ -23,7 +23,7 @@ from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 USED = range(16)
-OPTIONS = ("--tail-bytes", "65536", "--tombstone-age", "0.5", "--purge-hold", "600")
+OPTIONS = ("--tail-bytes", "65536", "--tombstone-age", "0.5s", "--purge-hold", "600s")
 MARKERS_KEPT = 8
 
 

@@ -351,7 +351,7 @@ def test_silence_ends_a_connection_that_pinged_and_no_other(server_process: Star
 
 
 def test_who_takes_nothing_is_ended_loudly_and_resumes(server_process: StartServer) -> None:
-    server = server_process("--text", "127.0.0.1:0", "--reader-timeout", "0.5")
+    server = server_process("--text", "127.0.0.1:0", "--reader-timeout", "0.5s")
     rows = [(key, b"%d" % number * 500_000) for number, key in enumerate(KEYS[:40])]
     write(server, *rows)
     with following(text_address(server), "NAME slow", f"REPLICATE default {P} 0") as client:

@@ -331,8 +331,8 @@ def test_bad_options_get_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--conf", "x=y"], "spark.NAME=VALUE"),
         (["--engine", "spark", "--processes", "2"], "of the engine local"),
         (["--engine", "spark"], "openjdk-17-jre-headless"),
-        (["--every", "soon"], "no span of time"),
-        (["--every", "0"], "at least 1s"),
+        (["--every", "soon"], "must be a duration"),
+        (["--every", "0"], "a duration of 1s to"),
         (["--every", "5s", "--full"], "--full and --every"),
         (["--engine", "flink"], "flink"),
     ]

@@ -294,8 +294,8 @@ def test_what_cannot_be_merged_or_expired_is_said(
         (["merge", "--to", "2", "--keep-last", "1"], 2, "does not go together"),
         (["expire"], 2, "--keep-last N or --keep-within"),
         (["expire", "--keep-last", "0"], 2, "0 is not in the range"),
-        (["expire", "--keep-within", "soon"], 2, "no span of time"),
-        (["prune", "--grace", "1w"], 2, "no span of time"),
+        (["expire", "--keep-within", "soon"], 2, "must be a duration"),
+        (["prune", "--grace", "1w"], 2, "must be a duration"),
     ]
     for arguments, code, words in cases:
         done = upr_backup(repository, *arguments)

@@ -58,7 +58,7 @@ def test_one_write_with_runs_of_its_own_keeps_them(tmp_path: Path) -> None:
 def test_a_segment_of_format_1_is_read_and_not_appended_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_FORMAT", 1)
+    monkeypatch.setattr(journal_module, "FORMAT", 1)
     (old,) = filled(tmp_path / "j", 2)
     monkeypatch.undo()
     before = old.read_bytes()
@@ -76,7 +76,7 @@ def test_a_segment_of_format_1_is_read_and_not_appended_to(
 def test_a_segment_of_an_unknown_format_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_FORMAT", 3)
+    monkeypatch.setattr(journal_module, "FORMAT", 3)
     filled(tmp_path / "j", 1)
     monkeypatch.undo()
     with pytest.raises(DataDamagedError, match="the segment is of format 3"):

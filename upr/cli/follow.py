@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, FiniteRange, open_client, server_options
+from upr_cli_kit.options import PARTITION_SET, open_client, server_options
 from upr_cli_kit.output import note, verbose_option
+from upr_cli_kit.times import duration
 
 if TYPE_CHECKING:
     from upr_client import FilePositions, Position
@@ -71,7 +72,7 @@ def position_store(path: Path | None, from_start: bool) -> "FilePositions | Star
 )
 @click.option(
     "--retry-seconds",
-    type=FiniteRange(min=0),
+    type=duration(bare=True),
     help="Give up when the server is away for this long. [default: never]",
 )
 @server_options

@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 import click
 
-from upr_cli_kit.options import FiniteRange, open_client, server_options
+from upr_cli_kit.options import open_client, server_options
 from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
+from upr_cli_kit.times import duration
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -33,7 +34,7 @@ def _load_options(function: _F) -> _F:
     )(function)
     function = click.option(
         "--retry-seconds",
-        type=FiniteRange(min=0),
+        type=duration(bare=True),
         help="Give up when the server acknowledges nothing for this long. [default: never]",
     )(function)
     return verbose_option(json_option(server_options(function)))

@@ -25,6 +25,7 @@ from upr.service.follow import beginnings
 from upr.service.overload.intake import Context
 from upr.service.overload.process import BOUNDS_MS, LoopDelays, memory_bytes
 from upr.service.trouble import words_of
+from upr.storage import directory, journal
 from upr.storage.blocks import stretches
 from upr_protocol.errors import (
     BucketGoneError,
@@ -532,6 +533,9 @@ class AdminMethods:
             clock=_clock_status(self._process.clock),
             problems=[problem_of(problem) for problem in problems],
             text_port=self._process.text_port(),
+            wire=admin.DESCRIPTOR.package,
+            disk_format=directory.FORMAT,
+            journal_format=journal.FORMAT,
         )
 
     @answering

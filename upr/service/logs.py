@@ -121,7 +121,8 @@ class EventLimit(logging.Filter):
 
 
 def configure(log_format: str) -> EventLimit:
-    """Send the log to stderr, as ``text`` or ``json``. Return what limits it."""
+    """Send the log to stderr, as ``text`` or ``json``; without a choice as text on a terminal. Return what limits it."""
+    log_format = log_format or ("text" if sys.stderr.isatty() else "json")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     limit = EventLimit()

@@ -363,6 +363,7 @@ class Server:
         ports = (("http", self._web), ("text", self._text))
         told |= {name: port.address for name, port in ports if port is not None and port.address}
         log.info("serving", extra=told)
+        _notify("READY=1")
         self._log_limit.on = True
 
     def _listen_for_the_owner(self) -> None:
@@ -413,6 +414,7 @@ class Server:
     async def stop(self) -> bool:
         """Drain, end every stream with a reason, flush, prove the clean shutdown; False if it is not one."""
         log.info("stopping")
+        _notify("STOPPING=1")
         self._serving = False
         for task in self._tasks:
             task.cancel()
@@ -455,6 +457,17 @@ def _write_ready(path: Path, address: str) -> None:
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(address + "\n")
     os.replace(temporary, path)
+
+
+def _notify(state: str) -> None:
+    """Tell systemd the state, where it waits for that (Type=notify)."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(1.0)
+        # An abstract socket begins with a null byte, which the environment cannot have.
+        manager.sendto(state.encode(), "\0" + path[1:] if path[0] == "@" else path)
 
 
 async def serve(config: ServerConfig, replicate: Replicate | None = None) -> int:

@@ -36,13 +36,13 @@ _OWN = {"lock", _NEW_MARK}
 """Names allowed in a directory whose first server was killed before it wrote the mark."""
 
 
-def unknown_format(what: str, told: Any) -> DataDirectoryError:
+def unknown_format(what: str, told: Any, must: int = FORMAT) -> DataDirectoryError:
     """Return the error for a format on disk that this program does not know."""
-    if isinstance(told, int) and told < FORMAT:
+    if isinstance(told, int) and told < must:
         hint = "serve it with the version that wrote it, take a backup with upr-backup, and restore that into a new directory"
     else:
         hint = "use the program that wrote it, or a newer one"
-    return DataDirectoryError(f"format of {what} is {told}; must be {FORMAT}", hint=hint)
+    return DataDirectoryError(f"format of {what} is {told}; must be {must}", hint=hint)
 
 
 def bucket_folders(path: Path) -> list[Path]:

@@ -38,7 +38,7 @@ _LENGTH = struct.Struct("<H")
 _NUMBER = struct.Struct("<Q")
 _SEGMENT_MAGIC = b"UPRJ"
 _RECORD_MAGIC = b"\xf5UR\xfa"
-_FORMAT = 2
+FORMAT = 2
 _FORMATS_READ = (1, 2)
 _TABLE = 0xFFFF
 """In the place of a producer's length, which is at most 200."""
@@ -395,10 +395,10 @@ class Journal:
             os.close(fd)
             raise
         self._fd = fd
-        self._full = end > 0 and _HEADER.unpack_from(data)[1] != _FORMAT
+        self._full = end > 0 and _HEADER.unpack_from(data)[1] != FORMAT
 
     def _header(self, number: int) -> bytes:
-        head = _HEADER.pack(_SEGMENT_MAGIC, _FORMAT, self._version, number, 0)[:-4]
+        head = _HEADER.pack(_SEGMENT_MAGIC, FORMAT, self._version, number, 0)[:-4]
         return head + struct.pack("<I", google_crc32c.value(head))
 
     def _begin_segment(self) -> None:

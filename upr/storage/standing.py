@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from upr.storage.directory import unknown_format
 from upr.storage.journal import replace_durably
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.ownership import Row, Standing, first_row
@@ -57,7 +58,7 @@ def read_standing(folder: Path, directory: str, *, replica: bool) -> Stored:
         raise DataDirectoryError(f"{NAME} is malformed: {error}") from error
     try:
         if text["format"] != FORMAT:
-            raise DataDirectoryError(f"format of {NAME} is {text['format']}; must be {FORMAT}")
+            raise unknown_format(NAME, text["format"], FORMAT)
         row: Any = text["row"]
         known = Row(
             row["epoch"], row["revision"], row["owner"], row["epoch"] > 0, frozenset(row["counted"])

@@ -5,7 +5,6 @@ Each command imports what it needs when it runs, so that ``--help`` and the usua
 
 import _thread
 import os
-import re
 import sys
 import threading
 import time
@@ -33,9 +32,9 @@ from upr_cli_kit.output import (
     print_json,
     verbose_option,
 )
-from upr_cli_kit.times import UNIT_SECONDS, parse_time
+from upr_cli_kit.times import duration, parse_time
 from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_protocol.limits import KEY_BYTES_MAX
+from upr_protocol.limits import KEY_BYTES_MAX, parse_duration
 
 if TYPE_CHECKING:
     from upr_backup.engines.engine import Engine
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_NOW = re.compile(r"0+\s*[smhd]\s+ago")
-_SPAN = re.compile(r"(\d{1,6})\s*([smhd])|0")
 
 
 def restore_point(text: str) -> int | tuple[int]:
@@ -57,8 +54,6 @@ def restore_point(text: str) -> int | tuple[int]:
     words = text.strip()
     if words.isascii() and words.isdigit() and len(words) <= 10:
         return int(words)
-    if _NOW.fullmatch(words):
-        return (now_micros(),)
     try:
         return (round(parse_time(text, datetime.now(UTC)).timestamp() * 1e6),)
     except InvalidArgumentError:
@@ -66,16 +61,6 @@ def restore_point(text: str) -> int | tuple[int]:
             f"{text!r} is neither a backup's number nor a time with its offset from UTC",
             hint="for example 12, 2026-05-01T12:00:00Z or '2h ago'",
         ) from None
-
-
-def _span(text: str) -> int:
-    """Return a span of time, 0 or with a unit, in microseconds."""
-    found = _SPAN.fullmatch(text.strip())
-    if found is None:
-        raise InvalidArgumentError(
-            f"{text!r} is no span of time", hint="for example 30d, 24h, 90m or 0"
-        )
-    return int(found[1] or 0) * UNIT_SECONDS[found[2] or "s"] * 1_000_000
 
 
 def _key_prefix(text: str) -> bytes:
@@ -88,7 +73,7 @@ def _key_prefix(text: str) -> bytes:
 
 
 RESTORE_POINT = Parsed("id|time", restore_point)
-SPAN = Parsed("span", _span)
+MICROS = Parsed("duration", lambda text: round(parse_duration(text) * 1e6))
 KEY_PREFIX = Parsed("text", _key_prefix)
 
 
@@ -97,7 +82,7 @@ def keep_options(function: _F) -> _F:
     last = click.option(
         "--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep so many of the newest."
     )
-    within = click.option("--keep-within", type=SPAN, help="Keep what is not older, as 30d.")
+    within = click.option("--keep-within", type=MICROS, help="Keep what is not older, as 30d.")
     return last(within(function))
 
 
@@ -158,7 +143,6 @@ def init(storage: Storage, target: str, bucket: str) -> None:
 
 _SHOWN = 5
 _PROCESSES_MAX = 64
-_SHORTEST_MICROS = 1_000_000
 _INTERRUPT_AGAIN_SECONDS = 0.05
 
 
@@ -205,12 +189,12 @@ def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) ->
 )
 @click.option(
     "--retry-seconds",
-    type=click.IntRange(0, 86_400),
-    default=60,
+    type=duration(0, 86_400, bare=True),
+    default="1m",
     show_default=True,
     help="Give up when the server is away for this long.",
 )
-@click.option("--every", type=SPAN, help="Go on taking backups, one each 60s, 5m or 1h.")
+@click.option("--every", type=duration(low=1), help="Go on taking backups, one each 60s, 5m or 1h.")
 @json_option
 @verbose_option
 @click.pass_obj
@@ -224,16 +208,14 @@ def backup(
     master: str | None,
     conf: dict[str, str],
     group_seqnos: int | None,
-    retry_seconds: int,
-    every: int | None,
+    retry_seconds: float,
+    every: float | None,
     as_json: bool,
 ) -> int:
     """Take a backup: of what is new, or of everything when there is none yet.
 
     An interrupted run is gone on with while its cut holds, which is 15 minutes.
     """
-    if every is not None and every < _SHORTEST_MICROS:
-        raise click.UsageError("--every is at least 1s")
     if full and every is not None:
         raise click.UsageError(
             "--full and --every do not go together: each turn would read everything"
@@ -269,11 +251,11 @@ def _take(
     repository: Repository,
     engine: "Engine",
     target: str,
-    every: int | None,
+    every: float | None,
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Take a backup, or one each ``every`` microseconds; returns the exit status.
+    """Take a backup, or one each ``every`` seconds; returns the exit status.
 
     Args:
         options: of ``Run``.
@@ -321,7 +303,7 @@ def _take(
             return _show(manifest, as_json)
 
         with _no_interrupt_lost():
-            return once() if every is None else _repeat(once, every / 1e6)
+            return once() if every is None else _repeat(once, every)
 
 
 @contextmanager
@@ -805,7 +787,7 @@ def _range(low: int, high: int) -> str:
 @click.command("prune")
 @click.option(
     "--grace",
-    type=SPAN,
+    type=MICROS,
     default="24h",
     show_default=True,
     help="How long what expired, and what killed runs left, stays.",

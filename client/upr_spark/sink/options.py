@@ -47,7 +47,7 @@ WRITE_OPTIONS: Final = (
     ),
     Option(
         "maxInFlightBytes",
-        "32m",
+        "32MiB",
         "write",
         "rows that a task holds at most: one half is gathered while the other one is on its way",
         size(1 << 20, 1 << 30),

@@ -15,8 +15,8 @@ from upr_cli_kit.output import (
     size_text,
     verbose_option,
 )
+from upr_cli_kit.times import size
 from upr_protocol.errors import BucketGoneError, BucketNotFoundError
-from upr_protocol.limits import QUOTA_BYTES_MAX
 
 if TYPE_CHECKING:
     from upr_client import Client
@@ -66,9 +66,9 @@ def list_command(client: "Client", as_json: bool) -> None:
 )
 @click.option(
     "--quota",
-    type=click.IntRange(0, QUOTA_BYTES_MAX),
+    type=size(),
     default=0,
-    metavar="BYTES",
+    metavar="SIZE",
     help="Refuse writes when the bucket would take more; 0 for no limit but the disk.",
 )
 @client_option
@@ -87,12 +87,12 @@ def create(name: str, compression: str, quota: int, client: "Client", as_json: b
 
 @bucket.command("quota")
 @click.argument("name")
-@click.argument("quota", type=click.IntRange(0, QUOTA_BYTES_MAX), metavar="BYTES")
+@click.argument("quota", type=size(), metavar="SIZE")
 @client_option
 @json_option
 @verbose_option
 def quota_command(name: str, quota: int, client: "Client", as_json: bool) -> None:
-    """Set how many BYTES the bucket NAME may take; 0 for no limit but the disk.
+    """Set the SIZE that the bucket NAME may have, as 10GiB; 0 for no limit but the disk.
 
     What is there already stays. Beyond the quota writes are refused, but for those that only delete.
     """

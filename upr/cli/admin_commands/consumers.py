@@ -11,9 +11,10 @@ from click.core import ParameterSource
 
 from upr_cli_kit.options import PARTITION_SET, client_options
 from upr_cli_kit.output import columns, json_option, print_json, verbose_option
-from upr_cli_kit.times import format_duration, format_micros, parse_time
+from upr_cli_kit.times import format_micros, parse_time
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
+from upr_protocol.limits import format_duration
 
 if TYPE_CHECKING:
     from upr_client import Client

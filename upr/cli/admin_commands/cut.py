@@ -14,9 +14,10 @@ from upr_cli_kit.output import (
     problem_document,
     verbose_option,
 )
-from upr_cli_kit.times import DURATION, format_duration, format_micros
+from upr_cli_kit.times import duration, format_micros
 from upr_protocol.errors import CutNotFoundError
 from upr_protocol.failover import format_failover_id
+from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, format_duration
 
 if TYPE_CHECKING:
     from upr_client import Client, Cut
@@ -27,8 +28,8 @@ _COLUMNS = ("name", "created", "expires", "lease", "left")
 _PIN_COLUMNS = ("name", "partition", "failover_id", "seqno")
 _lease_option = click.option(
     "--lease",
-    type=DURATION,
-    help="How long it holds without being renewed, as 90, 30s, 5m, 1h or 2d.",
+    type=duration(0.001, CUT_LEASE_SECONDS_MAX),
+    help="How long it holds without being renewed, as 90s, 1.5h or 2d.",
 )
 
 

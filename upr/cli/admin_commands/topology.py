@@ -7,18 +7,17 @@ import click
 
 from upr_cli_kit.options import ADDRESS, login_options, open_client, target_option
 from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
-from upr_cli_kit.times import DURATION
+from upr_cli_kit.times import duration
 
 if TYPE_CHECKING:
     from upr_client.admin import Promotion, Topology
 
 _COLUMNS = ("address", "directory", "active", "counted", "reached", "in step", "lag")
-_SECONDS = 60.0
 _seconds_option = click.option(
     "--timeout",
     "seconds",
-    type=DURATION,
-    default=_SECONDS,
+    type=duration(0.1),
+    default="1m",
     show_default=True,
     help="How long it may take.",
 )

@@ -171,6 +171,9 @@ class GetStatusResponse(_message.Message):
     CLOCK_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     TEXT_PORT_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
+    DISK_FORMAT_FIELD_NUMBER: _builtins.int
+    JOURNAL_FORMAT_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The server's version, for people."""
     server_id: _builtins.int
@@ -189,6 +192,12 @@ class GetStatusResponse(_message.Message):
     """Open Write calls."""
     longest_loop_delay_seconds: _builtins.float
     """The largest of these delays."""
+    wire: _builtins.str
+    """The wire that it speaks: the package of these files."""
+    disk_format: _builtins.int
+    """The format of its data directory."""
+    journal_format: _builtins.int
+    """The format of the segments of journals that it writes; it reads older ones."""
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketStatus]:
         """By name."""
@@ -225,10 +234,13 @@ class GetStatusResponse(_message.Message):
         clock: Global___ClockStatus | None = ...,
         problems: _abc.Iterable[_types_pb2.Problem] | None = ...,
         text_port: Global___TextPortStatus | None = ...,
+        wire: _builtins.str = ...,
+        disk_format: _builtins.int = ...,
+        journal_format: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "text_port", b"text_port"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "clock", b"clock", "follow_calls", b"follow_calls", "longest_loop_delay_seconds", b"longest_loop_delay_seconds", "loop_delays", b"loop_delays", "mapped_bytes", b"mapped_bytes", "problems", b"problems", "server_id", b"server_id", "server_version", b"server_version", "text_port", b"text_port", "uptime_seconds", b"uptime_seconds", "write_calls", b"write_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "clock", b"clock", "disk_format", b"disk_format", "follow_calls", b"follow_calls", "journal_format", b"journal_format", "longest_loop_delay_seconds", b"longest_loop_delay_seconds", "loop_delays", b"loop_delays", "mapped_bytes", b"mapped_bytes", "problems", b"problems", "server_id", b"server_id", "server_version", b"server_version", "text_port", b"text_port", "uptime_seconds", b"uptime_seconds", "wire", b"wire", "write_calls", b"write_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

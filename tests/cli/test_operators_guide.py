@@ -1,0 +1,200 @@
+"""The commands of OPERATORS.md: those in blocks run as they are printed but for folders and ports, and all names are there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.harness import WAIT_SECONDS, wait_until
+from upr.cli.admin import main as admin
+from upr.cli.cat import main as cat
+from upr.cli.server import main as server
+from upr_backup.cli.commands import main as backup
+
+GUIDE = (Path(__file__).parents[2] / "upr" / "OPERATORS.md").read_text()
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+PROGRAMS: dict[str, click.Command] = {
+    "upr-admin": admin,
+    "upr-backup": backup,
+    "upr-cat": cat,
+    "upr-server": server,
+}
+STUBS = ("chown", "install", "podman", "python3", "systemctl", "useradd")
+"""Programs that would change this machine or need a registry."""
+RETRIED = ("upr-admin promote", "upr-admin takeover")
+"""Commands that are refused until the servers are in step; people try again too."""
+
+
+def commands(block: str) -> Iterator[str]:
+    """Yield the commands of a block: lines that were continued, and what goes into a file, are one."""
+    lines = iter(block.replace("\\\n", " ").splitlines())
+    for line in lines:
+        if "<<END" in line:
+            line = "\n".join([line, *iter(lambda: next(lines), "END"), "END"])
+        yield line
+
+
+class Shell:
+    """A shell on a machine of its own, as far as the commands see: its folders, ports and environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "srv").mkdir()
+        (folder / "deploy" / "secrets").mkdir(parents=True)
+        stubs = folder / "stubs"
+        stubs.mkdir()
+        for name in STUBS:
+            (stubs / name).write_text("#!/bin/sh\nexit 0\n")
+            (stubs / name).chmod(0o755)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {**os.environ, "PATH": f"{stubs}:{path}", "HOME": str(folder)}
+        self.environment["UPR_CONTEXTS"] = str(folder / "contexts.json")
+        self.ports: dict[str, str] = {}
+        self.servers: dict[str, subprocess.Popen[bytes]] = {}
+
+    def _here(self, command: str) -> str:
+        """Return a command with the folders and ports of this machine."""
+        command = command.replace("/srv/upr/", f"{self.folder}/srv/").replace(
+            "/opt/upr/bin/pip", "true"
+        )
+        return re.sub(
+            r"127\.0\.0\.1:77\d\d", lambda found: self.ports.get(found[0], found[0]), command
+        )
+
+    def run(self, command: str) -> str:
+        """Run a command, or start a server and wait until it is ready; returns stdout."""
+        if command.startswith("export "):
+            self.environment |= dict(
+                pair.split("=") for pair in shlex.split(self._here(command))[1:]
+            )
+            return ""
+        if command.startswith("upr-server "):
+            self._serve(command)
+            return ""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            done = subprocess.run(
+                ["bash", "-euc", self._here(command)],
+                cwd=self.folder,
+                env=self.environment,
+                capture_output=True,
+                text=True,
+            )
+            retried = command.startswith(RETRIED) and time.monotonic() < deadline
+            if done.returncode != 4 or not retried:
+                break
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+
+    def _serve(self, command: str) -> None:
+        words = shlex.split(self._here(command))
+        address = "127.0.0.1:7711"
+        if "--listen" in command:
+            address = shlex.split(command)[shlex.split(command).index("--listen") + 1]
+        if address in self.servers:
+            self.servers[address].terminate()
+            self.servers[address].wait(WAIT_SECONDS)
+        ready = self.folder / "ready"
+        ready.unlink(missing_ok=True)
+        words += ["--listen", self.ports.get(address, "127.0.0.1:0"), "--ready-file", str(ready)]
+        with (self.folder / "server.log").open("ab") as log:
+            started = subprocess.Popen(words, env=self.environment, stderr=log)
+        self.servers[address] = started
+        wait_until(lambda: ready.exists() or started.poll() is not None, "a server")
+        assert ready.exists(), (self.folder / "server.log").read_text()
+        self.ports[address] = ready.read_text().strip()
+
+    def lose(self, address: str) -> None:
+        """Kill a server, once the other one is in step and counted."""
+
+        def counted() -> bool:
+            told = self.run(f"upr-admin topology --json --target {address}")
+            return '"counted": true' in told and '"in_step": false' not in told
+
+        wait_until(counted, lambda: self.run(f"upr-admin topology --target {address}"))
+        self.servers[address].kill()
+        self.servers[address].wait()
+
+    def close(self) -> None:
+        for one in self.servers.values():
+            one.kill()
+            one.wait()
+
+
+def test_the_blocks_are_commands_that_work(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    seen: list[str] = []
+    # Security comes first: it makes what the others use.
+    first = next(block for block in BLOCKS if block.startswith("openssl"))
+    try:
+        for block in [first, *(block for block in BLOCKS if block != first)]:
+            for command in commands(block):
+                if command.startswith("upr-admin promote"):
+                    shell.lose("127.0.0.1:7711")
+                told = shell.run(command)
+                seen.append(command)
+                if command.startswith("upr-backup") and " backup " in command:
+                    assert "1 rows" in told
+        found = shell.run(
+            "upr-cat follow --until-now --bucket orders-restored --target 127.0.0.1:7711"
+        )
+        assert '"a chair"' in found
+        assert (tmp_path / "srv" / "indexer.token").stat().st_mode & 0o777 == 0o600
+        indexer = "--tls-ca /srv/upr/cert.pem --token-file /srv/upr/indexer.token"
+        assert "a chair" in shell.run(
+            f"upr-cat follow --until-now --target 127.0.0.1:7711 --bucket orders {indexer}"
+        )
+    finally:
+        shell.close()
+    assert len(BLOCKS) == 10
+    assert len(seen) >= 40
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a command in the text, without the marks for what may be left out."""
+    return re.sub(r"[\[\]]|\.\.\.", "", text).split()
+
+
+def inline() -> list[str]:
+    prose = re.sub(r"```.*?```", "", GUIDE, flags=re.DOTALL).replace("\n", " ")
+    found = re.findall(r"`((?:upr-admin|upr-cat|upr-backup|upr-server) [^`]*)`", prose)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("text", [*inline(), *(c for b in BLOCKS for c in commands(b))])
+def test_every_name_in_a_command_is_there(text: str) -> None:
+    program, *words = words_of(text)
+    if program not in PROGRAMS:
+        return
+    command = PROGRAMS[program]
+    options = {name for parameter in command.params for name in parameter.opts}
+    for before, word in zip(["", *words], words, strict=False):
+        if word.startswith("--"):
+            assert word in options, (text, word)
+        elif before.startswith("--"):
+            continue
+        elif isinstance(command, click.Group) and re.fullmatch(r"[a-z|-]+", word):
+            for name in word.split("|"):
+                assert name in command.commands, (text, name)
+            command = command.commands[word.partition("|")[0]]
+            options |= {name for parameter in command.params for name in parameter.opts}
+
+
+def test_every_option_that_is_named_is_there() -> None:
+    known: set[str] = set()
+    waiting = list(PROGRAMS.values())
+    while waiting:
+        command = waiting.pop()
+        known |= {name for parameter in command.params for name in parameter.opts}
+        waiting += command.commands.values() if isinstance(command, click.Group) else ()
+    prose = re.sub(r"```.*?```", "", GUIDE, flags=re.DOTALL)
+    named = set(re.findall(r"`(--[a-z][a-z-]+)", prose))
+    assert len(named) > 40
+    assert named - known == set()

@@ -1,0 +1,182 @@
+"""Settings of ``upr-server`` as people give them: on the command line, in the environment, in a TOML file.
+
+The command line counts before the environment, that before the file, and that before the defaults. Names are those of the
+options: ``--tail-bytes``, ``UPR_SERVER_TAIL_BYTES``, and ``tail-bytes`` in the file. Names that there are not are refused.
+"""
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from functools import reduce
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import click
+from click.core import ParameterSource
+
+from upr.config import OPTIONS, Option, ServerConfig
+from upr_cli_kit.options import ADDRESS, TARGET, DirectoryPath
+from upr_cli_kit.times import duration, size
+from upr_protocol.limits import (
+    DURATION_SECONDS_MAX,
+    QUOTA_BYTES_MAX,
+    format_duration,
+    format_size,
+)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+PREFIX: Final = "UPR_SERVER"
+"""Beginning of the names of environment variables."""
+# Kubernetes sets them in every container for a service that is called upr-server.
+_OF_KUBERNETES: Final = re.compile(rf"{PREFIX}_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
+_FILE: Final = click.Path(dir_okay=False, path_type=Path)
+_METAVARS: Final = {"address": "HOST:PORT", "addresses": "HOST:PORT[,...]"}
+_DEFAULTS: Final = {one.name: one.default for one in fields(ServerConfig)}
+
+
+def _type_of(name: str, option: Option) -> Any:
+    """Return what parses the value of an option that is no flag."""
+    low, high = option.low, option.high
+    if option.kind == "duration":
+        # A number alone is a duration only where the name has the unit.
+        return duration(low, high or DURATION_SECONDS_MAX, bare=name.endswith("-seconds"))
+    if option.kind == "size":
+        return size(int(low), int(high or QUOTA_BYTES_MAX))
+    if option.kind == "count":
+        return click.IntRange(int(low), None if high is None else int(high))
+    if "|" in option.kind:
+        return click.Choice(option.kind.split("|"))
+    kinds = {"address": ADDRESS, "addresses": TARGET, "directory": DirectoryPath(), "file": _FILE}
+    return kinds[option.kind]
+
+
+def _text_of(option: Option, value: object) -> str:
+    """Return a value as it is written on the command line; empty for none."""
+    if value is None or value == ():
+        return ""
+    if option.kind == "duration":
+        return format_duration(cast("float", value))
+    if option.kind == "size":
+        return format_size(cast("int", value))
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def default_text(name: str) -> str:
+    """Return the default of an option as documents show it; empty for none and for flags."""
+    field, option = OPTIONS[name]
+    if option.otherwise or option.kind == "flag":
+        return option.otherwise
+    return _text_of(option, _DEFAULTS[field])
+
+
+def server_options(function: _F) -> _F:
+    """Add all options of the server, and --config."""
+    added = []
+    for name, (field, option) in OPTIONS.items():
+        if option.kind == "flag":
+            added.append(click.option(f"--{name}", is_flag=True, help=option.words))
+            continue
+        added.append(
+            click.option(
+                f"--{name}",
+                type=_type_of(name, option),
+                default=None if option.otherwise else default_text(name) or None,
+                required=field == "data",
+                metavar=_METAVARS.get(option.kind),
+                show_default=field != "data" and (option.otherwise or True),
+                help=option.words,
+            )
+        )
+    config = click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=_read_config,
+        help="TOML file of these settings, by the names of the options.",
+    )
+    return reduce(lambda made, add: add(made), [*reversed(added), config], function)
+
+
+def _unknown(what: str, name: str, names: Iterable[str]) -> click.UsageError:
+    near = difflib.get_close_matches(name, list(names), 1)
+    hint = f"is {near[0]} meant?" if near else "'upr-server --help' lists them"
+    return click.UsageError(f"{what} {name} is unknown; {hint}")
+
+
+def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
+    """Take the settings of the file for defaults. Raise UsageError for a name or a value that cannot be."""
+    known = [f"{PREFIX}_{(one.name or '').upper()}" for one in ctx.command.params]
+    for variable in sorted(name for name in os.environ if name.startswith(f"{PREFIX}_")):
+        if variable not in known and not _OF_KUBERNETES.fullmatch(variable):
+            raise _unknown("the environment variable", variable, known)
+        name = variable.removeprefix(f"{PREFIX}_").lower().replace("_", "-")
+        if name in OPTIONS and OPTIONS[name][1].kind != "flag" and os.environ[variable]:
+            # click would not say where it comes from.
+            _checked(variable, name, os.environ[variable])
+    if path is None:
+        return
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"{path} cannot be read: {error}") from None
+    ctx.obj = path
+    ctx.default_map = {}
+    for name, value in found.items():
+        if name not in OPTIONS:
+            raise _unknown(f"{path}: the setting", name, OPTIONS)
+        ctx.default_map[name.replace("-", "_")] = _checked(str(path), name, value)
+
+
+def _checked(where: str, name: str, value: object) -> object:
+    """Return a value of the file or the environment as the command line would give it."""
+    _, option = OPTIONS[name]
+    if option.kind == "flag":
+        if not isinstance(value, bool):
+            raise click.UsageError(f"{where}: {name} is {value!r}; must be true or false")
+        return value
+    if option.kind == "addresses" and isinstance(value, list):
+        value = ",".join(map(str, value))
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise click.UsageError(f"{where}: {name} is {value!r}; must be a text or a number")
+    text = str(value)
+    try:
+        _type_of(name, option).convert(text, None, None)
+    except click.BadParameter as error:
+        raise click.UsageError(f"{where}: {name}: {error.message}") from None
+    return text
+
+
+def config_of(values: dict[str, Any]) -> ServerConfig:
+    """Return the settings of a command's parameters, by the names that click gives them."""
+    given: dict[str, Any] = {}
+    for name, (field, option) in OPTIONS.items():
+        value = values[name.replace("-", "_")]
+        if value is not None:
+            many = option.kind == "addresses"
+            given[field] = tuple(map(str.strip, value.split(","))) if many else value
+    return ServerConfig(**given)
+
+
+def config_lines(ctx: click.Context, config: ServerConfig) -> Iterator[str]:
+    """Yield all settings as a file that ``--config`` takes, each with its origin."""
+    for name, (field, option) in OPTIONS.items():
+        parameter = name.replace("-", "_")
+        origin = {
+            ParameterSource.COMMANDLINE: f"--{name}",
+            ParameterSource.ENVIRONMENT: f"{PREFIX}_{parameter.upper()}",
+            ParameterSource.DEFAULT_MAP: str(ctx.obj),
+        }.get(ctx.get_parameter_source(parameter) or ParameterSource.DEFAULT, "default")
+        value = getattr(config, field)
+        if option.kind == "flag":
+            yield f"{name} = {str(value).lower()}  # {origin}"
+        elif text := _text_of(option, value):
+            # JSON's strings are TOML's, but for what is not ASCII.
+            yield f"{name} = {json.dumps(text, ensure_ascii=False)}  # {origin}"
+        else:
+            yield f"# {name}: {option.otherwise or 'none'}"
