@@ -154,6 +154,7 @@ def test_a_wheel_without_a_compiler_is_pure(tmp_path: Path) -> None:
         assert made.filename is not None
         assert made.filename.endswith("-py3-none-any.whl")
         names = set(made.namelist())
+    assert {f"upr/service/sight/page/page.{kind}" for kind in ("html", "css", "js")} <= names
     assert {"upr_protocol/block.py", "upr_protocol/_rows.pyi", "pyspark_upr.py"} <= names
     assert [name for name in names if name.endswith((".so", ".c"))] == []
 

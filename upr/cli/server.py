@@ -69,7 +69,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 @click.option(
     "--http",
     type=ADDRESS,
-    help="HOST:PORT for /metrics (Prometheus), /healthz and /readyz; port 0 takes a free one, which the log tells.",
+    help="HOST:PORT for a page in the browser, /metrics (Prometheus), /healthz and /readyz; port 0 takes a free one, which the log tells.",
 )
 @click.option(
     "--text",
