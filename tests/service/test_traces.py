@@ -59,7 +59,9 @@ async def test_writes_go_on_with_the_trace_of_their_client(
     spans: InMemorySpanExporter, target: str
 ) -> None:
     async with RawClient(target) as raw:
-        call = raw.kv.Write(metadata=(("traceparent", PARENT), ("tracestate", "x" * 10_000)))
+        call = raw.kv.Write(
+            metadata=(("traceparent", PARENT), ("authorization", "Bearer secret token"))
+        )
         await call.write(kv.WriteRequest(open=kv.WriteOpen(bucket="default")))
         writer = RawWriter(call)
         await writer.read()

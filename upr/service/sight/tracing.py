@@ -19,8 +19,6 @@ except ImportError:
     trace = None  # type: ignore[assignment]
 
 _CARRIED: Final = ("traceparent", "tracestate", "baggage")
-_BYTES_MAX: Final = 8 * 2**10
-"""Larger metadata is no trace."""
 SPANS_MAX: Final = 2 * WRITES_IN_FLIGHT_MAX
 """Spans of one call that are open at once."""
 
@@ -86,6 +84,6 @@ def of_call(name: str, bucket: str, context: Any) -> CallTrace | None:
     carrier = {
         key: value
         for key, value in context.invocation_metadata() or ()
-        if key in _CARRIED and isinstance(value, str) and len(value) <= _BYTES_MAX
+        if key in _CARRIED and isinstance(value, str)
     }
     return CallTrace(provider.get_tracer("upr", __version__), name, bucket, extract(carrier))
