@@ -219,7 +219,7 @@ function signIn(wasRefused) {
   $("sign-in").hidden = false;
   const local = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
   $("plain").hidden = location.protocol === "https:" || local;
-  say($("refused"), wasRefused ? "The server refuses this token. It is unknown, or has neither the role read nor admin." : "");
+  say($("refused"), wasRefused ? "The server refuses this token. It is unknown, or has neither the role read nor admin." : "", "bad");
   $("token").focus();
 }
 
@@ -464,11 +464,17 @@ function mark(pen, x, y, wide, high, state, damaged, about) {
       pen.strokeStyle = colour;
       pen.lineWidth = width;
       pen.beginPath();
-      pen.moveTo(x + near, y + near);
-      pen.lineTo(x + right, y + low);
       if (state === DEAD) {
+        pen.moveTo(x + near, y + near);
+        pen.lineTo(x + right, y + low);
         pen.moveTo(x + right, y + near);
         pen.lineTo(x + near, y + low);
+      } else {
+        const middle = x + Math.floor(wide / 2) + 0.5;
+        pen.moveTo(middle, y + 2);
+        pen.lineTo(middle, y + high - 5);
+        pen.moveTo(middle, y + high - 3.5);
+        pen.lineTo(middle, y + high - 2);
       }
       pen.stroke();
     }
@@ -526,8 +532,13 @@ function words(p) {
 function drawLegend() {
   const about = measure();
   const isState = about === measures.state;
-  const counts = isState ? STATES.map((_, state) => bucket.state.filter((s) => s === state).length) : [];
-  const names = isState ? [1, 2, 3, 4].map((s) => `${STATES[s]} ${count(counts[s])}`) : about.names;
+  const counts = STATES.map((_, state) => bucket.state.filter((s) => s === state).length);
+  const names = isState ? [1, 2, 3].map((s) => `${STATES[s]} ${count(counts[s])}`) : [...about.names];
+  const tints = names.length;
+  if (isState || counts[DEAD]) names.push(`dead ${count(counts[DEAD])}`);
+  const dead = names.length;
+  const hurt = bucket.damaged.filter((p) => bucket.state[p] !== DEAD).length;
+  if (hurt) names.push(`damaged ${count(hurt)}`);
   const list = $("legend");
   if (list.children.length !== names.length) {
     list.replaceChildren(...names.map(() => element("li", {}, element("canvas"), element("span"))));
@@ -535,7 +546,8 @@ function drawLegend() {
   names.forEach((name, index) => {
     const [canvas, label] = list.children[index].children;
     const pen = sized(canvas, 13, 13);
-    if (isState) mark(pen, 0, 0, 13, 13, index + 1, false, about);
+    if (index >= tints) mark(pen, 0, 0, 13, 13, index < dead ? DEAD : 0, true, about);
+    else if (isState) mark(pen, 0, 0, 13, 13, index + 1, false, about);
     else {
       pen.fillStyle = colours[`heat-${index}`];
       pen.fillRect(0, 0, 13, 13);
@@ -616,7 +628,7 @@ function drawPartition() {
   say($("partition-state"), one.state, one.state === "dead" ? "bad" : "");
   if (document.activeElement !== $("go-to")) $("go-to").value = one.partition;
   const problem = one.problem ? `${one.problem.message}${one.problem.hint ? ` (${one.problem.hint})` : ""}` : one.reason;
-  say($("partition-problem"), problem);
+  say($("partition-problem"), problem, "bad");
   facts($("places"), [
     ["high seqno", count(one.high)], ["durable", count(one.durable)],
     ["last marker", count(one.marker)], ["stored up to", count(one.stored)],
@@ -713,9 +725,12 @@ $("ask").addEventListener("submit", (event) => {
   question($("ask-id").value.trim(), $("ask-seqno").value.trim());
 });
 
-// Of a client that stands at a marker.
+// Of a client that stands at a marker, and followed from the beginning: it has the markers at which histories began.
 function questionAt(id, seqno) {
-  $("ask-markers").value = seqno;
+  const own = partition.log.findIndex((record) => record.failover_id === id);
+  const begun = partition.log.slice(0, own + 1).map((record) => record.seqno);
+  const markers = [...new Set([...begun, seqno])].filter((one) => one > 0 && one <= seqno);
+  $("ask-markers").value = markers.slice(-16).join(", ");
   return question(id, seqno);
 }
 
@@ -900,7 +915,7 @@ function drawServers() {
   const set = status.set;
   const members = set?.members ?? [];
   say($("epoch"), status.epoch ? `epoch ${status.epoch}${set && Number(set.promised) > status.epoch ? `, ${set.promised} is promised` : ""}` : "");
-  say($("waiting"), set?.waiting ? sentence(set.waiting) : "");
+  say($("waiting"), set?.waiting ? sentence(set.waiting) : "", "bad");
   $("servers").hidden = members.length === 0;
   const own = set?.directory;
   rows($("servers").tBodies[0], members, (one) => one.member.directory, () => emptyRow("", "", "", "n"), (row, one) => {
