@@ -65,7 +65,7 @@ class ReplicaMethods:
         return self.topology()
 
     def topology(self) -> wire.GetTopologyResponse:
-        """Return the same."""
+        """Return it as a message."""
         owning, meeting = self._owning, self._owning.meeting
         standing = owning.standing
         return wire.GetTopologyResponse(
