@@ -2,7 +2,7 @@
 
 Needs Python 3.11 and git and nothing else: it uses the standard library only, and makes the environment that the
 rest needs in ``.venv`` (and, for the code generator, which pins another protobuf, in ``.venv-codegen``). All tests
-together need Java and Node as well, which it installs when it may.
+together need Java, Node and Chromium as well, which it installs when it may.
 """
 
 from __future__ import (
@@ -157,6 +157,16 @@ def node_version() -> int:
     return int(found[1]) if found and shutil.which("npm") else 0
 
 
+def chromium_version() -> int:
+    """The major version of Chromium; 0 when there is none that runs."""
+    try:
+        done = subprocess.run(["chromium", "--version"], capture_output=True, text=True)
+    except OSError:
+        return 0
+    found = re.search(r"Chromium (\d+)", done.stdout)
+    return int(found[1]) if done.returncode == 0 and found else 0
+
+
 @dataclass(frozen=True)
 class Program:
     """A program that is not Python's, and that some tests need.
@@ -217,6 +227,14 @@ JAVA = Program(
     "JAVA_HOME",
 )
 NODE = Program("Node", "the tests of the example in it", "node", 18, node_version, ("npm",))
+CHROMIUM = Program(
+    "Chromium",
+    "the tests of the page",
+    "browser",
+    115,  # The oldest with CSS and JavaScript as the page has them.
+    chromium_version,
+    ("chromium",),
+)
 
 
 def node_packages() -> None:
@@ -264,6 +282,7 @@ def test(arguments: list[str]) -> None:
         if everything:
             NODE.bring()
             node_packages()
+            CHROMIUM.bring()
             REFERENCE.make()
         lint()
         # Half of them wait for something most of the time. Whatever the machine has, three are what the tests are

@@ -69,7 +69,7 @@ class ServerConfig:
         default="",
         metadata=_option(
             "address",
-            "HOST:PORT for /metrics (Prometheus), /healthz and /readyz; port 0 takes a free one, which the log tells.",
+            "HOST:PORT for a page in the browser, /metrics (Prometheus), /healthz and /readyz; port 0 takes a free one, which the log tells.",
         ),
     )
     text: str = field(

@@ -205,6 +205,11 @@ HTTP_SECONDS: Final = 5.0
 """Time in which an HTTP request must have come; its answer must have been taken in twice that."""
 METRICS_CONSUMERS: Final = 20
 """Consumers of a bucket that have metrics of their own: those with the largest lag."""
+PAGE_SECONDS: Final = 1.0
+"""How often a bucket is looked at for all who watch it on the HTTP port's page."""
+PAGE_CONSUMERS: Final = 50
+PAGE_PROBLEMS: Final = 20
+"""Consumers and problems of a bucket that the page shows: those with the largest lag, and the lowest partitions."""
 
 TEXT_CONNECTIONS_MAX: Final = 64
 TEXT_BUCKETS_MAX: Final = 8

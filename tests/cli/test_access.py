@@ -2,23 +2,29 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from tests.client.certificates import make_certificate
 from tests.conftest import StartServer
 from tests.harness import RunningServer, wait_until
+from upr.cli import admin, cat
+from upr.cli import server as server_command
 from upr.service.access.identities import (
     add_identity,
     digest_of,
     read_identities,
     revoke_identity,
 )
+from upr_backup.cli import commands as backup
 from upr_spark.options import read_connection
 
 TOKEN = "UPR_TOKEN_FILE"
@@ -214,3 +220,24 @@ def test_contexts(world: World) -> None:
     world.run("admin", "status", "--context", "reader", status=3)
     world.run("admin", "context", "use", "root")
     world.run(*create, "b")
+
+
+def test_no_command_takes_a_secret_as_an_argument() -> None:
+    """Everyone on the machine sees arguments; secrets come out of files."""
+
+    def options_of(command: Any) -> Iterator[Any]:
+        yield from command.params
+        for child in getattr(command, "commands", {}).values():
+            yield from options_of(child)
+
+    commands = (admin.main, cat.main, server_command.main, backup.main)
+    found = {
+        name: option.type
+        for command in commands
+        for option in options_of(command)
+        for name in option.opts
+        if re.search("token|tls-key|password|secret", name)
+    }
+    assert {"--token-file", "--tokens", "--tls-key"} <= found.keys()
+    for name, kind in found.items():
+        assert isinstance(kind, click.Path | click.types.BoolParamType), name

@@ -93,19 +93,20 @@ def test_steps_do_not_see_another_environment_s_modules(
     dev.step("ask", [sys.executable, "-c", ask])
 
 
-def test_all_the_tests_bring_node_and_the_reference_as_well(
+def test_all_the_tests_bring_node_chromium_and_the_reference_as_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(dev, "lint", lambda: done.append("lint"))
     monkeypatch.setattr(dev, "node_packages", lambda: done.append("packages of Node"))
-    monkeypatch.setattr(dev.Program, "bring", lambda _: None)
+    monkeypatch.setattr(dev.Program, "bring", lambda one: done.append(one.name))
     monkeypatch.setattr(dev.Environment, "make", lambda made: done.append(made.folder.name))
     monkeypatch.setattr(dev.Environment, "run", lambda _, words, arguments: done.append(words))
     dev.test([])
-    assert done == ["lint", "tests"]
+    assert done == ["Java", "lint", "tests"]
     dev.test(["--all"])
-    assert done[2:] == ["packages of Node", ".venv-reference", "lint", "tests"]
+    brought = ["Java", "Node", "packages of Node", "Chromium", ".venv-reference"]
+    assert done[3:] == [*brought, "lint", "tests"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["setup", "--wrong"]])
@@ -163,6 +164,19 @@ def test_the_version_of_node(
     assert dev.node_version() == version
     (tmp_path / "bin" / "npm").unlink()
     assert dev.node_version() == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "version"),
+    [("echo Chromium 120.0.6099.224 built on Debian", 120), ("echo broken >&2; exit 1", 0)],
+)
+def test_the_version_of_chromium(
+    lines: str, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", _programs(tmp_path / "bin", chromium=lines))
+    assert dev.chromium_version() == version
+    (tmp_path / "bin" / "chromium").unlink()
+    assert dev.chromium_version() == 0
 
 
 def test_the_packages_of_the_example_are_installed_once(tmp_path: Path, steps: list[str]) -> None:

@@ -86,6 +86,15 @@ def test_the_sdk_needs_base_dependencies_only(module: str) -> None:
     assert done.stdout == "[]\n"
 
 
+def test_commands_to_explain_need_nothing_of_the_server() -> None:
+    """They are installed without it, and show what its page shows."""
+    heavy = "{'lmdb', 'pyarrow', 'prometheus_client', 'grpc_health', 'upr.engine'}"
+    modules = "upr.cli.admin, upr.cli.admin_commands.explain, upr.service.sight.explaining"
+    code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_modules_and_functions_stay_short() -> None:
     long = []
     for path in SOURCES:
@@ -199,6 +208,7 @@ def test_a_wheel_without_a_compiler_is_pure(tmp_path: Path) -> None:
         assert made.filename is not None
         assert made.filename.endswith("-py3-none-any.whl")
         names = set(made.namelist())
+    assert {f"upr/service/sight/page/page.{kind}" for kind in ("html", "css", "js")} <= names
     assert {"upr_protocol/block.py", "upr_protocol/_rows.pyi", "pyspark_upr.py"} <= names
     assert [name for name in names if name.endswith((".so", ".c"))] == []
 

@@ -37,6 +37,7 @@ from upr_client.errors import (
     UnavailableError,
     UprError,
 )
+from upr_protocol.limits import ADMIN_SOCKET
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import (
@@ -440,6 +441,53 @@ def test_pages_take_a_role_for_all_buckets(server_process: StartServer, tmp_path
     found = ask_page(address, "/metrics", shown=f"Bearer {seen}")
     assert (found.status, "upr_" in found.body) == (200, True)
     assert seen not in guarded.server.log_text()
+
+
+def ports_of(pid: int) -> set[int]:
+    """Return the TCP ports on which a process listens."""
+    descriptors = Path(f"/proc/{pid}/fd").iterdir()
+    sockets = {os.readlink(one) for one in descriptors if one.exists() or one.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
+
+
+def test_all_ports_are_known_and_no_secret_is_told(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    """Each port that is listened on is one whose methods or pages are asked without credentials above and beside."""
+    chain, key = files_of(make_certificate(tmp_path), tmp_path, "server")
+    options = ("--tls-cert", str(chain), "--tls-key", str(key), "--log-format", "json")
+    guarded = Guarded(server_process, tmp_path, *options, "--http", "127.0.0.1:0")
+    server, http = guarded.server, http_of(guarded.server)
+    assert ports_of(server.pid) == {int(at.rpartition(":")[2]) for at in (server.target, http)}
+    # The admin socket asks for nothing: only the owner of the directory may connect.
+    assert (server.data / ADMIN_SOCKET).stat().st_mode & 0o077 == 0
+    told = []
+    for token in (guarded.owner, "upr_made-up"):
+        with Client(server.target, tls=chain, token=token) as client:
+            for call in (
+                lambda: client.bucket().set(b"some key", b"some value"),
+                lambda: client.bucket("none").get(b"some key"),
+                lambda: client.bucket().set(b"x" * 5000, b"some value"),
+            ):
+                try:
+                    call()
+                except UprError as error:
+                    told.append(f"{error} {error.hint} {error!r}")
+        paths = ("/api/status", "/api/bucket?bucket=none", "/metrics", f"/{token}", "/page.js", "/")
+        told += [str(ask_page(http, path, shown=f"Bearer {token}")) for path in paths[:3]]
+        told += [ask_page(http, path).body for path in paths[4:]]
+    assert len(told) >= 14
+    command = Path(f"/proc/{server.pid}/cmdline").read_text()
+    everything = "\n".join([*told, server.log_text(), command])
+    (secret_line,) = key.read_text().splitlines()[1:2]
+    for secret in (guarded.owner, "made-up", secret_line, "some key", "some value"):
+        assert secret not in everything
 
 
 def test_a_broken_file_changes_nothing_and_is_told_once(guarded: Guarded) -> None:

@@ -209,9 +209,9 @@ async def test_pages_leave_the_loop_to_others(
 ) -> None:
     async with some_metrics(tmp_path) as metrics:
         waited: list[float] = []
-        monkeypatch.setattr(metrics._turns, "charge", waited.append)
+        monkeypatch.setattr(metrics._shared._turns, "charge", waited.append)
         await metrics.page()
-        assert waited == [pytest.approx(metrics._spent * 9)]
+        assert waited == [pytest.approx(metrics._shared.spent * 9)]
         turns = 0
 
         async def count() -> None:

@@ -13,6 +13,8 @@ from tests.harness import RunningServer, poll
 from tests.raw import RawClient
 from tests.service.pages import ask, connected, http_of, said
 from tests.service.test_lifecycle import refused
+from upr.service.access.identities import Identity
+from upr.service.access.rules import ANYONE
 from upr.service.sight import web
 from upr_protocol.limits import HTTP_CONNECTIONS_MAX, HTTP_HEAD_BYTES
 
@@ -104,7 +106,7 @@ def test_a_page_of_the_web_cannot_read_metrics_of_this_machine(
 
 
 def test_behind_another_address_any_name_may_ask() -> None:
-    request = web.Request("GET", "/metrics", {"host": "server.example"}, "10.0.0.1")
+    request = web.Request("GET", "/metrics", {}, {"host": "server.example"}, "10.0.0.1")
     assert web.allowed(request, loopback=False)
     assert not web.allowed(request, loopback=True)
 
@@ -164,14 +166,14 @@ async def test_a_thousand_connections_take_little_and_keep_no_client_out(
 
 @contextlib.asynccontextmanager
 async def port(body: bytes) -> AsyncIterator[web.WebPort]:
-    async def page() -> web.Answer:
+    async def page(request: web.Request, viewer: Identity) -> web.Answer:
         return web.Answer(200, body)
 
-    async def broken() -> web.Answer:
+    async def broken(request: web.Request, viewer: Identity) -> web.Answer:
         raise ValueError("/a/path")
 
     pages = {"/page": web.Page(page), "/broken": web.Page(broken)}
-    one = web.WebPort("127.0.0.1:0", pages, loopback=True, admits=lambda *_: True)
+    one = web.WebPort("127.0.0.1:0", pages, loopback=True, viewer=lambda *_: ANYONE)
     await one.start()
     try:
         yield one

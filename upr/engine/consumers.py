@@ -230,6 +230,10 @@ class Consumer:
         passed[~self.known] = NO_LIMIT
         return passed
 
+    def behind(self, high: U64) -> U64:
+        """Return how many mutations it has not acknowledged in each partition; 0 where it has no position."""
+        return np.where(self.known, np.maximum(high, self.seqno) - self.seqno, np.uint64(0))
+
 
 @dataclass(frozen=True, slots=True)
 class Changes:

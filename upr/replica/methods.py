@@ -62,6 +62,10 @@ class ReplicaMethods:
         self, request: wire.GetTopologyRequest, context: Context
     ) -> wire.GetTopologyResponse:
         """Return what this server knows of its set."""
+        return self.topology()
+
+    def topology(self) -> wire.GetTopologyResponse:
+        """Return it as a message."""
         owning, meeting = self._owning, self._owning.meeting
         standing = owning.standing
         return wire.GetTopologyResponse(

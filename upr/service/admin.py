@@ -125,21 +125,20 @@ def _reset(
 
 
 def _consumer_info(name: str, consumer: Consumer, bucket: Bucket) -> admin.ConsumerInfo:
-    known = consumer.known
-    ahead = np.maximum(bucket.partitions.high, consumer.seqno) - consumer.seqno
     group = bucket.owners.group(name)
     return admin.ConsumerInfo(
         name=name,
         connected=name in bucket.consumers or (group is not None and group.has_calls),
         generation=max(consumer.generation, bucket.owners.generation(name)),
         last_ack_time=consumer.last_ack_time,
-        partitions=int(known.sum()),
-        lag=int(ahead[known].sum()),
-        members=[] if group is None else _members(group),
+        partitions=int(consumer.known.sum()),
+        lag=int(consumer.behind(bucket.partitions.high).sum()),
+        members=[] if group is None else members_of(group),
     )
 
 
-def _members(group: Group) -> list[admin.MemberInfo]:
+def members_of(group: Group) -> list[admin.MemberInfo]:
+    """Return the members of a group, by name."""
     now = loop_micros()
     found = []
     for member in group:
@@ -210,18 +209,21 @@ class Process:
     began: float = field(default_factory=time.monotonic)
 
 
-@dataclass(slots=True)
 class Contents:
-    """Sums over the blocks of a bucket; see GetStorageResponse."""
+    """Contents of the store of a bucket, by partition; see GetStorageResponse.
 
-    blocks: int = 0
-    rows: int = 0
-    block_bytes: int = 0
-    unmerged_bytes: int = 0
+    Attributes:
+        blocks, rows, block_bytes, unmerged_bytes: int64, shape (1024,).
+    """
+
+    def __init__(self) -> None:
+        self.blocks, self.rows, self.block_bytes, self.unmerged_bytes = (
+            np.zeros(PARTITIONS, np.int64) for _ in range(4)
+        )
 
 
 def look_through(host: BucketService, first: int, contents: Contents) -> None:
-    """Add up the contents of PARTITIONS_AT_ONCE partitions, from one on; damaged ones are left out."""
+    """Take over what PARTITIONS_AT_ONCE partitions have now, from one on; damaged ones stay as they were."""
     for partition in range(first, min(first + PARTITIONS_AT_ONCE, PARTITIONS)):
         try:
             heads = host.disk.store.heads(partition)
@@ -229,10 +231,10 @@ def look_through(host: BucketService, first: int, contents: Contents) -> None:
             continue
         settled = host.compactor.settled_of(partition, heads)
         sizes = [stretch.size for stretch in stretches(partition, heads, settled)]
-        contents.blocks += len(heads)
-        contents.rows += sum(head.rows for head in heads)
-        contents.block_bytes += sum(sizes)
-        contents.unmerged_bytes += sum(sizes) - max(sizes, default=0)
+        contents.blocks[partition] = len(heads)
+        contents.rows[partition] = sum(head.rows for head in heads)
+        contents.block_bytes[partition] = sum(sizes)
+        contents.unmerged_bytes[partition] = sum(sizes) - max(sizes, default=0)
 
 
 def _clock_status(clock: Clock) -> admin.ClockStatus:
@@ -555,10 +557,10 @@ class AdminMethods:
             used_bytes=used_bytes,
             journal_bytes=await host.journal_bytes(),
             tail_bytes=bucket.tail.bytes,
-            blocks=contents.blocks,
-            rows=contents.rows,
-            block_bytes=contents.block_bytes,
-            unmerged_bytes=contents.unmerged_bytes,
+            blocks=int(contents.blocks.sum()),
+            rows=int(contents.rows.sum()),
+            block_bytes=int(contents.block_bytes.sum()),
+            unmerged_bytes=int(contents.unmerged_bytes.sum()),
             ingested_bytes=counters.ingested_bytes,
             journalled_bytes=counters.journalled_bytes,
             flushed_bytes=counters.flushed_bytes,

@@ -32,11 +32,13 @@ from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, second
 from upr.service.overload.intake import Context, Intake, shed_error
 from upr.service.overload.pace import Rounds
 from upr.service.overload.sending import Sender, SendingRoom
+from upr.service.sight import tracing
 from upr.service.sight.counting import count_reason
 from upr.service.tables import TableFeed
 from upr.service.trouble import words_of
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
+from upr_protocol.block import START
 from upr_protocol.errors import (
     BucketGoneError,
     DataDamagedError,
@@ -110,6 +112,7 @@ class FollowCall:
         self._reserved = self._frame_bytes = 0
         self._cut: UprError | None = None
         self._arriving = intake.expect(context, self._end_at_once)
+        self._trace = tracing.of_call("upr.start", host.bucket.identity.name, context)
         host.users.add(self.bucket_gone)
 
     def _wake_up(self) -> None:
@@ -151,6 +154,8 @@ class FollowCall:
     def close(self) -> None:
         """Forget the follower."""
         self._arriving.close()
+        if self._trace is not None:
+            self._trace.close()
         self._room.leave(self._sending)
         self._host.users.discard(self.bucket_gone)
         if self._tables is not None:
@@ -281,6 +286,8 @@ class FollowCall:
             # Free a large message before waiting for the next one.
             del raw
             if request is not None:
+                if self._trace is not None and request.HasField("start"):
+                    self._trace.begin(partitions=_streams_of(request.start))
                 await self._take(request)
                 del request
             while self._talk.waiting >= UNSENT_ANSWERS_MAX:
@@ -311,6 +318,8 @@ class FollowCall:
                     self._sending.is_busy = True
                     await self._write(saying.message)
                     self._sending.is_busy = False
+                    if self._trace is not None:
+                        _end_start(self._trace, saying.message)
                 else:
                     await self._send_frame(saying, saying.frame)
                 del saying
@@ -429,6 +438,17 @@ class FollowCall:
             self.follower.put_back()
             self._account()
         self._wake.set()
+
+
+def _streams_of(start: wire.Start) -> int:
+    return len(start.partitions) + len(start.table) // START.itemsize
+
+
+def _end_start(traced: tracing.CallTrace, message: Any) -> None:
+    """End the span of a Start if the message is its answer."""
+    if isinstance(message, wire.FollowResponse) and message.HasField("start_answers"):
+        answers = message.start_answers.answers
+        traced.end(not_started=sum(not one.HasField("started") for one in answers))
 
 
 async def search_stored(host: BucketService, wanted: Sequence[tuple[int, int]]) -> list[Found]:

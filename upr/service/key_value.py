@@ -21,6 +21,7 @@ from upr.service.calls import answering, parsed, read_open
 from upr.service.overload.callers import Callers, Turns, peer_of
 from upr.service.overload.intake import LARGE_BYTES, Context, Intake, abort, shed_error
 from upr.service.overload.process import SAMPLE_SECONDS, LoopDelays
+from upr.service.sight import tracing
 from upr.service.sight.counting import count_reason, refusals
 from upr.service.trouble import words_of
 from upr.storage.search import Lookup, StoreSearch, TailSearch
@@ -396,6 +397,7 @@ class _WriteCall:
         self._gone: BucketGoneError | None = None
         self._shed = False
         self._arriving = intake.expect(context, self.shed)
+        self._trace = tracing.of_call("upr.write", host.bucket.identity.name, context)
         host.users.add(self.bucket_gone)
 
     async def run(self) -> None:
@@ -447,6 +449,8 @@ class _WriteCall:
     def close(self) -> None:
         """Close the producer."""
         self._arriving.close()
+        if self._trace is not None:
+            self._trace.close()
         self._host.users.discard(self.bucket_gone)
         if self._producer is not None:
             self._host.bucket.close_producer(self._producer)
@@ -455,6 +459,8 @@ class _WriteCall:
         try:
             while (raw := await self._receive()) is not None:
                 size = len(raw)
+                if self._trace is not None:
+                    self._trace.begin(bytes=size)
                 takes_turn = self._takes_turn(size)
                 pending = await self._refused_turn(raw) if takes_turn else None
                 if pending is None:
@@ -597,6 +603,8 @@ class _WriteCall:
         refused = result.HasField("refused")
         if refused:
             count_reason(refusals, result.refused.reason)
+        if self._trace is not None:
+            self._trace.end(result.refused.reason if refused else "", number=result.number)
         outcome = "refused" if refused else "duplicate" if result.duplicate else "applied"
         self._host.disk.traffic.writes[outcome] += 1
 

@@ -25,6 +25,7 @@ from upr import __version__
 from upr.config import ServerConfig
 from upr.service import logs
 from upr.service.access.files import LOOK_SECONDS, Certificates, Watched
+from upr.service.access.identities import Identity
 from upr.service.access.rules import Access
 from upr.service.admin import AdminMethods, Process
 from upr.service.buckets.catalog import Catalog
@@ -39,7 +40,7 @@ from upr.service.overload.callers import Callers
 from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake, abort
 from upr.service.overload.process import LoopDelays, share_free_memory
-from upr.service.sight import metrics, web
+from upr.service.sight import feed, metrics, web
 from upr.service.text.port import TextPort
 from upr.service.trouble import words_of
 from upr.storage.directory import DataDirectory
@@ -168,6 +169,9 @@ class SetMethods(Protocol):
     async def run(self) -> None:
         """Take part in the set of servers until cancelled."""
 
+    def topology(self) -> replica_service_pb2.GetTopologyResponse:
+        """Return what the server knows of its set."""
+
 
 Replicate = Callable[[Catalog, ServerConfig, Callable[[], str]], SetMethods]
 
@@ -286,24 +290,30 @@ class Server:
 
     def _web_port(self, process: Process, loopback: bool) -> web.WebPort:
         found = metrics.Metrics(self._catalog, process, self._is_ready)
+        topology = None if self._sets is None else self._sets.topology
+        fed = feed.Feed(self._catalog, process, self._is_ready, topology)
 
-        async def page() -> web.Answer:
+        async def page(request: web.Request, viewer: Identity) -> web.Answer:
             return web.Answer(200, await found.page(), metrics.CONTENT_TYPE)
 
-        async def healthy() -> web.Answer:
+        async def healthy(request: web.Request, viewer: Identity) -> web.Answer:
             return web.said(self._serving)
 
-        async def ready() -> web.Answer:
+        async def ready(request: web.Request, viewer: Identity) -> web.Answer:
             return web.said(self._is_ready())
 
-        pages = {
+        pages = fed.pages() | {
             "/metrics": web.Page(page),
             "/healthz": web.Page(healthy, is_open=True),
             "/readyz": web.Page(ready, is_open=True),
         }
-        return web.WebPort(
-            self._config.http, pages, loopback=loopback, admits=self._access.sees_all
-        )
+
+        def viewer(request: web.Request, page: web.Page) -> Identity | None:
+            shown = request.headers.get("authorization", "")
+            access = self._access
+            return access.viewer(request.path, request.peer, shown, everything=page.about_all)
+
+        return web.WebPort(self._config.http, pages, loopback=loopback, viewer=viewer)
 
     def _is_ready(self) -> bool:
         """Return whether every bucket serves, and a replica is in step."""

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 OWNER: Final = everything("the owner of the data directory")
 ANYONE: Final = everything("anyone")
+VIEWERS: Final = ("read", "admin")
+"""Roles that see a bucket on the HTTP port; any of them is enough."""
 _BEARER: Final = "bearer"
 _HEALTH_BUCKET: Final = "bucket/"
 
@@ -326,21 +328,25 @@ class Access:
         permit.check_beginning()
         return permit
 
-    def sees_all(self, page: str, peer: str, shown: str) -> bool:
-        """Return whether an Authorization header lets its sender see a page about all buckets; log it if not."""
+    def viewer(self, page: str, peer: str, shown: str, *, everything: bool) -> Identity | None:
+        """Return who an Authorization header lets see a page; None, and a line in the log, if nobody.
+
+        Args:
+            everything: whether the page is about all buckets, and not about those of its viewer.
+        """
         if not self.has_identities:
-            return True
+            return ANYONE
         try:
             if self._identities is None or not shown:
                 raise UnauthenticatedError(f"{page} takes a token", hint=_HINT)
             caller = _of_token(self._identities.value, shown)
-            if not caller.may_everywhere(("read", "admin")):
-                words = f"{page} takes the role read or admin for all buckets"
+            if not (caller.may_everywhere if everything else caller.may_somewhere)(VIEWERS):
+                words = f"{page} takes the role read or admin for {'all buckets' if everything else 'a bucket'}"
                 raise PermissionDeniedError(f"{words}; the caller is {caller.name!r}")
         except (PermissionDeniedError, UnauthenticatedError) as error:
             _tell(page, peer, error)
-            return False
-        return True
+            return None
+        return caller
 
     @contextmanager
     def lasting(self, permit: Permit) -> Iterator[None]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
-import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
@@ -31,11 +30,11 @@ from upr_protocol.limits import METRICS_CONSUMERS
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 SHARE: Final = 0.1
-"""Part of the event loop's time for all pages together; more scrapes share a page, and wait."""
+"""Part of the event loop's time for all pages of a kind together; more scrapes share a page, and wait."""
 AT_ONCE: Final = 50
 """Followers or consumers that are looked at in one step, which takes less than a millisecond."""
 _Value = Callable[[BucketService], float]
-_BUCKET_GAUGES: Final[dict[str, tuple[str, _Value]]] = {
+BUCKET_GAUGES: Final[dict[str, tuple[str, _Value]]] = {
     "upr_bucket_up": ("Whether the bucket has no problem.", lambda h: h.problem is None),
     "upr_bucket_mutations": (
         "Sum of the high seqnos of all partitions.",
@@ -72,7 +71,7 @@ _BUCKET_GAUGES: Final[dict[str, tuple[str, _Value]]] = {
     "upr_groups": ("Groups with members.", lambda h: len(list(h.bucket.owners))),
 }
 """Gauges of each bucket: name -> its help, and the value."""
-_BUCKET_COUNTERS: Final[dict[str, tuple[str, _Value]]] = {
+BUCKET_COUNTERS: Final[dict[str, tuple[str, _Value]]] = {
     "upr_written_rows": (
         "Rows of the writes that were taken; of a replica those that it received.",
         lambda h: h.disk.traffic.written_rows,
@@ -168,22 +167,27 @@ class _Only:
         yield self._family
 
 
-class Metrics:
-    """Metrics of one server.
+class Shared:
+    """Page that is made piece by piece, with turns for others in between, and once for all who ask meanwhile.
 
     Args:
-        process: the state of the process, as GetStatus shows it.
-        ready: returns whether the server is ready.
+        pieces: makes it anew; each piece takes a millisecond or so.
+        turns: of all pages that have their share together.
+
+    Attributes:
+        spent: CPU seconds that making it took so far.
     """
 
-    def __init__(self, catalog: Catalog, process: Process, ready: Callable[[], bool]) -> None:
-        self._catalog = catalog
-        self._process = process
-        self._ready = ready
-        self._of_process = ProcessCollector(registry=CollectorRegistry())
-        self._turns = Turns()
+    def __init__(self, pieces: Callable[[], Iterator[bytes]], turns: Turns) -> None:
+        self._pieces = pieces
+        self._turns = turns
         self._making: asyncio.Task[bytes] | None = None
-        self._spent = 0.0
+        self.spent = 0.0
+
+    @property
+    def is_making(self) -> bool:
+        """Whether it is made just now."""
+        return self._making is not None
 
     async def page(self) -> bytes:
         """Return the page; callers that come while one is made get the same."""
@@ -206,9 +210,34 @@ class Metrics:
                 break
             made.append(piece)
             await asyncio.sleep(0)
-        self._spent += spent
-        self._turns.charge(spent * (1 / SHARE - 1))
+        self.spent += spent
+        charge(self._turns, spent)
         return b"".join(made)
+
+
+def charge(turns: Turns, spent: float) -> None:
+    """Have the next page wait until SHARE of the time covers what this one took."""
+    turns.charge(spent * (1 / SHARE - 1))
+
+
+class Metrics:
+    """Metrics of one server.
+
+    Args:
+        process: the state of the process, as GetStatus shows it.
+        ready: returns whether the server is ready.
+    """
+
+    def __init__(self, catalog: Catalog, process: Process, ready: Callable[[], bool]) -> None:
+        self._catalog = catalog
+        self._process = process
+        self._ready = ready
+        self._of_process = ProcessCollector(registry=CollectorRegistry())
+        self._shared = Shared(self._pieces, Turns())
+
+    async def page(self) -> bytes:
+        """Return the page."""
+        return await self._shared.page()
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield the page in pieces, empty ones where only numbers were gathered; each takes a millisecond or so."""
@@ -223,7 +252,7 @@ class Metrics:
             for _ in _add_consumers(page, host):
                 yield b""
         for damaged in self._catalog.damaged:
-            page.gauge("upr_bucket_up", _BUCKET_GAUGES["upr_bucket_up"][0], 0, bucket=damaged.name)
+            page.gauge("upr_bucket_up", BUCKET_GAUGES["upr_bucket_up"][0], 0, bucket=damaged.name)
         for family in page.families.values():
             yield generate_latest(_Only(family))
         yield generate_latest(self._of_process)
@@ -258,15 +287,17 @@ class Metrics:
         for reason, count in list(refusals.items()):
             words = "Calls and writes that were refused."
             page.counter("upr_refusals", words, count, reason=reason)
-        page.counter("upr_metrics_cpu_seconds", "CPU that pages like this one took.", self._spent)
+        page.counter(
+            "upr_metrics_cpu_seconds", "CPU that pages like this one took.", self._shared.spent
+        )
 
     @staticmethod
     def _add_bucket(page: _Page, host: BucketService) -> None:
         bucket, traffic, troubles = host.bucket, host.disk.traffic, host.disk.troubles
         name = bucket.identity.name
-        for title, (words, value) in _BUCKET_GAUGES.items():
+        for title, (words, value) in BUCKET_GAUGES.items():
             page.gauge(title, words, value(host), bucket=name)
-        for title, (words, value) in _BUCKET_COUNTERS.items():
+        for title, (words, value) in BUCKET_COUNTERS.items():
             page.counter(title, words, value(host), bucket=name)
         for outcome, count in traffic.writes.items():
             page.counter("upr_writes", "Answered writes.", count, bucket=name, outcome=outcome)
@@ -337,8 +368,7 @@ def _add_consumers(page: _Page, host: BucketService) -> Iterator[None]:
     for number, (consumer_name, consumer) in enumerate(list(bucket.consumer_positions)):
         if number % AT_ONCE == AT_ONCE - 1:
             yield
-        ahead = np.maximum(bucket.partitions.high, consumer.seqno) - consumer.seqno
-        lags.append((int(ahead[consumer.known].sum()), consumer_name, consumer))
+        lags.append((int(consumer.behind(bucket.partitions.high).sum()), consumer_name, consumer))
     page.gauge("upr_consumers", "Registered consumers.", len(lags), bucket=bucket.identity.name)
     now = host.disk.clock.now()
     for lag, consumer_name, consumer in heapq.nlargest(

@@ -14,7 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import parse_qsl
 
+from upr.service.access.identities import Identity
+from upr.service.access.rules import NOBODY
 from upr_protocol.errors import ListenError
 from upr_protocol.limits import HTTP_CONNECTIONS_MAX, HTTP_HEAD_BYTES, HTTP_SECONDS
 
@@ -23,6 +26,15 @@ log = logging.getLogger(__name__)
 _BACKLOG: Final = 64
 DESCRIPTORS: Final = HTTP_CONNECTIONS_MAX + 2 * _BACKLOG
 """Descriptors that the port may take: connections, and those that were accepted at once and are about to be closed."""
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+"""What a browser lets the page do: nothing with other hosts, and no code but the server's file."""
+_HARDENING: Final = (
+    f"Content-Security-Policy: {_POLICY}\r\nReferrer-Policy: no-referrer\r\n"
+    "Cross-Origin-Resource-Policy: same-origin\r\nX-Content-Type-Options: nosniff\r\n"
+)
 _HEAD: Final = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]\r\n")
 _REASONS: Final = {
     200: "OK",
@@ -44,12 +56,14 @@ class Request:
 
     Attributes:
         path: without the query.
+        query: its fields by name; of several of a name the last.
         headers: by name in lower case; of several of a name the last.
         peer: the client's address, without the port.
     """
 
     method: str
     path: str
+    query: Mapping[str, str]
     headers: Mapping[str, str]
     peer: str
 
@@ -68,11 +82,14 @@ class Page:
     """Page of the port.
 
     Attributes:
-        is_open: whether everyone may see it, so that it says serving or not and no more.
+        make: of the request, and of who asks.
+        is_open: whether everyone may see it, so that it says serving or not and no more, or what every server says.
+        about_all: whether it is about all buckets, and not about those that its viewer may see.
     """
 
-    make: Callable[[], Awaitable[Answer]]
+    make: Callable[[Request, Identity], Awaitable[Answer]]
     is_open: bool = False
+    about_all: bool = True
 
 
 def said(serving: bool) -> Answer:
@@ -107,9 +124,8 @@ def _parsed(head: bytes, peer: str) -> Request | None:
         if line and (not colon or not name or name != name.strip()):
             return None
         headers[name.lower()] = value.strip()
-    return Request(
-        found[1].decode(), found[2].decode().partition("?")[0].partition("#")[0], headers, peer
-    )
+    path, _, query = found[2].decode().partition("#")[0].partition("?")
+    return Request(found[1].decode(), path, dict(parse_qsl(query)), headers, peer)
 
 
 class WebPort:
@@ -119,7 +135,7 @@ class WebPort:
         address: HOST:PORT; port 0 takes a free one.
         pages: by path.
         loopback: whether the address is loopback.
-        admits: of path, peer and Authorization header: whether a page that is not open to everyone may be seen.
+        viewer: returns who asks for a page that is not open to everyone; None refuses it.
     """
 
     def __init__(
@@ -128,12 +144,12 @@ class WebPort:
         pages: Mapping[str, Page],
         *,
         loopback: bool,
-        admits: Callable[[str, str, str], bool],
+        viewer: Callable[[Request, Page], Identity | None],
     ) -> None:
         self._listen = address
         self._pages = pages
         self._loopback = loopback
-        self._admits = admits
+        self._viewer = viewer
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
         self._silent: dict[asyncio.Task[None], None] = {}
@@ -247,11 +263,11 @@ class WebPort:
             return Answer(405, b"only GET and HEAD\n")
         if not page.is_open and not allowed(request, loopback=self._loopback):
             return Answer(403, b"refused\n")
-        shown = request.headers.get("authorization", "")
-        if not page.is_open and not self._admits(request.path, request.peer, shown):
+        viewer = NOBODY if page.is_open else self._viewer(request, page)
+        if viewer is None:
             return Answer(401, b"refused\n")
         try:
-            return await page.make()
+            return await page.make(request, viewer)
         except Exception:
             log.exception("a page failed", extra={"path": request.path})
             return Answer(500, b"see the server's log\n")
@@ -266,6 +282,6 @@ def _say(writer: asyncio.StreamWriter, method: str, answer: Answer) -> None:
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}\r\n"
         f"Content-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\n"
-        f"{allow}Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
+        f"{allow}{_HARDENING}Cache-Control: no-store\r\nConnection: close\r\n\r\n"
     )
     writer.write(head.encode() + (b"" if method == "HEAD" else answer.body))

@@ -1,0 +1,89 @@
+"""Traces: spans of writes and of the starts of streams, for OpenTelemetry.
+
+There are none unless the package opentelemetry-api is there and somebody has set a provider of tracers in this process, as
+``opentelemetry-instrument upr-server ...`` does. That is looked at when a call is opened; without it a write costs one
+comparison more. A span goes on with the trace that the call's metadata name in ``traceparent``. It has sizes, numbers and the
+name of the bucket, and never keys, values or credentials.
+"""
+
+from collections import deque
+from typing import Any, Final
+
+from upr import __version__
+from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
+
+try:
+    from opentelemetry import trace
+    from opentelemetry.propagate import extract
+except ImportError:
+    trace = None  # type: ignore[assignment]
+
+_CARRIED: Final = ("traceparent", "tracestate", "baggage")
+SPANS_MAX: Final = 2 * WRITES_IN_FLIGHT_MAX
+"""Spans of one call that are open at once."""
+
+
+class CallTrace:
+    """Spans of one call, begun in the order of its requests and ended in the order of their answers.
+
+    Args:
+        tracer: begins spans.
+        name: of the spans.
+        bucket: an attribute of all of them.
+        parent: the context that they go on with.
+    """
+
+    def __init__(self, tracer: Any, name: str, bucket: str, parent: Any) -> None:
+        self._tracer = tracer
+        self._name = name
+        self._bucket = bucket
+        self._parent = parent
+        self._open: deque[Any] = deque()
+
+    def begin(self, **attributes: int) -> None:
+        """Begin the span of a request; there is none while SPANS_MAX others of the call are open."""
+        named: dict[str, Any] = {f"upr.{name}": value for name, value in attributes.items()}
+        named["upr.bucket"] = self._bucket
+        span = None
+        if len(self._open) < SPANS_MAX:
+            span = self._tracer.start_span(
+                self._name, context=self._parent, kind=trace.SpanKind.SERVER, attributes=named
+            )
+        self._open.append(span)
+
+    def end(self, refused: str = "", **attributes: int) -> None:
+        """End the span of the oldest request.
+
+        Args:
+            refused: the reason of an error; empty for none.
+            attributes: what is known by now.
+        """
+        span = self._open.popleft() if self._open else None
+        if span is None:
+            return
+        for name, value in attributes.items():
+            span.set_attribute(f"upr.{name}", value)
+        if refused:
+            span.set_attribute("error.type", refused)
+            span.set_status(trace.StatusCode.ERROR, refused)
+        span.end()
+
+    def close(self) -> None:
+        """End the spans of requests that were not answered."""
+        while self._open:
+            self.end("UNANSWERED")
+
+
+def of_call(name: str, bucket: str, context: Any) -> CallTrace | None:
+    """Return the trace of a gRPC call; None where nobody traces."""
+    if trace is None:
+        return None
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+        return None
+    carrier = {
+        key: value
+        for key, value in context.invocation_metadata() or ()
+        if key in _CARRIED and isinstance(value, str)
+    }
+    return CallTrace(provider.get_tracer("upr", __version__), name, bucket, extract(carrier))
