@@ -218,7 +218,7 @@ async def test_waiting_for_a_write_ends_in_time_whatever_else_moves() -> None:
     mover = asyncio.create_task(move())
     async with asyncio.timeout(10):
         with pytest.raises(BehindError, match=r"not reached within 0\.05 s"):
-            await until_reached(lambda: False, waiting, 0.05)
+            await until_reached(lambda: False, lambda: False, waiting, 0.05)
     mover.cancel()
 
 
@@ -226,7 +226,9 @@ def test_two_that_wait_for_a_write_are_both_woken() -> None:
     waiting: set[Any] = set()
     reached = threading.Event()
     threads = [
-        threading.Thread(target=sync_changes.until_reached, args=(reached.is_set, waiting, 10))
+        threading.Thread(
+            target=sync_changes.until_reached, args=(reached.is_set, bool, waiting, 10)
+        )
         for _ in range(2)
     ]
     for thread in threads:

@@ -200,23 +200,23 @@ class AsyncView:
 
         Raises:
             BehindError: it was not reached in time.
+            BucketGoneError: nor can it be: it is of another bucket, or of one that was dropped since.
             WriteUndoneError: a failover undid it.
             UprError: following ended with it.
         """
-        followed = self._only.partitions
-        writes = token_of(token).within(
-            range(PARTITIONS) if followed is None else frozenset(followed)
-        )
+        writes = token_of(token)
 
         def is_reached() -> bool:
             self._check()
             changes = self._changes
             with self._mutex:
-                return changes is not None and all(
-                    changes._has(one, self._state.complete[one.partition]) for one in writes
-                )
+                return changes is not None and changes._has(writes, self._state.complete)
 
-        await until_reached(is_reached, self._waiting, seconds)
+        def is_of_other_bucket() -> bool:
+            changes = self._changes
+            return changes is not None and changes._following.is_of_other_bucket(writes)
+
+        await until_reached(is_reached, is_of_other_bucket, self._waiting, seconds)
 
     def _check(self) -> None:
         if self._failure is not None:
