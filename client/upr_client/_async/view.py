@@ -5,10 +5,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from upr_client._async.call import BucketHandle
-from upr_client._async.changes import AsyncChanges, until_reached, wake
+from upr_client._async.changes import AsyncChanges
 from upr_client._async.io import Background, Cancelled, Event, mutex
+from upr_client._async.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Rollback
 from upr_client.changes.options import ChangesOptions, Only
+from upr_client.changes.session import Following
 from upr_client.positions import MemoryPositions
 from upr_client.writing import WriteResult, WriteResults, token_of
 from upr_protocol.errors import ClosedError
@@ -112,7 +114,7 @@ class AsyncView:
         self._reader: Background | None = None
         self._mutex = mutex()
         self._ready = Event()
-        self._waiting: set[Event] = set()
+        self._waiters = Waiters()
         self._leaving = False
         self._failure: Exception | None = None
 
@@ -156,7 +158,7 @@ class AsyncView:
             if self._failure is None:
                 self._failure = ClosedError("the view was closed")
             self._ready.set()
-            wake(self._waiting)
+            self._waiters.wake()
 
     async def _follow(self, until_now: bool) -> None:
         self._bucket.connection.check_usable()
@@ -176,7 +178,7 @@ class AsyncView:
             async for batch in changes.batches():
                 with self._mutex:
                     self._state.take(batch)
-                wake(self._waiting)
+                self._waiters.wake()
 
     # Reading.
 
@@ -212,11 +214,10 @@ class AsyncView:
             with self._mutex:
                 return changes is not None and changes._has(writes, self._state.complete)
 
-        def is_of_other_bucket() -> bool:
-            changes = self._changes
-            return changes is not None and changes._following.is_of_other_bucket(writes)
+        def following() -> Following | None:
+            return None if self._changes is None else self._changes._following
 
-        await until_reached(is_reached, is_of_other_bucket, self._waiting, seconds)
+        await self._waiters.until_reached(writes, is_reached, following, seconds)
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -26,6 +26,7 @@ from upr_client._sync.io import (
     run_blocking,
 )
 from upr_client._sync.storing import Storing
+from upr_client._sync.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock
@@ -35,8 +36,6 @@ from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
 from upr_client.writing import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
-    BehindError,
-    BucketGoneError,
     ClosedError,
     FencedError,
     InvalidArgumentError,
@@ -45,51 +44,6 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import WriteToken
 from upr_protocol.position import Position
-
-
-def wake(waiting: set[Event]) -> None:
-    """Have all who wait look again."""
-    for moved in list(waiting):
-        moved.set()
-
-
-def until_reached(
-    is_reached: Callable[[], bool],
-    is_of_other_bucket: Callable[[], bool],
-    waiting: set[Event],
-    seconds: float,
-) -> None:
-    """Wait until writes are reached.
-
-    Args:
-        is_reached: asked at first, and whenever ``wake`` was called.
-        is_of_other_bucket: asked when the time is over; what is followed may have turned out to be a newer bucket.
-        waiting: who is woken.
-
-    Raises:
-        BehindError: they were not reached within ``seconds``.
-        BucketGoneError: they are of another bucket.
-        UprError: ``is_reached`` raised it.
-    """
-    until, moved = now() + seconds, Event()
-    waiting.add(moved)
-    try:
-        while not is_reached():
-            if moved.wait(max(until - now(), 0.0)):
-                moved.clear()
-            elif is_of_other_bucket():
-                raise BucketGoneError(
-                    "the write is of another bucket than the one that is followed",
-                    hint="was its bucket dropped, and created again?",
-                )
-            else:
-                raise BehindError(
-                    f"a write was not reached within {seconds:g} s",
-                    hint="wait for longer; or look at the lag, and at whether anything is being followed",
-                )
-    finally:
-        waiting.discard(moved)
-
 
 Lane = Queue[Change | None]
 """Queue of changes handled one after the other, up to the first None."""
@@ -269,7 +223,7 @@ class Changes:
         self._receiving = Semaphore(1)
         self._asked = 0
         self._moved = Event()
-        self._waiting: set[Event] = set()
+        self._waiters = Waiters()
         # What the last request for an item ended with.
         self._failure: Exception | None = None
         self._handling: Handling | None = None
@@ -312,7 +266,7 @@ class Changes:
         if self._bucket.connection.is_foreign:
             return
         self._ending.set()
-        wake(self._waiting)
+        self._waiters.wake()
         if self.close in self._bucket.connection.open:
             self._bucket.connection.open.remove(self.close)
         in_server = self._following.ownership is not None
@@ -343,7 +297,7 @@ class Changes:
 
     def _end(self) -> None:
         self._ending.set()
-        wake(self._waiting)
+        self._waiters.wake()
         handling, follow = self._handling, self._follow
         if handling is not None:
             handling.leave()
@@ -428,12 +382,7 @@ class Changes:
                 raise ClosedError("the changes were stopped", hint="ask the bucket for new ones")
             return False
 
-        until_reached(
-            is_reached,
-            lambda: self._following.is_of_other_bucket(writes),
-            self._waiting,
-            seconds,
-        )
+        self._waiters.until_reached(writes, is_reached, lambda: self._following, seconds)
 
     def _has(self, token: WriteToken, complete: Sequence[int] | None = None) -> bool:
         with self._mutex:
@@ -492,7 +441,7 @@ class Changes:
         return ledger
 
     def _acknowledged(self) -> None:
-        wake(self._waiting)
+        self._waiters.wake()
         follow = self._follow
         if follow is not None and self._following.waits_for_acknowledgements:
             follow.wake()
@@ -632,12 +581,12 @@ class Changes:
         finally:
             self._receiving.give_back()
             self._moved.set()
-            wake(self._waiting)
+            self._waiters.wake()
 
     def _go_on(self) -> ChangeBatch | Rollback | None:
         with self._mutex:
             self._following.acknowledge()
-        wake(self._waiting)
+        self._waiters.wake()
         while not self._ending.is_set():
             self._report()
             self._tell_revoked()
