@@ -58,12 +58,10 @@ class Stubs(NamedTuple):
     admin: Any
     sets: Any
     endpoint: str
-    connection: int
-    """Number of the channel, among those opened to this endpoint one after the other."""
     route: Route
     """That chose the endpoint."""
     held: Any
-    """Keeps the channel open, also when the endpoint is forgotten meanwhile."""
+    """What ``Router.raw`` returned: it keeps the channel open, also when the endpoint is forgotten meanwhile."""
 
 
 class Router:
@@ -100,7 +98,6 @@ class Router:
         self._given = channel
         self._channels: dict[str, Channel] = {}
         self._raw: dict[str, tuple[Any, ...]] = {}
-        self._opened: dict[str, int] = {}
         self._mutex = mutex()
 
     @property
@@ -117,8 +114,7 @@ class Router:
         endpoint = route.current
         raw = self.raw(endpoint)
         streams, keys, admin, sets = (_Service(self, endpoint, n, route) for n in range(4))
-        number = self._opened.get(endpoint, 0)
-        return Stubs(streams, keys, admin, sets, endpoint, number, route, raw)
+        return Stubs(streams, keys, admin, sets, endpoint, route, raw)
 
     def raw(self, endpoint: str) -> tuple[Any, ...]:
         """Return gRPC's own stubs of an endpoint, and its channel, which is made when first needed."""
@@ -130,7 +126,6 @@ class Router:
                 if channel is None:
                     channel = open_channel(endpoint, CLIENT_OPTIONS, self._credentials)
                     self._channels[endpoint] = channel
-                    self._opened[endpoint] = self._opened.get(endpoint, 0) + 1
                 stubs = self._raw[endpoint] = (
                     ChangeStreamServiceStub(channel),
                     KeyValueServiceStub(channel),
@@ -180,7 +175,7 @@ class Router:
         up already, or is the caller's.
         """
         with self._mutex:
-            if self._opened.get(stubs.endpoint) != stubs.connection:
+            if self._raw.get(stubs.endpoint) is not stubs.held:
                 return None
             self._raw.pop(stubs.endpoint, None)
             return self._channels.pop(stubs.endpoint, None)

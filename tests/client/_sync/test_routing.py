@@ -28,6 +28,7 @@ from upr_client.errors import (
     ShuttingDownError,
     UnavailableError,
 )
+from upr_protocol.limits import SERVERS_MAX
 from upr_protocol.partitioning import partition_of
 
 FOLLOW = [Expect("open"), opened(), Expect("start")]
@@ -211,6 +212,20 @@ def test_a_partition_that_is_behind_everywhere_waits_alone() -> None:
                 got = [e.partition for e in changes if isinstance(e, Change)]
     assert got == [1, 2]
     assert len(server.calls["follow"]) == 1
+
+
+def test_a_server_that_is_forgotten_leaves_nothing_behind() -> None:
+    with Client("a:1") as client:
+        router = client._connection.router
+        for number in range(1, 3 * SERVERS_MAX):
+            router.learn([f"s:{number}"])
+            router.raw(f"s:{number}")
+        stubs = client._connection.stubs()
+        assert len(router._raw) == len(router._channels) <= SERVERS_MAX
+        # One that is dead though nothing says so is closed once.
+        assert router.give_up(stubs) is not None
+        assert router.give_up(stubs) is None
+        assert client._connection.stubs().held is not stubs.held
 
 
 def test_a_follower_of_any_server_leaves_one_that_is_behind() -> None:
