@@ -196,8 +196,13 @@ async def test_a_server_that_does_not_reach_the_counted_ones_may_be_active_no_mo
     row = replace(CLAIM, owner=owning.standing.directory, counted=frozenset({"other"}))
     await owning.store(lambda standing: replace(standing, row=row))
     assert not owning._catalog.is_newest()
-    owning.meeting.met["other"] = Met(row, 2, True, {})
+    meeting = owning.meeting
+    meeting.met["other"] = Met(row, 2, True, {})
+    meeting._seen["other"] = time.monotonic()
     assert owning._catalog.is_newest()
+    # It was stopped since, and goes on.
+    meeting._seen["other"] -= 10
+    assert not owning._catalog.is_newest()
 
 
 @pytest.mark.asyncio

@@ -320,7 +320,7 @@ async def test_it_waits_for_a_write_and_whoever_gives_up_leaves_nothing(
         assert server._writes._waiting_bytes == 0
         # Nobody is behind an active server: an id that it does not have was undone, a seqno above its own never given.
         undone = [
-            wanted(seqno, one, any_server=any_server)
+            wanted(seqno, one, 0.01, any_server)
             for seqno, one in ((1, failover_id + 1), (3, failover_id), (10**14, failover_id))
             for any_server in (False, True)
         ]

@@ -202,12 +202,9 @@ class Owning:
         return list(dict.fromkeys((*first, *known.values())))[:SERVERS_MAX] if known else []
 
     def _is_newest(self) -> bool:
-        """Return whether all counted servers were met last: whoever became active since then did so by force, or a moment
-        ago.
-        """
-        return self.active and self.standing.row.counted <= self.meeting.met.keys() | {
-            self.standing.directory
-        }
+        """Return whether each other counted server was met lately: who became active since did so a moment ago, or by force."""
+        others = self.standing.row.counted - {self.standing.directory}
+        return self.active and self.meeting.met_lately(others)
 
     # Knowing
 

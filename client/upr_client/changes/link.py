@@ -236,6 +236,7 @@ class Reconnecting:
     def all_started(self) -> None:
         """Each partition that is followed was started."""
         self._left = self._rounds = 0
+        self._stays_until = self._clock.now()
 
     def leaves(self, servers: int) -> bool:
         """A partition is behind at a server that need not be this one. Return whether to leave it for the next of so many.
