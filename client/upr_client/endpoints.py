@@ -1,5 +1,6 @@
 """Endpoints: the servers a client may use, what it shows them, and what their failures mean."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
@@ -37,6 +38,9 @@ _REFUSED: Final = frozenset({PartitionNotActiveError.default_reason, BehindError
 READ_FROM: Final = {"active": False, "any": True}
 """Words of ``read_from``, and whether any server may be read from then."""
 _PORT_MAX: Final = 65535
+_SERVER_NAME: Final = re.compile(
+    r"(?!(?i:unix|unix-abstract|vsock):)(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})"
+)
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed")
 """Beginnings of gRPC's details of a call for which there was no connection. Other words only mean that a call is not
 made again elsewhere."""
@@ -69,6 +73,12 @@ def endpoints_of(target: str | Sequence[str]) -> tuple[str, ...]:
             "endpoints are empty; must be one or more", hint='give "host:port"'
         )
     return tuple(dict.fromkeys(endpoints))
+
+
+def is_server_name(text: str) -> bool:
+    """Return whether a text is HOST:PORT, as servers name each other: no scheme, no socket's path, not several."""
+    found = _SERVER_NAME.fullmatch(text)
+    return found is not None and 0 < int(found[1]) <= _PORT_MAX
 
 
 def is_local(endpoint: str) -> bool:

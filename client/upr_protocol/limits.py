@@ -154,11 +154,11 @@ AT_LEAST_MAX: Final = 2 * PARTITIONS
 AT_LEAST_SECONDS_MAX: Final = 60.0
 """Longest wait of a Get."""
 WAITING_GETS_BYTES_MAX: Final = 6 * 2**20
+"""Memory of the Gets that wait for writes at one server. A further one is refused."""
 WAITING_GET_BYTES: Final = 64 * 2**10
-"""Gets that wait for writes at one server: their requests, and so much more for each, so that they are fewer than
-GET_CALLS_MAX. A further one is refused."""
+"""Memory that each of them counts for beside its request, so that they are fewer than GET_CALLS_MAX."""
 SERVERS_MAX: Final = 32
-"""Endpoints that a client remembers."""
+"""Endpoints that a client remembers, and that a server tells."""
 
 TOMBSTONE_SECONDS: Final = 3 * 24 * 3600.0
 """Age from which a tombstone may be purged, once every reader has passed it."""

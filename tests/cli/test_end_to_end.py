@@ -83,7 +83,11 @@ def test_the_readme_shows_what_is_printed(target: str) -> None:
     shown = readme.partition("upr-cat load jsonl -\n")[2].partition("$ upr-cat load git")[0]
     loaded = run_cat(target, "load", "jsonl", "-", stdin=jsonl(("user:1", "Ada")))
     followed = run_cat(target, "follow", "--until-now")
-    assert f"{loaded.stderr}$ upr-cat follow --until-now\n{followed.stdout}" == shown
+    got = run_cat(target, "get", "user:1")
+    assert shown == (
+        f"{loaded.stderr}$ upr-cat follow --until-now\n{followed.stdout}"
+        f"$ upr-cat get user:1\n{got.stdout}"
+    )
 
 
 def test_follow_options(target: str, tmp_path: Path) -> None:

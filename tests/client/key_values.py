@@ -32,6 +32,7 @@ class Faults:
         large: a write with a value of so many bytes is refused as a whole, for good.
         unanswered: from this write number on nothing is applied or answered.
         silent: Get answers nothing.
+        gets: errors of the next Gets, one each.
         stopping: every call is refused with this error.
     """
 
@@ -41,6 +42,7 @@ class Faults:
     large: int = 2**62
     unanswered: int = 2**62
     silent: bool = False
+    gets: list[UprError] = field(default_factory=list)
     stopping: UprError | None = None
 
 
@@ -98,6 +100,8 @@ class KeyValueServer(KeyValueServiceServicer):
     async def Get(self, request: Any, context: Any) -> Any:
         self.gets.append(request)
         await self._begin(context)
+        if self.faults.gets:
+            await _abort(context, self.faults.gets.pop(0))
         if self.faults.silent:
             self.asked.set()
             await asyncio.Event().wait()

@@ -18,7 +18,15 @@ from tests.client.scripted import (
     run_block,
     started,
 )
-from upr_client import Group, MemoryPositions, Only, Position, ServerPositions, Tuning
+from upr_client import (
+    Group,
+    MemoryPositions,
+    Only,
+    Position,
+    ServerPositions,
+    Tuning,
+    WriteToken,
+)
 from upr_client.changes.events import Change
 from upr_client.changes.link import Clock
 from upr_client.changes.options import ChangesOptions
@@ -26,6 +34,7 @@ from upr_client.changes.session import Following, Step
 from upr_client.errors import NoRoomError
 from upr_protocol.block import START
 from upr_protocol.errors import (
+    BehindError,
     FencedError,
     InvalidArgumentError,
     PartitionNotActiveError,
@@ -582,3 +591,59 @@ def test_a_member_of_a_group_keeps_its_share_when_all_of_it_is_dead() -> None:
     made = member()
     made.take(ended("STORAGE_ERROR", (1, 11), (2, 12)))
     assert set(made.following.status(True).problems) == {1, 2}
+
+
+def written(partition: int, seqno: int, version: int = VERSION) -> WriteToken:
+    return WriteToken.of(version, [(partition, ID_A, seqno)])
+
+
+def test_a_member_has_what_is_not_its_own_once_it_knows_what_is() -> None:
+    made = World(ChangesOptions(resume=Group("g", member="m"), on_rollback="event"))
+    made.open()
+    assert not made.following.has(written(1, 3))
+    made.assign(5, 1, 2)
+    # It is this member's, and is not followed yet.
+    assert not made.following.has(written(1, 3))
+    assert made.following.has(written(9, 3))
+    made.found((1, Position(VERSION, ID_A, ID_A, 3, 3, (3,), LOG), 4))
+    assert made.following.has(written(1, 3))
+    assert not made.following.has(written(1, 4))
+    made.assign(6, 2)
+    assert made.following.has(written(1, 4))
+
+
+def test_what_was_written_to_another_bucket_is_never_there() -> None:
+    # Older than its log, so that any seqno counts as part of it.
+    log = FailoverLog.from_pairs([(ID_B, 5)])
+    made = World(ChangesOptions(resume=MemoryPositions(), only=Only([1])))
+    made.following.load({1: Position(VERSION, ID_B, ID_B, 8, 8, (8,), log)})
+    made.open()
+    assert made.following.has(written(1, 3))
+    other = written(1, 3, VERSION + 1)
+    assert not made.following.has(other)
+    assert made.following.is_of_other_bucket(other)
+
+
+def test_a_partition_that_is_behind_waits_alone_once_each_server_was_asked() -> None:
+    made = World(ChangesOptions(only=Only([1, 2]), read_from="any"))
+    behind = answers(started(1, 11), refused(2, BehindError("later"))).message
+    left = []
+    for _ in range(3):
+        made.following.opened(wire.Opened(bucket_version=VERSION), servers=2)
+        assert made.starts() == [(1, 0), (2, 0)]
+        outcome = made.following.take(behind, NO_HIGHS)
+        left.append(outcome.lost is not None)
+        if outcome.lost is None:
+            break
+        made.following.lost(outcome.lost)
+    assert left == [True, False]
+    made.take(frame((11, run_block(1, 0, 1))))
+    made.now += 0.1
+    assert made.starts() == [(2, 0)]
+    made.take(answers(started(2, 12)))
+    # All are started: the next one that is behind may be left at once.
+    made.take(ended("BEHIND", (2, 12)))
+    made.now += 100
+    assert made.starts() == [(2, 0)]
+    outcome = made.following.take(answers(refused(2, BehindError("later"))).message, NO_HIGHS)
+    assert outcome.lost is not None

@@ -35,12 +35,11 @@ from upr_client import (
     Rollback,
     Tuning,
 )
-from upr_client._async.changes import until_reached, wake
-from upr_client._async.io import Event
-from upr_client._sync import changes as sync_changes
+from upr_client._async.waiters import Waiters
 from upr_client._sync.call import Follow
+from upr_client._sync.waiters import Waiters as SyncWaiters
 from upr_client.errors import BehindError, ClosedError, HandlerError, NoRoomError
-from upr_protocol.failover import FailoverLog
+from upr_protocol.failover import FailoverLog, WriteToken
 
 FOLLOW = [
     Expect("open"),
@@ -51,6 +50,7 @@ FOLLOW = [
     heartbeat(),
     Hold(),
 ]
+TOKEN = WriteToken(1, ())
 
 
 @pytest.mark.asyncio
@@ -208,37 +208,39 @@ def test_a_callback_that_fails_leaves_nothing_half_done() -> None:
 
 @pytest.mark.asyncio
 async def test_waiting_for_a_write_ends_in_time_whatever_else_moves() -> None:
-    waiting: set[Event] = set()
+    waiters = Waiters()
 
     async def move() -> None:
         while True:
-            wake(waiting)
+            waiters.wake()
             await asyncio.sleep(0)
 
     mover = asyncio.create_task(move())
     async with asyncio.timeout(10):
         with pytest.raises(BehindError, match=r"not reached within 0\.05 s"):
-            await until_reached(lambda: False, waiting, 0.05)
+            await waiters.until_reached(TOKEN, lambda: False, lambda: None, 0.05)
     mover.cancel()
 
 
 def test_two_that_wait_for_a_write_are_both_woken() -> None:
-    waiting: set[Any] = set()
+    waiters = SyncWaiters()
     reached = threading.Event()
     threads = [
-        threading.Thread(target=sync_changes.until_reached, args=(reached.is_set, waiting, 10))
+        threading.Thread(
+            target=waiters.until_reached, args=(TOKEN, reached.is_set, lambda: None, 10)
+        )
         for _ in range(2)
     ]
     for thread in threads:
         thread.start()
-    while len(waiting) < 2:
+    while len(waiters) < 2:
         pass
     reached.set()
-    sync_changes.wake(waiting)
+    waiters.wake()
     for thread in threads:
         thread.join(5)
     assert not any(thread.is_alive() for thread in threads)
-    assert not waiting
+    assert len(waiters) == 0
 
 
 LOG = FailoverLog.from_pairs([(ID_A, 0)])

@@ -34,12 +34,35 @@ def test_the_limit_holds() -> None:
     assert patience.interval == 3600
 
 
-def test_the_active_server_that_is_named_is_asked_at_once_but_not_again_and_again() -> None:
-    clock = Clock(lambda: 0.0, lambda: 0.0, lambda: 1.0)
-    calls = Reconnecting(5.0, None, Progress(), lambda words: None, clock)
+def calls_at(now: list[float]) -> Reconnecting:
+    """Calls at the time that the list holds, with the longest pauses."""
+    clock = Clock(lambda: now[0], lambda: 0.0, lambda: 1.0)
+    return Reconnecting(5.0, None, Progress(), lambda words: None, clock)
+
+
+def test_a_pause_that_is_bounded_is_no_attempt() -> None:
+    calls = calls_at([0.0])
     elsewhere = PartitionNotActiveError("a replica", retriable=True, owner="b:1")
-    pauses = [calls.lost(elsewhere, named=True) for _ in range(4)]
-    assert pauses == [0.0, 0.1, 0.2, 0.4]
+    assert calls.lost(elsewhere) == 0.1
+    assert [calls.lost(elsewhere, longest) for longest in (0.0, 0.1, 0.1)] == [0.0, 0.1, 0.1]
+    assert calls.lost(elsewhere) == 0.2
     calls.answered()
     assert calls.lost(elsewhere) == 0.1
-    assert calls.lost(elsewhere, named=True) == 0.0
+
+
+def test_a_server_that_is_behind_is_left_for_each_other_once_and_again_ever_later() -> None:
+    now = [0.0]
+    calls = calls_at(now)
+    assert not calls.leaves(1)
+    assert [calls.leaves(3) for _ in range(4)] == [True, True, False, False]
+    now[0] = 1.99
+    assert not calls.leaves(3)
+    now[0] = 2.0
+    assert [calls.leaves(3) for _ in range(3)] == [True, True, False]
+    now[0] = 5.99
+    assert not calls.leaves(3)
+    # Nothing is behind any more: what is behind later is a new beginning.
+    calls.all_started()
+    assert [calls.leaves(2) for _ in range(3)] == [True, False, False]
+    now[0] = 8.0
+    assert calls.leaves(2)

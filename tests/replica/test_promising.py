@@ -13,12 +13,12 @@ import pytest_asyncio
 from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
 from upr.replica.links import Links
-from upr.replica.meeting import Meeting, row_of_message
+from upr.replica.meeting import Meeting, Met, row_of_message
 from upr.replica.owning import Owning
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import DataDamagedError, PartitionNotActiveError, ProtocolError
-from upr_protocol.limits import MEMBER_SECONDS, SET_MEMBERS_MAX
+from upr_protocol.limits import MEMBER_SECONDS, SERVERS_MAX, SET_MEMBERS_MAX
 from upr_protocol.ownership import Row, Served
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
 
@@ -166,3 +166,51 @@ def test_a_row_that_counts_too_many_is_refused() -> None:
     assert len(row_of_message(wire.OwnerRow(epoch=1, counted=counted[1:])).counted) == 64
     with pytest.raises(ProtocolError, match="must be at most 64"):
         row_of_message(wire.OwnerRow(epoch=1, counted=counted))
+
+
+@pytest.mark.asyncio
+async def test_who_is_about_to_be_active_names_itself(
+    owning: Owning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, named = owning._catalog, []
+
+    async def claim(**_: object) -> None:
+        await owning.store(lambda standing: standing.promise(2, standing.directory))
+        named.append(catalog.owner)
+        raise PartitionNotActiveError("outdated")
+
+    monkeypatch.setattr(owning, "_claim", claim)
+    with pytest.raises(PartitionNotActiveError):
+        await owning.promote(force=True, takeover=False)
+    assert named == ["127.0.0.1:2"]
+    assert catalog.owner == ""
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_does_not_reach_the_counted_ones_may_be_active_no_more(
+    owning: Owning,
+) -> None:
+    assert not owning._catalog.is_newest()
+    owning.active = True
+    assert owning._catalog.is_newest()
+    row = replace(CLAIM, owner=owning.standing.directory, counted=frozenset({"other"}))
+    await owning.store(lambda standing: replace(standing, row=row))
+    assert not owning._catalog.is_newest()
+    meeting = owning.meeting
+    meeting.met["other"] = Met(row, 2, True, {})
+    meeting._seen["other"] = time.monotonic()
+    assert owning._catalog.is_newest()
+    # It was stopped since, and goes on.
+    meeting._seen["other"] -= 10
+    assert not owning._catalog.is_newest()
+
+
+@pytest.mark.asyncio
+async def test_clients_are_told_of_no_more_servers_than_they_keep(owning: Owning) -> None:
+    assert owning._catalog.servers() == []
+    others = {f"{n:016x}": f"127.0.0.1:{n}" for n in range(10, 70)}
+    owning.meeting.addresses.update(others)
+    owning._catalog.owner = "127.0.0.1:69"
+    told = owning._catalog.servers()
+    assert told[:2] == ["127.0.0.1:69", "127.0.0.1:2"]
+    assert len(told) == SERVERS_MAX

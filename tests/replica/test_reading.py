@@ -9,7 +9,14 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.proxy import Proxy
-from tests.replica.sets import start_set, state_of, wait_for, wait_until_counted, wait_until_equal
+from tests.replica.sets import (
+    is_active,
+    start_set,
+    state_of,
+    wait_for,
+    wait_until_counted,
+    wait_until_equal,
+)
 from tests.replica.test_owning import run
 from upr_client import Change, Client, Rollback, ServerPositions, WriteToken
 from upr_client.errors import BehindError, InvalidArgumentError, UprError, WriteUndoneError
@@ -61,6 +68,19 @@ def test_reading_goes_to_the_active_server_unless_any_will_do(server_process: St
         assert (refused.value.reason, refused.value.owner) == ("PARTITION_NOT_ACTIVE", owner.target)
         with pytest.raises(InvalidArgumentError, match='must be "active"'):
             client.bucket().changes(resume=ServerPositions("c"), read_from="any")
+
+
+def test_calls_about_one_server_go_to_the_one_that_was_given(server_process: StartServer) -> None:
+    owner, replica = start_set(server_process)
+    with Client(replica.target) as client:
+        client.bucket().set(b"k", b"v")
+        assert client.target == owner.target
+        assert all(bucket.upstream for bucket in client.admin.status().buckets)
+        client.admin.promote(takeover=True)
+        assert is_active(replica)
+        # The former owner names the new one.
+        assert client.bucket().get(b"k") == b"v"
+        assert client.target == replica.target
 
 
 def test_a_replica_that_nobody_met_since_its_start_names_another_server(

@@ -23,7 +23,13 @@ from upr.service import key_value as gets_module
 from upr.service.key_value import find_newest, is_here
 from upr.storage.blocks import Replacement
 from upr.storage.search import Lookup, StoreSearch
-from upr_protocol.errors import BehindError, DataDamagedError, UprError, WriteUndoneError
+from upr_protocol.errors import (
+    BehindError,
+    BucketGoneError,
+    DataDamagedError,
+    UprError,
+    WriteUndoneError,
+)
 from upr_protocol.failover import FailoverLog, WrittenSeqno
 from upr_protocol.limits import (
     AT_LEAST_MAX,
@@ -34,6 +40,7 @@ from upr_protocol.limits import (
     WAITING_GETS_BYTES_MAX,
 )
 from upr_protocol.wire.grpc import error_from_call
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 
 P = 7
@@ -291,25 +298,39 @@ async def told(asking: Awaitable[Any]) -> UprError:
 
 
 @pytest.mark.asyncio
-async def test_it_waits_for_a_write_and_whoever_gives_up_leaves_nothing(tmp_path: Path) -> None:
+async def test_it_waits_for_a_write_and_whoever_gives_up_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tmp_path) as (server, client):
         host = server._catalog.find("default")
-        failover_id = int(host.bucket.partitions.newest_id[P])
-        early = await told(client.kv.Get(wanted(1, failover_id, 0.01)))
+        table = host.bucket.partitions
+        failover_id = int(table.newest_id[P])
+        writer = await client.writer("")
+        await writer.write([(some_keys(P, 1)[0], b"1")])
+        # As a replica, until the second write has come.
+        table.state[P] = REPLICA
+        early = await told(client.kv.Get(wanted(2, failover_id, 0.01)))
         assert (early.reason, early.retriable) == ("BEHIND", True)
         assert not host.disk._waiting
         waiting = asyncio.ensure_future(client.kv.Get(wanted(2, failover_id)))
         await until(lambda: bool(host.disk._waiting))
-        writer = await client.writer("")
-        await writer.write([(some_keys(P, 1)[0], b"1")])
-        await until(lambda: bool(host.disk._waiting))
-        assert not waiting.done()
+        table.state[P] = ACTIVE
         await writer.write([(some_keys(P, 1)[0], b"2")])
         assert (await waiting).answers[0].value == b"2"
         assert server._writes._waiting_bytes == 0
-        # Nobody is behind an active server: an id that it does not have was undone.
-        for undone in (wanted(1, failover_id + 1), wanted(1, failover_id + 1, any_server=True)):
-            assert (await told(client.kv.Get(undone))).reason == "WRITE_UNDONE"
+        # Nobody is behind an active server: an id that it does not have was undone, a seqno above its own never given.
+        undone = [
+            wanted(seqno, one, 0.01, any_server)
+            for seqno, one in ((1, failover_id + 1), (3, failover_id), (10**14, failover_id))
+            for any_server in (False, True)
+        ]
+        for request in undone:
+            assert (await told(client.kv.Get(request))).reason == "WRITE_UNDONE"
+        # Unless another server may have become active without its knowledge.
+        with monkeypatch.context() as patch:
+            patch.setattr(server._catalog, "is_newest", lambda: False)
+            for request in undone:
+                assert (await told(client.kv.Get(request))).reason == "BEHIND"
         for wrong in (
             wanted(0, failover_id),
             wanted(1, 0),
@@ -328,13 +349,59 @@ async def test_gets_that_wait_are_bounded_and_keep_no_other_from_searching(tmp_p
     async with serving(tmp_path) as (server, client):
         host = server._catalog.find("default")
         request = wanted(1, int(host.bucket.partitions.newest_id[P]))
+        host.bucket.partitions.state[P] = REPLICA
         count = WAITING_GETS_BYTES_MAX // (request.ByteSize() + WAITING_GET_BYTES)
         asked = [asyncio.ensure_future(client.kv.Get(request)) for _ in range(count)]
         await until(lambda: len(host.disk._waiting) == count)
         assert (await told(client.kv.Get(request))).reason == "TOO_MANY"
         assert await client.get(b"k")
+        host.bucket.partitions.state[P] = ACTIVE
         await (await client.writer("")).write([(some_keys(P, 1)[0], b"v")])
         assert {one.answers[0].value for one in await asyncio.gather(*asked)} == {b"v"}
+
+
+@pytest.mark.asyncio
+async def test_a_change_of_role_ends_the_waiting(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, client):
+        catalog = server._catalog
+        host = catalog.find("default")
+        failover_id = int(host.bucket.partitions.newest_id[P])
+        host.bucket.partitions.state[P] = REPLICA
+        requests = (wanted(5, failover_id, any_server=True), wanted(5, failover_id))
+        waiting = [asyncio.ensure_future(client.kv.Get(one)) for one in requests]
+        await until(lambda: len(host.disk._waiting) == 2)
+        catalog.replica = True
+        await host.step_down(fenced=False)
+        assert (await told(waiting[1])).reason == "PARTITION_NOT_ACTIVE"
+        assert not waiting[0].done()
+        catalog.replica = False
+        await host.activate(2, {P: 0})
+        # It was promoted without the write.
+        assert (await told(waiting[0])).reason == "WRITE_UNDONE"
+
+
+@pytest.mark.asyncio
+async def test_a_replica_says_of_no_bucket_that_it_is_gone(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, client):
+        catalog = server._catalog
+        host = catalog.find("default")
+        request = wanted(5, int(host.bucket.partitions.newest_id[P]), any_server=True)
+        request.bucket_version = host.bucket.identity.version
+        newer = kv.GetRequest()
+        newer.CopyFrom(request)
+        newer.bucket_version ^= 1
+        assert (await told(client.kv.Get(newer))).reason == "BUCKET_GONE"
+        catalog.replica, catalog.owner = True, "active:1"
+        host.bucket.partitions.state[P] = REPLICA
+        waiting = asyncio.ensure_future(client.kv.Get(request))
+        await until(lambda: bool(host.disk._waiting))
+        host.leave(BucketGoneError("opened anew", reason="HISTORY_CHANGED", retriable=True))
+        for asking in (waiting, client.kv.Get(newer)):
+            error = await told(asking)
+            assert (error.reason, error.owner, error.retriable) == ("BEHIND", "active:1", True)
+        opening = wire.Open(bucket="default", bucket_version=newer.bucket_version, any_server=True)
+        with pytest.raises(BehindError):
+            catalog.to_read(opening)
 
 
 def test_a_write_within_a_stretch_that_is_not_whole_is_not_here() -> None:
@@ -343,12 +410,12 @@ def test_a_write_within_a_stretch_that_is_not_whole_is_not_here() -> None:
     table.newest_id[:] = 0xA
     one = WrittenSeqno(P, 0xA, 5)
     table.state[P], table.high[P], table.complete[P], table.horizon[P] = REPLICA, 7, 4, 9
-    assert not is_here(table, one)
+    assert not is_here(table, one, newest=True)
     table.complete[P] = 5
-    assert is_here(table, one)
+    assert is_here(table, one, newest=True)
     # What the id is, only the active server knows.
     with pytest.raises(BehindError):
-        is_here(table, WrittenSeqno(P, 0xB, 3))
+        is_here(table, WrittenSeqno(P, 0xB, 3), newest=True)
     table.state[P] = ACTIVE
     with pytest.raises(WriteUndoneError):
-        is_here(table, WrittenSeqno(P, 0xB, 3))
+        is_here(table, WrittenSeqno(P, 0xB, 3), newest=True)

@@ -163,15 +163,17 @@ async def test_followers_that_take_nothing_hold_little_and_keep_nobody_up(
     within(samples)
 
 
-async def read_to_a_late_heartbeat(follow: RawFollow) -> None:
-    """Answer heartbeats until three came in a row: everything else that was due has been sent."""
+async def answer_heartbeats(follow: RawFollow, late: asyncio.Event) -> None:
+    """Answer heartbeats for ever; tell when three more came in a row: everything else that was due has been sent."""
     beats = 0
-    while beats < 3:
+    while True:
         message = await follow.read()
         assert not message.HasField("ended"), message
         beats = beats + 1 if message.HasField("heartbeat") else 0
         if beats:
             await follow.send(pong=changes.Pong())
+        if beats and beats % 3 == 0:
+            late.set()
 
 
 @pytest.mark.asyncio
@@ -190,20 +192,27 @@ async def test_consumers_that_give_no_credit_keep_nobody_up(
     assert partition != other
     assert server.terminate() == 0
     server.start()
-    async with RawClient(server.target) as client:
+    async with RawClient(server.target) as client, asyncio.TaskGroup() as group:
         paused = []
         for _ in range(count):
-            follow = await client.follow(credit_bytes=MIB, heartbeat_seconds=0.2)
+            follow = await client.follow(credit_bytes=MIB, heartbeat_seconds=0.5)
             follow.give_credit = False
             await follow.send(start=changes.Start(partitions=[start_at(partition)]))
-            paused.append(follow)
+            late = asyncio.Event()
+            # From now on: those that come later take longer to open than a silent one is waited for.
+            paused.append((group.create_task(answer_heartbeats(follow, late)), late))
         # Each gets what its credit allows, and is alive.
-        await asyncio.gather(*[read_to_a_late_heartbeat(follow) for follow in paused])
+        for _, late in paused:
+            await late.wait()
         follow = await client.follow()
         await follow.send(start=changes.Start(partitions=[start_at(other)]))
         while not (await follow.read()).HasField("frame"):
             pass
-        await asyncio.gather(*[read_to_a_late_heartbeat(follow) for follow in paused])
+        for _, late in paused:
+            late.clear()
+        for task, late in paused:
+            await late.wait()
+            task.cancel()
 
 
 @pytest.mark.asyncio

@@ -1,9 +1,10 @@
-"""``upr-cat``: follow changes as JSON lines, and load mutations."""
+"""``upr-cat``: follow changes, read and write keys, and load mutations."""
 
 import click
 
 from upr import __version__
 from upr.cli.follow import follow
+from upr.cli.keys import delete, dump, get, set_
 from upr.cli.load import load
 from upr_cli_kit.output import Group, verbose_option
 
@@ -12,8 +13,8 @@ from upr_cli_kit.output import Group, verbose_option
 @click.version_option(__version__, message="upr-cat %(version)s")
 @verbose_option
 def main() -> None:
-    """Follow changes, or load mutations."""
+    """Follow changes, read and write keys, or load mutations."""
 
 
-main.add_command(follow)
-main.add_command(load)
+for command in (follow, get, set_, delete, dump, load):
+    main.add_command(command)

@@ -1,18 +1,22 @@
-"""``upr-cat follow``: changes as JSON lines, and the position file of ``--position``."""
+"""``upr-cat follow``: changes as JSON lines or in a format, and the position file of ``--position``."""
 
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, open_client, server_options
+from upr_cli_kit.options import PARTITION_SET, Parsed, open_client, server_options
 from upr_cli_kit.output import note, verbose_option
-from upr_cli_kit.times import duration
+from upr_cli_kit.times import duration, parse_time
+from upr_protocol.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from upr_client import FilePositions, Position
+    from upr_client import Change, ChangeBatch, Changes, FilePositions, Position, Rollback
+    from upr_client.changes.options import Start
 
 Stability = Literal["disk", "memory", "replicated(1)", "replicated(2)", "replicated(3)"]
 
@@ -47,9 +51,61 @@ def position_store(path: Path | None, from_start: bool) -> "FilePositions | Star
     return StartAnew(path) if from_start else FilePositions(path)
 
 
+Layout = Callable[["Change"], bytes]
+
+_PARTS: Final[dict[str, Layout]] = {
+    "p": lambda change: b"%d" % change.partition,
+    "s": lambda change: b"%d" % change.seqno,
+    "o": lambda change: change.op.encode(),
+    "k": lambda change: change.key,
+    "v": lambda change: change.value or b"",
+}
+_ESCAPES: Final = {"n": b"\n", "r": b"\r", "t": b"\t", "0": b"\0", "\\": b"\\"}
+
+
+def layout_of(text: str) -> Layout:
+    """Return the function that lays a change out as a format says: %p, %s, %o, %k, %v, %%, and \\n, \\r, \\t, \\0, \\\\.
+
+    Raises:
+        InvalidArgumentError: something else follows % or a backslash.
+    """
+    parts: list[bytes | Layout] = []
+    characters = iter(text)
+    for character in characters:
+        if character not in "%\\":
+            parts.append(os.fsencode(character))
+            continue
+        name = next(characters, "")
+        known: Mapping[str, bytes | Layout] = (
+            {**_PARTS, "%": b"%"} if character == "%" else _ESCAPES
+        )
+        if name not in known:
+            raise InvalidArgumentError(
+                f"{character + name!r} in the format is not known",
+                hint=f"known are {', '.join(character + one for one in known)}",
+            )
+        parts.append(known[name])
+    return lambda change: b"".join(p if isinstance(p, bytes) else p(change) for p in parts)
+
+
+def _start(from_now: bool, from_time: datetime | None) -> "Start":
+    if from_time is not None:
+        return from_time
+    return "now" if from_now else "beginning"
+
+
 @click.command("follow")
 @click.option("--until-now", is_flag=True, help="End at what is there when the streams are opened.")
+@click.option(
+    "-n", "--count", type=click.IntRange(min=1), help="End after so many changes. [default: never]"
+)
 @click.option("--from-start", is_flag=True, help="Begin at 0 whatever the position file says.")
+@click.option("--from-now", is_flag=True, help="Begin at what is written from now on.")
+@click.option(
+    "--from-time",
+    type=Parsed("time", lambda text: parse_time(text, datetime.now(UTC))),
+    help="Begin at the first change of then or later: 2026-05-01T12:00:00Z, or '2h ago'.",
+)
 @click.option(
     "--position",
     "position_file",
@@ -59,6 +115,7 @@ def position_store(path: Path | None, from_start: bool) -> "FilePositions | Star
 @click.option(
     "--partitions", type=PARTITION_SET, help="Only these, as 0-63,512. [default: all 1024]"
 )
+@click.option("--key-prefix", default="", help="Only keys that begin with it.")
 @click.option(
     "--stability",
     type=click.Choice(get_args(Stability)),
@@ -67,6 +124,13 @@ def position_store(path: Path | None, from_start: bool) -> "FilePositions | Star
     help="Show rows when they are durable here, before, or when so many replicas have them too.",
 )
 @click.option("--keys-only", is_flag=True, help="Leave the values out.")
+@click.option(
+    "-f",
+    "--format",
+    "layout",
+    type=Parsed("format", layout_of),
+    help=r"Print changes so, as '%k=%v\n': %p partition, %s seqno, %o set or delete, %k key, %v value, %%.",
+)
 @click.option(
     "--consumer", default="", help="A name; a second follower of this name ends the first."
 )
@@ -79,46 +143,96 @@ def position_store(path: Path | None, from_start: bool) -> "FilePositions | Star
 @verbose_option
 def follow(
     until_now: bool,
+    count: int | None,
     from_start: bool,
+    from_now: bool,
+    from_time: datetime | None,
     position_file: Path | None,
     partitions: list[int] | None,
+    key_prefix: str,
     stability: Stability,
     keys_only: bool,
+    layout: Layout | None,
     consumer: str,
     retry_seconds: float | None,
     target: str,
     bucket: str,
 ) -> None:
-    """Print changes, markers and rollbacks as JSON lines.
+    """Print changes, markers and rollbacks as JSON lines, or changes in a format.
 
-    With --position the file moves past a line only after it was written to stdout.
+    With --position the file moves past a line only after it was written to stdout; --from-now and --from-time count for
+    partitions that are not in it.
     """
-    from upr.cli.jsonl import batch_lines, rollback_line
-    from upr_client import Only, Rollback, Tuning
+    if from_start + from_now + (from_time is not None) > 1:
+        raise click.UsageError("--from-start, --from-now and --from-time are given together")
+    from upr_client import Only, Tuning
 
+    options: dict[str, Any] = {
+        "resume": position_store(position_file, from_start),
+        "start": _start(from_now, from_time),
+        "until": "now" if until_now else None,
+        "only": Only(
+            partitions, stability=stability, keys_only=keys_only, key_prefix=os.fsencode(key_prefix)
+        ),
+        "tuning": Tuning(retry_seconds=retry_seconds),
+        "consumer": consumer,
+        "on_rollback": "event",
+        "on_status": lambda text: note(f"upr-cat: {text}"),
+        # Of a batch some changes are printed, where they are counted.
+        "acknowledge": "auto" if count is None else "manual",
+    }
     with open_client(target) as client:
         followed = client.bucket(bucket)
         # A server that was never there is a wrong address; one that goes away later is waited for.
         client.admin.partitions(followed, [0])
-        changes = followed.changes(
-            resume=position_store(position_file, from_start),
-            until="now" if until_now else None,
-            only=Only(partitions, stability=stability, keys_only=keys_only),
-            tuning=Tuning(retry_seconds=retry_seconds),
-            consumer=consumer,
-            on_rollback="event",
-            on_status=lambda text: note(f"upr-cat: {text}"),
-        )
-        with changes:
+        with followed.changes(**options) as changes:
             try:
-                for batch in changes.batches():
-                    if isinstance(batch, Rollback):
-                        _print_lines([rollback_line(batch)])
-                    else:
-                        _print_lines(batch_lines(batch.changes, batch.markers))
+                _print_all(changes, layout, count)
             except KeyboardInterrupt:
                 changes.save()
                 raise
+
+
+def _print_all(changes: "Changes", layout: Layout | None, count: int | None) -> None:
+    from upr_client import Rollback
+
+    for batch in changes.batches():
+        if isinstance(batch, Rollback):
+            _print_rollback(batch, layout)
+        elif count is None:
+            _print_changes(batch.changes, batch, layout)
+        else:
+            some = batch.changes[:count]
+            count -= len(some)
+            _print_changes(some, batch if count else None, layout)
+            for change in some:
+                changes.ack(change)
+            if not count:
+                return
+
+
+def _print_changes(
+    changes: "list[Change]", batch: "ChangeBatch | None", layout: Layout | None
+) -> None:
+    """Print changes, and the markers of the batch of which they are all."""
+    from upr.cli.jsonl import batch_lines
+
+    if layout is None:
+        _print_lines(batch_lines(changes, batch.markers if batch is not None else ()))
+    else:
+        sys.stdout.buffer.write(b"".join(map(layout, changes)))
+        sys.stdout.buffer.flush()
+
+
+def _print_rollback(rollback: "Rollback", layout: Layout | None) -> None:
+    from upr.cli.jsonl import rollback_line
+
+    if layout is None:
+        _print_lines([rollback_line(rollback)])
+    else:
+        note(
+            f"upr-cat: partition {rollback.partition} was rolled back: what was printed of it above seqno {rollback.seqno} is undone"
+        )
 
 
 def _print_lines(lines: Iterable[str]) -> None:

@@ -35,6 +35,12 @@ def change_line(change: Change) -> str:
     return f"{line}}}"
 
 
+def row_line(key: bytes, value: bytes | None) -> str:
+    """Return a key and its value as a line that ``parse_line`` takes."""
+    field = '"value": null' if value is None else json_field("value", value)
+    return f"{{{json_field('key', key)}, {field}}}"
+
+
 def marker_line(marker: Marker) -> str:
     """Return a snapshot marker as a line."""
     return f'{{"partition": {marker.partition}, "op": "marker", "seqno": {marker.seqno}}}'

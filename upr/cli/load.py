@@ -24,20 +24,24 @@ _PORTION_ROWS = 20_000
 _SKIPS_SHOWN = 100
 
 
-def _load_options(function: _F) -> _F:
-    function = click.option(
+def durability_option(function: _F) -> _F:
+    """Add --durability."""
+    return click.option(
         "--durability",
         type=click.Choice(get_args(Durability)),
         default="disk",
         show_default=True,
         help="When the server acknowledges a write.",
     )(function)
+
+
+def _load_options(function: _F) -> _F:
     function = click.option(
         "--retry-seconds",
         type=duration(bare=True),
         help="Give up when the server acknowledges nothing for this long. [default: never]",
     )(function)
-    return verbose_option(json_option(server_options(function)))
+    return verbose_option(json_option(server_options(durability_option(function))))
 
 
 @click.group("load")

@@ -212,6 +212,11 @@ class Meeting:
         for address in self._channels.keys() - set(self.addresses.values()):
             await self._channels.pop(address)[1].close()
 
+    def met_lately(self, directories: Iterable[str]) -> bool:
+        """Return whether each of these servers answered a moment ago: a process that was stopped meanwhile met nobody."""
+        since = time.monotonic() - 2 * MEET_SECONDS - ANSWER_SECONDS
+        return all(d in self.met and self._seen.get(d, since) > since for d in directories)
+
     def with_addresses(self, stored: Stored) -> Stored:
         """Return what is to be stored, with the addresses of now."""
         return replace(stored, addresses=dict(self.addresses))

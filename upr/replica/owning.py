@@ -33,7 +33,7 @@ from upr_protocol.errors import (
     UprError,
     shown,
 )
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import PARTITIONS, SERVERS_MAX
 from upr_protocol.ownership import (
     HELD,
     Ask,
@@ -125,6 +125,7 @@ class Owning:
         self._links = Links.of(config)
         self.meeting = Meeting(catalog, address, self._links, meets=config.meets)
         catalog.servers = self._servers
+        catalog.is_newest = self._is_newest
         self.active = not catalog.replica
         self.waiting = ""
         self._claiming = asyncio.Lock()
@@ -195,9 +196,15 @@ class Owning:
         return int(epochs.pop()) if len(epochs) == 1 else 0
 
     def _servers(self) -> list[str]:
-        """Return HOST:PORT of the servers of the set, for clients; none of one that is alone."""
+        """Return HOST:PORT of the servers of the set, for clients, as many as they keep; none of one that is alone."""
         known = self.meeting.addresses
-        return [self._address(), *known.values()] if known else []
+        first = filter(None, [self._catalog.owner, self._address()])
+        return list(dict.fromkeys((*first, *known.values())))[:SERVERS_MAX] if known else []
+
+    def _is_newest(self) -> bool:
+        """Return whether each other counted server was met lately: who became active since did so a moment ago, or by force."""
+        others = self.standing.row.counted - {self.standing.directory}
+        return self.active and self.meeting.met_lately(others)
 
     # Knowing
 
@@ -214,16 +221,28 @@ class Owning:
         return after
 
     def _tell_owner(self) -> None:
-        owner = self._catalog.owner = "" if self.active else self.owner_address()
+        if self.active:
+            owner = ""
+        elif self._paused and self._owner == self.standing.directory:
+            # It claims: clients stay.
+            owner = self._address()
+        else:
+            owner = self.owner_address()
+        self._catalog.owner = owner
         for host in self._catalog.hosts:
             host.bucket.partitions.owner = owner
 
     def owner_address(self) -> str:
-        """Return HOST:PORT of the active server, or of the one that is about to be; empty if neither is known."""
+        """Return HOST:PORT of the active server, or of the one that is about to be; empty if neither is known, or it is
+        this one.
+        """
+        return self.meeting.addresses.get(self._owner, "")
+
+    @property
+    def _owner(self) -> str:
         standing = self.standing
         changing = standing.promised > standing.row.epoch
-        owner = standing.candidate if changing else standing.row.owner
-        return self.meeting.addresses.get(owner, "")
+        return standing.candidate if changing else standing.row.owner
 
     async def learned(self, row: Row, epoch: int) -> None:
         """Learn what another server knows, and step down if another one may be active."""
@@ -377,6 +396,7 @@ class Owning:
                 raise self._given_up(error) from None
             finally:
                 self._paused = False
+                self._tell_owner()
 
     def _given_up(self, error: UprError) -> UprError:
         """Return an error that ended a promotion, with words on what that left behind."""

@@ -36,6 +36,7 @@ from upr_protocol.errors import (
     TooManyError,
     UnknownOutcomeError,
     UprError,
+    WriteUndoneError,
 )
 from upr_protocol.failover import WrittenSeqno, format_failover_id
 from upr_protocol.limits import (
@@ -130,18 +131,28 @@ def written_seqnos(request: wire.GetRequest) -> list[WrittenSeqno]:
     ]
 
 
-def is_here(table: Partitions, one: WrittenSeqno) -> bool:
+def is_here(table: Partitions, one: WrittenSeqno, *, newest: bool) -> bool:
     """Return whether a write is here, as a part of a complete state.
 
+    Args:
+        newest: whether no other server can be the active one.
+
     Raises:
-        WriteUndoneError: it was undone.
-        BehindError: that cannot be told here, and waiting does not help.
+        WriteUndoneError: it was undone, or never given.
+        BehindError: that cannot be told here: another server knows, or this one later.
     """
     log, active = table.logs[one.partition], bool(table.state[one.partition] == ACTIVE)
-    if not active and log.gave(one.failover_id, one.seqno) is None:
-        # The active server knows whether the id is newer than what is here, or was undone.
+    given = log.gave(one.failover_id, one.seqno)
+    never = bool(given) and active and one.seqno > table.high[one.partition]
+    if (given is None or never) and not (active and newest):
+        # It may be of a failover that this server has not heard of.
         raise _behind(table, one)
-    return one.is_in(log, int(table.complete[one.partition]), newest=active)
+    if never:
+        raise WriteUndoneError(
+            f"seqno {one.seqno} of partition {one.partition} was never given, or is lost: the newest is {table.high[one.partition]}",
+            hint="read the key, and write again what is still wanted",
+        )
+    return one.is_in(log, int(table.complete[one.partition]), newest=True)
 
 
 def _behind(table: Partitions, one: WrittenSeqno) -> BehindError:
@@ -153,18 +164,27 @@ def _behind(table: Partitions, one: WrittenSeqno) -> BehindError:
     )
 
 
-async def until_written(host: BucketService, writes: list[WrittenSeqno], seconds: float) -> None:
+async def until_written(
+    host: BucketService,
+    writes: list[WrittenSeqno],
+    seconds: float,
+    check: Callable[[], bool],
+) -> None:
     """Wait until the bucket has all writes; those that were found are taken out of the list.
+
+    Args:
+        check: raises what ends the waiting, where it does; returns whether no other server can be the active one.
 
     Raises:
         BehindError: it does not have one within ``seconds``.
         WriteUndoneError: one was undone.
         BucketGoneError, ShuttingDownError: the bucket is being closed.
+        UprError: ``check`` raised it.
     """
     table, loop = host.bucket.partitions, asyncio.get_running_loop()
     until = loop.time() + seconds
     while writes:
-        if is_here(table, writes[-1]):
+        if is_here(table, writes[-1], newest=check()):
             # Not looked at again: a history that changes closes the bucket.
             writes.pop()
             continue
@@ -280,8 +300,14 @@ class KeyValueMethods:
     @answering
     async def Get(self, request: wire.GetRequest, context: Context) -> wire.GetResponse:
         """Return the newest value of each key."""
-        host = self._catalog.to_read(request)
         check_keys(request.keys)
+        try:
+            return await self._read(request)
+        except BucketGoneError as error:
+            raise self._catalog.not_here(error) from None
+
+    async def _read(self, request: wire.GetRequest) -> wire.GetResponse:
+        host = self._catalog.to_read(request)
         if request.at_least:
             await self._until_written(host, request)
             host = self._catalog.to_read(request)
@@ -312,8 +338,14 @@ class KeyValueMethods:
                 hint="ask again, or another server",
             )
         self._waiting_bytes += size
+
+        def check() -> bool:
+            if not request.any_server:
+                self._catalog.check_active()
+            return self._catalog.is_newest()
+
         try:
-            await until_written(host, writes, request.wait_seconds)
+            await until_written(host, writes, request.wait_seconds, check)
         finally:
             self._waiting_bytes -= size
 

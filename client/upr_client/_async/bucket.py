@@ -3,6 +3,7 @@
 import random
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, Literal
 
 from upr_client._async.block_writer import AsyncBlockWriter, Write
@@ -55,7 +56,7 @@ _DEFAULTS: Final = Tuning()
 _WAIT_PART: Final = 0.8
 """Part of the time of a Get in which servers wait for writes; the rest is for their answers."""
 _ANSWER_SECONDS: Final = 1.0
-"""Time beyond it for the last answer."""
+"""Time for the answer of a server that waited, beyond its part and beyond the time of the Get."""
 
 
 class AsyncBucket:
@@ -272,12 +273,12 @@ class AsyncBucket:
             at_least: the result of a write, or its token: the value is not older than it. A server that does not have
                 it yet waits for it, and another one is asked. Of a token only what is in the key's partition counts.
             read_from: "active": from the active server of a set; "any": from any of them, which may be behind.
-            seconds: how long it may take; None for the client's ``request_timeout``.
+            seconds: how long it may take, and one more with ``at_least``; None for the client's ``request_timeout``.
 
         Raises:
             InvalidArgumentError: the key is not 1 to 4096 bytes, or another value is out of its range.
             BehindError: no server had ``at_least`` in time.
-            WriteUndoneError: a failover undid ``at_least``.
+            WriteUndoneError: a failover undid ``at_least``, or no server ever gave it.
             UprError: the call failed or was refused, or the key's partition cannot be read.
         """
         found = await self.get_many([key], at_least=at_least, read_from=read_from, seconds=seconds)
@@ -298,7 +299,7 @@ class AsyncBucket:
 
         Args:
             at_least, read_from: as in ``get``.
-            seconds: how long each request may take; None for the client's ``request_timeout``.
+            seconds: how long each request may take, as in ``get``; None for the client's ``request_timeout``.
 
         Raises:
             UprError: as ``get``; what was read before is lost.
@@ -338,20 +339,25 @@ class AsyncBucket:
     async def _get(self, request: kv_pb2.GetRequest, seconds: float | None) -> kv_pb2.GetResponse:
         """Ask for keys; while no server is the one to answer, ask again."""
         connection, attempt = self._connection, 0
+        router, each = connection.router, None
         last: UprError | None = None
         until = now() + (connection.request_timeout if seconds is None else seconds)
         while True:
             left = until - now()
             if request.at_least:
-                # A part of the time for each server, so that one that is behind leaves some for the others.
-                share = left * _WAIT_PART / len(connection.router.endpoints)
-                request.wait_seconds = min(max(share, 0.0), AT_LEAST_SECONDS_MAX)
+                # A part of the time for each server, so that one that is behind, or silent, leaves some for the others.
+                servers = len(router.endpoints) if request.any_server else 1
+                share = max(left * _WAIT_PART / servers, 0.0)
+                request.wait_seconds = min(share, AT_LEAST_SECONDS_MAX)
                 # So that the end is the server's answer, which says more than that time is over.
                 left += _ANSWER_SECONDS
+                each = share + _ANSWER_SECONDS
             try:
-                stubs = connection.stubs(request.any_server)
-                answer: kv_pb2.GetResponse = await self._handle.ask(stubs.keys.Get, request, left)
-                connection.router.learn(answer.servers)
+                keys = connection.stubs(router.anywhere if request.any_server else None).keys
+                answer: kv_pb2.GetResponse = await self._handle.ask(
+                    partial(keys.Get, each=each), request, left
+                )
+                router.learn(answer.servers)
                 return answer
             except UprError as error:
                 if is_elsewhere(error):

@@ -6,7 +6,7 @@ Buckets, streams and writers know the connection, and not the client that made i
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import grpc
@@ -28,9 +28,15 @@ from upr_client._async.io import (
 )
 from upr_client.changes.groups import is_of_group
 from upr_client.changes.link import MOMENT_SECONDS, CallState
-from upr_client.endpoints import Token, authorization, call_error, moves_on, was_not_done
-from upr_protocol.errors import ClosedError, UnavailableError, UprError
-from upr_protocol.limits import SERVERS_MAX
+from upr_client.endpoints import (
+    Token,
+    authorization,
+    call_error,
+    is_elsewhere,
+    was_not_done,
+)
+from upr_client.routing import Route, Servers
+from upr_protocol.errors import BehindError, ClosedError, UnavailableError, UprError
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1.admin_service_pb2_grpc import AdminServiceStub
@@ -45,23 +51,21 @@ _LEAST_SECONDS = 0.001
 
 
 class Stubs(NamedTuple):
-    """The services of one endpoint; their unary calls go to whichever endpoint is the current one then."""
+    """The services of one endpoint; their unary calls go to whichever endpoint their route has then."""
 
     streams: Any
     keys: Any
     admin: Any
     sets: Any
-    endpoint: int
-    """Its index."""
-    connection: int
-    """Number of the channel, among those opened to this endpoint one after the other."""
-    any_server: bool
-    """Whether it need not be the active server."""
+    endpoint: str
+    route: Route
+    """That chose the endpoint."""
+    held: Any
+    """What ``Router.raw`` returned: it keeps the channel open, also when the endpoint is forgotten meanwhile."""
 
 
 class Router:
-    """The endpoints of a client, one of which is the current one; and one, maybe another, that is read from where any
-    server may be.
+    """The endpoints of a client with their channels, and the routes of its calls.
 
     Args:
         endpoints: at least one, to begin with; servers name others.
@@ -69,6 +73,11 @@ class Router:
         token: sent with every call; None for none.
         channel: the channel to use instead, of the caller's; it is not closed here.
         check: raises ClosedError when the client cannot be used any more.
+
+    Attributes:
+        active: the route of calls to the active server.
+        anywhere: the route of unary calls that any server may answer.
+        given: the route of calls about one server: to none that was only named.
     """
 
     def __init__(
@@ -79,47 +88,50 @@ class Router:
         channel: Channel | None,
         check: Callable[[], None],
     ) -> None:
-        self.endpoints = endpoints
+        # A token, and a channel, are for those that they were given for.
+        self._servers = Servers(endpoints, only_given=bool(token or channel))
+        self.active, self.anywhere = Route(self._servers), Route(self._servers)
+        self.given = Route(Servers(endpoints, only_given=True))
         self.check = check
         self._credentials = credentials
         self._token = token
         self._given = channel
-        self._channels: dict[int, Channel] = {}
-        self._raw: dict[int, tuple[Any, Any, Any, Any]] = {}
-        self._opened: dict[int, int] = {}
-        self._current = {False: 0, True: 0}
+        self._channels: dict[str, Channel] = {}
+        self._raw: dict[str, tuple[Any, ...]] = {}
         self._mutex = mutex()
 
-    def current(self, any_server: bool = False) -> int:
-        """Return the index of the current endpoint, or of the one that is read from where any server may be."""
-        return self._current[any_server]
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All endpoints, in the order in which they are tried."""
+        return self._servers.all
 
-    def stubs(self, any_server: bool = False) -> Stubs:
-        """Return the services of the endpoint of ``current``."""
-        index = self._current[any_server]
-        self.raw(index)
-        streams, keys, admin, sets = (
-            _Service(self, index, number, any_server) for number in range(4)
-        )
-        return Stubs(streams, keys, admin, sets, index, self._opened.get(index, 0), any_server)
+    def follower(self, any_server: bool) -> Route:
+        """Return the route of a follower; one of any server has its own, because others may not be behind for others."""
+        return Route(self._servers, self.anywhere.current) if any_server else self.active
 
-    def raw(self, index: int) -> tuple[Any, Any, Any, Any]:
-        """Return gRPC's own stubs of an endpoint; its channel is made when first needed."""
+    def stubs(self, route: Route) -> Stubs:
+        """Return the services of the current endpoint of a route."""
+        endpoint = route.current
+        raw = self.raw(endpoint)
+        streams, keys, admin, sets = (_Service(self, endpoint, n, route) for n in range(4))
+        return Stubs(streams, keys, admin, sets, endpoint, route, raw)
+
+    def raw(self, endpoint: str) -> tuple[Any, ...]:
+        """Return gRPC's own stubs of an endpoint, and its channel, which is made when first needed."""
         with self._mutex:
             self.check()
-            stubs = self._raw.get(index)
+            stubs = self._raw.get(endpoint)
             if stubs is None:
                 channel = self._given
                 if channel is None:
-                    endpoint = self.endpoints[index]
                     channel = open_channel(endpoint, CLIENT_OPTIONS, self._credentials)
-                    self._channels[index] = channel
-                    self._opened[index] = self._opened.get(index, 0) + 1
-                stubs = self._raw[index] = (
+                    self._channels[endpoint] = channel
+                stubs = self._raw[endpoint] = (
                     ChangeStreamServiceStub(channel),
                     KeyValueServiceStub(channel),
                     AdminServiceStub(channel),
                     ReplicaServiceStub(channel),
+                    channel,
                 )
             return stubs
 
@@ -128,47 +140,42 @@ class Router:
         return None if self._token is None else authorization(self._token)
 
     def learn(self, servers: Iterable[str]) -> None:
-        """Remember further servers of the set, behind the endpoints that are there.
-
-        Not of a client with a token or a channel of its own: those are for whom it was given.
-        """
+        """Remember further servers of the set; see ``Servers.learn``."""
         with self._mutex:
-            if not (self._token or self._given):
-                known = dict.fromkeys((*self.endpoints, *filter(None, servers)))
-                # The first ones are what the application gave, and indexes must stay.
-                self.endpoints = tuple(known)[: max(SERVERS_MAX, len(self.endpoints))]
+            before = self._servers.all
+            self._servers.learn(servers)
+            if self._servers.all is before:
+                return
+            # Their channels end with the calls that are under way: each of those holds its own.
+            for gone in self._channels.keys() - set(self._servers.all):
+                del self._channels[gone], self._raw[gone]
 
-    def failed(self, error: UprError, index: int, any_server: bool = False) -> bool:
-        """Go on to another endpoint if this one is the current one, and the error says that another may do better.
+    def worked(self, route: Route, endpoint: str) -> None:
+        """A call did what it was for; see ``Route.worked``."""
+        with self._mutex:
+            route.worked(endpoint)
 
-        It is the server that the error names as the active one, else the next endpoint. Return whether it was named.
-        """
+    def failed(self, error: UprError, route: Route, endpoint: str) -> float | None:
+        """Go on to another endpoint if that may do better; see ``Route.failed``."""
         self.learn([error.owner])
         with self._mutex:
-            owner = error.owner
-            named = owner in self.endpoints and owner != self.endpoints[index]
-            if index != self._current[any_server] or not moves_on(error):
-                return named and self.endpoints[self._current[any_server]] == owner
-            if len(self.endpoints) == 1:
-                return False
-            # One that names itself waits for others, and another may be active meanwhile.
-            at = self.endpoints.index(owner) if named else (index + 1) % len(self.endpoints)
-            self._current[any_server] = at
-        _logger.info(
-            "%s: %s (%s); going on to %s",
-            self.endpoints[index],
-            error.reason,
-            error,
-            self.endpoints[at],
-        )
-        return named
+            pause = route.failed(error, endpoint)
+            to = route.current
+        if to != endpoint:
+            _logger.info("%s: %s (%s); going on to %s", endpoint, error.reason, error, to)
+        return pause
+
+    def another(self, route: Route, tried: Collection[str], named: str) -> str | None:
+        """Return an endpoint that was not tried; see ``Route.another``."""
+        with self._mutex:
+            return route.another(tried, named)
 
     def give_up(self, stubs: Stubs) -> Channel | None:
         """Return the channel behind some stubs, to be closed: the next call opens another one. None when it was given
         up already, or is the caller's.
         """
         with self._mutex:
-            if self._opened.get(stubs.endpoint) != stubs.connection:
+            if self._raw.get(stubs.endpoint) is not stubs.held:
                 return None
             self._raw.pop(stubs.endpoint, None)
             return self._channels.pop(stubs.endpoint, None)
@@ -183,46 +190,61 @@ class Router:
 
 
 class _Service:
-    """Stands for a stub. A stream belongs to the endpoint it was asked for; a unary call to the current one."""
+    """Stands for a stub. A stream belongs to the endpoint it was asked for; a unary call to the one its route has then."""
 
-    def __init__(self, router: Router, index: int, number: int, any_server: bool) -> None:
+    def __init__(self, router: Router, endpoint: str, number: int, route: Route) -> None:
         self._router = router
-        self._index = index
+        self._endpoint = endpoint
         self._number = number
-        self._any_server = any_server
+        self._route = route
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
         router, number = self._router, self._number
         if name in _STREAMS:
-            method = getattr(router.raw(self._index)[number], name)
+            method = getattr(router.raw(self._endpoint)[number], name)
             return lambda requests: method(requests, metadata=router.metadata())
 
-        # The arguments are those of gRPC's own methods.
+        # The arguments are those of gRPC's own methods, and ``each``.
         async def unary(request: Any, **options: Any) -> Any:
-            return await _unary(router, number, name, request, options["timeout"], self._any_server)
+            seconds, each = options["timeout"], options.get("each")
+            return await _unary(router, number, name, request, seconds, each, self._route)
 
         return unary
 
 
 async def _unary(
-    router: Router, number: int, name: str, request: Any, seconds: float, any_server: bool
+    router: Router,
+    number: int,
+    name: str,
+    request: Any,
+    seconds: float,
+    each: float | None,
+    route: Route,
 ) -> Any:
     """Make a unary call, within a total time in seconds.
 
     One that cannot have reached a server, or was refused by one that is not the active one, or behind, is made at each of
-    the other endpoints, once.
+    the other endpoints, once. If none of them does it, a refusal is what is raised: that server is there.
+
+    Args:
+        each: seconds of one server, of a call that may be made twice: one that says nothing for so long is left.
     """
     deadline = now() + seconds
-    tried = set[int]()
-    while True:
-        index = router.current(any_server)
-        tried.add(index)
-        method = getattr(router.raw(index)[number], name)
+    endpoint: str | None = route.current
+    tried = set[str]()
+    refusal: grpc.RpcError | None = None
+    while endpoint is not None:
+        tried.add(endpoint)
+        # With the channel, for as long as the call.
+        stubs = router.raw(endpoint)
         left = max(deadline - now(), _LEAST_SECONDS)
+        share = left if each is None else min(left, each)
         try:
-            return await method(request, timeout=left, metadata=router.metadata())
+            answer = await getattr(stubs[number], name)(
+                request, timeout=share, metadata=router.metadata()
+            )
         except Cancelled:
             # Closing a channel of grpc.aio cancels its calls, which looks like a cancelled task.
             if cancelled_from_outside():
@@ -234,9 +256,19 @@ async def _unary(
         except grpc.RpcError as error:
             # Closed by another task or thread meanwhile: that is the reason then.
             router.check()
-            router.failed(call_error(error), index, any_server)
-            if router.current(any_server) in tried or not was_not_done(error):
-                raise
+            failure, failed = call_error(error), error
+        else:
+            router.worked(route, endpoint)
+            return answer
+        if failure.reason != BehindError.default_reason:
+            # One that is behind for this call is not for others.
+            router.failed(failure, route, endpoint)
+        refusal = failed if is_elsewhere(failure) else refusal
+        slow = share < left and failure.reason == UnavailableError.default_reason
+        if not (slow or was_not_done(failed)):
+            raise failed
+        endpoint = router.another(route, tried, failure.owner)
+    raise refusal or failed
 
 
 class Connection:
@@ -285,10 +317,10 @@ class Connection:
                 "the client was made in another process", hint="open a new one after the fork"
             )
 
-    def stubs(self, any_server: bool = False) -> Stubs:
-        """Return the services of the current endpoint, or of the one that is read from where any server may be."""
+    def stubs(self, route: Route | None = None) -> Stubs:
+        """Return the services of the current endpoint of a route; None for that of calls to the active server."""
         self.check_usable()
-        return self.router.stubs(any_server)
+        return self.router.stubs(route or self.router.active)
 
     async def ask(
         self, method: Callable[..., Any], request: Any, seconds: float | None = None
@@ -305,18 +337,19 @@ class Connection:
         except grpc.RpcError as error:
             raise call_error(error) from error
 
-    def failed(self, error: UprError, stubs: Stubs | None = None) -> bool:
+    def failed(self, error: UprError, stubs: Stubs, worked: bool) -> float | None:
         """Record the loss of a stream, and move to another endpoint if that may do better.
 
         Args:
             stubs: what the stream was opened with, so that many streams lost at once move the client once.
+            worked: whether the stream did what it was for, before.
 
         Returns:
-            Whether the error named the server that is the current one now: it can be asked at once.
+            The longest pause before the next one, seconds; None for one that grows with the attempts.
         """
-        if stubs is None:
-            return self.router.failed(error, self.router.current())
-        return self.router.failed(error, stubs.endpoint, stubs.any_server)
+        if worked:
+            self.router.worked(stubs.route, stubs.endpoint)
+        return self.router.failed(error, stubs.route, stubs.endpoint)
 
     async def give_up(self, stubs: Stubs) -> None:
         """The connection behind these stubs is dead though nothing says so: the next call makes another one."""

@@ -5,7 +5,7 @@ import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self
@@ -25,6 +25,7 @@ from upr_client._async.io import (
     run_blocking,
 )
 from upr_client._async.storing import Storing
+from upr_client._async.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock
@@ -34,49 +35,14 @@ from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
 from upr_client.writing import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
-    BehindError,
     ClosedError,
     FencedError,
     InvalidArgumentError,
     UnavailableError,
     UprError,
 )
-from upr_protocol.failover import WriteToken, WrittenSeqno
+from upr_protocol.failover import WriteToken
 from upr_protocol.position import Position
-
-
-def wake(waiting: set[Event]) -> None:
-    """Have all who wait look again."""
-    for moved in list(waiting):
-        moved.set()
-
-
-async def until_reached(
-    is_reached: Callable[[], bool], waiting: set[Event], seconds: float
-) -> None:
-    """Wait until writes are reached.
-
-    Args:
-        is_reached: asked at first, and whenever ``wake`` was called.
-        waiting: who is woken.
-
-    Raises:
-        BehindError: they were not reached within ``seconds``.
-        UprError: ``is_reached`` raised it.
-    """
-    until, moved = now() + seconds, Event()
-    waiting.add(moved)
-    try:
-        while not is_reached():
-            if not await moved.wait(max(until - now(), 0.0)):
-                raise BehindError(
-                    f"a write was not reached within {seconds:g} s",
-                    hint="wait for longer; or look at the lag, and at whether anything is being followed",
-                )
-            moved.clear()
-    finally:
-        waiting.discard(moved)
-
 
 Lane = Queue[Change | None]
 """Queue of changes handled one after the other, up to the first None."""
@@ -237,7 +203,10 @@ class AsyncChanges:
             bucket=bucket.name,
         )
         self._follow: Follow | None = None
+        self._route = bucket.connection.router.follower(options.any_server)
         self._stubs: Stubs | None = None
+        # Whether the call did what it is for.
+        self._worked = False
         # Acknowledgements may come from other threads, in the flavour that has threads.
         self._mutex = mutex()
         self._storing = Storing(
@@ -253,7 +222,9 @@ class AsyncChanges:
         self._receiving = Semaphore(1)
         self._asked = 0
         self._moved = Event()
-        self._waiting: set[Event] = set()
+        self._waiters = Waiters()
+        # What the last request for an item ended with.
+        self._failure: Exception | None = None
         self._handling: Handling | None = None
 
     @property
@@ -294,7 +265,7 @@ class AsyncChanges:
         if self._bucket.connection.is_foreign:
             return
         self._ending.set()
-        wake(self._waiting)
+        self._waiters.wake()
         if self.close in self._bucket.connection.open:
             self._bucket.connection.open.remove(self.close)
         in_server = self._following.ownership is not None
@@ -325,6 +296,7 @@ class AsyncChanges:
 
     def _end(self) -> None:
         self._ending.set()
+        self._waiters.wake()
         handling, follow = self._handling, self._follow
         if handling is not None:
             handling.leave()
@@ -381,7 +353,8 @@ class AsyncChanges:
     async def reached(self, token: WriteToken | WriteResult | WriteResults, seconds: float) -> None:
         """Wait until what was written is dealt with: received, and then acknowledged, or followed by a further request.
 
-        Another task or thread iterates meanwhile. What is not followed is not waited for.
+        Another task or thread iterates meanwhile. What is not followed is not waited for; of a group's member that is what
+        is another member's by then.
 
         Args:
             token: the result of a write, or its token.
@@ -389,24 +362,30 @@ class AsyncChanges:
 
         Raises:
             BehindError: it was not reached in time.
+            BucketGoneError: nor can it be: it is of another bucket, or of one that was dropped since.
             WriteUndoneError: a failover undid it.
-            ClosedError: the changes were closed.
+            ClosedError: the changes were closed or stopped.
+            UprError: the iteration ended with it.
         """
-        writes = token_of(token).within(set(self._following.session.partitions))
+        writes = token_of(token)
 
         def is_reached() -> bool:
             with self._mutex:
                 self._following.acknowledge_part()
-            if all(self._has(one) for one in writes):
+            if self._has(writes):
                 return True
             self._check_usable()
+            if self._failure is not None:
+                raise self._failure
+            if self._ending.is_set():
+                raise ClosedError("the changes were stopped", hint="ask the bucket for new ones")
             return False
 
-        await until_reached(is_reached, self._waiting, seconds)
+        await self._waiters.until_reached(writes, is_reached, lambda: self._following, seconds)
 
-    def _has(self, one: WrittenSeqno, complete: int | None = None) -> bool:
+    def _has(self, token: WriteToken, complete: Sequence[int] | None = None) -> bool:
         with self._mutex:
-            return self._following.has(one, complete)
+            return self._following.has(token, complete)
 
     # Storing.
 
@@ -461,7 +440,7 @@ class AsyncChanges:
         return ledger
 
     def _acknowledged(self) -> None:
-        wake(self._waiting)
+        self._waiters.wake()
         follow = self._follow
         if follow is not None and self._following.waits_for_acknowledgements:
             follow.wake()
@@ -583,6 +562,7 @@ class AsyncChanges:
         self._check_usable()
         with self._mutex:
             self._asked += 1
+            self._failure = None
             follow = self._follow
         try:
             if follow is not None:
@@ -594,14 +574,18 @@ class AsyncChanges:
                 self._asked -= 1
         try:
             return await self._go_on()
+        except Exception as error:
+            self._failure = error
+            raise
         finally:
             self._receiving.give_back()
             self._moved.set()
+            self._waiters.wake()
 
     async def _go_on(self) -> ChangeBatch | Rollback | None:
         with self._mutex:
             self._following.acknowledge()
-        wake(self._waiting)
+        self._waiters.wake()
         while not self._ending.is_set():
             self._report()
             await self._tell_revoked()
@@ -784,13 +768,16 @@ class AsyncChanges:
     async def _connect(self) -> None:
         request = self._following.open_message(self._bucket.name)
         try:
-            self._stubs = self._bucket.connection.stubs(self._options.any_server)
+            self._worked = False
+            self._stubs = self._bucket.connection.stubs(self._route)
             self._follow = follow = Follow(self._stubs.streams.Follow, request)
             opened = await follow.opened(
                 self._bucket.connection.connect_timeout, self._ending.is_set
             )
+            router = self._bucket.connection.router
+            router.learn(opened.servers)
             with self._mutex:
-                self._following.opened(opened)
+                self._following.opened(opened, len(router.endpoints))
         except UprError as error:
             if self._following.not_opened(error):
                 await self._drop_call()
@@ -802,7 +789,8 @@ class AsyncChanges:
             await self._drop_call()
             raise
         self._bucket.version = opened.bucket_version
-        self._bucket.connection.router.learn(opened.servers)
+        # Any server opens a call, also one that then is behind.
+        self._worked = not self._options.any_server
 
     async def _drop_call(self, finish_seconds: float = 0.0) -> None:
         follow, self._follow = self._follow, None
@@ -818,14 +806,15 @@ class AsyncChanges:
         await self._drop_call(finish_seconds)
         if self._ending.is_set():
             return
-        connection, stubs, named = self._bucket.connection, self._stubs, False
+        connection, stubs = self._bucket.connection, self._stubs
+        longest: float | None = None
         if stubs is not None:
             self._stubs = None
-            named = connection.failed(error, stubs)
+            longest = connection.failed(error, stubs, self._worked)
             if error.reason == SILENT_REASON and isinstance(error, UnavailableError):
                 await connection.give_up(stubs)
         with self._mutex:
-            seconds = self._following.lost(error, named)
+            seconds = self._following.lost(error, longest)
         self._report()
         await self._ending.wait(seconds)
 
@@ -851,6 +840,7 @@ class AsyncChanges:
                 return None
             with self._mutex:
                 outcome = following.take(received, follow.highs())
+        self._worked = self._worked or outcome.batch is not None
         if outcome.consumed is not None:
             follow.consumed(outcome.consumed)
         if outcome.lost is not None:

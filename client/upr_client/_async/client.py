@@ -24,8 +24,8 @@ class AsyncClient:
     With several endpoints the first one is used until a call finds that it cannot be reached, loses its connection,
     or is told that the server is stopping; then the next one, and after the last the first again. A server that is not
     the active one of its set names the one that is, which is used from then on; servers that were named are endpoints too,
-    unless there is a token or a channel. A unary call that did nothing for sure is made once at each of the others; any
-    other is not made again.
+    32 together with those given, unless there is a token or a channel. A unary call that did nothing for sure is made once
+    at each of the others; any other is not made again.
 
     Args:
         target: the server's address, "host:port"; several with commas in between, or as a sequence.
@@ -82,7 +82,7 @@ class AsyncClient:
     @property
     def target(self) -> str:
         """The endpoint that is used now."""
-        return self.endpoints[self._connection.router.current()]
+        return self._connection.router.active.current
 
     @property
     def endpoints(self) -> tuple[str, ...]:

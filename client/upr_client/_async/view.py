@@ -5,10 +5,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from upr_client._async.call import BucketHandle
-from upr_client._async.changes import AsyncChanges, until_reached, wake
+from upr_client._async.changes import AsyncChanges
 from upr_client._async.io import Background, Cancelled, Event, mutex
+from upr_client._async.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Rollback
 from upr_client.changes.options import ChangesOptions, Only
+from upr_client.changes.session import Following
 from upr_client.positions import MemoryPositions
 from upr_client.writing import WriteResult, WriteResults, token_of
 from upr_protocol.errors import ClosedError
@@ -112,7 +114,7 @@ class AsyncView:
         self._reader: Background | None = None
         self._mutex = mutex()
         self._ready = Event()
-        self._waiting: set[Event] = set()
+        self._waiters = Waiters()
         self._leaving = False
         self._failure: Exception | None = None
 
@@ -156,7 +158,7 @@ class AsyncView:
             if self._failure is None:
                 self._failure = ClosedError("the view was closed")
             self._ready.set()
-            wake(self._waiting)
+            self._waiters.wake()
 
     async def _follow(self, until_now: bool) -> None:
         self._bucket.connection.check_usable()
@@ -176,7 +178,7 @@ class AsyncView:
             async for batch in changes.batches():
                 with self._mutex:
                     self._state.take(batch)
-                wake(self._waiting)
+                self._waiters.wake()
 
     # Reading.
 
@@ -200,23 +202,22 @@ class AsyncView:
 
         Raises:
             BehindError: it was not reached in time.
+            BucketGoneError: nor can it be: it is of another bucket, or of one that was dropped since.
             WriteUndoneError: a failover undid it.
             UprError: following ended with it.
         """
-        followed = self._only.partitions
-        writes = token_of(token).within(
-            range(PARTITIONS) if followed is None else frozenset(followed)
-        )
+        writes = token_of(token)
 
         def is_reached() -> bool:
             self._check()
             changes = self._changes
             with self._mutex:
-                return changes is not None and all(
-                    changes._has(one, self._state.complete[one.partition]) for one in writes
-                )
+                return changes is not None and changes._has(writes, self._state.complete)
 
-        await until_reached(is_reached, self._waiting, seconds)
+        def following() -> Following | None:
+            return None if self._changes is None else self._changes._following
+
+        await self._waiters.until_reached(writes, is_reached, following, seconds)
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -83,7 +83,8 @@ class BlockWriter:
 
     Args:
         stubs: returns the services of the endpoint to use now.
-        failed: called with the error of a lost call, and the way it was opened; returns whether to go on at once.
+        failed: called with the error of a lost call, how it was opened, and whether it did something; returns the longest
+            pause before the next one, None for one that grows.
         learn: called with the addresses of servers.
         bucket: the bucket's name.
         producer: name of the writer, by which the server recognises retries.
@@ -97,7 +98,7 @@ class BlockWriter:
     def __init__(
         self,
         stubs: Callable[[], Stubs],
-        failed: Callable[[UprError, Stubs], bool],
+        failed: Callable[[UprError, Stubs, bool], float | None],
         learn: Callable[[Iterable[str]], None],
         bucket: str,
         producer: str,
@@ -301,17 +302,18 @@ class BlockWriter:
     # In the background.
 
     def _run(self) -> None:
-        attempt, was_named = 0, False
+        attempt = 0
         while True:
             self._work.wait()
             if self._closing.is_set():
                 break
-            answered_at, named = self._progress_at, False
+            answered_at = self._progress_at
+            longest: float | None = None
             try:
                 stubs = self._stubs()
                 error = self._one_call(stubs)
                 if not self._closing.is_set():
-                    named = self._failed(error, stubs)
+                    longest = self._failed(error, stubs, self._progress_at != answered_at)
             except UprError as failure:
                 error = failure
             except Exception as failure:
@@ -319,7 +321,7 @@ class BlockWriter:
                 error = UprError(f"writing failed: {failure!r}")
             with self._mutex:
                 if self._progress_at != answered_at:
-                    attempt, was_named = 0, False
+                    attempt = 0
                 if not self._pending:
                     if not self._closing.is_set():
                         self._work.clear()
@@ -333,15 +335,14 @@ class BlockWriter:
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
-            if named and not was_named:
-                # The active server is known: no pause. Once, because two may name each other.
-                was_named = True
-                continue
-            seconds = backoff.delay(attempt, random.random(), away=moves_on(error))
+            if longest is None:
+                seconds = backoff.delay(attempt, random.random(), away=moves_on(error))
+                attempt += 1
+            else:
+                seconds = longest * random.random()
             if limit is not None:
                 # The last try comes when the time is over, not long after.
                 seconds = min(seconds, limit - waited)
-            attempt += 1
             _logger.info(
                 "%s: writing stopped with %s (%s); again in %.2f s",
                 self._bucket,

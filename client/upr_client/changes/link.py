@@ -211,7 +211,8 @@ class Reconnecting:
         self._say = say
         self._clock = clock
         self._attempt = self._violations = 0
-        self._was_named = False
+        self._left = self._rounds = 0
+        self._stays_until = clock.now()
         self._any_version = False
         self._heard_at = clock.now()
 
@@ -231,7 +232,28 @@ class Reconnecting:
     def answered(self) -> None:
         """Starts were answered."""
         self._attempt = 0
-        self._was_named = False
+
+    def all_started(self) -> None:
+        """Each partition that is followed was started."""
+        self._left = self._rounds = 0
+        self._stays_until = self._clock.now()
+
+    def leaves(self, servers: int) -> bool:
+        """A partition is behind at a server that need not be this one. Return whether to leave it for the next of so many.
+
+        Each of the others is tried at once. If the partition is behind there too, it waits alone where the call is by
+        then, so that the others are followed; after growing times all are tried again.
+        """
+        if servers == 1 or self._clock.now() < self._stays_until:
+            return False
+        self._left += 1
+        if self._left < servers:
+            return True
+        self._left = 0
+        seconds = backoff.lasting_delay(self._rounds, self._clock.random())
+        self._stays_until = self._clock.now() + seconds
+        self._rounds += 1
+        return False
 
     def beat(self) -> None:
         """A heartbeat came."""
@@ -257,11 +279,11 @@ class Reconnecting:
             self._say(f"{error}; going on with the new one")
         return self._any_version
 
-    def lost(self, error: UprError, named: bool = False) -> float:
+    def lost(self, error: UprError, longest: float | None = None) -> float:
         """The call is lost. Return how many seconds to wait before the next one.
 
         Args:
-            named: whether the error named the server that is asked next; once that is done without a pause.
+            longest: the longest such pause, seconds; None for one that grows with the attempts.
 
         Raises:
             UprError: trying again does not mend it, or was tried for long enough.
@@ -276,14 +298,14 @@ class Reconnecting:
         if self._limit is not None and self._clock.now() - self._heard_at >= self._limit:
             raise error
         self._progress.reconnects += 1
-        if named and not self._was_named:
-            self._was_named = True
-            self._say(f"the call ended with {error.reason} ({error}); going on at {error.owner}")
-            return 0.0
-        seconds = backoff.delay(self._attempt, self._clock.random(), away=moves_on(error))
-        self._attempt += 1
+        if longest is None:
+            seconds = backoff.delay(self._attempt, self._clock.random(), away=moves_on(error))
+            self._attempt += 1
+        else:
+            seconds = longest * self._clock.random()
+        at = f" at {error.owner}" if longest is not None else ""
         self._say(
-            f"the call ended with {error.reason} ({error}); connecting again in {seconds:.2f} s"
+            f"the call ended with {error.reason} ({error}); connecting again{at} in {seconds:.2f} s"
         )
         return seconds
 

@@ -28,8 +28,13 @@ from upr_client.changes.options import ChangesOptions
 from upr_client.changes.status import ChangesStatus, Progress
 from upr_protocol.block import U64
 from upr_protocol.consumer import Consumer, Fate, State, fate_of
-from upr_protocol.errors import InvalidArgumentError, ProtocolError, RollbackError, UprError
-from upr_protocol.failover import FailoverLog, WrittenSeqno
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    ProtocolError,
+    RollbackError,
+    UprError,
+)
+from upr_protocol.failover import FailoverLog, WriteToken, WrittenSeqno
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
 from upr_protocol.position_table import Found, PositionTable
@@ -252,6 +257,7 @@ class Following:
         self._assigned: set[int] = set()
         self._revoked: list[int] = []
         self._opening_at = clock.now()
+        self._servers = 1
 
     @property
     def session(self) -> Consumer:
@@ -364,21 +370,38 @@ class Following:
         received = self.session.position(partition)
         return received if self.ledger is None else self.ledger.position(partition, received)
 
-    def has(self, one: WrittenSeqno, complete: int | None = None) -> bool:
-        """Return whether a write was dealt with.
+    def has(self, token: WriteToken, complete: Sequence[int] | None = None) -> bool:
+        """Return whether writes were dealt with, as far as their partitions are followed; ``acknowledge_part`` comes first.
 
         Args:
-            complete: the last complete marker that was dealt with; None for that of the position.
+            complete: the last complete marker of each partition that was dealt with; None for those of the positions.
 
         Raises:
-            WriteUndoneError: it was undone.
+            WriteUndoneError: one was undone.
         """
+        membership = self._membership
+        if self.is_of_other_bucket(token) or (membership is not None and not membership.is_told):
+            return False
+        followed = set(self.session.partitions)
+        # What is being begun is the member's already.
+        share = followed if membership is None else followed | membership.owned
+        return all(
+            one.partition in followed and self._has(one, complete) for one in token.within(share)
+        )
+
+    def _has(self, one: WrittenSeqno, complete: Sequence[int] | None) -> bool:
         at = self.position(one.partition)
         if at.failover_id is None:
             return False
-        if complete is None:
-            complete = at.seqno if at.horizon == at.seqno else max(at.markers, default=0)
-        return one.is_in(at.log or FailoverLog.born(at.failover_id), complete)
+        if complete is not None:
+            marker = complete[one.partition]
+        else:
+            marker = at.seqno if at.horizon == at.seqno else max(at.markers, default=0)
+        return one.is_in(at.log or FailoverLog.born(at.failover_id), marker)
+
+    def is_of_other_bucket(self, token: WriteToken) -> bool:
+        """Return whether a token is of another bucket than the one that is followed, which may be a newer one of its name."""
+        return self.session.bucket_version not in (0, token.bucket_version)
 
     def begin_save(self) -> Mapping[int, Position]:
         """Return the positions to store, in one atomic write; ``saved`` or ``not_saved`` follows."""
@@ -461,8 +484,9 @@ class Following:
         version = self._calls.version(self.session.bucket_version)
         return self._options.open_message(bucket, version, self._calls.interval)
 
-    def opened(self, opened: stream_pb2.Opened) -> None:
-        """The call was accepted."""
+    def opened(self, opened: stream_pb2.Opened, servers: int = 1) -> None:
+        """The call was accepted; ``servers``: how many the client knows."""
+        self._servers = servers
         self._calls.opened()
         self._held.clear()
         self.session.opened(opened.bucket_version)
@@ -475,11 +499,11 @@ class Following:
         """The call was not accepted. Return whether to open another one at once; else ``lost`` follows."""
         return self._calls.not_opened(error, self.session.bucket_version)
 
-    def lost(self, error: UprError, named: bool = False) -> float:
+    def lost(self, error: UprError, longest: float | None = None) -> float:
         """The call is lost. Return how many seconds to wait before the next one; see ``Reconnecting.lost``."""
         self.session.disconnected()
         self._held.clear()
-        return self._calls.lost(error, named)
+        return self._calls.lost(error, longest)
 
     def due(self) -> tuple[list[stream_pb2.FollowRequest], float | None]:
         """Return the messages to send now, and the seconds until the next action; None if none is planned."""
@@ -681,10 +705,13 @@ class Following:
             return Outcome(self._take_frame(message.frame))
         if kind == "start_answers":
             fatal = self._incoming.take_answers(message.start_answers)
-            if self._options.any_server and self._incoming.elsewhere is not None:
+            elsewhere = self._incoming.elsewhere if self._options.any_server else None
+            if elsewhere is not None and self._calls.leaves(self._servers):
                 self._incoming.retries.moved()
-                return Outcome(lost=self._incoming.elsewhere, fatal=fatal)
+                return Outcome(lost=elsewhere, fatal=fatal)
             self._calls.answered()
+            if self.session.all_started:
+                self._calls.all_started()
             if begun := self._incoming.take_begun():
                 self._begin(sorted(begun))
         elif kind == "heartbeat":

@@ -38,8 +38,11 @@ from upr_client import (
     Rollback,
     Tuning,
     UprError,
+    WriteToken,
 )
 from upr_client.errors import (
+    BehindError,
+    BucketGoneError,
     ClosedError,
     PartitionNotActiveError,
     ProtocolError,
@@ -488,3 +491,27 @@ async def test_a_stream_that_finished_between_markers_is_started_again_to_its_ho
             markers = [e.seqno async for e in changes if isinstance(e, Marker)]
     assert markers == [6]
     assert server.calls["follow"][0].of("start")[1].partitions[0].until_seqno == 6
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_write_is_told_why_it_will_not_come() -> None:
+    written = WriteToken.of(VERSION, [(1, ID_A, 9)])
+    held = [*BEGIN, answers(started(1, 7)), Hold()]
+    refusal = PartitionNotActiveError("dead", retriable=False)
+    async with serve([held, [*BEGIN, answers(refused(1, refusal)), Hold()]]) as server:
+        async with AsyncClient(server.target) as client:
+            bucket = client.bucket()
+            async with bucket.changes(only=Only([1])) as changes:
+                assert await changes.ready(30)
+                with pytest.raises(BucketGoneError, match="of another bucket"):
+                    await changes.reached(WriteToken.of(VERSION + 1, [(1, ID_A, 9)]), 0.01)
+                with pytest.raises(BehindError):
+                    await changes.reached(written, 0.01)
+                changes.stop()
+                with pytest.raises(ClosedError, match="stopped"):
+                    await changes.reached(written, 60)
+            async with bucket.changes(only=Only([1])) as changes:
+                with pytest.raises(PartitionNotActiveError):
+                    _ = [event async for event in changes]
+                with pytest.raises(PartitionNotActiveError):
+                    await changes.reached(written, 60)

@@ -39,8 +39,11 @@ from upr_client import (
     Rollback,
     Tuning,
     UprError,
+    WriteToken,
 )
 from upr_client.errors import (
+    BehindError,
+    BucketGoneError,
     ClosedError,
     PartitionNotActiveError,
     ProtocolError,
@@ -463,3 +466,26 @@ def test_a_stream_that_finished_between_markers_is_started_again_to_its_horizon(
             markers = [e.seqno for e in changes if isinstance(e, Marker)]
     assert markers == [6]
     assert server.calls["follow"][0].of("start")[1].partitions[0].until_seqno == 6
+
+
+def test_who_waits_for_a_write_is_told_why_it_will_not_come() -> None:
+    written = WriteToken.of(VERSION, [(1, ID_A, 9)])
+    held = [*BEGIN, answers(started(1, 7)), Hold()]
+    refusal = PartitionNotActiveError("dead", retriable=False)
+    with serve([held, [*BEGIN, answers(refused(1, refusal)), Hold()]]) as server:
+        with Client(server.target) as client:
+            bucket = client.bucket()
+            with bucket.changes(only=Only([1])) as changes:
+                assert changes.ready(30)
+                with pytest.raises(BucketGoneError, match="of another bucket"):
+                    changes.reached(WriteToken.of(VERSION + 1, [(1, ID_A, 9)]), 0.01)
+                with pytest.raises(BehindError):
+                    changes.reached(written, 0.01)
+                changes.stop()
+                with pytest.raises(ClosedError, match="stopped"):
+                    changes.reached(written, 60)
+            with bucket.changes(only=Only([1])) as changes:
+                with pytest.raises(PartitionNotActiveError):
+                    _ = [event for event in changes]
+                with pytest.raises(PartitionNotActiveError):
+                    changes.reached(written, 60)

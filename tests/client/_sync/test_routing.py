@@ -8,6 +8,8 @@ from tests.client._sync.adapter import running, serve
 from tests.client.certificates import Certificate
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import (
+    ID_A,
+    VERSION,
     Expect,
     HalfClosed,
     answers,
@@ -18,7 +20,7 @@ from tests.client.scripted import (
     run_block,
     started,
 )
-from upr_client import Change, Client, Only, UprError
+from upr_client import Change, Client, Only, WriteToken
 from upr_client.errors import (
     BehindError,
     NoRoomError,
@@ -27,6 +29,7 @@ from upr_client.errors import (
     UnavailableError,
 )
 from upr_protocol.limits import SERVERS_MAX
+from upr_protocol.partitioning import partition_of
 
 FOLLOW = [Expect("open"), opened(), Expect("start")]
 
@@ -133,46 +136,96 @@ def test_a_token_goes_to_no_server_that_was_only_named() -> None:
     assert active.tokens == []
 
 
-def test_many_streams_lost_at_once_move_the_client_once() -> None:
-    client = Client("a:1,b:1,c:1")
-    connection = client._connection
-    stubs = connection.stubs()
-    for _ in range(5):
-        connection.failed(UnavailableError("gone"), stubs)
-    assert client.target == "b:1"
-    connection.failed(UprError("a bug"))
-    connection.failed(NoRoomError("full"))
-    assert client.target == "b:1"
-    connection.failed(ShuttingDownError("stopping"))
-    # One that is lost late.
-    connection.failed(UnavailableError("gone"), stubs)
-    assert client.target == "c:1"
-    connection.failed(UnavailableError("gone"))
-    assert client.target == "a:1"
-    client.close()
-
-
 def test_reading_from_any_server_goes_its_own_way() -> None:
-    client = Client("a:1,b:1")
-    connection = client._connection
-    reading = connection.stubs(any_server=True)
-    assert not connection.failed(UnavailableError("gone"), reading)
-    assert (client.target, connection.stubs(any_server=True).endpoint) == ("a:1", 1)
-    assert connection.failed(not_active("c:1"), connection.stubs())
-    assert (client.target, connection.stubs(any_server=True).endpoint) == ("c:1", 1)
-    client.close()
+    with serve() as gone:
+        pass
+    replica, active = KeyValueServer(), KeyValueServer()
+    active.values[b"k"] = replica.values[b"k"] = b"v"
+    with running(replica), running(active):
+        with Client([gone.target, replica.target]) as client:
+            bucket = client.bucket()
+            assert bucket.get(b"k", read_from="any") == b"v"
+            assert client.target == gone.target
+            replica.faults.gets = [not_active(active.target)]
+            assert bucket.get(b"k") == b"v"
+            assert client.target == active.target
+            assert bucket.get(b"k", read_from="any") == b"v"
+            assert (len(replica.gets), len(active.gets)) == (3, 1)
+            # One that is behind is so for this write only.
+            replica.faults.gets = [BehindError("later", owner=active.target)]
+            written = WriteToken.of(VERSION, [(partition_of(b"k"), ID_A, 1)])
+            assert bucket.get(b"k", at_least=written, read_from="any") == b"v"
+            assert bucket.get(b"k", read_from="any") == b"v"
+    assert (len(replica.gets), len(active.gets)) == (5, 2)
 
 
-def test_one_that_names_itself_is_left_and_few_servers_are_remembered() -> None:
-    client = Client("a:1,b:1")
-    connection = client._connection
-    # It waits for others before it serves, and one of them may be active meanwhile.
-    assert not connection.failed(not_active("a:1"), connection.stubs())
-    assert client.target == "b:1"
-    connection.router.learn(["", "a:1", "c:1", *(f"d:{n}" for n in range(1, 100))])
-    assert client.endpoints[:3] == ("a:1", "b:1", "c:1")
-    assert len(client.endpoints) == SERVERS_MAX
-    client.close()
+def test_who_is_behind_is_asked_again_while_another_server_is_away() -> None:
+    with serve() as gone:
+        pass
+    behind = KeyValueServer()
+    behind.values[b"k"] = b"v"
+    written = WriteToken.of(VERSION, [(partition_of(b"k"), ID_A, 1)])
+    with running(behind):
+        for targets in ([behind.target, gone.target], [gone.target, behind.target]):
+            behind.faults.gets = [BehindError("later", owner=gone.target)] * 2
+            with Client(targets) as client:
+                bucket = client.bucket()
+                assert bucket.get(b"k", at_least=written, read_from="any") == b"v"
+        assert behind.faults.gets == []
+        behind.faults.gets = [not_active(gone.target)] * 2
+        with Client([behind.target, gone.target]) as client:
+            # So long as nobody is active.
+            assert client.bucket().get(b"k") == b"v"
+
+
+def test_a_server_that_says_nothing_leaves_time_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("upr_client._sync.bucket._ANSWER_SECONDS", 0.1)
+    silent, there = KeyValueServer(Faults(silent=True)), KeyValueServer()
+    there.values[b"k"] = b"v"
+    written = WriteToken.of(VERSION, [(partition_of(b"k"), ID_A, 1)])
+    with running(silent), running(there):
+        with Client([silent.target, there.target]) as client:
+            bucket = client.bucket()
+            got = bucket.get(b"k", at_least=written, read_from="any", seconds=1)
+            assert got == b"v"
+            # Where only the active one has it, that one gets all the time.
+            assert bucket.get(b"k", at_least=written, seconds=0.5) == b"v"
+    assert [round(one.wait_seconds, 1) for one in silent.gets] == [0.4, 0.4]
+
+
+def test_a_partition_that_is_behind_everywhere_waits_alone() -> None:
+    script = [
+        *FOLLOW,
+        answers(refused(2, BehindError("later")), started(1, 7)),
+        frame((7, run_block(1, 0, 1))),
+        Expect("start"),
+        answers(started(2, 8)),
+        frame((8, run_block(2, 0, 1))),
+        ended("FINISHED", (1, 7), (2, 8)),
+        HalfClosed(),
+    ]
+    with serve([script]) as server:
+        with Client(server.target) as client:
+            with client.bucket().changes(only=Only([1, 2]), read_from="any") as changes:
+                got = [e.partition for e in changes if isinstance(e, Change)]
+    assert got == [1, 2]
+    assert len(server.calls["follow"]) == 1
+
+
+def test_a_server_that_is_forgotten_leaves_nothing_behind() -> None:
+    with Client("a:1") as client:
+        router = client._connection.router
+        for number in range(1, 3 * SERVERS_MAX):
+            router.learn([f"s:{number}"])
+            router.raw(f"s:{number}")
+        stubs = client._connection.stubs()
+        assert len(router._raw) == len(router._channels) <= SERVERS_MAX
+        # One that is dead though nothing says so is closed once.
+        assert router.give_up(stubs) is not None
+        assert router.give_up(stubs) is None
+        assert client._connection.stubs().held is not stubs.held
 
 
 def test_a_follower_of_any_server_leaves_one_that_is_behind() -> None:

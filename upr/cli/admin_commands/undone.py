@@ -121,7 +121,6 @@ def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[byte
     from upr_protocol.wire.v1 import key_value_service_pb2 as kv
     from upr_protocol.wire.v1.key_value_service_pb2_grpc import KeyValueServiceStub
 
-    # A replica answers too, with what it has so far.
     active, mine = _active_server(target), login()
     shown = None if mine.token is None else authorization(mine.token)
     with (

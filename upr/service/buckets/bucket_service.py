@@ -440,6 +440,8 @@ class BucketService:
         table.state[list(logs)] = ACTIVE
         bucket.begin_term()
         self._replica, self._fenced, self.following = False, False, None
+        # Gets that wait for a write hear that it was undone.
+        self.disk.changed()
 
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes, in this step, and have everything that was numbered on disk before this returns.

@@ -196,6 +196,8 @@ class Catalog:
         """HOST:PORT of the active server while this one is not, as far as it is known."""
         self.servers: Callable[[], list[str]] = list
         """Returns HOST:PORT of the servers of the set, as far as they are known; none where this one is alone."""
+        self.is_newest: Callable[[], bool] = lambda: not self.replica
+        """Returns whether no other server can be the active one, as far as the others are met."""
         if not self.replica and not directory.cluster:
             directory.join(secrets.token_hex(8))
         try:
@@ -319,21 +321,24 @@ class Catalog:
 
         Raises:
             PartitionNotActiveError: this server is not the active one, and only that one will do.
-            BehindError: it is not here yet.
-            BucketNotFoundError, BucketGoneError: as ``of``.
+            BehindError, BucketNotFoundError, BucketGoneError: it is not here; see ``not_here``.
         """
         if not request.any_server:
             self.check_active()
         try:
             return self.of(request)
-        except BucketNotFoundError as error:
-            if self.replica:
-                raise BehindError(
-                    f"{error.message} here yet",
-                    hint="ask another server, or later",
-                    owner=self.owner,
-                ) from None
-            raise
+        except (BucketNotFoundError, BucketGoneError) as error:
+            raise self.not_here(error) from None
+
+    def not_here(self, error: UprError) -> UprError:
+        """Return what a consumer, or a Get, is told where its bucket is not here, has another version, or is opened anew.
+
+        Of a replica that is BehindError: it may not have heard of the bucket, and only the active server knows.
+        """
+        if not self.replica:
+            return error
+        hint = "ask another server, or later"
+        return BehindError(f"{error.message}; this is a replica", hint=hint, owner=self.owner)
 
     def join(self, replica_set: str) -> None:
         """Belong to a set of servers from now on, durably; of a server that belongs to none."""

@@ -359,7 +359,7 @@ class GetRequest(_message.Message):
     @_builtins.property
     def at_least(self) -> _containers.RepeatedCompositeFieldContainer[Global___WrittenSeqno]:
         """Writes that the answer must not be older than, at most 2048. The Get waits for them. WRITE_UNDONE says that a
-        failover undid one, BEHIND that this server does not have one yet.
+        failover undid one, or that it was never given; BEHIND that this server does not have one yet.
         """
 
     def __init__(

@@ -1,0 +1,153 @@
+"""Keys on the command line, and what ``upr-cat follow`` can choose, against a real server."""
+
+import io
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_end_to_end import follow, jsonl, popen_cat, run_cat, state
+from upr.cli.follow import layout_of
+from upr.cli.jsonl import read_rows
+from upr_client import Change, Client, WriteToken
+from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.partitioning import partition_of
+
+
+def said(target: str, *arguments: str, stdin: str | None = None) -> str:
+    """Return what a command that succeeds prints."""
+    result = run_cat(target, *arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_key_is_set_read_and_deleted(target: str) -> None:
+    partition = partition_of(b"k")
+    assert said(target, "set", "k", "v") == f"partition {partition}, seqno 1\n"
+    assert said(target, "get", "k") == "v\n"
+    assert (
+        said(target, "set", "k", "-", stdin="two\nlines\n") == f"partition {partition}, seqno 2\n"
+    )
+    assert said(target, "get", "--raw", "k") == "two\nlines\n"
+    document = json.loads(said(target, "delete", "k", "--json", "--durability", "memory"))
+    assert (document["partition"], document["seqno"]) == (partition, 3)
+    assert [one.seqno for one in WriteToken.parse(document["token"]).writes] == [3]
+    missing = run_cat(target, "get", "--any", "k")
+    assert (missing.exit_code, missing.stdout) == (3, "")
+    assert missing.stderr == "error: there is no key 'k' (it was never set, or is deleted)\n"
+
+
+def test_bytes_that_are_no_text_come_back_as_they_are(target: str) -> None:
+    value = bytes(range(256))
+    with popen_cat(target, "set", "\udcff", "-") as process:
+        _, words = process.communicate(value)
+    assert process.returncode == 0, words
+    with Client(target) as client:
+        assert client.bucket().get(b"\xff") == value
+    with popen_cat(target, "get", "--raw", "\udcff") as process:
+        assert process.communicate()[0] == value
+
+
+def test_a_dump_is_what_load_takes(target: str) -> None:
+    rows: dict[bytes, bytes] = {b"user:%d" % i: b"%d" % i for i in range(2500)}
+    rows |= {b"\xff": b"\xfe", b"empty": b""}
+    with Client(target) as client:
+        client.bucket().write_many([*rows.items(), (b"gone", b"1"), (b"user:7", b"old")])
+        client.bucket().write_many([(b"user:7", b"7"), (b"gone", None)])
+    dumped = io.BytesIO(said(target, "dump").encode())
+    assert dict(row for part in read_rows(dumped, "dump") for row in part) == rows
+    assert (
+        said(target, "dump", "--key-prefix", "user:1", "--partitions", "0-1023").count("\n") == 1111
+    )
+    assert said(target, "dump", "--key-prefix", "nobody") == ""
+
+
+def test_follow_by_prefix_from_now_and_from_a_time(target: str, tmp_path: Path) -> None:
+    said(target, "load", "jsonl", "-", stdin=jsonl(("user:1", "a"), ("order:1", "b")))
+    assert state(follow(target, "--key-prefix", "user:")) == {"user:1": "a"}
+    assert follow(target, "--from-now") == []
+    position = str(tmp_path / "position")
+    assert follow(target, "--from-now", "--position", position) == []
+    between = datetime.now(UTC).isoformat()
+    said(target, "set", "user:2", "c")
+    # From where it stood, and not from now.
+    assert state(follow(target, "--from-now", "--position", position)) == {"user:2": "c"}
+    later = state(
+        follow(target, "--from-time", between, "--partitions", f"{partition_of(b'user:2')}")
+    )
+    assert later["user:2"] == "c"
+    assert follow(target, "--from-time", "2999-01-01T00:00:00Z") == []
+
+
+def test_a_count_ends_it_and_the_position_is_behind_what_was_printed(
+    target: str, tmp_path: Path
+) -> None:
+    position = str(tmp_path / "position")
+    keys = [f"k{i}" for i in range(10)]
+    said(target, "load", "jsonl", "-", stdin=jsonl(*((key, "v") for key in keys)))
+
+    def next_ones(count: int) -> list[dict[str, Any]]:
+        printed = said(target, "follow", "-n", f"{count}", "--position", position)
+        lines = [json.loads(line) for line in printed.splitlines()]
+        return [line for line in lines if line["op"] != "marker"]
+
+    seen = [*next_ones(3), *next_ones(1), *next_ones(6)]
+    assert sorted(line["key"] for line in seen) == keys
+    # Fewer than asked for are there.
+    assert follow(target, "-n", "5", "--position", position) == []
+    said(target, "set", "one more", "v")
+    assert [line["key"] for line in next_ones(1)] == ["one more"]
+
+
+def test_a_format_lays_changes_out(target: str) -> None:
+    said(target, "set", "k", "v")
+    said(target, "delete", "k")
+    partition = partition_of(b"k")
+    only = ("--until-now", "--partitions", f"{partition}")
+    printed = said(target, "follow", *only, "-f", r"%p %s %o\t%k=%v\n")
+    assert printed == f"{partition} 1 set\tk=v\n{partition} 2 delete\tk=\n"
+    assert said(target, "follow", *only, "--format", "%v", "--keys-only") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "laid_out"),
+    [
+        ("", b""),
+        ("100%% of %k", b"100% of \xff"),
+        (r"%p\0%s\\%o", b"5\x007\\set"),
+        ("\u00e9%v", "\u00e9".encode() + b"v"),
+    ],
+)
+def test_formats(text: str, laid_out: bytes) -> None:
+    assert layout_of(text)(Change(5, 7, "set", b"\xff", b"v")) == laid_out
+
+
+@pytest.mark.parametrize("text", ["%", "%x", "\\", r"\q", "%k%"])
+def test_formats_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="in the format is not known"):
+        layout_of(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("follow", "--from-now", "--from-start"), 2, "are given together"),
+        (("follow", "--from-now", "--from-time", "1h ago"), 2, "are given together"),
+        (("follow", "--from-time", "soon"), 2, "'soon' is no time"),
+        (("follow", "-n", "0"), 2, "0 is not in the range"),
+        (("follow", "-f", "%q"), 2, "'%q' in the format is not known"),
+        (("get", ""), 2, "key is 0 bytes"),
+        (("set", "", "v"), 2, "key is 0 bytes"),
+        (("get", "k", "--bucket", "none"), 3, "there is no bucket 'none'"),
+        (("dump", "--bucket", "none"), 3, "there is no bucket 'none'"),
+        (("delete", "k", "--bucket", "none"), 3, "there is no bucket 'none'"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(
+    target: str, arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    result = run_cat(target, *arguments)
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert words in result.stderr
