@@ -115,6 +115,16 @@ class ReplicaMethods:
         )
 
     @answering
+    async def ForgetServer(
+        self, request: wire.ForgetServerRequest, context: Context
+    ) -> wire.ForgetServerResponse:
+        """Count a server no more, and forget it; see ``Owning.forget``."""
+        self._catalog.check_active()
+        member = self._owning.meeting.find(request.server)
+        row = await _whole(self._owning.forget(member.directory))
+        return wire.ForgetServerResponse(member=member, row=row_to_message(row))
+
+    @answering
     async def Meet(self, request: wire.MeetRequest, context: Context) -> wire.MeetResponse:
         """Learn what another server knows, and tell it what is known here."""
         self._check_set(request.replica_set)

@@ -71,13 +71,19 @@ class DuplicateBucketError(DataDirectoryError):
 
 
 def create_bucket(
-    directory: DataDirectory, name: str, compression: str = "", version: int = 0, epoch: int = 1
+    directory: DataDirectory,
+    name: str,
+    compression: str = "",
+    version: int = 0,
+    epoch: int = 1,
+    quota: int = 0,
 ) -> Path:
     """Create a bucket with all partitions active, each with one failover record at 0. Return its folder.
 
     Args:
         epoch: in which this server serves.
         version: of the upstream's bucket, of which this one is a replica: the partitions are pending then. 0 draws one.
+        quota: in bytes, 0 for none.
     """
     state = PENDING if version else ACTIVE
     version = version or 1 + secrets.randbelow(2**64 - 1)
@@ -98,6 +104,8 @@ def create_bucket(
             for partition in range(PARTITIONS)
         }
         store.create(identity, rows)
+        if quota:
+            store.put_quota(quota)
         store.close()
         journal = Journal(folder / "journal", identity.version)
         list(journal.replay())
@@ -410,13 +418,15 @@ class Catalog:
 
     # Creating
 
-    async def create(self, name: str, compression: str = "", version: int = 0) -> BucketService:
+    async def create(
+        self, name: str, compression: str = "", version: int = 0, quota: int = 0
+    ) -> BucketService:
         """Create an empty bucket and serve it; runs to completion even if the caller is cancelled.
 
         Args:
             name: 1 to 200 bytes of UTF-8 without control characters.
             compression: of stored blocks, "" for none or "zstd".
-            version: see ``create_bucket``.
+            version, quota: see ``create_bucket``.
 
         Raises:
             InvalidArgumentError: a value is out of its range.
@@ -444,7 +454,7 @@ class Catalog:
                 await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
             else:
                 break
-        task = asyncio.create_task(self._create(name, compression, version))
+        task = asyncio.create_task(self._create(name, compression, version, quota))
         self._creating[name] = task
         return await finish_even_if_cancelled(task)
 
@@ -472,9 +482,9 @@ class Catalog:
                 retriable=False,
             )
 
-    async def _create(self, name: str, compression: str, version: int) -> BucketService:
+    async def _create(self, name: str, compression: str, version: int, quota: int) -> BucketService:
         try:
-            host = await asyncio.to_thread(self._create_now, name, compression, version)
+            host = await asyncio.to_thread(self._create_now, name, compression, version, quota)
         finally:
             del self._creating[name]
         self._add(host)
@@ -483,7 +493,7 @@ class Catalog:
         await self._tell_health()
         return host
 
-    def _create_now(self, name: str, compression: str, version: int) -> BucketService:
+    def _create_now(self, name: str, compression: str, version: int, quota: int) -> BucketService:
         if lost := self._directory.lost():
             raise StorageFailedError(lost, hint=LOST_HINT)
         if self._room.above_reserve() < NEW_BUCKET_BYTES:
@@ -493,7 +503,7 @@ class Catalog:
             )
         try:
             epoch = self.standing.standing.row.epoch or 1
-            folder = create_bucket(self._directory, name, compression, version, epoch)
+            folder = create_bucket(self._directory, name, compression, version, epoch, quota)
             failpoints.hit("bucket.after_create")
             try:
                 return self._opened(folder)

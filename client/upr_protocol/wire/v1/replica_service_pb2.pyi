@@ -260,6 +260,58 @@ class PromoteResponse(_message.Message):
 Global___PromoteResponse: _TypeAlias = PromoteResponse  # noqa: Y015
 
 @_typing.final
+class ForgetServerRequest(_message.Message):
+    """Whom to forget."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: _builtins.int
+    server: _builtins.str
+    """Its directory, or HOST:PORT where it was last reached."""
+    def __init__(
+        self,
+        *,
+        server: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetServerRequest: _TypeAlias = ForgetServerRequest  # noqa: Y015
+
+@_typing.final
+class ForgetServerResponse(_message.Message):
+    """It is forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___SetMember:
+        """Who it was."""
+
+    @_builtins.property
+    def row(self) -> Global___OwnerRow:
+        """The row without it."""
+
+    def __init__(
+        self,
+        *,
+        member: Global___SetMember | None = ...,
+        row: Global___OwnerRow | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "row", b"row"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetServerResponse: _TypeAlias = ForgetServerResponse  # noqa: Y015
+
+@_typing.final
 class LostRange(_message.Message):
     """Mutations that the former owner had and that are not here."""
 
