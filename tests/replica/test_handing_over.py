@@ -4,6 +4,7 @@ import asyncio
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -14,10 +15,11 @@ from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
 from upr.replica import owning, replication
 from upr.replica.methods import ReplicaMethods
-from upr.replica.owning import Owning
+from upr.replica.owning import Owning, Promoted
 from upr.replica.replication import Replication
 from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
 from upr.service.server import Server
 from upr.service.tables import TableFeed, cut_message
 from upr.storage.keyspace import ConsumerRow
@@ -437,3 +439,34 @@ async def test_a_bucket_that_a_replica_cannot_make_stops_no_replicated_write_of_
         await client.bucket("default").set(b"k", b"w", durability="replicated(1)")
         with pytest.raises(TooFewReplicasError):
             await client.bucket("second").set(b"k", b"v", durability="replicated(1)")
+
+
+@pytest.mark.asyncio
+async def test_a_writer_that_is_sent_to_the_next_owner_is_served_when_that_is_active(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    go_on, serve = asyncio.Event(), Owning._serve
+
+    async def late(self: Owning, *arguments: Any) -> Promoted:
+        await go_on.wait()
+        return await serve(self, *arguments)
+
+    asked, soon = asyncio.Event(), Catalog.check_active_soon
+
+    async def entered(self: Catalog) -> None:
+        asked.set()
+        await soon(self)
+
+    monkeypatch.setattr(Owning, "_serve", late)
+    monkeypatch.setattr(Catalog, "check_active_soon", entered)
+    promoting = asyncio.create_task(new.owning.promote(takeover=True))
+    await until(lambda: not old.owning.active)
+    # It is refused by the one, and tries the other once.
+    async with AsyncClient(new.target, retry_seconds=0) as client:
+        writing = asyncio.create_task(client.bucket("default").set(b"k", b"v"))
+        await asked.wait()
+        go_on.set()
+        await writing
+    await promoting
+    assert new.catalog.becoming is None

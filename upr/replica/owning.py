@@ -351,6 +351,7 @@ class Owning:
                 )
             self.standing.claim(force=force)
             self._paused = True
+            becoming = self._catalog.becoming = asyncio.Event()
             try:
                 if not force:
                     await self._check_reached(takeover=takeover)
@@ -361,6 +362,8 @@ class Owning:
                 raise self._given_up(error) from None
             finally:
                 self._paused = False
+                self._catalog.becoming = None
+                becoming.set()
 
     def _given_up(self, error: UprError) -> UprError:
         """Return an error that ended a promotion, with words on what that left behind."""

@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BUCKET = "default"
 NEW_BUCKET_BYTES = 2**20
+BECOMING_SECONDS = 2.0
+"""Longest wait of a Write call for a change of owner to this server."""
 WATCH_SECONDS = 1.0
 """Interval between checks that the data directory and its files still exist."""
 DAMAGED_HINT = "put a copy of its folder in its place and restart the server, or drop the bucket"
@@ -202,6 +204,8 @@ class Catalog:
         """Versions of the buckets that the upstream listed last."""
         self.owner = ""
         """HOST:PORT of the active server while this one is not, as far as it is known."""
+        self.becoming: asyncio.Event | None = None
+        """Set when the change of owner to this server that is under way has ended; None without one."""
         self.servers: Callable[[], list[str]] = list
         """Returns HOST:PORT of the servers of the set, as far as they are known; none where this one is alone."""
         if not self.replica and not directory.cluster:
@@ -311,6 +315,17 @@ class Catalog:
             # A replica that nobody meets knows this one server, which names the active one if it is another.
             alone = len(upstream) == 1 and not (self.owner or self.servers())
             raise not_active(upstream[0] if alone else self.owner)
+
+    async def check_active_soon(self) -> None:
+        """As ``check_active``, when a change of owner to this server has ended, or has taken BECOMING_SECONDS.
+
+        Writers that the former owner sent here go on at once then, and not after a pause.
+        """
+        if self.becoming is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BECOMING_SECONDS):
+                    await self.becoming.wait()
+        self.check_active()
 
     def check_reachable(self) -> None:
         """Raise UprError, NOT_ADVERTISED, where replicas could not be told how to reach this server."""
