@@ -14,6 +14,7 @@ from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
 from upr.replica import owning, replication
+from upr.replica.holding import Holding
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import Owning, Promoted
 from upr.replica.replication import Replication
@@ -470,3 +471,15 @@ async def test_a_writer_that_is_sent_to_the_next_owner_is_served_when_that_is_ac
         await writing
     await promoting
     assert new.catalog.becoming is None
+
+
+@pytest.mark.asyncio
+async def test_tables_that_are_given_up_by_force_are_told(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, new = await start_set(start)
+    monkeypatch.setattr(owning, "GATHER_SECONDS", 0.1)
+    monkeypatch.setattr(Holding, "has_tables", lambda *_: False)
+    async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
+        done = await client.admin.promote(force=True)
+    assert done.tables == ("default",)

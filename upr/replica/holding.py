@@ -70,6 +70,11 @@ class Holding:
         """Return what is durable here, by bucket version."""
         return {host.bucket.identity.version: held_of(host) for host in self._catalog.hosts}
 
+    def named(self, version: int) -> str:
+        """Return a bucket's name; its version where it could not be made here."""
+        names = {h.bucket.identity.version: h.bucket.identity.name for h in self._catalog.hosts}
+        return names.get(version, f"{version:016x}")
+
     def lacking(
         self, answer: Answer, versions: Sequence[int], only: Mapping[int, Sequence[int]] | None
     ) -> dict[int, list[int]]:

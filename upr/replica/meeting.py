@@ -146,7 +146,7 @@ class Meeting:
         self._address = address
         self._links = links
         self._meets = meets
-        self._told_alone = False
+        self._told_alone = self._told_full = False
         self._failed: dict[str, str] = {}
         self._channels: dict[str, tuple[object, Any]] = {}
         self.addresses: dict[str, str] = dict(catalog.standing.addresses)
@@ -215,13 +215,13 @@ class Meeting:
             idle = self.addresses.keys() - self.met.keys() - self._needed()
             if makes_room and idle:
                 self.drop(min(idle, key=lambda directory: self._seen[directory]))
-            elif makes_room:
-                log.warning(
-                    "a server of the set is not remembered: there are as many as can be",
-                    extra={"directory": one.directory, "most": SET_MEMBERS_MAX},
-                )
-                return
             else:
+                if makes_room and not self._told_full:
+                    self._told_full = True
+                    log.warning(
+                        "a server of the set is not remembered: there are as many as can be",
+                        extra={"directory": one.directory, "most": SET_MEMBERS_MAX},
+                    )
                 return
         self.addresses[one.directory] = one.address
         self._seen.setdefault(one.directory, time.monotonic())
@@ -240,6 +240,7 @@ class Meeting:
             extra={"directory": directory, "address": self.addresses[directory]},
         )
         del self.addresses[directory], self._seen[directory]
+        self._told_full = False
 
     def _saw(self, directory: str) -> None:
         if directory in self.addresses:

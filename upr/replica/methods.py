@@ -112,6 +112,7 @@ class ReplicaMethods:
                 wire.LostRange(bucket=bucket, partition=p, seqno=here, high_seqno=there)
                 for bucket, p, here, there in end.lost
             ],
+            tables=end.tables,
         )
 
     @answering

@@ -67,12 +67,14 @@ class Promoted:
         records: partitions that got a failover record.
         without: counted directories that were given up.
         lost: what the former owner was known to have above what is here: bucket, partition, from, to.
+        tables: buckets whose newest consumers and cuts were given up.
     """
 
     row: Row
     records: int = 0
     without: frozenset[str] = frozenset()
     lost: list[tuple[str, int, int, int]] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
 
 
 class Owning:
@@ -428,6 +430,7 @@ class Owning:
         previous = claim.row.previous
         last = "" if previous is None else previous.directory
         lost: list[Lost] = []
+        tables: set[int] = set()
         while True:
             self._check_mine(claim)
             # Of buckets that the former owner has not, if it confirms, nothing is taken: they were dropped.
@@ -459,15 +462,16 @@ class Owning:
                 )
             elif sure and last != me and not handed_over:
                 handed_over = True
-                lost += await self._gather(claim, last, answers, force, None)
+                lost += await self._gather(claim, last, answers, force, None, tables)
             elif self._following is not None:
                 await self._stop_taking()
             elif isinstance(step, Follow):
                 only = by_version(step.partitions, versions)
-                lost += await self._gather(claim, step.directory, answers, force, only)
+                lost += await self._gather(claim, step.directory, answers, force, only, tables)
             else:
                 end = await self._serve(claim, step, versions)
                 end.lost = self.holding.short_of(lost)
+                end.tables = sorted(map(self.holding.named, tables))
                 return end
 
     def _check_mine(self, claim: Claim) -> None:
@@ -496,12 +500,14 @@ class Owning:
         answers: dict[str, Answer],
         force: bool,
         only: Mapping[int, Sequence[int]] | None,
+        tables_lost: set[int],
     ) -> list[Lost]:
         """Follow a server that promised until what is lacking is here, durably, with the small tables.
 
         Args:
             only: the partitions that are lacking, by bucket version; None for all that it has, its very buckets and all
                 that changed in their tables.
+            tables_lost: takes the versions of buckets whose tables it does not give, with ``force``.
 
         Returns: what it has and cannot give, with ``force``.
 
@@ -538,6 +544,8 @@ class Owning:
         if not force:
             raise self._not_given(directory, lacking, why)
         log.warning("given up", extra={"what": str(self._not_given(directory, lacking, why))})
+        if not tables:
+            tables_lost |= {v for v in versions if not self.holding.has_tables(answer, [v])}
         return given_up(answer, lacking)
 
     async def _stop_taking(self) -> None:
@@ -549,9 +557,8 @@ class Owning:
     def _not_given(
         self, directory: str, lacking: Mapping[int, Sequence[int]], why: str
     ) -> UprError:
-        names = {h.bucket.identity.version: h.bucket.identity.name for h in self._catalog.hosts}
         parts = [
-            f"of bucket {shown(names[version]) if version in names else f'{version:016x}'} "
+            f"of bucket {shown(self.holding.named(version))} "
             f"partition {partitions[0]}{f' and {len(partitions) - 1} others' if len(partitions) > 1 else ''}"
             for version, partitions in lacking.items()
         ]

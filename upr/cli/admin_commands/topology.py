@@ -159,6 +159,8 @@ def _tell_losses(done: "Promotion") -> None:
         note(f"{done.records} partitions got a failover record")
     for name in done.without:
         note(f"warning: without {name}: what only it has is undone when it comes back")
+    for name in done.tables:
+        note(f"warning: bucket {name}: the newest positions of consumers and cuts may be lost")
     for bucket, partition, seqno, high in done.lost:
         note(
             f"warning: bucket {bucket}, partition {partition}: {high - seqno} mutations above {seqno} may be lost"

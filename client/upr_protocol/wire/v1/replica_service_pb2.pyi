@@ -229,6 +229,7 @@ class PromoteResponse(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     WITHOUT_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     records: _builtins.int
     """Partitions that got a failover record, over all buckets; 0 after a takeover."""
     @_builtins.property
@@ -243,6 +244,10 @@ class PromoteResponse(_message.Message):
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostRange]:
         """Partitions in which the former owner was known to have more than is durable here."""
 
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Buckets whose newest positions of consumers and cuts a server has, and did not give."""
+
     def __init__(
         self,
         *,
@@ -250,10 +255,11 @@ class PromoteResponse(_message.Message):
         records: _builtins.int = ...,
         without: _abc.Iterable[Global___SetMember] | None = ...,
         lost: _abc.Iterable[Global___LostRange] | None = ...,
+        tables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["row", b"row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "records", b"records", "row", b"row", "without", b"without"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "records", b"records", "row", b"row", "tables", b"tables", "without", b"without"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
