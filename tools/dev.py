@@ -387,6 +387,7 @@ def parser() -> argparse.ArgumentParser:
     soaking.add_argument("--seed", help="to have the same choices again")
     soaking.add_argument("--steps", help="of each simulated world")
     soaking.add_argument("--world", help="only this kind of simulated world")
+    soaking.add_argument("--join-bytes", help="what a replica joins first, with --replicas")
     mutations = commands.add_parser(
         "mutants",
         help="deliberate faults, each must turn a test red; --only NAME, --sample [--seed N], --jobs N, --list [--json]",
@@ -408,7 +409,8 @@ def main() -> int:
         elif options.command == "demo":
             demo(options.repo.resolve(), options.failover)
         elif options.command == "soak":
-            given = {name: getattr(options, name) for name in ("minutes", "seed", "steps", "world")}
+            names = ("minutes", "seed", "steps", "world", "join_bytes")
+            given = {name.replace("_", "-"): getattr(options, name) for name in names}
             soak(options.kind, [f"--{name}={value}" for name, value in given.items() if value])
         elif options.command == "mutants":
             mutants(sys.argv[2:])

@@ -4,7 +4,8 @@ Run by ``tools/dev.py soak --replicas``. A world has three servers, writers at `
 stabilities. In each round a proxy holds one replica's link back and then the other's, the active server is killed, a
 drawn replica is promoted, and the old one comes back as a replica. At the end all servers and followers are the same, no
 write at ``replicated(1)`` is missing, each one at ``disk`` that was undone is kept, and no follower at ``replicated(1)``
-was ever rolled back (``tests/replica/rounds.py``).
+was ever rolled back (``tests/replica/rounds.py``). With ``--join-bytes`` a replica first joins a server that has so much,
+under writers, and is promoted after SIGKILL of that (``tests/replica/joining.py``).
 """
 
 import argparse
@@ -14,13 +15,35 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from tests.conftest import StartServer
 from tests.harness import RunningServer
+from tests.replica.joining import join
 from tests.replica.rounds import Rounds
 from tools.demo import say
 
 ROUNDS = 20
+
+
+@contextmanager
+def starting(folder: Path) -> Iterator[StartServer]:
+    """Give what starts a server; all are gone at the end."""
+    servers: list[RunningServer] = []
+
+    def start(*options: str, environment: Mapping[str, str] | None = None) -> RunningServer:
+        place = folder / str(len(servers))
+        place.mkdir()
+        servers.append(RunningServer(place, *options, environment=environment))
+        return servers[-1].start()
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.close()
 
 
 def one_world(folder: Path, seed: int, ends: float) -> Counter[str]:
@@ -29,15 +52,7 @@ def one_world(folder: Path, seed: int, ends: float) -> Counter[str]:
     Raises:
         AssertionError: something was not as it must be.
     """
-    servers: list[RunningServer] = []
-
-    def start(*options: str, environment: dict[str, str]) -> RunningServer:
-        place = folder / str(len(servers))
-        place.mkdir()
-        servers.append(RunningServer(place, *options, environment=environment))
-        return servers[-1].start()
-
-    try:
+    with starting(folder) as start:
         with Rounds(start, seed) as rounds:
             for number in itertools.count(1):
                 rounds.run()
@@ -45,9 +60,17 @@ def one_world(folder: Path, seed: int, ends: float) -> Counter[str]:
                     break
             rounds.check()
         return rounds.counts
-    finally:
-        for server in servers:
-            server.close()
+
+
+def join_once(size: int) -> None:
+    """Have a replica join a server with so many bytes.
+
+    Raises:
+        AssertionError: the replica lacks something.
+    """
+    with tempfile.TemporaryDirectory(prefix="upr-soak-") as folder, starting(Path(folder)) as start:
+        written, seconds = join(start, size)
+    say(f"joined {size} bytes in {seconds:.1f} s; {written} keys were written meanwhile: fine")
 
 
 def main() -> int:
@@ -55,9 +78,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/dev.py soak --replicas", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="of the first world")
+    parser.add_argument("--join-bytes", type=int, default=0, help="what a replica joins first")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
     say(f"failovers for {options.minutes} minutes, first seed {seed}")
+    if options.join_bytes:
+        join_once(options.join_bytes)
     ends = time.monotonic() + options.minutes * 60
     total: Counter[str] = Counter()
     while time.monotonic() < ends:

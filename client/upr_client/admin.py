@@ -649,12 +649,14 @@ class Promotion:
         without: addresses, or directories, of counted servers that were given up.
         lost: of partitions whose former owner was known to have more: bucket, partition, the seqno where it ends here,
             and the one up to which the former owner was known to have everything.
+        tables: buckets whose newest positions of consumers and cuts were given up, with ``force``.
     """
 
     epoch: int
     records: int
     without: tuple[str, ...]
     lost: tuple[tuple[str, int, int, int], ...]
+    tables: tuple[str, ...] = ()
 
 
 def promotion(message: set_pb2.PromoteResponse) -> Promotion:
@@ -664,4 +666,5 @@ def promotion(message: set_pb2.PromoteResponse) -> Promotion:
         message.records,
         tuple(one.address or one.directory for one in message.without),
         tuple((one.bucket, one.partition, one.seqno, one.high_seqno) for one in message.lost),
+        tuple(message.tables),
     )

@@ -89,6 +89,11 @@ class Row:
         """Return the row with one more counted."""
         return replace(self, revision=self.revision + 1, counted=self.counted | {directory})
 
+    def forgetting(self, directory: str) -> "Row":
+        """Return the row without one that is gone for good; the owner counts itself instead, because it has everything."""
+        counted = (self.counted | {self.owner}) - {directory}
+        return replace(self, revision=self.revision + 1, counted=counted)
+
     def without(
         self, directory: str, needed: U64, holding: Mapping[str, U64], stored: Iterable[str]
     ) -> "Row | None":

@@ -254,3 +254,10 @@ def test_one_is_counted_no_more_when_another_holds_what_was_acknowledged() -> No
     # The owner holds everything itself.
     assert row.without(C, seqnos(99, 99), holding, {B}) is not None
     assert first_row(A).without(A, seqnos(0), {}, set()) is None
+
+
+def test_the_owner_counts_in_the_place_of_one_that_is_gone_for_good() -> None:
+    row = replace(SERVED, counted=frozenset({B, C}))
+    assert row.owner == A
+    forgot = row.forgetting(C)
+    assert (forgot.counted, forgot.age > row.age) == (frozenset({A, B}), True)

@@ -9,9 +9,9 @@ from upr_client import Client, UprError
 from upr_client.admin import Topology
 
 
-def wait_for(ask: Callable[[], bool], what: str) -> None:
+def wait_for(ask: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
     """Ask until it is so; the servers are other processes."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + seconds
     while not ask():
         assert time.monotonic() < deadline, f"in vain for {what}"
         time.sleep(0.01)

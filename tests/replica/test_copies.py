@@ -6,8 +6,10 @@ import signal
 import threading
 
 import pytest
+from click.testing import Result
 
 from tests.conftest import StartServer
+from tests.harness import RunningServer
 from tests.replica.rounds import Reading
 from tests.replica.sets import (
     counted,
@@ -18,6 +20,7 @@ from tests.replica.sets import (
     wait_until_equal,
 )
 from tests.replica.test_owning import run
+from upr_cli_kit.exit_codes import REFUSED
 from upr_client import Client
 from upr_client.errors import TooFewReplicasError, UnknownOutcomeError
 
@@ -154,6 +157,50 @@ def test_a_replica_counts_when_all_counted_ones_have_stored_that_it_does(
     assert done.exit_code == 0, done.output
     with Client(first.target) as client:
         assert client.bucket().get(b"k") == b"v"
+
+
+def test_a_server_that_is_gone_for_good_is_forgotten(server_process: StartServer) -> None:
+    active, gone, left = start_set(server_process, replicas=2)
+
+    def forget(server: RunningServer) -> Result:
+        return run("topology", "forget", server.target, "--target", active.target)
+
+    there = forget(left)
+    assert there.exit_code == REFUSED
+    assert "must be one that will not come back" in there.stderr
+    gone.kill()
+    late = server_process("--replicate-from", active.target)
+    wait_for(lambda: late.target in counted(active.target), "the late one to be counted")
+    # The one that is gone could be promoted without the late one.
+    with Client(active.target, retry_seconds=0) as client, pytest.raises(TooFewReplicasError):
+        client.bucket().set(b"k", b"v", durability="replicated(2)")
+    wait_for(lambda: forget(gone).exit_code == 0, "nobody to be met there")
+    with Client(active.target) as client:
+        client.bucket().set(b"k", b"v", durability="replicated(2)")
+        assert len(list(client.admin.consumers("default"))) == 2
+    # The active one counts in its place, until another has all that is there.
+    wait_until_counted([active, left, late], active)
+    unknown = run("topology", "forget", "nobody:1", "--target", active.target)
+    assert "must be the directory, or HOST:PORT, of a server of the set" in unknown.stderr
+
+
+def test_an_owner_that_was_restarted_knows_who_counts_while_another_one_is_away(
+    server_process: StartServer,
+) -> None:
+    active, first, second = start_set(server_process, replicas=2)
+    with Client(active.target) as client:
+        client.bucket().set(b"k", b"v", durability="replicated(2)")
+    second.kill()
+    active.terminate()
+    active.start()
+    with Client(active.target) as client:
+        client.bucket().set(b"k", b"w", durability="replicated(1)")
+    active.kill()
+    second.start()
+    # It is reached as soon as the first one tries that again.
+    wait_for(lambda: run("promote", "--target", first.target).exit_code == 0, "a promotion")
+    with Client(first.target) as client:
+        assert client.bucket().get(b"k") == b"w"
 
 
 def test_a_follower_sees_only_what_no_promotion_undoes(server_process: StartServer) -> None:

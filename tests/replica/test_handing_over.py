@@ -4,24 +4,29 @@ import asyncio
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from tests.harness import poll
+from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
 from upr.replica import owning, replication
+from upr.replica.holding import Holding
 from upr.replica.methods import ReplicaMethods
-from upr.replica.owning import Owning
+from upr.replica.owning import Owning, Promoted
 from upr.replica.replication import Replication
 from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
 from upr.service.server import Server
 from upr.service.tables import TableFeed, cut_message
 from upr.storage.keyspace import ConsumerRow
+from upr.storage.standing import read_standing
 from upr_client import AsyncClient
-from upr_protocol.errors import StorageFailedError, UprError
+from upr_protocol.errors import StorageFailedError, TooFewReplicasError, UprError
 from upr_protocol.ownership import Held
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -307,3 +312,174 @@ async def test_an_owner_takes_nothing_back_from_one_that_cannot_be_asked(
     assert not old.owning._is_left_alone(4)
     await old.owning.promise(5, new.owning.standing.directory, row)
     assert old.owning._is_left_alone(5)
+
+
+@pytest.mark.asyncio
+async def test_one_that_gathered_in_vain_follows_registered_again(start: Start) -> None:
+    old, new = await start_set(start)
+    await leave_alone(new)
+    new.owning._follow((old.target,), True, old.owning.standing.directory)
+    host, directory = old.catalog.find("default"), new.owning.standing.directory
+    await until(lambda: directory in {one.options.directory for one in host.bucket.followers})
+    assert not old.owning.meeting.registered(directory)
+    new.owning._paused = False
+    await until(lambda: old.owning.meeting.registered(directory))
+
+
+@pytest.mark.asyncio
+async def test_who_counts_is_stored_before_it_counts(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    idle = asyncio.Event()
+
+    async def nothing() -> None:
+        idle.set()
+
+    monkeypatch.setattr(old.owning, "_round", nothing)
+    await idle.wait()
+    directory, bucket = new.owning.standing.directory, old.catalog.find("default").bucket
+    old.owning._known = frozenset()
+    await old.owning.store(lambda standing: standing)
+    assert not old.catalog.standing.known
+    await old.owning._count_copies()
+    assert bucket.copies.counted == {directory}
+    stored = read_standing(old.catalog._directory.path, "d", replica=False)
+    assert stored.known == {directory}
+    # Who steps down does not know whom the next owner counts.
+    await old.owning.step_down(fenced=True)
+    await old.owning.store(lambda standing: standing)
+    assert not old.catalog.standing.known
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_is_dropped_while_its_candidate_promises_ends_no_takeover(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    async with AsyncClient(old.target) as client:
+        await client.admin.create_bucket("to go")
+        await until(lambda: new.names == ["default", "to go"] and new.owning.in_step)
+        settle, gone = BucketService.settle_tables, new.catalog.find("to go")
+
+        async def late(host: BucketService) -> None:
+            if host is gone:
+                await client.admin.drop_bucket("to go")
+                await until(lambda: new.names == ["default"])
+                raise host.disk.gone or AssertionError
+            await settle(host)
+
+        monkeypatch.setattr(BucketService, "settle_tables", late)
+        done = await new.owning.promote(takeover=True)
+    assert (done.records, new.names, new.owning.active) == (0, ["default"], True)
+
+
+@pytest.mark.asyncio
+async def test_what_is_dead_here_is_named_at_once_and_given_up_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, third = await start_set(start, replicas=2)
+    await leave_alone(new)
+    async with AsyncClient(old.target) as client:
+        for partition in (7, 8):
+            await client.bucket("default").set(some_keys(partition, 1)[0], b"v")
+    markers = third.catalog.find("default").bucket.markers
+    await until(lambda: bool(markers.seqno[7] and markers.seqno[8]))
+    await leave_alone(third)
+    table = new.catalog.find("default").bucket.partitions
+    table.kill(7, StorageFailedError("broken"))
+    await old.stop()
+    new.owning._paused = third.owning._paused = False
+    # Nobody waits for what cannot come.
+    monkeypatch.setattr(owning, "GATHER_SECONDS", 1e6)
+    with pytest.raises(UprError) as refused:
+        await new.owning.promote()
+    assert refused.value.reason == "NOT_HEARD"
+    assert f"partition 7: partition 7 is dead here, at {new.target}" in refused.value.message
+    done = await new.owning.promote(force=True)
+    assert done.lost == [("default", 7, 0, 1)]
+    assert (table.high[7], table.high[8]) == (0, 1)
+
+
+@pytest.mark.asyncio
+async def test_what_is_given_up_is_told_from_where_the_branches_part(start: Start) -> None:
+    alone = await start()
+    bucket = alone.catalog.find("default").bucket
+    table, version = bucket.partitions, bucket.identity.version
+    first = table.logs[7].newest.failover_id
+    table.set_log(7, table.logs[7].with_record(5, 20, epoch=2))
+    table.high[7] = 60
+    lost = [(version, 7, 50, first), (version, 7, 50, 5), (version, 7, 50, 6), (1, 7, 50, first)]
+    assert alone.owning.holding.short_of(lost) == [
+        # Above 20 it has rows of another branch, up to 60.
+        ("default", 7, 20, 50),
+        # Of an id that is not known here all may be another branch; a bucket may not be here.
+        ("default", 7, 0, 50),
+        (f"{1:016x}", 7, 0, 50),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_a_replica_cannot_make_stops_no_replicated_write_of_another(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+
+    async def fails(*_: object) -> None:
+        raise StorageFailedError("no room")
+
+    monkeypatch.setattr(new.catalog, "create", fails)
+    directory = new.owning.standing.directory
+    async with AsyncClient(old.target, retry_seconds=0) as client:
+        await client.bucket("default").set(b"k", b"v", durability="replicated(1)")
+        await client.admin.create_bucket("second")
+        await until(lambda: not new.owning.in_step)
+        await until(lambda: not old.owning.meeting.met[directory].in_step)
+        old.owning.meeting.met.clear()
+        await until(lambda: directory in old.owning.meeting.met)
+        await client.bucket("default").set(b"k", b"w", durability="replicated(1)")
+        with pytest.raises(TooFewReplicasError):
+            await client.bucket("second").set(b"k", b"v", durability="replicated(1)")
+
+
+@pytest.mark.asyncio
+async def test_a_writer_that_is_sent_to_the_next_owner_is_served_when_that_is_active(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    go_on, serve = asyncio.Event(), Owning._serve
+
+    async def late(self: Owning, *arguments: Any) -> Promoted:
+        await go_on.wait()
+        return await serve(self, *arguments)
+
+    asked, soon = asyncio.Event(), Catalog.check_active_soon
+
+    async def entered(self: Catalog) -> None:
+        asked.set()
+        await soon(self)
+
+    monkeypatch.setattr(Owning, "_serve", late)
+    monkeypatch.setattr(Catalog, "check_active_soon", entered)
+    promoting = asyncio.create_task(new.owning.promote(takeover=True))
+    await until(lambda: not old.owning.active)
+    # It is refused by the one, and tries the other once.
+    async with AsyncClient(new.target, retry_seconds=0) as client:
+        writing = asyncio.create_task(client.bucket("default").set(b"k", b"v"))
+        await asked.wait()
+        go_on.set()
+        await writing
+    await promoting
+    assert new.catalog.becoming is None
+
+
+@pytest.mark.asyncio
+async def test_tables_that_are_given_up_by_force_are_told(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, new = await start_set(start)
+    monkeypatch.setattr(owning, "GATHER_SECONDS", 0.1)
+    monkeypatch.setattr(Holding, "has_tables", lambda *_: False)
+    async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
+        done = await client.admin.promote(force=True)
+    assert done.tables == ("default",)

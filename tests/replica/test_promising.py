@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -49,9 +50,9 @@ async def test_a_bucket_that_is_being_made_is_promised_too(
     catalog, go_on = owning._catalog, threading.Event()
     create_now = catalog._create_now
 
-    def held_up(name: str, compression: str, version: int) -> object:
+    def held_up(*arguments: Any) -> object:
         assert go_on.wait(WAIT_SECONDS)
-        return create_now(name, compression, version)
+        return create_now(*arguments)
 
     monkeypatch.setattr(catalog, "_create_now", held_up)
     # As a replication that is cancelled leaves it.
@@ -146,12 +147,19 @@ async def test_servers_that_are_known_are_bounded_and_forgotten(
     assert meeting.addresses[member(1).directory] == "127.0.0.2:2"
     counted = replace(standing, row=Row(1, 1, "", True, frozenset({member(2).directory})))
     await asyncio.gather(*(meeting._stub(member(one).address) for one in (2, 3)))
-    await meeting.forget(counted)
+    owning._catalog.standing = replace(owning._catalog.standing, standing=counted)
+    await meeting.forget()
+    assert len(meeting.members) == SET_MEMBERS_MAX
+    # One that tells of itself, or is counted, gets the place of the one that was silent for longest.
+    meeting.heard_of([member(1000)])
+    meeting.heard(member(1001))
+    assert meeting.addresses.keys() >= {member(1001).directory, member(2).directory}
+    assert not meeting.addresses.keys() & {member(0).directory, member(1000).directory}
     assert len(meeting.members) == SET_MEMBERS_MAX
     now = time.monotonic() + MEMBER_SECONDS + 1
     monkeypatch.setattr("upr.replica.meeting.time.monotonic", lambda: now)
     meeting.heard(member(1))
-    await meeting.forget(counted)
+    await meeting.forget()
     assert meeting.addresses.keys() == {member(1).directory, member(2).directory}
     assert meeting._channels.keys() == {member(2).address}
     # Of one that does not answer nobody is told, unless it is counted.

@@ -94,6 +94,9 @@ def test_a_replica_that_nobody_met_since_its_start_names_another_server(
     with Client(unmet.target) as client:
         assert client.bucket().get(b"k") == b"v"
         assert client.target == owner.target
+    with Client(unmet.target) as client:
+        # As every change, this too is one for the active server.
+        assert not client.admin.forget_consumer("default", "nobody")
     replica.terminate()
     replica.start()
     with Client(replica.target) as client:

@@ -23,7 +23,8 @@ from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.tables import TableFeed
 from upr_protocol.block import POSITION
-from upr_protocol.errors import UnavailableError
+from upr_protocol.errors import UnavailableError, UprError
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -254,6 +255,11 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
         await asyncio.to_thread(int)
     for _ in range(TURNS):
         await asyncio.sleep(0)
+    # It is not in step: what it has is no copy to rely on.
+    assert acknowledged() == []
+    upstream.say(wire.FollowResponse(tables=wire.Tables(complete=True)))
+    while not acknowledged():
+        await asyncio.to_thread(int)
     assert acknowledged() == [(3, 2)]
     # Nothing is to be undone, so that it flushes as everybody.
     assert not host.bucket.may_undo
@@ -271,3 +277,61 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
     await asyncio.gather(task, return_exceptions=True)
     assert host.bucket.may_undo
     await host.close()
+
+
+class Channel:
+    """A channel to an upstream whose lists are ``answers``, one after the other."""
+
+    def __init__(self, answers: list[admin.ListBucketsResponse | None]) -> None:
+        self._answers = answers
+
+    async def __aenter__(self) -> "Channel":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def stream_stream(self, *_: Any, **__: Any) -> None: ...
+
+    def unary_unary(self, method: str, **_: Any) -> Callable[..., Any]:
+        async def ask(*_: Any, **__: Any) -> admin.ListBucketsResponse:
+            answer = self._answers.pop(0)
+            if answer is None:
+                raise UnavailableError("gone")
+            return answer
+
+        return ask
+
+
+def replicating(directory: str, *answers: admin.ListBucketsResponse | None) -> Replication:
+    catalog: Any = SimpleNamespace(directory_id="d", replica_set="s", hosts=[], listed=frozenset())
+    channel = Channel(list(answers))
+    links: Any = SimpleNamespace(open=lambda _: channel)
+    return Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", links, directory)
+
+
+@pytest.mark.asyncio
+async def test_an_upstream_that_was_followed_is_tried_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = admin.ListBucketsResponse(replica_set="s", directory="e")
+    following = replicating("", None, None, there, None, None)
+    monkeypatch.setattr(replication, "LIST_SECONDS", 0)
+    tries: list[int] = []
+
+    def delay(failures: int, *_: Any, **__: Any) -> float:
+        tries.append(failures)
+        return 0
+
+    monkeypatch.setattr(replication, "delay", delay)
+    with pytest.raises(IndexError):
+        await following.run()
+    assert tries == [1, 2, 0, 1]
+
+
+def test_a_server_that_has_the_address_of_another_is_not_followed_for_it() -> None:
+    there = admin.ListBucketsResponse(replica_set="s", directory="e")
+    replicating("e")._check(there)
+    replicating("")._check(there)
+    with pytest.raises(UprError, match="has directory 'e'; must be f") as refused:
+        replicating("f")._check(there)
+    assert "upr-admin topology" in refused.value.hint

@@ -22,6 +22,7 @@ from tools.bench.delays import measure_latency, measure_starts
 from tools.bench.gets import measure_gets
 from tools.bench.live import measure_live
 from tools.bench.merging import measure_merging
+from tools.bench.replicas import measure_replicas
 from tools.bench.resuming import measure_resuming
 from tools.bench.secure import measure_secure
 from tools.bench.singles import measure_singles
@@ -180,7 +181,7 @@ def main() -> int:
         "--only",
         choices=(
             *("ingest", "singles", "reading", "get", "resume", "latency", "live", "merging"),
-            "secure",
+            *("secure", "replicas"),
         ),
         help="a part of it",
     )
@@ -197,6 +198,7 @@ def main() -> int:
         "live": measure_live,
         "merging": measure_merging,
         "secure": lambda: measure_secure(rows),
+        "replicas": lambda: measure_replicas(rows),
     }
     figures: list[Figure] = []
     for name, part in parts.items():

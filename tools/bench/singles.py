@@ -16,15 +16,17 @@ TASKS: Final = {1: 2_000, 16: 10_000, 64: 30_000, 256: 60_000}
 """Tasks that each await one ``set`` after the other, and the rows of all of them."""
 
 
-async def _write(bucket: AsyncBucket, tasks: int, rows: int) -> list[float]:
-    """Return how long each write took, in seconds."""
+async def awaited_sets(
+    bucket: AsyncBucket, tasks: int, rows: int, durability: str = "disk"
+) -> list[float]:
+    """Write rows in tasks that each await one ``set`` after the other; return how long each took, in seconds."""
     value = b"v" * VALUE_BYTES
     delays: list[float] = []
 
     async def write(task: int) -> None:
         for number in range(rows // tasks):
             began = time.perf_counter()
-            await bucket.set(b"key-%05d-%06d" % (task, number), value)
+            await bucket.set(b"key-%05d-%06d" % (task, number), value, durability)
             delays.append(time.perf_counter() - began)
 
     await asyncio.gather(*map(write, range(tasks)))
@@ -34,9 +36,9 @@ async def _write(bucket: AsyncBucket, tasks: int, rows: int) -> list[float]:
 async def _measure(running: RunningServer, tasks: int, rows: int) -> Figure:
     async with AsyncClient(running.target) as client:
         bucket = client.bucket()
-        await _write(bucket, tasks, tasks * 10)
+        await awaited_sets(bucket, tasks, tasks * 10)
         before, ours, began = server_cpu(running), time.process_time(), time.perf_counter()
-        delays = await _write(bucket, tasks, rows)
+        delays = await awaited_sets(bucket, tasks, rows)
         taken = time.perf_counter() - began
         micros = [(time.process_time() - ours) * 1e6, (server_cpu(running) - before) * 1e6]
         p50, p99 = np.percentile(delays, (50, 99)) * 1e3

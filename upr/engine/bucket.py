@@ -125,6 +125,7 @@ class OpenFollower(Protocol):
 
     generation: int
     seat: Seat | None
+    has_tables: bool
 
     @property
     def options(self) -> FollowOptions:

@@ -237,6 +237,8 @@ class Follower:
         self._reading = False
         self.reads = 0
         """Number of reads of the store."""
+        self.has_tables = False
+        """Whether a replica was told all small tables, so that it is in step as soon as it has what they name."""
         self._turn = 0
         self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
         self._told_purge: U64 = np.zeros(PARTITIONS, np.uint64)

@@ -18,7 +18,7 @@ from upr.replica.links import Links
 from upr.service.buckets.catalog import Catalog
 from upr.storage.directory import HEX_ID
 from upr.storage.standing import Stored
-from upr_protocol.errors import ProtocolError, UprError
+from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError, shown
 from upr_protocol.limits import MEMBER_SECONDS, NAME_BYTES_MAX, PARTITIONS, SET_MEMBERS_MAX
 from upr_protocol.ownership import HELD, Held, Outdated, Row, Standing
 from upr_protocol.wire.grpc import error_from_call
@@ -146,7 +146,7 @@ class Meeting:
         self._address = address
         self._links = links
         self._meets = meets
-        self._told_alone = False
+        self._told_alone = self._told_full = False
         self._failed: dict[str, str] = {}
         self._channels: dict[str, tuple[object, Any]] = {}
         self.addresses: dict[str, str] = dict(catalog.standing.addresses)
@@ -164,6 +164,23 @@ class Meeting:
         known = {**self.addresses, self._catalog.directory_id: self._address()}
         return [wire.SetMember(directory=d, address=a) for d, a in sorted(known.items())]
 
+    def find(self, server: str) -> wire.SetMember:
+        """Return the server with a directory or an address; it may be one of which only the row tells.
+
+        Raises:
+            InvalidArgumentError: there is none.
+        """
+        known = {one.directory: one for one in self.members}
+        for directory in self._needed() - known.keys() - {""}:
+            known[directory] = wire.SetMember(directory=directory)
+        for one in known.values():
+            if server and server in (one.directory, one.address):
+                return one
+        raise InvalidArgumentError(
+            f"server {shown(server)} is unknown; must be the directory, or HOST:PORT, of a server of the set",
+            hint="'upr-admin topology' shows them",
+        )
+
     def named(self, directory: str) -> str:
         """Return how operators are told of a server: its address, or its directory where none is known."""
         if directory == self._catalog.directory_id:
@@ -179,36 +196,62 @@ class Meeting:
         """Remember where servers can be reached, as another one tells; where one answers is known better."""
         for one in members:
             if one.directory not in self.met:
-                self._remember(one)
+                self._remember(one, one.directory in self._needed())
 
     def heard(self, member: wire.SetMember) -> None:
         """Remember where a server can be reached, as it tells of itself."""
-        self._remember(member)
+        self._remember(member, True)
         self._saw(member.directory)
 
-    def _remember(self, one: wire.SetMember) -> None:
-        """Remember an address, of SET_MEMBERS_MAX servers at most."""
+    def _remember(self, one: wire.SetMember, makes_room: bool) -> None:
+        """Remember an address, of SET_MEMBERS_MAX servers at most.
+
+        Args:
+            makes_room: whether one that does not answer, and that nobody needs, is forgotten for it.
+        """
         if one.directory == self._catalog.directory_id or not _is_named(one):
             return
-        if one.directory in self.addresses or len(self.addresses) < SET_MEMBERS_MAX - 1:
-            self.addresses[one.directory] = one.address
-            self._seen.setdefault(one.directory, time.monotonic())
+        if one.directory not in self.addresses and len(self.addresses) >= SET_MEMBERS_MAX - 1:
+            idle = self.addresses.keys() - self.met.keys() - self._needed()
+            if makes_room and idle:
+                self.drop(min(idle, key=lambda directory: self._seen[directory]))
+            else:
+                if makes_room and not self._told_full:
+                    self._told_full = True
+                    log.warning(
+                        "a server of the set is not remembered: there are as many as can be",
+                        extra={"directory": one.directory, "most": SET_MEMBERS_MAX},
+                    )
+                return
+        self.addresses[one.directory] = one.address
+        self._seen.setdefault(one.directory, time.monotonic())
+
+    def _needed(self) -> frozenset[str]:
+        """Return the servers that are not forgotten, seen or not."""
+        standing = self._catalog.standing.standing
+        return standing.row.counted | {standing.row.owner, standing.candidate}
+
+    def drop(self, directory: str) -> None:
+        """Forget where a server can be reached."""
+        if directory not in self.addresses:
+            return
+        log.info(
+            "a server of the set is forgotten",
+            extra={"directory": directory, "address": self.addresses[directory]},
+        )
+        del self.addresses[directory], self._seen[directory]
+        self._told_full = False
 
     def _saw(self, directory: str) -> None:
         if directory in self.addresses:
             self._seen[directory] = time.monotonic()
 
-    async def forget(self, standing: Standing) -> None:
+    async def forget(self) -> None:
         """Forget servers that are not counted and were not seen for MEMBER_SECONDS, and close channels to nobody."""
         before = time.monotonic() - MEMBER_SECONDS
-        needed = standing.row.counted | {standing.row.owner, standing.candidate}
-        for directory in self.addresses.keys() - needed:
+        for directory in self.addresses.keys() - self._needed():
             if self._seen[directory] < before:
-                log.info(
-                    "a server of the set is forgotten",
-                    extra={"directory": directory, "address": self.addresses[directory]},
-                )
-                del self.addresses[directory], self._seen[directory]
+                self.drop(directory)
         for address in self._channels.keys() - set(self.addresses.values()):
             await self._channels.pop(address)[1].close()
 
@@ -264,7 +307,7 @@ class Meeting:
         self.met = await self.reach(set(self.addresses))
         for directory in self.met:
             self._saw(directory)
-        await self.forget(standing)
+        await self.forget()
 
     async def reach(self, directories: Iterable[str]) -> dict[str, Met]:
         """Meet servers at once, and return those that answered."""

@@ -116,7 +116,18 @@ class ReplicaMethods:
                 wire.LostRange(bucket=bucket, partition=p, seqno=here, high_seqno=there)
                 for bucket, p, here, there in end.lost
             ],
+            tables=end.tables,
         )
+
+    @answering
+    async def ForgetServer(
+        self, request: wire.ForgetServerRequest, context: Context
+    ) -> wire.ForgetServerResponse:
+        """Count a server no more, and forget it; see ``Owning.forget``."""
+        self._catalog.check_active()
+        member = self._owning.meeting.find(request.server)
+        row = await _whole(self._owning.forget(member.directory))
+        return wire.ForgetServerResponse(member=member, row=row_to_message(row))
 
     @answering
     async def Meet(self, request: wire.MeetRequest, context: Context) -> wire.MeetResponse:

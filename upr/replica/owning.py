@@ -18,12 +18,13 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, DEAD
 from upr.engine.recovery import Undo
+from upr.replica.holding import Holding, Lost, by_version, given_up, highs_as_held, in_one_order
 from upr.replica.links import Links
 from upr.replica.meeting import MEET_SECONDS, Answer, Meeting
 from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.buckets.following import Following
+from upr.service.conversation import REPLICAS_NAME
 from upr.service.trouble import words_of
 from upr_protocol.block import U64
 from upr_protocol.errors import (
@@ -35,7 +36,6 @@ from upr_protocol.errors import (
 )
 from upr_protocol.limits import PARTITIONS, SERVERS_MAX
 from upr_protocol.ownership import (
-    HELD,
     Ask,
     Claim,
     Follow,
@@ -56,42 +56,6 @@ RESUME_SECONDS = 3.0
 """Shortest time between two attempts to take the ownership back."""
 CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
-Buckets = Mapping[int, Held]
-"""Columns of what a server holds, by bucket version."""
-
-
-def held_of(host: BucketService) -> Held:
-    """Return what is durable of a bucket."""
-    bucket, table = host.bucket, host.bucket.partitions
-    held = np.zeros(PARTITIONS, HELD)
-    held["marker"], held["high"], held["id"] = bucket.markers.seqno, table.durable, table.newest_id
-    held["epoch"] = table.epochs_at(bucket.markers.seqno)
-    return held
-
-
-def in_one_order(buckets: Buckets, versions: Iterable[int]) -> Held:
-    """Return what is held as one column; of a bucket that is not there, nothing."""
-    nothing = np.zeros(PARTITIONS, HELD)
-    return np.concatenate([nothing[:0], *(buckets.get(version, nothing) for version in versions)])
-
-
-def _by_version(places: Iterable[np.intp], versions: Sequence[int]) -> dict[int, list[int]]:
-    """Return the partitions at places in one column, by bucket version; see ``in_one_order``."""
-    found: dict[int, list[int]] = {}
-    for place in map(int, places):
-        found.setdefault(versions[place // PARTITIONS], []).append(place % PARTITIONS)
-    return found
-
-
-def _given_up(answer: Answer, lacking: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
-    """Have a promise hold nothing in partitions; return what it held: bucket version, partition, marker."""
-    lost = []
-    for version, partitions in lacking.items():
-        held = answer.held[version].copy()
-        lost += [(version, p, int(held["marker"][p])) for p in partitions]
-        held[list(partitions)] = 0
-        answer.held[version] = held
-    return lost
 
 
 @dataclass(slots=True)
@@ -103,12 +67,14 @@ class Promoted:
         records: partitions that got a failover record.
         without: counted directories that were given up.
         lost: what the former owner was known to have above what is here: bucket, partition, from, to.
+        tables: buckets whose newest consumers and cuts were given up.
     """
 
     row: Row
     records: int = 0
     without: frozenset[str] = frozenset()
     lost: list[tuple[str, int, int, int]] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
 
 
 class Owning:
@@ -124,6 +90,7 @@ class Owning:
         self._address = address
         self._links = Links.of(config)
         self.meeting = Meeting(catalog, address, self._links, meets=config.meets)
+        self.holding = Holding(catalog)
         catalog.servers = self._servers
         catalog.is_newest = self._is_newest
         self.active = not catalog.replica
@@ -134,12 +101,13 @@ class Owning:
         self._storing = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self._replication: Replication | None = None
-        self._followed = ""
+        # Whom it follows, and whether anonymously.
+        self._followed: tuple[tuple[str, ...], bool] = ((), False)
         self._took_back_at = -RESUME_SECONDS
         self._paused = False
         self._floor: dict[int, U64] = {}
         # The counted replicas of which everybody knows who could be promoted.
-        self._known: frozenset[str] = frozenset()
+        self._known = catalog.standing.known
         if self.active:
             self._note_floor()
         self._tell_owner()
@@ -185,7 +153,7 @@ class Owning:
 
     def held(self) -> dict[int, Held]:
         """Return what is durable here, by bucket version."""
-        return {host.bucket.identity.version: held_of(host) for host in self._catalog.hosts}
+        return self.holding.now()
 
     def served(self) -> int:
         """Return the epoch in which this server served last; 0 if it cannot tell that nothing is missing."""
@@ -213,8 +181,9 @@ class Owning:
         async with self._storing:
             after = change(self.standing)
             if after is not None:
-                stored = replace(self._catalog.standing, standing=after)
-                if after != self.standing or self.meeting.has_news:
+                self._known &= after.row.counted
+                stored = replace(self._catalog.standing, standing=after, known=self._known)
+                if stored != self._catalog.standing or self.meeting.has_news:
                     await self._catalog.keep_standing(self.meeting.with_addresses(stored))
         if after is not None:
             self._tell_owner()
@@ -260,6 +229,8 @@ class Owning:
 
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes; what is numbered is on disk when this returns. See ``BucketService.step_down``."""
+        # Whoever owns next may count others.
+        self._known = frozenset()
         hosts = self._catalog.hosts
         # Of buckets that were to become active together, some may be.
         if not (self.active or any((h.bucket.partitions.state == ACTIVE).any() for h in hosts)):
@@ -275,7 +246,7 @@ class Owning:
 
     async def follow_nobody(self) -> None:
         """Stop following."""
-        task, self._following, self._followed = self._following, None, ""
+        task, self._following, self._followed = self._following, None, ((), False)
         self._replication = None
         if task is not None:
             task.cancel()
@@ -293,7 +264,7 @@ class Owning:
             targets: tuple[str, ...] = tuple(filter(None, [self.owner_address()]))
         else:
             targets = self._config.replicate_from
-        wanted = ",".join(targets)
+        wanted = targets, self._config.anonymous
         if self._following is not None and self._following.done():
             if not self._following.cancelled() and (error := self._following.exception()):
                 log.error("following the owner failed", exc_info=error)
@@ -303,19 +274,20 @@ class Owning:
         await self.follow_nobody()
         # What is awaited may have let in a promise or a promotion.
         if targets and self.standing == standing and not (self.active or self._paused):
-            self._follow(targets, self._config.anonymous)
+            self._follow(targets, self._config.anonymous, standing.row.owner)
 
     def _follow(
         self,
         targets: tuple[str, ...],
         anonymous: bool,
+        directory: str,
         only: Mapping[int, Sequence[int]] | None = None,
     ) -> Replication:
         """Follow from now on; who follows somebody stops that first."""
         replication = Replication(
-            self._catalog, targets, anonymous, self._address, self._links, only
+            self._catalog, targets, anonymous, self._address, self._links, directory, only
         )
-        self._replication, self._followed = replication, ",".join(targets)
+        self._replication, self._followed = replication, (targets, anonymous)
         self._following = asyncio.create_task(replication.run())
         return replication
 
@@ -345,14 +317,28 @@ class Owning:
                 # The candidate goes on taking what the former owner has until it gathers, or serves.
                 await self.follow_nobody()
             await self.step_down(fenced=False)
+            await self._settle(force=force)
+            changes = {h.bucket.identity.version: h.table_changes for h in self._catalog.hosts}
+            return Answer(known, self.held(), after.confirms(claim, self.served()), changes)
+
+    async def _settle(self, *, force: bool) -> None:
+        """Wait until everything that was numbered or begun here is durable, in all buckets."""
+        while True:
             # A bucket that was being made or opened anew is promised too.
             await self._catalog.settled()
             self._check_whole(force=force)
             hosts = self._catalog.hosts
-            await asyncio.gather(*map(self._durable, hosts))
-            await asyncio.gather(*(host.settle_tables() for host in hosts))
-            changes = {h.bucket.identity.version: h.table_changes for h in self._catalog.hosts}
-            return Answer(known, self.held(), after.confirms(claim, self.served()), changes)
+            found = [
+                *await asyncio.gather(*map(self._durable, hosts), return_exceptions=True),
+                *await asyncio.gather(
+                    *(host.settle_tables() for host in hosts), return_exceptions=True
+                ),
+            ]
+            if hosts == self._catalog.hosts:
+                break
+            # A candidate goes on following meanwhile, and may drop a bucket or open it anew.
+        for error in filter(None, found):
+            raise error
 
     def _check_whole(self, *, force: bool) -> None:
         if self._catalog.damaged and not force:
@@ -386,6 +372,7 @@ class Owning:
                 )
             self.standing.claim(force=force)
             self._paused = True
+            becoming = self._catalog.becoming = asyncio.Event()
             try:
                 if not force:
                     await self._check_reached(takeover=takeover)
@@ -397,6 +384,8 @@ class Owning:
             finally:
                 self._paused = False
                 self._tell_owner()
+                self._catalog.becoming = None
+                becoming.set()
 
     def _given_up(self, error: UprError) -> UprError:
         """Return an error that ended a promotion, with words on what that left behind."""
@@ -440,14 +429,14 @@ class Owning:
         for _ in range(CLAIMS_MAX):
             basis = self.standing.row
             row = self.standing.claim(above=above, force=force)
-            known = self._known_highs()
+            known = self.holding.known_highs()
             me = self.standing.directory
             own = await self.promise(row.epoch, me, row, force=force)
             failpoints.hit("promote.after_claim")
             if own is not None:
                 end = await self._drive(Claim(basis, row), {me: own}, force, takeover)
                 if isinstance(end, Promoted):
-                    end.lost = sorted({*end.lost, *self._lost(known)})
+                    end.lost = sorted({*end.lost, *self.holding.lost(known)})
                     return end
                 await self.store(lambda standing, newer=end.row: standing.learned(newer))  # type: ignore[misc]
                 above = end.epoch
@@ -460,7 +449,8 @@ class Owning:
         me, asked, handed_over = self.standing.directory, False, False
         previous = claim.row.previous
         last = "" if previous is None else previous.directory
-        lost: list[tuple[int, int, int]] = []
+        lost: list[Lost] = []
+        tables: set[int] = set()
         while True:
             self._check_mine(claim)
             # Of buckets that the former owner has not, if it confirms, nothing is taken: they were dropped.
@@ -492,15 +482,16 @@ class Owning:
                 )
             elif sure and last != me and not handed_over:
                 handed_over = True
-                lost += await self._gather(claim, last, answers, force, None)
+                lost += await self._gather(claim, last, answers, force, None, tables)
             elif self._following is not None:
                 await self._stop_taking()
             elif isinstance(step, Follow):
-                only = _by_version(step.partitions, versions)
-                lost += await self._gather(claim, step.directory, answers, force, only)
+                only = by_version(step.partitions, versions)
+                lost += await self._gather(claim, step.directory, answers, force, only, tables)
             else:
                 end = await self._serve(claim, step, versions)
-                end.lost = self._short_of(lost)
+                end.lost = self.holding.short_of(lost)
+                end.tables = sorted(map(self.holding.named, tables))
                 return end
 
     def _check_mine(self, claim: Claim) -> None:
@@ -529,41 +520,43 @@ class Owning:
         answers: dict[str, Answer],
         force: bool,
         only: Mapping[int, Sequence[int]] | None,
-    ) -> list[tuple[int, int, int]]:
+        tables_lost: set[int],
+    ) -> list[Lost]:
         """Follow a server that promised until what is lacking is here, durably, with the small tables.
 
         Args:
             only: the partitions that are lacking, by bucket version; None for all that it has, its very buckets and all
                 that changed in their tables.
+            tables_lost: takes the versions of buckets whose tables it does not give, with ``force``.
 
-        Returns: what it has and cannot give, with ``force``: bucket version, partition, marker.
+        Returns: what it has and cannot give, with ``force``.
 
         Raises:
             UprError: NOT_HEARD, it does not give everything.
         """
         address = self.meeting.addresses.get(directory, "")
         replication = self._replication
-        if only is not None or replication is None or self._followed != address:
+        if only is not None or replication is None or self._followed[0] != (address,):
             await self.follow_nobody()
-            replication = self._follow((address,), True, only)
+            replication = self._follow((address,), True, directory, only)
         matching = asyncio.create_task(replication.matched())
         answer, before, loop = answers[directory], None, asyncio.get_running_loop()
         versions = sorted({*answer.held, *self.held()} if only is None else only)
         try:
             while True:
                 self._check_mine(claim)
-                lacking = self._lacking(answer, versions, only)
+                lacking = self.holding.lacking(answer, versions, only)
                 tables = only is not None or matching.done()
-                tables = tables and self._has_tables(answer, versions)
+                tables = tables and self.holding.has_tables(answer, versions)
                 if tables and not lacking:
                     return []
-                now = lacking, tables, self._received()
+                now = lacking, tables, self.holding.received()
                 if now != before:
                     before, until = now, loop.time() + GATHER_SECONDS
-                if loop.time() > until or (tables and self._is_refused(lacking)):
+                if loop.time() > until or (tables and self.holding.is_refused(lacking)):
                     break
                 await asyncio.sleep(GATHER_LOOK_SECONDS)
-            why = self._why_not(lacking)
+            why = self.holding.why_not(lacking, self._address())
         finally:
             matching.cancel()
             if only is not None:
@@ -571,7 +564,9 @@ class Owning:
         if not force:
             raise self._not_given(directory, lacking, why)
         log.warning("given up", extra={"what": str(self._not_given(directory, lacking, why))})
-        return _given_up(answer, lacking)
+        if not tables:
+            tables_lost |= {v for v in versions if not self.holding.has_tables(answer, [v])}
+        return given_up(answer, lacking)
 
     async def _stop_taking(self) -> None:
         """Follow nobody; what came is durable then."""
@@ -579,78 +574,20 @@ class Owning:
         await self._catalog.settled()
         await asyncio.gather(*map(self._durable, self._catalog.hosts))
 
-    def _lacking(
-        self, answer: Answer, versions: Sequence[int], only: Mapping[int, Sequence[int]] | None
-    ) -> dict[int, list[int]]:
-        """Return what of a promise is not here, by bucket version."""
-        mine, found = self.held(), {}
-        for version in versions:
-            theirs = answer.held.get(version)
-            if theirs is None:
-                continue
-            here = mine.get(version, np.zeros(PARTITIONS, HELD))
-            lacks = (here["id"] != theirs["id"]) | (here["marker"] < theirs["marker"])
-            lacks |= (here["high"] < theirs["high"]) & (only is None)
-            lacks &= theirs["id"] != 0
-            chosen = np.flatnonzero(lacks)
-            if only is not None:
-                chosen = np.intersect1d(chosen, only[version])
-            if len(chosen):
-                found[version] = chosen.tolist()
-        return found
-
-    def _followings(self, versions: Iterable[int]) -> dict[int, Following]:
-        return {
-            host.bucket.identity.version: host.following
-            for host in self._catalog.hosts
-            if host.following is not None and host.bucket.identity.version in versions
-        }
-
-    def _has_tables(self, answer: Answer, versions: Iterable[int]) -> bool:
-        """Whether the small tables are here as they were when a server promised."""
-        there = [version for version in versions if version in answer.held]
-        here = self._followings(there)
-        return len(here) == len(there) and all(
-            one.in_step and one.told >= answer.changes.get(version, 0)
-            for version, one in here.items()
-        )
-
-    def _received(self) -> int:
-        """Return a number that changes when something is received."""
-        return sum(int(host.bucket.partitions.high.sum()) for host in self._catalog.hosts)
-
-    def _is_refused(self, lacking: Mapping[int, Sequence[int]]) -> bool:
-        """Whether nothing of what is lacking will come."""
-        here = self._followings(lacking)
-        return bool(lacking) and all(
-            version in here
-            and p in here[version].refused
-            and not here[version].refused[p].retriable
-            for version, partitions in lacking.items()
-            for p in partitions
-        )
-
-    def _why_not(self, lacking: Mapping[int, Sequence[int]]) -> str:
-        for version, one in self._followings(lacking).items():
-            problem = one.refused.get(lacking[version][0], one.problem)
-            if problem is not None:
-                return str(problem)
-        return "nothing comes from it"
-
     def _not_given(
         self, directory: str, lacking: Mapping[int, Sequence[int]], why: str
     ) -> UprError:
-        names = {h.bucket.identity.version: h.bucket.identity.name for h in self._catalog.hosts}
         parts = [
-            f"of bucket {shown(names[version]) if version in names else f'{version:016x}'} "
+            f"of bucket {shown(self.holding.named(version))} "
             f"partition {partitions[0]}{f' and {len(partitions) - 1} others' if len(partitions) > 1 else ''}"
             for version, partitions in lacking.items()
         ]
         what = "; ".join(parts) or "consumers and cuts"
         return UprError(
-            f"{self.meeting.named(directory)} has more than is here and does not give it: {what}: {why}",
+            f"{self.meeting.named(directory)} has more than is here, and it does not come: {what}: {why}",
             reason="NOT_HEARD",
-            hint="mend that server, or use --force to go on without what only it has",
+            hint="mend what is said to be wrong, promote another server, or use --force to go on without what only"
+            " that one has",
             retriable=True,
         )
 
@@ -693,20 +630,6 @@ class Owning:
                 await self.step_down(fenced=True)
                 raise
 
-    def _short_of(self, lost: Iterable[tuple[int, int, int]]) -> list[tuple[str, int, int, int]]:
-        """Return what was given up of partitions: bucket, partition, from, to."""
-        hosts = {host.bucket.identity.version: host.bucket for host in self._catalog.hosts}
-        found = []
-        for version, partition, marker in lost:
-            # A bucket that could not be made here has no name here.
-            name, here = f"{version:016x}", 0
-            if version in hosts:
-                name = hosts[version].identity.name
-                here = int(hosts[version].partitions.high[partition])
-            if here < marker:
-                found.append((name, partition, here, marker))
-        return found
-
     def _check_owns(self) -> None:
         """Raise if another server was promised, or has, a higher epoch."""
         if not self.standing.owns:
@@ -720,7 +643,6 @@ class Owning:
         self.active, self._catalog.replica, self.waiting = True, False, ""
         self._tell_owner()
         self._note_floor()
-        self._known = frozenset()
         if not self.standing.owns:
             await self.step_down(fenced=True)
         self._check_owns()
@@ -731,26 +653,6 @@ class Owning:
             host.bucket.identity.version: host.bucket.partitions.high.copy()
             for host in self._catalog.hosts
         }
-
-    def _known_highs(self) -> dict[int, U64]:
-        return {
-            host.bucket.identity.version: host.following.highs.copy()
-            for host in self._catalog.hosts
-            if host.following is not None
-        }
-
-    def _lost(self, known: Mapping[int, U64]) -> list[tuple[str, int, int, int]]:
-        """Return what the former owner was known to have above what is here."""
-        found = []
-        for host in self._catalog.hosts:
-            identity, here = host.bucket.identity, host.bucket.partitions.high
-            told = known.get(identity.version)
-            if told is not None:
-                found += [
-                    (identity.name, p, int(here[p]), int(told[p]))
-                    for p in np.flatnonzero(told > here).tolist()
-                ]
-        return found
 
     # Meeting, and who is counted
 
@@ -838,7 +740,9 @@ class Owning:
         for directory, one in sorted(self.meeting.met.items()):
             if one.in_step and directory not in row.counted and self.meeting.registered(directory):
                 row = row.counting(directory)
-        floor = in_one_order({v: _held(high) for v, high in self._floor.items()}, self._floor)
+        floor = in_one_order(
+            {v: highs_as_held(high) for v, high in self._floor.items()}, self._floor
+        )
         holding = {
             directory: in_one_order(one.held, self._floor)["marker"]
             for directory, one in self.meeting.met.items()
@@ -851,7 +755,7 @@ class Owning:
             # At once: until they have stored it, a promotion waits for servers that are counted no more.
             await self.meeting.meet_all(self.standing)
         if self.active and self.standing.owns:
-            self._count_copies()
+            await self._count_copies()
 
     async def _recount(self) -> None:
         """Count this server again, if a counted one has less than it acknowledged: that one could be promoted alone.
@@ -871,22 +775,65 @@ class Owning:
         for host in hosts:
             host.bucket.copies.fallen -= fallen
 
-    def _count_copies(self) -> None:
-        """Tell the buckets whose acknowledgements count.
+    async def forget(self, directory: str) -> Row:
+        """Count a server no more that will not come back, and forget it and how far it was; return the row.
+
+        It may be the only one that has what was acknowledged at ``replicated(k)`` besides this one, which is counted until
+        another has all that is here.
+
+        Raises:
+            UprError: STILL_THERE, it answers, follows here, or is this one; PartitionNotActiveError, this one is not active.
+            StorageFailedError: its positions could not be removed.
+        """
+        name = REPLICAS_NAME + directory
+        hosts = list(self._catalog.hosts)
+        here = directory == self.standing.directory or directory in self.meeting.met
+        if here or any(name in host.bucket.consumers for host in hosts):
+            raise UprError(
+                f"{self.meeting.named(directory)} is there; must be one that will not come back",
+                reason="STILL_THERE",
+                hint="stop it first, and remove its data directory",
+            )
+
+        def change(standing: Standing) -> Standing | None:
+            if not (self.active and standing.owns):
+                return None
+            if directory not in standing.row.counted:
+                return standing
+            self._note_floor()
+            return standing.learned(standing.row.forgetting(directory))
+
+        after = await self.store(change)
+        if after is None:
+            self._catalog.check_active()
+            self._check_owns()
+        # The others stop telling of it when they know the row.
+        await self.meeting.meet_all(self.standing)
+        self.meeting.drop(directory)
+        for host in hosts:
+            if host.bucket.consumer_positions.forget(name):
+                await host.acknowledged.save()
+        log.warning("a server was forgotten", extra={"directory": directory})
+        return self.standing.row
+
+    async def _count_copies(self) -> None:
+        """Tell the buckets whose acknowledgements count, and who is ready there.
 
         A replica counts when all counted ones have stored that it does: one that has not could be promoted without it.
+        It is ready in a bucket when its call there was told all small tables.
         """
         row, met = self.standing.row, self.meeting.met
         others = row.counted - {row.owner}
         stored = {d for d, one in met.items() if one.row.age >= row.age}
-        self._known = others if others <= stored else self._known & others
-        in_step = {directory for directory, one in met.items() if one.in_step}
+        known = others if others <= stored else self._known & others
+        if known != self._known:
+            self._known = known
+            # After a restart one that is away does not keep the others from counting.
+            await self.store(lambda standing: standing)
+        if not (self.active and self.standing.owns):
+            return
         for host in self._catalog.hosts:
-            host.bucket.count(self._known, in_step)
+            followers = host.bucket.followers
+            ready = {one.options.directory for one in followers if one.has_tables}
+            host.bucket.count(self._known, ready)
             host.bucket.may_undo = bool(others)
-
-
-def _held(high: U64) -> Held:
-    held = np.zeros(PARTITIONS, HELD)
-    held["high"] = high
-    return held

@@ -358,9 +358,19 @@ class Receiving:
             await self._say(credit=wire.Credit(bytes=back))
 
     async def _acknowledge(self) -> None:
-        """Acknowledge the last complete durable markers whenever they moved; store when the join is complete."""
+        """Store when the join is complete, and from then on acknowledge the last complete durable markers that moved.
+
+        One that is not in step is not promoted without force, so that what it has is no copy to rely on.
+        """
         markers = self._bucket.markers
+        following = self._following
         while True:
+            if not following.in_step:
+                await self._host.disk.next_change()
+                continue
+            if following.joining is not False:
+                await self._host.set_joining(False)
+                continue
             # Of what is followed only: an Ack above what was sent ends the call.
             moved = (markers.seqno > self._acknowledged) & (self._token != _NO_TOKEN)
             if moved.any():
@@ -369,8 +379,6 @@ class Receiving:
                 told["partition"], told["seqno"] = partitions, markers.seqno[partitions]
                 self._acknowledged[partitions] = markers.seqno[partitions]
                 await self._say(ack=wire.Ack(positions=told.tobytes()))
-            elif self._following.joining and self._following.in_step:
-                await self._host.set_joining(False)
             else:
                 await self._host.disk.next_change()
 

@@ -54,6 +54,7 @@ class Replication:
         anonymous: whether it is not registered there.
         address: returns HOST:PORT where this server can be reached.
         links: opens channels.
+        directory: the id of the upstream's data directory; empty if any server of the set will do.
         only: the partitions that are followed, by bucket version, and no bucket is dropped; None for all.
 
     Raises:
@@ -67,6 +68,7 @@ class Replication:
         anonymous: bool,
         address: Callable[[], str],
         links: Links,
+        directory: str = "",
         only: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._catalog = catalog
@@ -75,11 +77,13 @@ class Replication:
         self._anonymous = anonymous
         self._address = address
         self._links = links
+        self._directory = directory
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._told = ""
         self._seen: set[int] = set()
         self._failures: dict[int, str] = {}
         self._look = asyncio.Event()
+        self._tries = 0
         self._matched: list[asyncio.Future[None]] = []
 
     async def matched(self) -> None:
@@ -91,17 +95,16 @@ class Replication:
 
     async def run(self) -> None:
         """Follow one upstream after the other until cancelled."""
-        failures = 0
         while True:
             for upstream in self._upstreams:
+                self._tries += 1
                 try:
                     await self._follow(upstream)
                 except UprError as error:
                     self._failed(upstream, error)
                 except (OSError, lmdb.Error) as error:
                     self._failed(upstream, StorageFailedError(words_of(error)))
-                failures += 1
-                await asyncio.sleep(delay(failures, random.random(), away=True))
+                await asyncio.sleep(delay(self._tries, random.random(), away=True))
 
     def _failed(self, upstream: str, error: UprError) -> None:
         """Say why an upstream cannot be followed: in the status, and once in the log."""
@@ -135,6 +138,7 @@ class Replication:
                         raise error_from_call(error) from error
                     self._check(answer)
                     await self._match(answer)
+                    self._tries = 0
                     if self._told:
                         log.info("the upstream is followed", extra={"upstream": upstream})
                         self._told = ""
@@ -158,8 +162,12 @@ class Replication:
     def _check(self, answer: admin.ListBucketsResponse) -> None:
         """Raise unless an upstream belongs to this server's set, or this one to none and has nothing of its own."""
         own, theirs = self._catalog.replica_set, answer.replica_set
+        hint = "give --replicate-from a server of the same set, or --data an empty directory"
         if answer.directory == self._catalog.directory_id:
             words = "the upstream is this very server"
+        elif self._directory and answer.directory != self._directory:
+            words = f"the server there has directory {shown(answer.directory)}; must be {self._directory}"
+            hint = "'upr-admin topology' shows where the servers of the set are"
         elif not theirs:
             words = "the upstream has not joined a set of servers yet"
         elif own and own != theirs:
@@ -170,7 +178,7 @@ class Replication:
             return
         raise UprError(
             words,
-            hint="give --replicate-from a server of the same set, or --data an empty directory",
+            hint=hint,
             reason="WRONG_REPLICA_SET",
             retriable=True,
         )
@@ -214,7 +222,9 @@ class Replication:
         keeps = found is not None and self._only is not None
         if found is None and not info.HasField("problem"):
             with contextlib.suppress(AlreadyExistsError):
-                found = await self._catalog.create(info.name, info.compression, info.version)
+                found = await self._catalog.create(
+                    info.name, info.compression, info.version, info.quota_bytes
+                )
         if found is not None and not keeps and found.disk.quota.limit != info.quota_bytes:
             await found.set_quota(info.quota_bytes)
 

@@ -356,9 +356,9 @@ class AdminMethods:
     ) -> admin.CreateBucketResponse:
         """Create an empty bucket."""
         check_quota(request.quota_bytes)
-        host = await self._catalog.create(request.name, request.compression)
-        if request.quota_bytes:
-            await host.set_quota(request.quota_bytes)
+        host = await self._catalog.create(
+            request.name, request.compression, quota=request.quota_bytes
+        )
         info = await _bucket_info(host)
         if info is None:
             raise BucketGoneError(
@@ -419,8 +419,8 @@ class AdminMethods:
         self, request: admin.ForgetConsumerRequest, context: Context
     ) -> admin.ForgetConsumerResponse:
         """Forget a consumer, in memory and on disk; one that is connected registers again with its next Ack or save."""
+        self._catalog.check_active()
         host = self._catalog.find(request.bucket)
-        host.check_active()
         forgotten = host.bucket.consumer_positions.forget(check_name(request.name, "consumer"))
         if forgotten:
             try:

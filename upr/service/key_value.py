@@ -367,7 +367,7 @@ class KeyValueMethods:
     async def _open(self, context: Context) -> "_WriteCall":
         await self.callers.open_write(peer_of(context.peer()))
         opening = await read_open(self._intake, context, wire.WriteRequest, "Write")
-        self._catalog.check_active()
+        await self._catalog.check_active_soon()
         host = self._catalog.of(opening)
         producer = None
         if opening.producer:

@@ -99,6 +99,7 @@ class TableFeed:
         """Return what is to be told now, as something to be run to its end; None for nothing."""
         if self._whole and self._follower.reads != self._reads_told:
             self._whole, self._changes_told = False, 0
+            self._follower.has_tables = False
             self._say(wire.FollowResponse(tables=wire.Tables(begins=True)))
         if self._busy or not self._follower.is_past_store:
             return None
@@ -145,6 +146,7 @@ class TableFeed:
         if reads == self._follower.reads:
             self._reads_told, self._whole = reads, True
             await self._tell(wire.Tables(complete=True))
+            self._follower.has_tables = True
 
     async def _tell_consumers(self) -> None:
         disk = self._host.disk

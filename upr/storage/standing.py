@@ -28,10 +28,12 @@ class Stored:
     Attributes:
         standing: rows, promises.
         addresses: HOST:PORT of the servers of the set, by directory, where they were last reached.
+        known: of the owner: the counted servers of which all counted ones have stored that they count.
     """
 
     standing: Standing
     addresses: Mapping[str, str] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
 
     @property
     def alone(self) -> bool:
@@ -67,7 +69,9 @@ def read_standing(folder: Path, directory: str, *, replica: bool) -> Stored:
         if replica and standing.owns and known.epoch == 1:
             # It was never promoted: it is told to follow now.
             standing = replace(standing, row=NO_ROW)
-        return Stored(standing, dict(text["addresses"]))
+        # A file of before this was stored has none.
+        sure = known.counted.intersection(text.get("known", ()))
+        return Stored(standing, dict(text["addresses"]), sure)
     except (KeyError, TypeError) as error:
         raise DataDirectoryError(f"{NAME} is malformed: {error!r}") from error
 
@@ -90,5 +94,6 @@ def write_standing(folder: Path, stored: Stored) -> None:
         "promised": standing.promised,
         "candidate": standing.candidate,
         "addresses": dict(sorted(stored.addresses.items())),
+        "known": sorted(stored.known),
     }
     replace_durably(folder / NAME, json.dumps(text, indent=1) + "\n")

@@ -98,6 +98,23 @@ class Admin:
         stub = self._connection.stubs(self._connection.router.given).sets.Promote
         return promotion(self._connection.ask(stub, request, seconds))
 
+    def forget_server(self, server: str) -> str:
+        """Have the active server count another one no more that will not come back; return its directory.
+
+        If it comes back all the same, and is promoted before it has heard of that, what was acknowledged since may be
+        undone.
+
+        Args:
+            server: its directory, or HOST:PORT where it was last reached.
+
+        Raises:
+            UprError: it is unknown, or STILL_THERE.
+        """
+        stub = self._connection.stubs().sets.ForgetServer
+        request = set_pb2.ForgetServerRequest(server=server)
+        answer = self._connection.ask(stub, request)
+        return str(answer.member.directory)
+
     def buckets(self) -> list[BucketInfo]:
         """Return the server's buckets by name."""
         answer = self._call("ListBuckets", wire.ListBucketsRequest())

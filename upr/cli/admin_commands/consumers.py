@@ -7,9 +7,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
-from click.core import ParameterSource
 
-from upr_cli_kit.options import PARTITION_SET, client_options
+from upr_cli_kit.options import PARTITION_SET, client_options, refuse_options
 from upr_cli_kit.output import columns, json_option, print_json, verbose_option
 from upr_cli_kit.times import format_micros, parse_time
 from upr_protocol.errors import UprError
@@ -50,19 +49,9 @@ def consumers(
     server. Tombstones that it has not passed are not purged before the hold limit.
     """
     if context.invoked_subcommand is not None:
-        _refuse_options(context)
+        refuse_options(context)
         return
     _list(client, bucket, partitions=partitions, as_json=as_json)
-
-
-def _refuse_options(context: click.Context) -> None:
-    """Refuse what stands before a subcommand, which would otherwise ask another server or bucket than was named."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is ParameterSource.COMMANDLINE and parameter.expose_value:
-            raise click.UsageError(
-                f"{parameter.opts[-1]} goes behind {context.invoked_subcommand!r}", context
-            )
 
 
 @consumers.command("list")

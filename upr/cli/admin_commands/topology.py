@@ -1,11 +1,17 @@
-"""``upr-admin topology``, ``promote`` and ``takeover``: who is active in a set of servers, and how that changes."""
+"""``upr-admin topology``, ``promote`` and ``takeover``: who is in a set of servers, who is active, how that changes."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
-from upr_cli_kit.options import ADDRESS, login_options, open_client, target_option
+from upr_cli_kit.options import (
+    ADDRESS,
+    login_options,
+    open_client,
+    refuse_options,
+    target_option,
+)
 from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
 from upr_cli_kit.times import duration
 
@@ -23,12 +29,16 @@ _seconds_option = click.option(
 )
 
 
-@click.command("topology")
+@click.group("topology", invoke_without_command=True)
 @target_option
 @json_option
 @verbose_option
-def topology(target: str, as_json: bool) -> None:
-    """Show who is active, who is counted, and who is behind, as far as the server knows."""
+@click.pass_context
+def topology(context: click.Context, target: str, as_json: bool) -> None:
+    """Show who is active, who is counted, and who is behind, as far as the server knows; forget one."""
+    if context.invoked_subcommand is not None:
+        refuse_options(context)
+        return
     with open_client(target) as client:
         found = client.admin.topology()
     if as_json:
@@ -54,6 +64,21 @@ def topology(target: str, as_json: bool) -> None:
         note(f"this server waits: {found.waiting}")
     if found.promised > found.epoch:
         note(_change_of(found))
+
+
+@topology.command("forget")
+@click.argument("server")
+@target_option
+@verbose_option
+def forget(server: str, target: str) -> None:
+    """Count SERVER no more, which will not come back: its directory, or HOST:PORT. Ask the active server.
+
+    While a counted server is away it holds purging up, and keeps new ones from counting. Remove its data directory: if it
+    came back and were promoted before it has heard of this, what was acknowledged since could be undone.
+    """
+    with open_client(target) as client:
+        directory = client.admin.forget_server(server)
+    click.echo(f"forgotten: {directory}")
 
 
 def _change_of(found: "Topology") -> str:
@@ -133,6 +158,8 @@ def _tell_losses(done: "Promotion") -> None:
         note(f"{done.records} partitions got a failover record")
     for name in done.without:
         note(f"warning: without {name}: what only it has is undone when it comes back")
+    for name in done.tables:
+        note(f"warning: bucket {name}: the newest positions of consumers and cuts may be lost")
     for bucket, partition, seqno, high in done.lost:
         note(
             f"warning: bucket {bucket}, partition {partition}: {high - seqno} mutations above {seqno} may be lost"

@@ -112,6 +112,7 @@ RULES: Final[Mapping[str, Rule]] = {
     f"{_KEYS}Get": _of("read"),
     f"{_SETS}GetTopology": _of("read replicate admin", scope=Scope.SOME),
     f"{_SETS}Promote": _of("admin", scope=Scope.SERVER, destroys=lambda request: request.force),
+    f"{_SETS}ForgetServer": _of("admin", scope=Scope.SERVER, destroys=_always),
     f"{_SETS}Meet": _of("replicate", scope=Scope.SERVER, destroys=_always),
     f"{_SETS}Promise": _of("replicate", scope=Scope.SERVER, destroys=_always),
     "/grpc.health.v1.Health/Check": _HEALTH,

@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BUCKET = "default"
 NEW_BUCKET_BYTES = 2**20
+BECOMING_SECONDS = 2.0
+"""Longest wait of a Write call for a change of owner to this server."""
 WATCH_SECONDS = 1.0
 """Interval between checks that the data directory and its files still exist."""
 DAMAGED_HINT = "put a copy of its folder in its place and restart the server, or drop the bucket"
@@ -71,13 +73,19 @@ class DuplicateBucketError(DataDirectoryError):
 
 
 def create_bucket(
-    directory: DataDirectory, name: str, compression: str = "", version: int = 0, epoch: int = 1
+    directory: DataDirectory,
+    name: str,
+    compression: str = "",
+    version: int = 0,
+    epoch: int = 1,
+    quota: int = 0,
 ) -> Path:
     """Create a bucket with all partitions active, each with one failover record at 0. Return its folder.
 
     Args:
         epoch: in which this server serves.
         version: of the upstream's bucket, of which this one is a replica: the partitions are pending then. 0 draws one.
+        quota: in bytes, 0 for none.
     """
     state = PENDING if version else ACTIVE
     version = version or 1 + secrets.randbelow(2**64 - 1)
@@ -98,6 +106,8 @@ def create_bucket(
             for partition in range(PARTITIONS)
         }
         store.create(identity, rows)
+        if quota:
+            store.put_quota(quota)
         store.close()
         journal = Journal(folder / "journal", identity.version)
         list(journal.replay())
@@ -194,6 +204,8 @@ class Catalog:
         """Versions of the buckets that the upstream listed last."""
         self.owner = ""
         """HOST:PORT of the active server while this one is not, as far as it is known."""
+        self.becoming: asyncio.Event | None = None
+        """Set when the change of owner to this server that is under way has ended; None without one."""
         self.servers: Callable[[], list[str]] = list
         """Returns HOST:PORT of the servers of the set, as far as they are known; none where this one is alone."""
         self.is_newest: Callable[[], bool] = lambda: not self.replica
@@ -306,6 +318,17 @@ class Catalog:
             alone = len(upstream) == 1 and not (self.owner or self.servers())
             raise not_active(upstream[0] if alone else self.owner)
 
+    async def check_active_soon(self) -> None:
+        """As ``check_active``, when a change of owner to this server has ended, or has taken BECOMING_SECONDS.
+
+        Writers that the former owner sent here go on at once then, and not after a pause.
+        """
+        if self.becoming is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BECOMING_SECONDS):
+                    await self.becoming.wait()
+        self.check_active()
+
     def check_reachable(self) -> None:
         """Raise UprError, NOT_ADVERTISED, where replicas could not be told how to reach this server."""
         if self._config.is_unreachable:
@@ -415,13 +438,15 @@ class Catalog:
 
     # Creating
 
-    async def create(self, name: str, compression: str = "", version: int = 0) -> BucketService:
+    async def create(
+        self, name: str, compression: str = "", version: int = 0, quota: int = 0
+    ) -> BucketService:
         """Create an empty bucket and serve it; runs to completion even if the caller is cancelled.
 
         Args:
             name: 1 to 200 bytes of UTF-8 without control characters.
             compression: of stored blocks, "" for none or "zstd".
-            version: see ``create_bucket``.
+            version, quota: see ``create_bucket``.
 
         Raises:
             InvalidArgumentError: a value is out of its range.
@@ -449,7 +474,7 @@ class Catalog:
                 await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
             else:
                 break
-        task = asyncio.create_task(self._create(name, compression, version))
+        task = asyncio.create_task(self._create(name, compression, version, quota))
         self._creating[name] = task
         return await finish_even_if_cancelled(task)
 
@@ -477,9 +502,9 @@ class Catalog:
                 retriable=False,
             )
 
-    async def _create(self, name: str, compression: str, version: int) -> BucketService:
+    async def _create(self, name: str, compression: str, version: int, quota: int) -> BucketService:
         try:
-            host = await asyncio.to_thread(self._create_now, name, compression, version)
+            host = await asyncio.to_thread(self._create_now, name, compression, version, quota)
         finally:
             del self._creating[name]
         self._add(host)
@@ -488,7 +513,7 @@ class Catalog:
         await self._tell_health()
         return host
 
-    def _create_now(self, name: str, compression: str, version: int) -> BucketService:
+    def _create_now(self, name: str, compression: str, version: int, quota: int) -> BucketService:
         if lost := self._directory.lost():
             raise StorageFailedError(lost, hint=LOST_HINT)
         if self._room.above_reserve() < NEW_BUCKET_BYTES:
@@ -498,7 +523,7 @@ class Catalog:
             )
         try:
             epoch = self.standing.standing.row.epoch or 1
-            folder = create_bucket(self._directory, name, compression, version, epoch)
+            folder = create_bucket(self._directory, name, compression, version, epoch, quota)
             failpoints.hit("bucket.after_create")
             try:
                 return self._opened(folder)

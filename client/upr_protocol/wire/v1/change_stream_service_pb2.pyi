@@ -1193,7 +1193,7 @@ class Tables(_message.Message):
     consumers that were not told since the tables began are gone.
     """
     changes: _builtins.int
-    """How often the upstream's tables of consumers and cuts have changed since it was started: with this message, all of it
+    """Number of changes of the upstream's tables of consumers and cuts since it was started: with this message, all of it
     is told. 0 where nothing is said of that.
     """
     @_builtins.property

@@ -229,6 +229,7 @@ class PromoteResponse(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     WITHOUT_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     records: _builtins.int
     """Partitions that got a failover record, over all buckets; 0 after a takeover."""
     @_builtins.property
@@ -243,6 +244,10 @@ class PromoteResponse(_message.Message):
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostRange]:
         """Partitions in which the former owner was known to have more than is durable here."""
 
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Buckets whose newest positions of consumers and cuts a server has, and did not give."""
+
     def __init__(
         self,
         *,
@@ -250,14 +255,67 @@ class PromoteResponse(_message.Message):
         records: _builtins.int = ...,
         without: _abc.Iterable[Global___SetMember] | None = ...,
         lost: _abc.Iterable[Global___LostRange] | None = ...,
+        tables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["row", b"row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "records", b"records", "row", b"row", "without", b"without"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "records", b"records", "row", b"row", "tables", b"tables", "without", b"without"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromoteResponse: _TypeAlias = PromoteResponse  # noqa: Y015
+
+@_typing.final
+class ForgetServerRequest(_message.Message):
+    """Whom to forget."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: _builtins.int
+    server: _builtins.str
+    """Its directory, or HOST:PORT where it was last reached."""
+    def __init__(
+        self,
+        *,
+        server: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetServerRequest: _TypeAlias = ForgetServerRequest  # noqa: Y015
+
+@_typing.final
+class ForgetServerResponse(_message.Message):
+    """It is forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___SetMember:
+        """Who it was."""
+
+    @_builtins.property
+    def row(self) -> Global___OwnerRow:
+        """The row without it."""
+
+    def __init__(
+        self,
+        *,
+        member: Global___SetMember | None = ...,
+        row: Global___OwnerRow | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "row", b"row"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetServerResponse: _TypeAlias = ForgetServerResponse  # noqa: Y015
 
 @_typing.final
 class LostRange(_message.Message):

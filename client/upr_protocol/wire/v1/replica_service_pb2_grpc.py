@@ -45,6 +45,11 @@ class ReplicaServiceStub(object):
                 request_serializer=upr_dot_v1_dot_replica__service__pb2.PromoteRequest.SerializeToString,
                 response_deserializer=upr_dot_v1_dot_replica__service__pb2.PromoteResponse.FromString,
                 _registered_method=True)
+        self.ForgetServer = channel.unary_unary(
+                '/upr.v1.ReplicaService/ForgetServer',
+                request_serializer=upr_dot_v1_dot_replica__service__pb2.ForgetServerRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_replica__service__pb2.ForgetServerResponse.FromString,
+                _registered_method=True)
         self.Meet = channel.unary_unary(
                 '/upr.v1.ReplicaService/Meet',
                 request_serializer=upr_dot_v1_dot_replica__service__pb2.MeetRequest.SerializeToString,
@@ -70,6 +75,13 @@ class ReplicaServiceServicer(object):
 
     def Promote(self, request, context):
         """Makes this server the active one. Returns when it is, or when it cannot be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetServer(self, request, context):
+        """Counts a server no more that will not come back, and forgets it; at the active server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +113,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.Promote,
                     request_deserializer=upr_dot_v1_dot_replica__service__pb2.PromoteRequest.FromString,
                     response_serializer=upr_dot_v1_dot_replica__service__pb2.PromoteResponse.SerializeToString,
+            ),
+            'ForgetServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetServer,
+                    request_deserializer=upr_dot_v1_dot_replica__service__pb2.ForgetServerRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_replica__service__pb2.ForgetServerResponse.SerializeToString,
             ),
             'Meet': grpc.unary_unary_rpc_method_handler(
                     servicer.Meet,
@@ -168,6 +185,33 @@ class ReplicaService(object):
             '/upr.v1.ReplicaService/Promote',
             upr_dot_v1_dot_replica__service__pb2.PromoteRequest.SerializeToString,
             upr_dot_v1_dot_replica__service__pb2.PromoteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.ReplicaService/ForgetServer',
+            upr_dot_v1_dot_replica__service__pb2.ForgetServerRequest.SerializeToString,
+            upr_dot_v1_dot_replica__service__pb2.ForgetServerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class ReplicaServiceStub:
     """Who is active, as far as this server knows. Any server answers."""
     Promote: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.PromoteRequest, _replica_service_pb2.PromoteResponse]
     """Makes this server the active one. Returns when it is, or when it cannot be."""
+    ForgetServer: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.ForgetServerRequest, _replica_service_pb2.ForgetServerResponse]
+    """Counts a server no more that will not come back, and forgets it; at the active server."""
     Meet: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.MeetRequest, _replica_service_pb2.MeetResponse]
     """Two servers tell each other what they know of the owner; each learns the newer row."""
     Promise: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.PromiseRequest, _replica_service_pb2.PromiseResponse]
@@ -51,6 +53,8 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """Who is active, as far as this server knows. Any server answers."""
     Promote: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.PromoteRequest, _replica_service_pb2.PromoteResponse]  # type: ignore[assignment]
     """Makes this server the active one. Returns when it is, or when it cannot be."""
+    ForgetServer: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.ForgetServerRequest, _replica_service_pb2.ForgetServerResponse]  # type: ignore[assignment]
+    """Counts a server no more that will not come back, and forgets it; at the active server."""
     Meet: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.MeetRequest, _replica_service_pb2.MeetResponse]  # type: ignore[assignment]
     """Two servers tell each other what they know of the owner; each learns the newer row."""
     Promise: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.PromiseRequest, _replica_service_pb2.PromiseResponse]  # type: ignore[assignment]
@@ -74,6 +78,14 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_service_pb2.PromoteResponse, _abc.Awaitable[_replica_service_pb2.PromoteResponse]]:
         """Makes this server the active one. Returns when it is, or when it cannot be."""
+
+    @_abc_1.abstractmethod
+    def ForgetServer(
+        self,
+        request: _replica_service_pb2.ForgetServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_service_pb2.ForgetServerResponse, _abc.Awaitable[_replica_service_pb2.ForgetServerResponse]]:
+        """Counts a server no more that will not come back, and forgets it; at the active server."""
 
     @_abc_1.abstractmethod
     def Meet(

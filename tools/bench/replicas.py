@@ -1,0 +1,190 @@
+"""Replicas: what 0, 1 and 2 of them cost the active server, how far behind they are, and ``replicated(1)`` beside ``disk``.
+
+The rows are the same for all, and what the replicas have is compared with the active server in the end. How far it is from the
+active server to a replica is asked of both every LOOK_SECONDS, the replica first, so that it is never told too short.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tests.harness import RunningServer
+from tests.replica.sets import wait_until_counted, wait_until_equal
+from tools.bench.common import Figure, Row, WrongResultError, batches, server
+from tools.bench.cpu import server_cpu
+from tools.bench.singles import awaited_sets
+from upr_client import AsyncClient, Only
+
+REPLICAS: Final = (0, 1, 2)
+PASSES: Final = 3
+BATCH_ROWS: Final = 2000
+CALLS_AT_ONCE: Final = 16
+LOOK_SECONDS: Final = 0.1
+TASKS: Final = {1: 1_000, 16: 4_000}
+"""Tasks that each await one ``set`` after the other, and the rows of all of them in each of four turns."""
+DURABILITIES: Final = ("disk", "replicated(1)", "replicated(1)", "disk")
+"""Turns: both ways round, so that neither is always the one that comes later."""
+
+
+@contextmanager
+def server_set(replicas: int) -> Iterator[list[RunningServer]]:
+    """Run a new active server and counted replicas of it."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(server())]
+        for _ in range(replicas):
+            upstream = servers[0].target
+            servers.append(stack.enter_context(server("--replicate-from", upstream)))
+        if replicas:
+            wait_until_counted(servers, servers[0])
+        yield servers
+
+
+@dataclass(slots=True)
+class _Lag:
+    """How far a replica is behind: looks at it and at the active server."""
+
+    looks: list[tuple[float, int, int]]
+    """When, the durable seqnos of the replica, and then the high seqnos of the active server, over all partitions."""
+
+    @property
+    def rows(self) -> int:
+        """The most that was seen."""
+        return max(high - durable for _, durable, high in self.looks)
+
+    @property
+    def seconds(self) -> float:
+        """The longest time until the replica was seen to have what the active server had been seen to have."""
+        times, durable, highs = map(np.array, zip(*self.looks, strict=True))
+        found = np.searchsorted(durable, highs)
+        reached = found < len(times)
+        return float((times[found[reached]] - times[reached]).max())
+
+
+async def _looking(servers: list[RunningServer], lags: list[_Lag], done: asyncio.Event) -> None:
+    """Look at all servers until the writing is done and the replicas have everything."""
+    clients = [AsyncClient(one.target) for one in servers]
+    try:
+        while True:
+            was_done = done.is_set()
+            *behind, high = [
+                await _seqnos(client, durable=client is not clients[0])
+                for client in (*clients[1:], clients[0])
+            ]
+            now = time.perf_counter()
+            for lag, durable in zip(lags, behind, strict=True):
+                lag.looks.append((now, durable, high))
+            if was_done and all(durable == high for durable in behind):
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+    finally:
+        for client in clients:
+            await client.close()
+
+
+async def _seqnos(client: AsyncClient, *, durable: bool) -> int:
+    found = await client.admin.partitions("default")
+    return sum(one.durable_seqno if durable else one.high_seqno for one in found)
+
+
+async def _state(target: str) -> dict[bytes, bytes | None]:
+    """Return what a server itself shows."""
+    state: dict[bytes, bytes | None] = {}
+    async with AsyncClient(target) as client:
+        only = Only(stability="disk")
+        changes = client.bucket().changes(until="now", only=only, read_from="any")
+        async with changes:
+            async for batch in changes.batches():
+                state |= batch.items()
+    return state
+
+
+async def _ingest(servers: list[RunningServer], rows: list[Row]) -> tuple[float, list[_Lag]]:
+    """Write all rows PASSES times, fsynced; return rows a second, and how far the replicas were behind."""
+    lags, done = [_Lag([]) for _ in servers[1:]], asyncio.Event()
+    async with AsyncClient(servers[0].target) as client:
+        bucket, places = client.bucket(), asyncio.Semaphore(CALLS_AT_ONCE)
+
+        async def write(batch: list[Row]) -> None:
+            async with places:
+                await bucket.write_many(batch)
+
+        looking = asyncio.create_task(_looking(servers, lags, done))
+        began = time.perf_counter()
+        for _ in range(PASSES):
+            await asyncio.gather(*map(write, batches(rows, BATCH_ROWS)))
+        taken = time.perf_counter() - began
+        done.set()
+        await looking
+    return PASSES * len(rows) / taken, lags
+
+
+def measure_replicas(rows: list[Row]) -> Iterator[Figure]:
+    """Ingest with 0, 1 and 2 replicas; single writes at ``disk`` and ``replicated(1)`` on one set."""
+    costs: list[float] = []
+    for replicas in REPLICAS:
+        with server_set(replicas) as servers:
+            before = [server_cpu(one) for one in servers]
+            rate, lags = asyncio.run(_ingest(servers, rows))
+            written = PASSES * len(rows)
+            used = [
+                (server_cpu(one) - cpu) / written * 1e6
+                for one, cpu in zip(servers, before, strict=True)
+            ]
+            states = [asyncio.run(_state(one.target)) for one in servers]
+            if any(state != states[0] for state in states) or states[0].keys() != {
+                k for k, _ in rows
+            }:
+                raise WrongResultError("a replica has not what the active server has")
+        note = f"CPU a row {used[0]:.2f} us"
+        if replicas:
+            each = ", ".join(f"{one:.2f}" for one in used[1:])
+            behind = ", ".join(f"{lag.rows:,} rows and {lag.seconds:.2f} s" for lag in lags)
+            note += f", at replicas {each}; behind at most {behind}"
+        yield Figure(f"ingest, fsynced, {replicas} replicas", rate, "rows/s", note=note)
+        costs.append(used[0])
+    more = ", ".join(f"{b - a:.2f}" for a, b in itertools.pairwise(costs))
+    cost = (costs[-1] - costs[0]) / REPLICAS[-1]
+    yield Figure(
+        "CPU of a replica at its upstream", cost, "us/row", note=f"of the first, the second: {more}"
+    )
+    with server_set(1) as servers:
+        yield from _durabilities(servers)
+
+
+def _durabilities(servers: list[RunningServer]) -> Iterator[Figure]:
+    async def turn(tasks: int, rows: int, durability: str) -> list[float]:
+        async with AsyncClient(servers[0].target) as client:
+            bucket = client.bucket()
+            # What is sent first meets cold code.
+            await awaited_sets(bucket, tasks, tasks * 10, durability)
+            return await awaited_sets(bucket, tasks, rows, durability)
+
+    for tasks, rows in TASKS.items():
+        delays: dict[str, list[float]] = {}
+        for durability in DURABILITIES:
+            delays.setdefault(durability, []).extend(asyncio.run(turn(tasks, rows, durability)))
+        found = {
+            durability: np.percentile(one, (50, 99)) * 1e3 for durability, one in delays.items()
+        }
+        for durability, (p50, p99) in found.items():
+            ratios = found[durability] / found["disk"]
+            note = f"p99 {p99:.2f} ms"
+            if durability != "disk":
+                note += f"; {ratios[0]:.2f} times disk, p99 {ratios[1]:.2f} times"
+            yield Figure(f"set, awaited, {durability}, {tasks} tasks, p50", p50, "ms", note=note)
+    wait_until_equal(servers)
+    states = [asyncio.run(_state(one.target)) for one in servers]
+    keys = {
+        b"key-%05d-%06d" % (task, number)
+        for tasks, rows in TASKS.items()
+        for task in range(tasks)
+        for number in range(rows // tasks)
+    }
+    if states[0] != states[1] or states[0].keys() != keys:
+        raise WrongResultError("the replica has not what the active server has")

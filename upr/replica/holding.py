@@ -1,0 +1,189 @@
+"""Holding: what this server has of its buckets, and what it lacks of what another server promised."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from upr.engine.partitions import DEAD
+from upr.replica.meeting import Answer
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.following import Following
+from upr_protocol.block import U64
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.ownership import HELD, Held
+
+Buckets = Mapping[int, Held]
+"""Columns of what a server holds, by bucket version."""
+Lost = tuple[int, int, int, int]
+"""Part that was given up: bucket version, partition, marker and newest failover id there."""
+
+
+def held_of(host: BucketService) -> Held:
+    """Return what is durable of a bucket."""
+    bucket, table = host.bucket, host.bucket.partitions
+    held = np.zeros(PARTITIONS, HELD)
+    held["marker"], held["high"], held["id"] = bucket.markers.seqno, table.durable, table.newest_id
+    held["epoch"] = table.epochs_at(bucket.markers.seqno)
+    return held
+
+
+def in_one_order(buckets: Buckets, versions: Iterable[int]) -> Held:
+    """Return what is held as one column; of a bucket that is not there, nothing."""
+    nothing = np.zeros(PARTITIONS, HELD)
+    return np.concatenate([nothing[:0], *(buckets.get(version, nothing) for version in versions)])
+
+
+def highs_as_held(high: U64) -> Held:
+    """Return high seqnos as what is held."""
+    held = np.zeros(PARTITIONS, HELD)
+    held["high"] = high
+    return held
+
+
+def by_version(places: Iterable[np.intp], versions: Sequence[int]) -> dict[int, list[int]]:
+    """Return the partitions at places in one column, by bucket version; see ``in_one_order``."""
+    found: dict[int, list[int]] = {}
+    for place in map(int, places):
+        found.setdefault(versions[place // PARTITIONS], []).append(place % PARTITIONS)
+    return found
+
+
+def given_up(answer: Answer, lacking: Mapping[int, Sequence[int]]) -> list[Lost]:
+    """Have a promise hold nothing in partitions; return what it held."""
+    lost = []
+    for version, partitions in lacking.items():
+        held = answer.held[version].copy()
+        lost += [(version, p, int(held["marker"][p]), int(held["id"][p])) for p in partitions]
+        held[list(partitions)] = 0
+        answer.held[version] = held
+    return lost
+
+
+class Holding:
+    """What one server has of the buckets of its catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def now(self) -> dict[int, Held]:
+        """Return what is durable here, by bucket version."""
+        return {host.bucket.identity.version: held_of(host) for host in self._catalog.hosts}
+
+    def named(self, version: int) -> str:
+        """Return a bucket's name; its version where it could not be made here."""
+        names = {h.bucket.identity.version: h.bucket.identity.name for h in self._catalog.hosts}
+        return names.get(version, f"{version:016x}")
+
+    def lacking(
+        self, answer: Answer, versions: Sequence[int], only: Mapping[int, Sequence[int]] | None
+    ) -> dict[int, list[int]]:
+        """Return what of a promise is not here, by bucket version."""
+        mine, found = self.now(), {}
+        for version in versions:
+            theirs = answer.held.get(version)
+            if theirs is None:
+                continue
+            here = mine.get(version, np.zeros(PARTITIONS, HELD))
+            lacks = (here["id"] != theirs["id"]) | (here["marker"] < theirs["marker"])
+            lacks |= (here["high"] < theirs["high"]) & (only is None)
+            lacks &= theirs["id"] != 0
+            chosen = np.flatnonzero(lacks)
+            if only is not None:
+                chosen = np.intersect1d(chosen, only[version])
+            if len(chosen):
+                found[version] = chosen.tolist()
+        return found
+
+    def _followings(self, versions: Iterable[int]) -> dict[int, Following]:
+        return {
+            host.bucket.identity.version: host.following
+            for host in self._catalog.hosts
+            if host.following is not None and host.bucket.identity.version in versions
+        }
+
+    def has_tables(self, answer: Answer, versions: Iterable[int]) -> bool:
+        """Whether the small tables are here as they were when a server promised."""
+        there = [version for version in versions if version in answer.held]
+        here = self._followings(there)
+        return len(here) == len(there) and all(
+            one.in_step and one.told >= answer.changes.get(version, 0)
+            for version, one in here.items()
+        )
+
+    def received(self) -> int:
+        """Return a number that changes when something is received."""
+        return sum(int(host.bucket.partitions.high.sum()) for host in self._catalog.hosts)
+
+    def is_refused(self, lacking: Mapping[int, Sequence[int]]) -> bool:
+        """Whether nothing of what is lacking will come."""
+        here, dead = self._followings(lacking), self._dead_here(lacking)
+        return bool(lacking) and all(
+            p in dead.get(version, ())
+            or (
+                version in here
+                and p in here[version].refused
+                and not here[version].refused[p].retriable
+            )
+            for version, partitions in lacking.items()
+            for p in partitions
+        )
+
+    def _dead_here(self, lacking: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        """Return those partitions that are dead at this server, which takes nothing of them."""
+        states = {h.bucket.identity.version: h.bucket.partitions.state for h in self._catalog.hosts}
+        dead = {
+            version: [p for p in partitions if states[version][p] == DEAD]
+            for version, partitions in lacking.items()
+            if version in states
+        }
+        return {version: partitions for version, partitions in dead.items() if partitions}
+
+    def why_not(self, lacking: Mapping[int, Sequence[int]], address: str) -> str:
+        """Return why what is lacking does not come; ``address`` is this server's."""
+        if dead := self._dead_here(lacking):
+            return f"partition {next(iter(dead.values()))[0]} is dead here, at {address}"
+        for version, one in self._followings(lacking).items():
+            problem = one.refused.get(lacking[version][0], one.problem)
+            if problem is not None:
+                return str(problem)
+        return "nothing comes from it"
+
+    def short_of(self, lost: Iterable[Lost]) -> list[tuple[str, int, int, int]]:
+        """Return what was given up of partitions: bucket, partition, from, to."""
+        hosts = {host.bucket.identity.version: host.bucket for host in self._catalog.hosts}
+        found = []
+        for version, partition, marker, failover_id in lost:
+            # A bucket that could not be made here has no name here, and where branches part may be unknown.
+            name, here = f"{version:016x}", 0
+            if version in hosts:
+                name, table = hosts[version].identity.name, hosts[version].partitions
+                if failover_id in (log := table.logs[partition]):
+                    # What is here above the place where the branches part is not theirs.
+                    parts = log.next_after(failover_id)
+                    here = int(table.high[partition])
+                    here = here if parts is None else min(here, parts.seqno)
+            if here < marker:
+                found.append((name, partition, here, marker))
+        return found
+
+    def known_highs(self) -> dict[int, U64]:
+        """Return the newest seqnos that the upstream told of, by bucket version."""
+        return {
+            host.bucket.identity.version: host.following.highs.copy()
+            for host in self._catalog.hosts
+            if host.following is not None
+        }
+
+    def lost(self, known: Mapping[int, U64]) -> list[tuple[str, int, int, int]]:
+        """Return what the former owner was known to have above what is here."""
+        found = []
+        for host in self._catalog.hosts:
+            identity, here = host.bucket.identity, host.bucket.partitions.high
+            told = known.get(identity.version)
+            if told is not None:
+                found += [
+                    (identity.name, p, int(here[p]), int(told[p]))
+                    for p in np.flatnonzero(told > here).tolist()
+                ]
+        return found
