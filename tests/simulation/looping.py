@@ -35,7 +35,7 @@ class Timeline:
         self.seed = seed
         self.now = 1000.0
         self.steps = 0
-        self._due: list[tuple[float, int, SimulatedLoop, events.Handle]] = []
+        self._due: list[tuple[float, float, int, SimulatedLoop, events.Handle]] = []
         self._numbers = itertools.count()
         self.loops: list[SimulatedLoop] = []
 
@@ -45,19 +45,21 @@ class Timeline:
 
     def at(self, when: float, loop: "SimulatedLoop", handle: events.Handle) -> None:
         """Have a loop run a handle."""
-        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), loop, handle))
+        when = max(when, self.now)
+        heapq.heappush(self._due, (when, when, next(self._numbers), loop, handle))
 
     def run(self, until: float) -> None:
         """Let time pass."""
         while self._due and self._due[0][0] <= until:
-            when, number, loop, handle = heapq.heappop(self._due)
+            when, first, number, loop, handle = heapq.heappop(self._due)
             if not loop.alive:
                 loop.left.append(handle)
                 continue
             if handle.cancelled():
                 continue
             if loop.paused_until > when:
-                heapq.heappush(self._due, (loop.paused_until, number, loop, handle))
+                # In the order in which it was due.
+                heapq.heappush(self._due, (loop.paused_until, first, number, loop, handle))
                 continue
             self.now = max(self.now, when)
             self.steps += 1

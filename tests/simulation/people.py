@@ -189,23 +189,22 @@ class People:
         loop.create_task(run())
 
     def promote(
-        self, address: str, *, force: bool, takeover: bool, ended: Callable[[str, int], None]
+        self, address: str, *, force: bool, takeover: bool, ended: Callable[[str], None]
     ) -> None:
-        """Order a promotion, and tell its outcome: "" or the reason of the refusal, and the epoch."""
+        """Order a promotion, and tell its outcome: "" or the reason of the refusal."""
         self.operating = True
 
         async def run() -> None:
-            reason, epoch = "NO_ANSWER", 0
+            reason = ""
             channel: Any = Channel(self._net, address)
             async with channel:
                 stub: Any = ReplicaServiceStub(channel)
                 try:
                     request = PromoteRequest(force=force, takeover=takeover)
-                    answer = await stub.Promote(request, timeout=30.0)
-                    reason, epoch = "", answer.row.epoch
+                    await stub.Promote(request, timeout=30.0)
                 except grpc.RpcError as error:
                     reason = error_from_call(error).reason
             self.operating = False
-            ended(reason, epoch)
+            ended(reason)
 
         self._operator.create_task(run())

@@ -10,7 +10,8 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,22 @@ class Heard(logging.Handler):
 class ReplicasWorld:
     """One run.
 
+    Args:
+        upstreams: whom each server but the first is told to follow, by number; drawn if it is not given.
+
     Attributes:
         counts: how often what happened.
         elapsed: microseconds that have passed since the world began.
+        outcome: of the newest promotion: why it was refused, empty if it was not.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, upstreams: Sequence[int] | None = None) -> None:
         counts: Counter[str] = Counter()
         self.counts: dict[str, int] = counts
         self.truth = Truth()
         self._heard = Heard()
         self._timeline = timeline = Timeline(seed)
-        self._net = Net(timeline)
+        self.net = Net(timeline)
         self.rng = timeline.drawn("world")
         settings = {
             "tail_bytes": self.rng.choice((20_000, 200_000)),
@@ -63,17 +68,21 @@ class ReplicasWorld:
             "purge_hold_seconds": 6.0,
         }
         folder.mkdir()
-        self.servers = [
-            ServerProcess(timeline, self._net, folder, number, **settings)
-            for number in range(self.rng.choice((2, 3, 3, 3, 4)))
+        # A star, or a chain.
+        drawn = [
+            0 if self.rng.random() < 0.7 else at for at in range(self.rng.choice((1, 2, 2, 2, 3)))
         ]
-        for number, server in enumerate(self.servers[1:]):
-            # A star, or a chain.
-            upstream = self.servers[number if self.rng.random() < 0.3 else 0]
-            server.upstreams = (upstream.address,)
-        self.people = People(timeline, self._net, self.truth, counts)
+        upstreams = drawn if upstreams is None else upstreams
+        self.servers = [
+            ServerProcess(timeline, self.net, folder, number, **settings)
+            for number in range(1 + len(upstreams))
+        ]
+        for server, at in zip(self.servers[1:], upstreams, strict=True):
+            server.upstreams = (self.servers[at].address,)
+        self.people = People(timeline, self.net, self.truth, counts)
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self.outcome = ""
         self._without_owner = 0.0
         self._disks_lost = 0
 
@@ -81,31 +90,37 @@ class ReplicasWorld:
     def elapsed(self) -> int:
         return int((self._timeline.now - 1000.0) * 1e6)
 
-    def run(self, steps: int) -> None:
-        """Live for so many steps under faults, and then until all is well."""
+    @contextmanager
+    def living(self) -> Iterator[None]:
+        """Have simulated time, chance, threads and gRPC while the body runs; nothing of the world is left after it."""
         logger = logging.getLogger("upr")
         with pytest.MonkeyPatch.context() as patch:
-            simulate(patch, self._timeline, self._net)
+            simulate(patch, self._timeline, self.net)
             self.truth.watch(patch)
             logger.addHandler(self._heard)
             try:
-                self._begin()
-                for step in range(steps):
-                    if step == steps // 3:
-                        self._fail_over()
-                    elif step == 2 * steps // 3:
-                        self._take_over()
-                    self._fault()
-                    self._pass()
-                self._settle()
-                self._check()
+                yield
             finally:
                 logger.removeHandler(self._heard)
                 for server in self.servers:
                     server.kill()
                 self._timeline.close()
 
-    def _pass(self, seconds: float = STEP_SECONDS) -> None:
+    def run(self, steps: int) -> None:
+        """Live for so many steps under faults, and then until all is well."""
+        with self.living():
+            self.begin()
+            for step in range(steps):
+                if step == steps // 3:
+                    self._fail_over()
+                elif step == 2 * steps // 3:
+                    self._take_over()
+                self._fault()
+                self.pass_time()
+            self.settle()
+            self.check()
+
+    def pass_time(self, seconds: float = STEP_SECONDS) -> None:
         """Let time pass."""
         until = self._timeline.now + seconds
         while self._later and self._later[0][0] <= until:
@@ -119,12 +134,12 @@ class ReplicasWorld:
     def _in(self, seconds: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._later, (self._timeline.now + seconds, next(self._numbers), do))
 
-    def _until(self, what: Callable[[], bool], seconds: float, words: str) -> None:
+    def until(self, what: Callable[[], bool], seconds: float, words: str) -> None:
         until = self._timeline.now + seconds
         while not what():
             if self._timeline.now > until:
                 raise Violation(f"not {words} within {seconds:g} s: {self._where()}")
-            self._pass()
+            self.pass_time()
 
     def _where(self) -> list[Any]:
         return [
@@ -139,13 +154,13 @@ class ReplicasWorld:
 
     # The beginning
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         first = self.servers[0]
         first.start()
-        self._until(lambda: first.active, 10, "active")
+        self.until(lambda: first.active, 10, "active")
         for server in self.servers[1:]:
             server.start()
-        self._until(lambda: self._in_step(first), 60, "in step")
+        self.until(lambda: self.in_step(first), 60, "in step")
         addresses = [server.address for server in self.servers]
         for number, durability in enumerate((*STABILITIES, SAFE)):
             turn = number % len(addresses)
@@ -159,7 +174,7 @@ class ReplicasWorld:
             )
             self.people.followers.append(follower)
 
-    def _in_step(self, owner: ServerProcess) -> bool:
+    def in_step(self, owner: ServerProcess) -> bool:
         """Whether a server is active, and all others follow it and are in step."""
         if not owner.active or owner.owning is None:
             return False
@@ -202,7 +217,7 @@ class ReplicasWorld:
             self._cut(server, other)
         elif kind < 0.72:
             self.counts["resets"] += 1
-            self._net.reset(server.host, other.host)
+            self.net.reset(server.host, other.host)
         elif kind < 0.75:
             self._lose_disk(server)
         elif not self.people.operating:
@@ -215,12 +230,11 @@ class ReplicasWorld:
         if owner is None:
             return
         others = [s for s in self.servers if s is not owner]
-        cuts = [pair for s in others for pair in ((owner.host, s.host), (s.host, owner.host))]
-        self._net.cuts.update(cuts)
+        cuts = self.cut_off(owner)
 
         def crash() -> None:
             self._crash(owner)
-            self._net.heal(*cuts)
+            self.net.heal(*cuts)
             self._promote(self.rng.choice(others))
 
         self._in(1.5, crash)
@@ -229,6 +243,13 @@ class ReplicasWorld:
         others = [s for s in self.servers if not s.active and s.loop is not None]
         if others and not self.people.operating:
             self._promote(self.rng.choice(others), takeover=True)
+
+    def cut_off(self, server: ServerProcess, *others: ServerProcess) -> list[tuple[str, str]]:
+        """Have nothing pass between a server and others, all by default; return what is cut."""
+        chosen = others or [s for s in self.servers if s is not server]
+        cuts = [pair for s in chosen for pair in ((server.host, s.host), (s.host, server.host))]
+        self.net.cuts.update(cuts)
+        return cuts
 
     def _crash(self, server: ServerProcess) -> None:
         if server.loop is None:
@@ -259,10 +280,9 @@ class ReplicasWorld:
         cuts = self.rng.choice(([(a, b)], [(b, a)], [(a, b), (b, a)]))
         if self.rng.random() < 0.3:
             # From all others, but not from clients.
-            hosts = [s.host for s in self.servers if s is not server]
-            cuts = [pair for host in hosts for pair in ((a, host), (host, a))]
-        self._net.cuts.update(cuts)
-        self._in(self.rng.choice((1.0, 4.0, 12.0)), lambda: self._net.heal(*cuts))
+            cuts = self.cut_off(server)
+        self.net.cuts.update(cuts)
+        self._in(self.rng.choice((1.0, 4.0, 12.0)), lambda: self.net.heal(*cuts))
 
     def _lose_disk(self, server: ServerProcess) -> None:
         if self._disks_lost or not all(s.loop for s in self.servers):
@@ -278,28 +298,36 @@ class ReplicasWorld:
         if force:
             # Whatever comes of it: an owner may be active before its answer is lost.
             self.truth.forced = 1 << 62
-        self._order(server, force=force, takeover=takeover)
+        self.order(server, force=force, takeover=takeover)
 
-    def _order(self, server: ServerProcess, *, force: bool, takeover: bool) -> None:
+    def promoted(self, server: ServerProcess, *, force: bool = False) -> str:
+        """Promote a server, and return the reason of a refusal, empty for none."""
+        self.order(server, force=force)
+        self.until(lambda: not self.people.operating, 40, "answered")
+        return self.outcome
+
+    def order(self, server: ServerProcess, *, force: bool = False, takeover: bool = False) -> None:
+        """Order a promotion, and do not wait for its outcome."""
         kind = "forced promotions" if force else "takeovers" if takeover else "promotions"
 
-        def ended(reason: str, epoch: int) -> None:
+        def ended(reason: str) -> None:
+            self.outcome = reason
             self.counts[f"{kind}: {reason}" if reason else kind] += 1
 
         self.people.promote(server.address, force=force, takeover=takeover, ended=ended)
 
     # The end
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Mend everything, and wait until one server is active and all others follow it."""
-        self._net.heal()
+        self.net.heal()
         began = self._timeline.now
         at = 0
-        while not any(self._in_step(server) for server in self.servers):
+        while not any(self.in_step(server) for server in self.servers):
             waited = self._timeline.now - began
             if waited > SETTLE_SECONDS:
                 raise Violation(f"no owner at the end: {self._where()}")
-            self._pass()
+            self.pass_time()
             for server in self.servers:
                 if waited > 15 and server.loop is None:
                     server.start()
@@ -313,19 +341,19 @@ class ReplicasWorld:
                 if force and not (self._disks_lost or self.truth.forced):
                     raise Violation(f"nobody can be promoted: {self._where()}")
                 self._promote(self.servers[at % len(self.servers)], force=force)
-        self._pass(3.0)
+        self.pass_time(3.0)
         for writer in self.people.writers:
             writer.stopping = True
-        self._until(lambda: all(w.done for w in self.people.writers), 60, "the end of all writers")
-        self._until(lambda: any(map(self._in_step, self.servers)), 60, "in step at the end")
+        self.until(lambda: all(w.done for w in self.people.writers), 60, "the end of all writers")
+        self.until(lambda: any(map(self.in_step, self.servers)), 60, "in step at the end")
 
     def _highs(self, server: ServerProcess) -> np.ndarray[Any, Any]:
         assert server.bucket is not None
         return server.bucket.bucket.partitions.durable[USED]
 
-    def _check(self) -> None:
+    def check(self) -> None:
         (owner,) = (s for s in self.servers if s.active)
-        self._until(
+        self.until(
             lambda: all((self._highs(s) == self._highs(owner)).all() for s in self.servers),
             60,
             "equal",
@@ -342,9 +370,9 @@ class ReplicasWorld:
             self.people.follow(f"reader of {s.host}", "disk", "any", [s.address])
             for s in self.servers
         ]
-        self._until(lambda: all(reader.done for reader in readers), 60, "read")
+        self.until(lambda: all(reader.done for reader in readers), 60, "read")
         for reader in (*readers, *self.people.followers):
-            self._until(
+            self.until(
                 lambda r=reader: all(r.state(p) == states[p] for p in USED),  # type: ignore[misc]
                 90,
                 f"with what is there: {reader.name}",
@@ -356,9 +384,9 @@ class ReplicasWorld:
         assert owner.owning is not None
         if not owner.owning.standing.row.counted <= there:
             self.counts["given up"] += 1
-            self._order(owner, force=True, takeover=False)
-            self._until(lambda: not self.people.operating, 40, "answered")
-            self._until(lambda: self._in_step(owner), 60, "in step again")
+            self.order(owner, force=True, takeover=False)
+            self.until(lambda: not self.people.operating, 40, "answered")
+            self.until(lambda: self.in_step(owner), 60, "in step again")
 
     def _check_acknowledged(self, logs: Sequence[Any]) -> None:
         """Nothing acknowledged is missing; what was at ``disk`` only may be, and is kept aside then."""
