@@ -49,7 +49,7 @@ def end(world: ReplicasWorld) -> None:
 
 def test_what_only_the_other_replica_has_is_found(begun: Begin) -> None:
     world = begun()
-    active, has, lacks = world.servers
+    active, _, lacks = world.servers
     cuts = world.cut_off(active, lacks)
     world.pass_time(3.0)
     active.kill()
@@ -79,9 +79,10 @@ def test_a_server_with_an_empty_disk_is_not_the_one_that_was_counted(begun: Begi
 def test_a_promise_outlives_a_crash(begun: Begin) -> None:
     world = begun()
     active, candidate, other = world.servers
+    # Both replicas have the same, and the active server does not hear of the promise.
     world.cut_off(active, candidate)
-    # Nor does it hear of the promise.
     cuts = world.cut_off(active, other)
+    world.pass_time(1.0)
     world.order(candidate)
     while standing(other).promised < 2:
         world.pass_time(0.0005)
