@@ -27,3 +27,11 @@ def test_a_set_of_servers_ends_on_one_history_with_all_that_was_promised(tmp_pat
         "undone at disk",
     ):
         assert counts[what] > 0, (what, counts)
+
+
+def test_a_seed_gives_the_same_run_each_time(tmp_path: Path) -> None:
+    runs = []
+    for attempt in range(2):
+        world = worlds.run("replicas", tmp_path / str(attempt), 3, 12)
+        runs.append((world.counts, world.elapsed, world.truth.rows, world.truth.logs))
+    assert runs[0] == runs[1]
