@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.simulation import worlds
 
-SEEDS = max(int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 15, 1)
+SEEDS = max(int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 30, 1)
 FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
 
 
