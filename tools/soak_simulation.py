@@ -28,7 +28,6 @@ from typing import Any
 import lmdb
 
 from tests.simulation import worlds
-from tests.simulation.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
@@ -86,7 +85,7 @@ def trust_the_system() -> None:
 def run_seed(name: str, seed: int, steps: int, traced: bool = False) -> Outcome:
     """Run the world of that name and seed for so many steps, and to its end."""
     reached: Lines = set()
-    world: World | None = None
+    world: worlds.Runnable | None = None
     with tempfile.TemporaryDirectory(prefix="upr-world-") as folder, worlds.prepared(seed):
         if traced:
             sys.settrace(tracer(reached))

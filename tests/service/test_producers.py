@@ -206,6 +206,20 @@ def test_a_later_write_adds_to_what_is_stored_of_the_others(tmp_path: Path) -> N
     store.close()
 
 
+def test_a_larger_number_that_counts_is_not_replaced(tmp_path: Path) -> None:
+    """A replica was told it of what it read from a store; its tail has older ones, which are flushed later."""
+    store = Store(tmp_path)
+    store.put_flush([], {}, {b"p": numbers(1, 3, 17, 18, number=9)})
+
+    def counts(partition: int, failover_id: int, end: int) -> bool:
+        return partition != 17
+
+    store.put_flush([], {}, {b"p": numbers(2, 3, 4, 17, number=4)}, counts=counts)
+    found = {p: stored.number for p, stored in store.producer_rows(b"p").items()}
+    assert found == {3: 9, 4: 4, 17: 4, 18: 9}
+    store.close()
+
+
 @pytest.mark.asyncio
 async def test_a_first_write_waits_for_one_transaction_of_forgetting_at_most(
     host: BucketService, monkeypatch: pytest.MonkeyPatch

@@ -1,9 +1,10 @@
 """The simulated worlds by name, and what each needs to be run anywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.simulation.dropped import DroppedWorld
 from tests.simulation.faulty import FaultyWorld
 from tests.simulation.grouped import GroupWorld
 from tests.simulation.networked import NetworkedWorld
+from tests.simulation.replicas import ReplicasWorld
 from tests.simulation.world import World
 from upr.storage import blocks as blocks_module
 from upr.storage import compact, journal
@@ -22,11 +24,28 @@ SIZES = ((BLOCK_COLUMN_BYTES, compact.GROUP_BYTES), (120, 500), (1, 1))
 """Bytes of blocks and of groups, one pair a seed: usual, some rows each, one row each."""
 
 
+class Runnable(Protocol):
+    """A world, made of a folder that is not there yet and a seed.
+
+    Attributes:
+        counts: how often what happened.
+        elapsed: microseconds that have passed since it began.
+    """
+
+    counts: dict[str, int]
+
+    @property
+    def elapsed(self) -> int: ...
+
+    def run(self, steps: int) -> None:
+        """Live for so many steps, and then until everybody has what is true."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of world, and how many steps the default tests give it."""
 
-    world: type[World]
+    world: Callable[[Path, int], Runnable]
     steps: int
 
 
@@ -38,6 +57,7 @@ KINDS = {
     "dropped": Kind(DroppedWorld, 500),
     "groups": Kind(GroupWorld, 500),
     "damaged": Kind(DamagedWorld, 500),
+    "replicas": Kind(ReplicasWorld, 120),
 }
 
 
@@ -64,7 +84,7 @@ def prepared(seed: int) -> Iterator[None]:
         yield
 
 
-def run(name: str, folder: Path, seed: int, steps: int | None = None) -> World:
+def run(name: str, folder: Path, seed: int, steps: int | None = None) -> Any:
     """Run a world to its end, and return it; by default with as many steps as its kind has."""
     steps = KINDS[name].steps if steps is None else steps
     with prepared(seed):

@@ -89,6 +89,10 @@ class FlushPlan:
         assert self._producers is not None
         return self._producers.of(part.first, part.last, merged.ends)
 
+    def counts(self, partition: int, failover_id: int, end: int) -> bool:
+        """Return whether a producer's number that is stored counts, also if it is larger: a replica was told it."""
+        return partition < PARTITIONS and bool(self.logs[partition].gave(failover_id, end))
+
 
 COMMIT_BYTES = 32 * 2**20
 """Most bytes of a commit, so that the time of one fsync is bounded."""

@@ -75,13 +75,13 @@ async def _take_producers(
     bucket = host.bucket
     rows = [(name, ProducerNumbers(_standing(bucket, n.table), n.time)) for name, n in told]
 
-    def newer(partition: int, failover_id: int, end: int) -> bool:
+    def counts(partition: int, failover_id: int, end: int) -> bool:
         """Whether a stored number that is larger stays: not if what it was given to was undone, nor that of a place."""
         row = ProducerRow(0, failover_id, 0, end)
         return partition < PARTITIONS and not bucket.is_undone(partition, row)
 
     store = host.disk.store
-    await host.disk.in_store_thread(lambda: store.put_producers(rows, newer))
+    await host.disk.in_store_thread(lambda: store.put_producers(rows, counts))
     for _, numbers in rows:
         table = numbers.table[numbers.table["partition"] < PARTITIONS]
         np.maximum.at(following.needed, table["partition"], table["end_seqno"])

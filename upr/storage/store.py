@@ -98,6 +98,14 @@ class Identity:
     compression: str = ""
 
 
+Counts = Callable[[int, int, int], bool]
+"""Whether a stored number of a producer counts, by its partition, failover id and end seqno: they are on the log."""
+
+
+def _none_counts(partition: int, failover_id: int, end: int) -> bool:
+    return False
+
+
 class Forgotten(NamedTuple):
     """Number of expired producers, and whether more remain."""
 
@@ -359,6 +367,10 @@ class Store:
             accepted: partitions whose aside blocks are removed.
             released: names of the cuts to remove.
         """
+
+        def counts(partition: int, failover_id: int, end: int) -> bool:
+            return partition in rows and bool(rows[partition].log.gave(failover_id, end))
+
         with self._proving(highs, flushed=False) as txn:
             for partition, seqno in cut_off.items():
                 self._remove_above(txn, partition, seqno)
@@ -366,7 +378,7 @@ class Store:
                 txn.put(keyspace.block_key(partition, end), block, db=self._blocks)
                 txn.delete(keyspace.block_key(partition, end), db=self._hashes)
             for name, numbers in producers:
-                self._put_producer(txn, name, numbers)
+                self._put_producer(txn, name, numbers, counts)
             self._put_partitions(txn, rows)
             for partition in accepted:
                 first = keyspace.aside_key(partition, 0, 0)
@@ -416,12 +428,14 @@ class Store:
         ends: Mapping[int, tuple[int, int, int]],
         producers: Mapping[bytes, ProducerNumbers],
         hashes: Sequence[bytes] = (),
+        counts: Counts = _none_counts,
     ) -> None:
         """Store blocks (partition, end_seqno, bytes) and where their partitions end now, in one transaction.
 
         Args:
             ends: stored high, last complete marker and horizon. The rest of a row stays: promotions write it too.
             hashes: of the blocks' keys, as ``keyspace.pack_hashes``; blocks without any are read by every search.
+            counts: of the stored numbers that are larger; by default none does.
         """
         with self._writing() as txn:
             items = [(keyspace.block_key(p, end), block) for p, end, block in blocks]
@@ -434,7 +448,7 @@ class Store:
                 row = keyspace.with_ends(self._row(txn, partition), partition, *told)
                 txn.put(key, row, db=self._partitions)
             for name, numbers in producers.items():
-                self._put_producer(txn, name, numbers)
+                self._put_producer(txn, name, numbers, counts)
 
     def put_logs(
         self,
@@ -671,55 +685,24 @@ class Store:
                 more = cursor.set_range(key[:-1] + b"\1")
         return found
 
-    def put_producers(
-        self,
-        rows: Iterable[tuple[bytes, ProducerNumbers]],
-        newer: Callable[[int, int, int], bool],
-    ) -> None:
-        """Store numbers of producers, durably, but those for which there is a newer one.
-
-        Args:
-            newer: returns whether a stored number counts more than one to be stored, given its partition, its failover id
-                and its end seqno; asked where the stored one is not smaller.
-        """
+    def put_producers(self, rows: Iterable[tuple[bytes, ProducerNumbers]], counts: Counts) -> None:
+        """Store numbers of producers, durably, but those for which a larger one counts."""
         with self._writing() as txn:
             for name, numbers in rows:
-                kept = self._not_older(txn, name, numbers.table, newer)
-                if len(kept):
-                    self._put_producer(txn, name, ProducerNumbers(kept, numbers.time))
+                if len(numbers.table):
+                    self._put_producer(txn, name, numbers, counts)
 
-    def _not_older(
-        self,
-        txn: Any,
-        name: bytes,
-        table: npt.NDArray[np.void],
-        newer: Callable[[int, int, int], bool],
-    ) -> npt.NDArray[np.void]:
-        known: dict[int, tuple[int, int, int]] = {}
-        with txn.cursor(db=self._producers) as cursor:
-            for _ in _keys_of(cursor, name):
-                stored = cursor_table(cursor)
-                for partition, number, failover_id, _, end in (
-                    () if stored is None else stored.tolist()
-                ):
-                    known[partition] = (number, failover_id, end)
-        keep = []
-        for partition, number in zip(
-            table["partition"].tolist(), table["number"].tolist(), strict=True
-        ):
-            has, failover_id, end = known.get(partition, (-1, 0, 0))
-            keep.append(has < number or not newer(partition, failover_id, end))
-        return table[keep]
-
-    def _put_producer(self, txn: Any, name: bytes, numbers: ProducerNumbers) -> None:
+    def _put_producer(
+        self, txn: Any, name: bytes, numbers: ProducerNumbers, counts: Counts
+    ) -> None:
         table = numbers.table
         slots = table["partition"] // PRODUCER_SLOT
         edges = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
         for begin, end in pairwise(edges):
             key, part = keyspace.producer_key(name, int(slots[begin])), table[begin:end]
-            old = txn.get(key, db=self._producers) if len(part) < PRODUCER_SLOT else None
+            old = txn.get(key, db=self._producers)
             if old:
-                part = _merged(key, bytes(old), part)
+                part = _merged(key, bytes(old), part, counts)
             txn.put(key, keyspace.pack_producer(key, part), db=self._producers)
         key, time = keyspace.producer_key(name), numbers.time - numbers.time % PRODUCER_GRAIN
         last, seen = int(table["number"].max()), self._seen(txn, key)
@@ -888,13 +871,28 @@ def cursor_table(cursor: Any) -> npt.NDArray[np.void] | None:
         return None
 
 
-def _merged(key: bytes, stored: bytes, part: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Return the newer table of a slot, with the partitions that only the stored one has."""
+def _merged(
+    key: bytes, stored: bytes, part: npt.NDArray[np.void], counts: Counts
+) -> npt.NDArray[np.void]:
+    """Return the newer table of a slot, with what only the stored one has: partitions, and larger numbers that count."""
     try:
         old = keyspace.unpack_producer(key, stored)
     except DataDamagedError as error:
         log.error("what is known of a producer is lost", extra={"error": error.message})
         return part
+    _, new, had = np.intersect1d(
+        part["partition"], old["partition"], assume_unique=True, return_indices=True
+    )
+    larger = old["number"][had] > part["number"][new]
+    # A replica has numbers that it was told, while its tail has older ones of the same partitions.
+    ahead = [
+        at
+        for at, (partition, _, failover_id, _, end) in zip(
+            new[larger].tolist(), old[had[larger]].tolist(), strict=True
+        )
+        if counts(partition, failover_id, end)
+    ]
+    part = np.delete(part, ahead)
     old = old[~np.isin(old["partition"], part["partition"])]
     whole = np.concatenate((old, part))
     return whole[np.argsort(whole["partition"])]

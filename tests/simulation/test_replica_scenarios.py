@@ -1,0 +1,162 @@
+"""Changes of owner step by step, in the world ``replicas``: what a random world seldom does."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.processes import ServerProcess
+from tests.simulation.replicas import ReplicasWorld
+from tests.simulation.worlds import prepared
+from upr_protocol.ownership import Standing
+
+STAR, CHAIN = (0, 0), (0, 1)
+Begin = Callable[..., ReplicasWorld]
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[Begin]:
+    """Return a function that begins a world of three servers, the first of which is active."""
+    living = []
+
+    def begin(upstreams: tuple[int, int] = STAR) -> ReplicasWorld:
+        world = ReplicasWorld(tmp_path / "world", 5, upstreams)
+        living.append(world.living())
+        living[-1].__enter__()
+        world.begin()
+        counted = 1 + (upstreams == STAR)
+        world.until(lambda: len(standing(world.servers[0]).row.counted) == counted, 20, "counted")
+        world.pass_time(2.0)
+        return world
+
+    with prepared(0):
+        try:
+            yield begin
+        finally:
+            for one in living:
+                one.__exit__(None, None, None)
+
+
+def standing(server: ServerProcess) -> Standing:
+    assert server.owning is not None
+    return server.owning.standing
+
+
+def end(world: ReplicasWorld) -> None:
+    world.settle()
+    world.check()
+
+
+def test_what_only_the_other_replica_has_is_found(begun: Begin) -> None:
+    world = begun()
+    active, _, lacks = world.servers
+    cuts = world.cut_off(active, lacks)
+    world.pass_time(3.0)
+    active.kill()
+    world.net.heal(*cuts)
+    assert world.promoted(lacks) == ""
+    end(world)
+
+
+def test_a_server_with_an_empty_disk_is_not_the_one_that_was_counted(begun: Begin) -> None:
+    world = begun()
+    active, lacks, has = world.servers
+    world.cut_off(active, lacks)
+    world.pass_time(3.0)
+    has.lose_disk((active.address, lacks.address))
+    active.kill()
+    world.net.heal()
+    has.start()
+    world.pass_time(3.0)
+    assert world.promoted(lacks) == "NOT_HEARD"
+    active.start()
+    world.pass_time(3.0)
+    # The directory is gone for good, and this server has everything.
+    assert world.promoted(active, force=True) == ""
+    end(world)
+
+
+def test_a_promise_outlives_a_crash(begun: Begin) -> None:
+    world = begun()
+    active, candidate, other = world.servers
+    # Both replicas have the same, and the active server does not hear of the promise.
+    world.cut_off(active, candidate)
+    cuts = world.cut_off(active, other)
+    world.pass_time(1.0)
+    world.order(candidate)
+    while standing(other).promised < 2:
+        world.pass_time(0.0005)
+    # Its answer is on its way, and the candidate does not serve before the other is back.
+    candidate.pause(8.0)
+    world.pass_time(0.5)
+    other.kill()
+    world.net.heal(*cuts)
+    other.start()
+    world.pass_time(10.0)
+    world.net.heal()
+    end(world)
+
+
+def test_an_owner_that_was_killed_goes_on_under_a_new_id(begun: Begin) -> None:
+    world = begun()
+    active = world.servers[0]
+    assert active.bucket is not None
+    bucket = active.bucket.bucket
+    # Something was numbered that is not on its disk.
+    while bucket.tail.end == bucket.tail.durable:
+        world.pass_time(0.0005)
+    active.kill()
+    world.pass_time(1.0)
+    active.start()
+    world.until(lambda: active.active, 30, "active")
+    end(world)
+
+
+def test_a_split_brain_heals(begun: Begin) -> None:
+    world = begun()
+    active, candidate, _ = world.servers
+    world.cut_off(active)
+    world.pass_time(1.0)
+    assert world.promoted(candidate) == ""
+    world.pass_time(4.0)
+    assert active.active
+    assert candidate.active
+    end(world)
+    assert world.counts["undone at disk"] > 0
+    assert candidate.active
+
+
+def test_a_chain_loses_its_links_in_turn(begun: Begin) -> None:
+    world = begun(CHAIN)
+    first, second, third = world.servers
+    second.kill()
+    world.pass_time(2.0)
+    second.start()
+    world.until(lambda: world.in_step(first), 30, "in step")
+    first.kill()
+    assert world.promoted(third) == "NOT_COUNTED"
+    assert world.promoted(second) == ""
+    world.pass_time(2.0)
+    first.start()
+    end(world)
+
+
+def test_one_returns_to_be_active_with_writes_that_nobody_got(begun: Begin) -> None:
+    world = begun()
+    first, second, _ = world.servers
+    cuts = world.cut_off(first)
+    world.pass_time(2.0)
+    first.kill()
+    world.net.heal(*cuts)
+    assert world.promoted(second) == ""
+    first.start()
+    world.until(lambda: world.in_step(second), 30, "in step")
+    world.until(lambda: len(standing(second).row.counted) >= 2, 30, "counted")
+    second.kill()
+    world.pass_time(0.5)
+    second.start()
+    world.until(lambda: world.in_step(second), 30, "in step again")
+    world.order(first, takeover=True)
+    world.until(lambda: first.active, 30, "active again")
+    end(world)
+    assert world.counts["undone at disk"] > 0
