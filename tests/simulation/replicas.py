@@ -295,9 +295,6 @@ class ReplicasWorld:
     def _promote(
         self, server: ServerProcess, *, force: bool = False, takeover: bool = False
     ) -> None:
-        if force and not (server.owning is not None and server.owning.standing.row.epoch):
-            # The replica of a replica knows no other server: once forced, it and another owner never hear of each other.
-            return
         if force:
             # Whatever comes of it: an owner may be active before its answer is lost.
             self.truth.forced = 1 << 62

@@ -160,3 +160,14 @@ def test_one_returns_to_be_active_with_writes_that_nobody_got(begun: Begin) -> N
     world.until(lambda: first.active, 30, "active again")
     end(world)
     assert world.counts["undone at disk"] > 0
+
+
+def test_a_replica_of_a_replica_that_is_forced_is_the_only_owner(begun: Begin) -> None:
+    world = begun(CHAIN)
+    first, _, third = world.servers
+    assert not standing(third).row.epoch
+    world.truth.forced = 1 << 62
+    assert world.promoted(third, force=True) == ""
+    world.until(lambda: not first.active, 30, "stepped down")
+    end(world)
+    assert third.active

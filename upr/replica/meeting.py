@@ -4,9 +4,10 @@ A server is called where it said that it can be reached: in its Follow call, or 
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -133,6 +134,7 @@ class Meeting:
         address: returns HOST:PORT where this server can be reached.
         links: opens channels.
         meets: whether it meets servers. One that would refuse them asks none.
+        upstreams: HOST:PORT of servers that this one was told to follow.
 
     Attributes:
         addresses: HOST:PORT by directory, of all servers that are known.
@@ -140,12 +142,19 @@ class Meeting:
     """
 
     def __init__(
-        self, catalog: Catalog, address: Callable[[], str], links: Links, *, meets: bool
+        self,
+        catalog: Catalog,
+        address: Callable[[], str],
+        links: Links,
+        *,
+        meets: bool,
+        upstreams: Sequence[str] = (),
     ) -> None:
         self._catalog = catalog
         self._address = address
         self._links = links
         self._meets = meets
+        self._upstreams = dict.fromkeys(upstreams, "")
         self._told_alone = self._told_full = False
         self._failed: dict[str, str] = {}
         self._channels: dict[str, tuple[object, Any]] = {}
@@ -304,10 +313,25 @@ class Meeting:
         if standing.owns:
             # The replica of a replica is none of the owner's: it goes on following where it was told to.
             self._note_followers()
+            await self._meet_upstreams()
         self.met = await self.reach(set(self.addresses))
         for directory in self.met:
             self._saw(directory)
         await self.forget()
+
+    async def _meet_upstreams(self) -> None:
+        """Ask servers that this one was told to follow who they are, where that is not known.
+
+        No owner tells the replica of a replica of the set. Once it is promoted by force, it and another owner would never
+        hear of each other.
+        """
+        known = self.addresses.keys() | {self._catalog.directory_id}
+        for address in [a for a, found in self._upstreams.items() if found not in known]:
+            if self._meets and address not in self.addresses.values():
+                with contextlib.suppress(grpc.aio.AioRpcError, UprError):
+                    answer = await self._said(address)
+                    self._upstreams[address] = answer.member.directory
+                    self.heard(answer.member)
 
     async def reach(self, directories: Iterable[str]) -> dict[str, Met]:
         """Meet servers at once, and return those that answered."""
@@ -322,7 +346,8 @@ class Meeting:
         found = await asyncio.gather(*map(self._meet, chosen))
         return {d: one for d, one in zip(chosen, found, strict=True) if one is not None}
 
-    async def _meet(self, directory: str) -> Met | None:
+    async def _said(self, address: str) -> Any:
+        """Meet the server at an address, and return its answer."""
         standing = self._catalog.standing.standing
         request = wire.MeetRequest(
             replica_set=self._catalog.replica_set,
@@ -331,9 +356,12 @@ class Meeting:
             epoch=standing.epoch,
             members=self.members_to_tell(standing),
         )
+        stub = await self._stub(address)
+        return await stub.Meet(request, timeout=ANSWER_SECONDS)
+
+    async def _meet(self, directory: str) -> Met | None:
         try:
-            stub = await self._stub(self.addresses[directory])
-            answer = await stub.Meet(request, timeout=ANSWER_SECONDS)
+            answer = await self._said(self.addresses[directory])
             if answer.member.directory != directory:
                 return None
             self.heard_of(answer.members)

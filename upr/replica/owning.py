@@ -89,7 +89,9 @@ class Owning:
         self._config = config
         self._address = address
         self._links = Links.of(config)
-        self.meeting = Meeting(catalog, address, self._links, meets=config.meets)
+        self.meeting = Meeting(
+            catalog, address, self._links, meets=config.meets, upstreams=config.replicate_from
+        )
         self.holding = Holding(catalog)
         catalog.servers = self._servers
         catalog.is_newest = self._is_newest
