@@ -88,8 +88,12 @@ async def test_lasting_trouble_is_told_once_and_shown_until_it_ends(
             assert told["message"].startswith(f"{what}, since 20")
             assert "Input/output error" in told["message"]
             assert told["reason"] == "STORAGE_FAILED"
-        # Streams and other buckets do not suffer.
+        # Streams and other buckets do not suffer; "now" is what is on disk.
         assert await health_of(server, "") == SERVING
+        follow = await client.follow()
+        await follow.start(start_at(7, until_now=True))
+        _, ended = await follow.blocks_until_ended(1)
+        assert [one.problem.reason for one in ended] == ["FINISHED"]
         # It was tried again a few times, at four times a second.
         await asyncio.sleep(1)
         assert (lines(server, BEGINS), lines(server, ENDS)) == (1, 0)

@@ -188,6 +188,8 @@ class Bucket:
         """Whether this server may have to undo what no counted replica has: a flush for age leaves that in the tail."""
         self.proven = proven
         self.failure: StorageFailedError | None = None
+        self.stalled = False
+        """Whether the journal cannot be written just now, and is tried again."""
         self.followers: set[OpenFollower] = set()
         self.consumers: dict[str, OpenFollower] = {}
         self.consumer_positions = Consumers()

@@ -376,7 +376,8 @@ class Follower:
 
     def _now(self) -> U64:
         """Return the newest seqno of each partition that its stream can reach now."""
-        failed = self._bucket.failure is not None and not self.options.memory
+        bucket = self._bucket
+        failed = (bucket.failure is not None or bucket.stalled) and not self.options.memory
         return self._table.durable if failed else self._table.high
 
     def _open(self, request: StartRequest, log: FailoverLog, high: int) -> Started:

@@ -706,11 +706,13 @@ class BucketService:
                 self.disk.traffic.syncs.add(self.disk.journal.sync_seconds)
                 self.disk.counters.journalled_bytes += written
                 self.disk.troubles.ends(trouble.JOURNAL)
+                self.bucket.stalled = False
                 return True
             except StorageFailedError as error:
                 self.fail(error)
             except OSError as error:
                 self.disk.troubles.begins(trouble.JOURNAL, error)
+                self.bucket.stalled = True
                 if self.disk.stopping:
                     words = f"the journal could not be written: {words_of(error)}"
                     self.fail(StorageFailedError(words))
