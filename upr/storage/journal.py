@@ -239,6 +239,7 @@ class Journal:
 
     Raises:
         DataDamagedError: a segment is foreign, or broken before its end.
+        DataDirectoryError: it is of an unknown format.
     """
 
     def __init__(self, folder: Path, bucket_version: int) -> None:
