@@ -272,7 +272,7 @@ def test_the_services_that_are_composed(name: str) -> None:
         for service, one in zip(services, found, strict=True):
             others = {f"{other}:7711" for other in services} - {f"{service}:7711"}
             assert set(one.replicate_from) == (others if one is not found[0] else set())
-        # The first server has another command for its later starts.
+        # The first server has another command when it has lost its volume.
         (later,) = re.findall("^    # command: (.*)$", text, re.MULTILINE)
         again = settings([*options, *json.loads(later)], {**of_image(), **given})
         assert again == replace(found[0], replicate_from=("upr2:7711", "upr3:7711"))
