@@ -38,6 +38,7 @@ class Option:
         name: without its dashes; empty where it is that of the field.
         low, high: range of a count, of a size in bytes, of a duration in seconds; None for no bound of its own.
         otherwise: what stands for the default in documents where there is no value.
+        once: whether it is for one start, so that neither file nor environment may have it.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Option:
     low: float = 0
     high: float | None = None
     otherwise: str = ""
+    once: bool = False
 
 
 def _option(kind: str, words: str, **more: Any) -> dict[str, Option]:
@@ -97,6 +99,7 @@ class ServerConfig:
         metadata=_option(
             "flag",
             "For one start after the data directory was copied: nothing was written to the original after its clean stop.",
+            once=True,
         ),
     )
     insecure: bool = field(

@@ -307,8 +307,9 @@ def parse_duration(
     unit = (found[2] or ("s" if bare or not number else "")) if found else ""
     seconds = float(number * _SECONDS.get(unit, 0))
     if unit not in _SECONDS or not low <= seconds <= high:
+        needs = ", with its unit" if found and not unit else ""
         raise InvalidArgumentError(
-            f"{text[:60]!r} must be a duration of {format_duration(low)} to {format_duration(high)}, with its unit",
+            f"{text[:60]!r} must be a duration of {format_duration(low)} to {format_duration(high)}{needs}",
             hint="for example 500ms, 90s, 1.5h or 3d",
         )
     return seconds
@@ -333,7 +334,8 @@ def parse_size(text: str, low: int = 0, high: int = QUOTA_BYTES_MAX) -> int:
         InvalidArgumentError: it is not such a text, no whole number of bytes, or out of range.
     """
     found = _QUANTITY.fullmatch(text.strip().lower())
-    size = Fraction(found[1]) * _BYTES_BY_WORD.get(found[2], -1) if found else Fraction(-1)
+    unit = _BYTES_BY_WORD.get(found[2]) if found else None
+    size = Fraction(found[1]) * unit if found and unit else Fraction(-1)
     if size.denominator != 1 or not low <= size <= high:
         raise InvalidArgumentError(
             f"{text[:60]!r} must be a size of {format_size(low)} to {format_size(high)}",

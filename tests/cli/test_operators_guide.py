@@ -153,7 +153,7 @@ def test_the_blocks_are_commands_that_work(tmp_path: Path) -> None:
         )
     finally:
         shell.close()
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
     assert len(seen) >= 40
 
 

@@ -59,9 +59,10 @@ def test_sizes(text: str, size: int) -> None:
 )
 def test_what_is_no_duration_or_out_of_range(text: str) -> None:
     with pytest.raises(
-        InvalidArgumentError, match=r"must be a duration of 1h to 2h, .*1\.5h or 3d"
-    ):
+        InvalidArgumentError, match=r"must be a duration of 1h to 2h.* 1\.5h or 3d"
+    ) as caught:
         parse_duration(text, 3600, 7200)
+    assert (", with its unit (" in str(caught.value)) == (text == "4000")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,12 @@ def test_what_is_no_duration_or_out_of_range(text: str) -> None:
 def test_what_is_no_size_or_out_of_range(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"must be a size of 1KiB to 2047B .*64MiB"):
         parse_size(text, 1024, 2047)
+
+
+@pytest.mark.parametrize("text", ["0MB", "0 potatoes"])
+def test_no_amount_of_what_is_no_unit_is_a_size(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be a size of 0 to"):
+        parse_size(text)
 
 
 def printed(
@@ -125,6 +132,7 @@ def test_what_is_printed_is_a_file_of_the_same_settings(tmp_path: Path) -> None:
     [
         ("tail_bytes = 1", "the setting tail_bytes is unknown; is tail-bytes meant?"),
         ("[server]\nlisten = 'h:1'", "the setting server is unknown"),
+        ("data-moved = true", "data-moved is for one start; give --data-moved on the command line"),
         ("qqq = 1", "'upr-server --help' lists them"),
         ("tail-bytes = '5 potatoes'", "tail-bytes: '5 potatoes' must be a size of 1B to"),
         ("tail-bytes = true", "tail-bytes is True; must be a text or a number"),
@@ -144,12 +152,43 @@ def test_what_a_file_cannot_say(text: str, words: str, tmp_path: Path) -> None:
 
 
 def test_unknown_names_elsewhere() -> None:
+    # Kubernetes tells of the services upr-server, upr-server-1 and upr-server-metrics.
     known = {"UPR_SERVER_PORT_7711_TCP_ADDR": "10.0.0.1", "UPR_SERVER_SERVICE_HOST": "10.0.0.1"}
+    known |= {"UPR_SERVER_1_SERVICE_HOST": "10.0.0.1", "UPR_SERVER_1_PORT_7711_TCP": "tcp://h:1"}
+    known |= {"UPR_SERVER_METRICS_PORT": "tcp://h:1", "UPR_SERVER_VERSION": "1"}
     assert "data" in printed("--data", "x", environment={**known, "UPR_SERVER_VERBOSE": "1"})
-    wrong = {"UPR_SERVER_FLUSH_SECOND": "1"}
-    error = printed("--data", "x", environment=wrong, status=2)["error"]
-    assert "UPR_SERVER_FLUSH_SECOND is unknown; is UPR_SERVER_FLUSH_SECONDS meant?" in error
+    for variable, hint in (
+        ("UPR_SERVER_FLUSH_SECOND", "is UPR_SERVER_FLUSH_SECONDS meant?"),
+        ("UPR_SERVER_IMAGE", "'upr-server --help' lists them"),
+    ):
+        error = printed("--data", "x", environment={variable: "1"}, status=2)["error"]
+        assert f"{variable} is unknown; unset it if it is another program's; {hint}" in error
     assert "--flush-seconds" in printed("--data", "x", "--flush-second", "1", status=2)["error"]
+
+
+def test_the_directory_must_be_named(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('data = ""\n')
+    for given in ([], ["--config", str(file)]):
+        for more in ([], ["--print-config"]):
+            done = CliRunner().invoke(main, [*given, *more], env={"UPR_SERVER_DATA": ""})
+            assert done.exit_code == 2
+            assert "--data" in done.stderr
+
+
+def test_none_may_be_written_as_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('tokens = ""\nhttp = ""\nreplicate-from = []\n')
+    assert {"tokens", "http", "replicate-from"} & set(
+        printed("--data", "x", "--config", str(file))
+    ) == set()
+
+
+def test_what_is_for_one_start_is_on_the_command_line_alone() -> None:
+    moved = {"UPR_SERVER_DATA_MOVED": "1"}
+    error = printed("--data", "x", environment=moved, status=2)["error"]
+    assert "data-moved is for one start; give --data-moved on the command line" in error
+    assert "data-moved" not in printed("--data", "x", "--data-moved")
 
 
 def test_a_server_takes_its_file(server_process: StartServer, tmp_path: Path) -> None:

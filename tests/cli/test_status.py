@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def test_status(filled: str) -> None:
     assert told["server_id"] in shown
     assert "64.0 MiB" in shown
     assert re.search(r"^anonymous memory +\d+\.\d MiB$", shown, re.MULTILINE)
+
+
+def test_a_server_that_does_not_tell_its_formats(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(target) as client:
+        told = client.admin.status()
+        older = replace(told, wire="", disk_format=0, journal_format=0)
+        monkeypatch.setattr(type(client.admin), "status", lambda _: older)
+    assert "formats" not in text(target, "status")
 
 
 def test_storage(server_process: StartServer, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,8 @@ def test_the_container_runs_the_server_as_nobody_special() -> None:
     assert last("VOLUME") == of_image()["UPR_SERVER_DATA"] == "/data"
     program, *options = json.loads(last("ENTRYPOINT"))
     assert program == "upr-server"
-    found = settings([*options, *json.loads(last("CMD"))], of_image())
+    found = settings(options, of_image())
+    assert not options
     assert (found.data, found.listen) == (Path("/data"), "127.0.0.1:7711")
     assert f"http://{found.http}/healthz" in last("HEALTHCHECK")
     assert last("EXPOSE") == "7711"
@@ -202,13 +204,20 @@ def test_the_container_runs_the_server_as_nobody_special() -> None:
 
 def test_what_is_copied_into_the_image_can_be_installed(tmp_path: Path) -> None:
     copied = [told.split() for name, told in INSTRUCTION.findall(CONTAINER) if name == "COPY"]
+    lines = (ROOT / ".dockerignore").read_text().splitlines()[1:]
+    taken = {source for *sources, _ in copied for source in sources if "=" not in source}
+    # What is in no image, and not even sent to its builder: secrets, and what was compiled for this machine.
+    assert lines[0] == "*"
+    assert {line[1:] for line in lines if line[0] == "!"} == taken - {"/opt/upr"}
+    left_out = [line.removeprefix("**/") for line in lines if line[0] not in "!" and line != "*"]
+    assert "*.so" in left_out
     for *sources, place in copied:
         for source in sources:
             if sources[0] == "--from=build":
                 continue
             target = tmp_path / place.removeprefix("/")
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns("*.so"))
+                shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns(*left_out))
             else:
                 to = target / source if place.endswith("/") else target
                 to.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +228,14 @@ def test_what_is_copied_into_the_image_can_be_installed(tmp_path: Path) -> None:
     subprocess.run(build, cwd=tmp_path / "src", env=environment, check=True, capture_output=True)
     (made,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(made) as wheel:
-        assert {"upr/cli/server.py", "upr_protocol/block.py"} <= set(wheel.namelist())
+        names = wheel.namelist()
+    assert {"upr/cli/server.py", "upr_protocol/block.py"} <= set(names)
+    assert [name for name in names if name.endswith(".so")] == []
+
+
+def test_git_and_the_sdist_leave_secrets_out() -> None:
+    command = ["git", "check-ignore", "--quiet", "deploy/secrets/key.pem"]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def test_the_health_check_of_the_container(server_process: StartServer) -> None:
@@ -228,9 +244,14 @@ def test_the_health_check_of_the_container(server_process: StartServer) -> None:
     assert program == "python"
     command = [sys.executable, *arguments]
     asked = [text.replace("127.0.0.1:9711", http_of(server)) for text in command]
-    subprocess.run(asked, check=True)
+    # The proxy of the machine, which podman tells every container of, is not asked.
+    environment = {**os.environ, "http_proxy": "http://127.0.0.1:1"}
+    subprocess.run(asked, env=environment, check=True)
     assert server.terminate() == 0
     assert subprocess.run(asked, capture_output=True, check=False).returncode != 0
+    for text in COMPOSED.values():
+        (test,) = re.findall("^ +test: (.*)$", text, re.MULTILINE)
+        assert json.loads(test) == ["CMD", program, *arguments]
 
 
 @pytest.mark.parametrize("name", COMPOSED)
@@ -238,7 +259,7 @@ def test_the_services_that_are_composed(name: str) -> None:
     text = COMPOSED[name]
     given = dict(re.findall(r"^    (UPR_SERVER_[A-Z_]+): (.*)$", text, re.MULTILINE))
     services = re.findall(r"^  (upr\d?):$", text, re.MULTILINE)
-    commands = [json.loads(told) for told in re.findall("command: (.*)$", text, re.MULTILINE)]
+    commands = [json.loads(told) for told in re.findall("^    command: (.*)$", text, re.MULTILINE)]
     assert len(commands) == len(services) == (1 if name == "compose.yml" else 3)
     _, *options = json.loads(last("ENTRYPOINT"))
     found = [settings([*options, *one], {**of_image(), **given}) for one in commands]
@@ -251,6 +272,10 @@ def test_the_services_that_are_composed(name: str) -> None:
         for service, one in zip(services, found, strict=True):
             others = {f"{other}:7711" for other in services} - {f"{service}:7711"}
             assert set(one.replicate_from) == (others if one is not found[0] else set())
+        # The first server has another command when it has lost its volume.
+        (later,) = re.findall("^    # command: (.*)$", text, re.MULTILINE)
+        again = settings([*options, *json.loads(later)], {**of_image(), **given})
+        assert again == replace(found[0], replicate_from=("upr2:7711", "upr3:7711"))
     else:
         assert re.findall(r'ports: \["([^"]*)"', text) == ["127.0.0.1:7711:7711"]
     dockerfile = re.findall("dockerfile: ([^}]*)}", text)

@@ -179,7 +179,9 @@ def test_the_install_lines_of_the_readme_work(tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment.pop("PYTHONPATH", None)
     for count, block in enumerate(blocks):
-        before = "" if count == 0 else ". ~/upr/bin/activate; pip uninstall -q -y upr-stream\n"
+        # The second way has an environment of its own, and the wheel of another version where its wheel is made.
+        before = "" if count == 0 else "python3 -m venv --clear ~/upr; . ~/upr/bin/activate\n"
+        before += "mkdir -p dist; touch dist/upr_stream-0.0.1-py3-none-any.whl\n"
         script = f"set -eu\n{before}{block}\ncd /\nupr-server --version; command -v upr-admin\n"
         done = subprocess.run(
             ["bash", "-c", script],

@@ -42,7 +42,8 @@ def parts(found: FileDescriptorSet) -> dict[str, Any]:
         for one in message.field:
             meaning = MessageToDict(one)
             # The name is the key; how it is written in JSON follows from it.
-            for of_text in ("jsonName", "name"):
+            # Options, deprecated for one, change nothing on the wire.
+            for of_text in ("jsonName", "name", "options"):
                 meaning.pop(of_text, None)
             if "oneofIndex" in meaning:
                 meaning["oneofIndex"] = message.oneof_decl[one.oneof_index].name
@@ -55,7 +56,9 @@ def parts(found: FileDescriptorSet) -> dict[str, Any]:
             told |= {f"{place}.{one.name}": one.number for one in enum.value}
         for service in file.service:
             for method in service.method:
-                told[f".{file.package}.{service.name}/{method.name}"] = MessageToDict(method)
+                meaning = MessageToDict(method)
+                meaning.pop("options", None)
+                told[f".{file.package}.{service.name}/{method.name}"] = meaning
     return told
 
 
@@ -71,6 +74,9 @@ def broken(old: FileDescriptorSet, new: FileDescriptorSet) -> list[str]:
 
 def test_what_breaks_the_wire_is_found() -> None:
     wire = described_wire()
+    assert {Path(file.name).name for file in wire.file} == {
+        path.name for path in (ROOT / "protos" / "upr" / "v1").iterdir()
+    }
     assert broken(wire, wire) == []
     for spoil in ("number", "type", "name", "label", "oneof", "enum", "method", "message"):
         changed = FileDescriptorSet()
@@ -102,6 +108,8 @@ def test_what_breaks_the_wire_is_found() -> None:
         added = FileDescriptorSet()
         added.CopyFrom(wire)
         added.file[0].message_type[0].field.add(name="further", number=1000, type=5, label=1)
+        added.file[0].message_type[0].field[0].options.deprecated = True
+        next(f for f in added.file if f.service).service[0].method[0].options.deprecated = True
         assert broken(wire, added) == []
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.storage.closed import NEVER, Closed, block_of, filled
 from tests.storage.stored_blocks import put_rows
-from upr.storage import keyspace
+from upr.storage import journal, keyspace
 from upr.storage.check.contents import DAMAGE, NOTE, Finding
 from upr.storage.check.directory import BucketReport, check_directory
 from upr.storage.check.worker import Task, check_bucket
@@ -532,6 +532,15 @@ def test_a_newer_store_is_not_judged(closed: Closed) -> None:
     change(closed, b"meta", b"identity", keyspace.seal(text, b"identity"))
     report = checked(closed)
     assert "is 99; must be" in report.unusable
+    assert report.findings == []
+
+
+def test_a_newer_journal_is_not_judged(closed: Closed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "FORMAT", 3)
+    closed.journal((1, [block_of(4, 0, 1)]))
+    monkeypatch.undo()
+    report = checked(closed)
+    assert "the segment is of format 3; must be 1 or 2" in report.unusable
     assert report.findings == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from upr import failpoints
 from upr.storage import journal as journal_module
 from upr.storage.journal import Commit, Journal, JournalEntry, NumberedWrite, encode_record
-from upr_protocol.errors import DataDamagedError, StorageFailedError
+from upr_protocol.errors import DataDamagedError, DataDirectoryError, StorageFailedError
 
 VERSION = 7
 
@@ -79,7 +79,7 @@ def test_a_segment_of_an_unknown_format_is_refused(
     monkeypatch.setattr(journal_module, "FORMAT", 3)
     filled(tmp_path / "j", 1)
     monkeypatch.undo()
-    with pytest.raises(DataDamagedError, match="the segment is of format 3"):
+    with pytest.raises(DataDirectoryError, match="the segment is of format 3"):
         replayed(tmp_path / "j")
 
 

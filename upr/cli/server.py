@@ -36,12 +36,14 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 @click.option(
     "--print-config",
     is_flag=True,
+    allow_from_autoenv=False,
     help="Print all settings and where each comes from, as a file for --config, and end.",
 )
 @click.option(
     "--version",
     is_flag=True,
     is_eager=True,
+    allow_from_autoenv=False,
     expose_value=False,
     callback=_print_versions,
     help="Print the versions of the package, the wire and the formats on disk.",
@@ -51,7 +53,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 def main(ctx: click.Context, /, print_config: bool, **values: Any) -> int:
     """Run a server on a data directory, until SIGTERM or Ctrl-C.
 
-    Every option can be given in the environment too, as UPR_SERVER_DATA and so on, and in the file of --config.
+    The settings can be given in the environment too, as UPR_SERVER_DATA and so on, and in the file of --config.
     """
     config = config_of(values)
     if print_config:

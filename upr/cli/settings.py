@@ -1,7 +1,7 @@
 """Settings of ``upr-server`` as people give them: on the command line, in the environment, in a TOML file.
 
 The command line counts before the environment, that before the file, and that before the defaults. Names are those of the
-options: ``--tail-bytes``, ``UPR_SERVER_TAIL_BYTES``, and ``tail-bytes`` in the file. Names that there are not are refused.
+options: ``--tail-bytes``, ``UPR_SERVER_TAIL_BYTES``, and ``tail-bytes`` in the file. Unknown names are refused.
 """
 
 import difflib
@@ -32,8 +32,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 PREFIX: Final = "UPR_SERVER"
 """Beginning of the names of environment variables."""
-# Kubernetes sets them in every container for a service that is called upr-server.
-_OF_KUBERNETES: Final = re.compile(rf"{PREFIX}_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
+# Kubernetes sets them in every container for a service whose name begins with upr-server.
+_OF_KUBERNETES: Final = re.compile(rf"{PREFIX}_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
 _FILE: Final = click.Path(dir_okay=False, path_type=Path)
 _METAVARS: Final = {"address": "HOST:PORT", "addresses": "HOST:PORT[,...]"}
 _DEFAULTS: Final = {one.name: one.default for one in fields(ServerConfig)}
@@ -81,11 +81,14 @@ def server_options(function: _F) -> _F:
         if option.kind == "flag":
             added.append(click.option(f"--{name}", is_flag=True, help=option.words))
             continue
+        text = "" if option.otherwise else default_text(name)
+        # A default of None is a value to click, and what is required would never be missed.
+        default: dict[str, Any] = {"default": text} if text else {}
         added.append(
             click.option(
                 f"--{name}",
                 type=_type_of(name, option),
-                default=None if option.otherwise else default_text(name) or None,
+                **default,
                 required=field == "data",
                 metavar=_METAVARS.get(option.kind),
                 show_default=field != "data" and (option.otherwise or True),
@@ -103,10 +106,10 @@ def server_options(function: _F) -> _F:
     return reduce(lambda made, add: add(made), [*reversed(added), config], function)
 
 
-def _unknown(what: str, name: str, names: Iterable[str]) -> click.UsageError:
-    near = difflib.get_close_matches(name, list(names), 1)
+def _unknown(what: str, name: str, names: Iterable[str], more: str = "") -> click.UsageError:
+    near = difflib.get_close_matches(name, list(names), 1, cutoff=0.8)
     hint = f"is {near[0]} meant?" if near else "'upr-server --help' lists them"
-    return click.UsageError(f"{what} {name} is unknown; {hint}")
+    return click.UsageError(f"{what} {name} is unknown; {more}{hint}")
 
 
 def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -114,9 +117,13 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     known = [f"{PREFIX}_{(one.name or '').upper()}" for one in ctx.command.params]
     for variable in sorted(name for name in os.environ if name.startswith(f"{PREFIX}_")):
         if variable not in known and not _OF_KUBERNETES.fullmatch(variable):
-            raise _unknown("the environment variable", variable, known)
+            more = "unset it if it is another program's; "
+            raise _unknown("the environment variable", variable, known, more)
         name = variable.removeprefix(f"{PREFIX}_").lower().replace("_", "-")
-        if name in OPTIONS and OPTIONS[name][1].kind != "flag" and os.environ[variable]:
+        if name not in OPTIONS or not os.environ[variable]:
+            continue
+        option = OPTIONS[name][1]
+        if option.once or option.kind != "flag":
             # click would not say where it comes from.
             _checked(variable, name, os.environ[variable])
     if path is None:
@@ -130,12 +137,18 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     for name, value in found.items():
         if name not in OPTIONS:
             raise _unknown(f"{path}: the setting", name, OPTIONS)
-        ctx.default_map[name.replace("-", "_")] = _checked(str(path), name, value)
+        # Templates write nothing for none.
+        if value not in ("", []):
+            ctx.default_map[name.replace("-", "_")] = _checked(str(path), name, value)
 
 
 def _checked(where: str, name: str, value: object) -> object:
     """Return a value of the file or the environment as the command line would give it."""
     _, option = OPTIONS[name]
+    if option.once:
+        raise click.UsageError(
+            f"{where}: {name} is for one start; give --{name} on the command line"
+        )
     if option.kind == "flag":
         if not isinstance(value, bool):
             raise click.UsageError(f"{where}: {name} is {value!r}; must be true or false")
@@ -173,7 +186,9 @@ def config_lines(ctx: click.Context, config: ServerConfig) -> Iterator[str]:
             ParameterSource.DEFAULT_MAP: str(ctx.obj),
         }.get(ctx.get_parameter_source(parameter) or ParameterSource.DEFAULT, "default")
         value = getattr(config, field)
-        if option.kind == "flag":
+        if option.once:
+            yield f"# {name}: {'given, for this start alone' if value else 'none'}"
+        elif option.kind == "flag":
             yield f"{name} = {str(value).lower()}  # {origin}"
         elif text := _text_of(option, value):
             # JSON's strings are TOML's, but for what is not ASCII.

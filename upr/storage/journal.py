@@ -29,7 +29,7 @@ from typing import NamedTuple
 import google_crc32c
 
 from upr import failpoints
-from upr_protocol.errors import DataDamagedError, StorageFailedError
+from upr_protocol.errors import DataDamagedError, DataDirectoryError, StorageFailedError
 
 _HEADER = struct.Struct("<4sIQQI")
 _RECORD = struct.Struct("<4sIQII")
@@ -239,6 +239,7 @@ class Journal:
 
     Raises:
         DataDamagedError: a segment is foreign, or broken before its end.
+        DataDirectoryError: it is of an unknown format.
     """
 
     def __init__(self, folder: Path, bucket_version: int) -> None:
@@ -348,7 +349,8 @@ class Journal:
                 return 0
             raise DataDamagedError(f"{segment.path}: the segment's header is damaged")
         if version not in _FORMATS_READ:
-            raise DataDamagedError(
+            # No damage: who took it for some would throw good data away.
+            raise DataDirectoryError(
                 f"{segment.path}: the segment is of format {version}; must be {' or '.join(map(str, _FORMATS_READ))}",
                 hint="use the program that wrote it, or a newer one",
             )

@@ -49,9 +49,11 @@ def status(client: "Client", as_json: bool) -> None:
         print_json(_status_document(found))
         return
     click.echo(f"server            {found.server_version}, {found.server_id:016x}")
-    click.echo(
-        f"formats           wire {found.wire}, disk {found.disk_format}, journal {found.journal_format}"
-    )
+    # Servers of before do not tell them.
+    if found.wire:
+        click.echo(
+            f"formats           wire {found.wire}, disk {found.disk_format}, journal {found.journal_format}"
+        )
     click.echo(f"uptime            {_duration(found.uptime_seconds)}")
     click.echo(f"anonymous memory  {size_text(found.anonymous_bytes)}")
     click.echo(f"mapped memory     {size_text(found.mapped_bytes)}")
