@@ -24,10 +24,10 @@ from upr.service.buckets.catalog import Catalog
 from upr.service.server import Server
 from upr.service.tables import TableFeed, cut_message
 from upr.storage.keyspace import ConsumerRow
-from upr.storage.standing import read_standing
+from upr.storage.standing import Stored, read_standing
 from upr_client import AsyncClient
 from upr_protocol.errors import StorageFailedError, TooFewReplicasError, UprError
-from upr_protocol.ownership import Held
+from upr_protocol.ownership import Held, Row
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 Start = Callable[..., Awaitable["Member"]]
@@ -486,3 +486,113 @@ async def test_tables_that_are_given_up_by_force_are_told(
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
         done = await client.admin.promote(force=True)
     assert done.tables == ("default",)
+
+
+@pytest.mark.asyncio
+async def test_another_owner_at_the_address_of_the_last_one_is_followed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, new, third = await start_set(start, replicas=2)
+    await new.stop()
+    before, directory = third.owning._replication, new.owning.standing.directory
+    assert before is not None
+    meeting, row = third.owning.meeting, third.owning.standing.row
+    await until(lambda: before.directory == row.owner)
+    monkeypatch.setattr(meeting, "_remember", lambda *_: None)
+    meeting.addresses[directory] = meeting.addresses[row.owner]
+    await third.owning.learned(Row(row.epoch + 1, 0, directory, True, row.counted), row.epoch + 1)
+    await until(lambda: third.owning._replication not in (None, before))
+    assert third.owning._replication is not None
+    assert third.owning._replication.directory == directory
+
+
+@pytest.mark.asyncio
+async def test_what_only_one_that_is_forgotten_had_is_not_lost(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, gone, late = await start_set(start, replicas=2)
+    host, behind = old.catalog.find("default"), late.catalog.find("default")
+    receive, may_receive, goes = (
+        BucketService.receive,
+        asyncio.Event(),
+        gone.owning.standing.directory,
+    )
+
+    async def held_back(self: BucketService, *block: Any) -> None:
+        if self is behind:
+            await may_receive.wait()
+        await receive(self, *block)
+
+    monkeypatch.setattr(BucketService, "receive", held_back)
+    async with AsyncClient(old.target) as client:
+        await client.bucket().set(b"k", b"v", durability="replicated(1)")
+    meeting = old.owning.meeting
+    with monkeypatch.context() as patch:
+        patch.setattr(old.owning, "_paused", True)
+        await until(lambda: meeting.met.pop(goes, None) is None)
+        with pytest.raises(UprError, match="must be one that will not come back"):
+            # It is not met, and follows.
+            await old.owning.forget(goes)
+    await gone.stop()
+    name = f"replica:{goes}"
+    await until(lambda: goes not in meeting.met and name not in host.bucket.consumers)
+    keep, counting = old.catalog.keep_standing, []
+
+    async def kept(stored: Stored) -> None:
+        counting.append(goes in host.bucket.copies.counted)
+        await keep(stored)
+
+    async def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(old.catalog, "keep_standing", kept)
+        patch.setattr(host.acknowledged, "save", full)
+        for _ in range(2):
+            async with AsyncClient(old.target, retry_seconds=0) as client:
+                with pytest.raises(StorageFailedError, match="No space left"):
+                    await client.admin.forget_server(gone.target)
+    # From before it is stored on: what it acknowledges later is above what the owner is counted for.
+    assert counting
+    assert not any(counting)
+    async with AsyncClient(old.target) as client:
+        assert await client.admin.forget_server(gone.target) == goes
+    one = late.owning.standing.directory
+    row = old.owning.standing.row
+    assert row.counted == {one, row.owner}
+    await until(lambda: meeting.met[one].row.age >= row.age)
+    await old.owning._count()
+    assert row.owner in old.owning.standing.row.counted
+    may_receive.set()
+    await until(lambda: old.owning.standing.row.counted == {one})
+
+
+@pytest.mark.asyncio
+async def test_a_round_beside_it_does_not_count_one_that_is_forgotten(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, gone, _ = await start_set(start, replicas=2)
+    owner, goes = old.owning, gone.owning.standing.directory
+    await gone.stop()
+    name, bucket = f"replica:{goes}", old.catalog.find("default").bucket
+    await until(lambda: goes not in owner.meeting.met and name not in bucket.consumers)
+    keep, stores, may_store = old.catalog.keep_standing, asyncio.Event(), asyncio.Event()
+
+    async def held_up(stored: Stored) -> None:
+        stores.set()
+        await may_store.wait()
+        await keep(stored)
+
+    monkeypatch.setattr(old.catalog, "keep_standing", held_up)
+    forgetting = asyncio.create_task(owner.forget(goes))
+    await stores.wait()
+    # Two more are in step: their row is two newer.
+    monkeypatch.setattr(owner.meeting, "registered", lambda _: True)
+    met = next(iter(owner.meeting.met.values()))
+    owner.meeting.met |= {f"{n:016x}": met for n in (1, 2)}
+    counting = asyncio.create_task(owner._count())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    may_store.set()
+    await asyncio.gather(forgetting, counting)
+    assert goes not in owner.standing.row.counted

@@ -250,6 +250,9 @@ def test_an_active_server_asks_before_it_serves_again(
         pytest.raises(UprError, match="not the active one"),
     ):
         client.bucket().set(b"k", b"w")
+    with Client(owner.target, retry_seconds=0) as client, pytest.raises(UprError) as refused:
+        client.admin.forget_server(replica.target)
+    assert "promote --force" in refused.value.hint
     replica.start()
     wait_for(lambda: is_active(owner), "the owner to serve")
     with Client(owner.target) as client:

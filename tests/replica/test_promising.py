@@ -18,7 +18,12 @@ from upr.replica.meeting import Meeting, Met, row_of_message
 from upr.replica.owning import Owning
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.storage.directory import DataDirectory
-from upr_protocol.errors import DataDamagedError, PartitionNotActiveError, ProtocolError
+from upr_protocol.errors import (
+    DataDamagedError,
+    InvalidArgumentError,
+    PartitionNotActiveError,
+    ProtocolError,
+)
 from upr_protocol.limits import MEMBER_SECONDS, SERVERS_MAX, SET_MEMBERS_MAX
 from upr_protocol.ownership import Row, Served
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
@@ -146,6 +151,14 @@ async def test_servers_that_are_known_are_bounded_and_forgotten(
     meeting.heard_of([wire.SetMember(directory=member(1).directory, address="127.0.0.2:2")])
     assert meeting.addresses[member(1).directory] == "127.0.0.2:2"
     counted = replace(standing, row=Row(1, 1, "", True, frozenset({member(2).directory})))
+    # Of two at one address it is the one that is away.
+    met = Met(standing.row, 0, True, {})
+    meeting.heard(wire.SetMember(directory=member(3).directory, address="127.0.0.2:2"))
+    with pytest.raises(InvalidArgumentError, match="must be the directory of one of them"):
+        meeting.find("127.0.0.2:2")
+    meeting.met[member(1).directory] = met
+    assert meeting.find("127.0.0.2:2").directory == member(3).directory
+    meeting.met.clear()
     await asyncio.gather(*(meeting._stub(member(one).address) for one in (2, 3)))
     owning._catalog.standing = replace(owning._catalog.standing, standing=counted)
     await meeting.forget()

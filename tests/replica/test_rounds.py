@@ -61,7 +61,7 @@ def test_back_and_forth_with_rows_that_nobody_else_had(server_process: StartServ
     # One or the other of the first of them may have arrived.
     assert states[0].keys() - kept <= {key for key, _ in unsent[:2]}
     assert {key for key, _ in unsent} <= states[0].keys() | undone([first])
-    assert len(undone([first])) > len(unsent) - 2
+    assert len(undone([first])) >= len(unsent) - 2
 
 
 @pytest.mark.parametrize("reached", [150, 900])

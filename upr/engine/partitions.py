@@ -304,8 +304,8 @@ class Copies:
         return TooFewReplicasError(
             f"counted replicas that are connected and in step are {there}; must be at least {copies}",
             hint="start replicas, also counted ones that are away: new ones count when those know of them;"
-            " 'upr-admin topology' shows all, and 'upr-admin promote --force' at the active server gives up"
-            " counted ones that will not come back",
+            " 'upr-admin topology' shows all, and 'upr-admin topology forget' takes out counted ones that will not"
+            " come back",
         )
 
 

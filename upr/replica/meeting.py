@@ -177,14 +177,23 @@ class Meeting:
         """Return the server with a directory or an address; it may be one of which only the row tells.
 
         Raises:
-            InvalidArgumentError: there is none.
+            InvalidArgumentError: there is none, or several had the address and not just one of them is away.
         """
         known = {one.directory: one for one in self.members}
         for directory in self._needed() - known.keys() - {""}:
             known[directory] = wire.SetMember(directory=directory)
-        for one in known.values():
-            if server and server in (one.directory, one.address):
-                return one
+        found = [one for one in known.values() if server and server in (one.directory, one.address)]
+        if len(found) > 1:
+            # A new server may be where one was whose disk died.
+            there = {*self.met, self._catalog.directory_id}
+            found = [one for one in found if one.directory not in there]
+            if len(found) != 1:
+                raise InvalidArgumentError(
+                    f"several servers were at {shown(server)}; must be the directory of one of them",
+                    hint="'upr-admin topology' shows them",
+                )
+        if found:
+            return found[0]
         raise InvalidArgumentError(
             f"server {shown(server)} is unknown; must be the directory, or HOST:PORT, of a server of the set",
             hint="'upr-admin topology' shows them",

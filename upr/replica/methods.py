@@ -124,6 +124,13 @@ class ReplicaMethods:
         self, request: wire.ForgetServerRequest, context: Context
     ) -> wire.ForgetServerResponse:
         """Count a server no more, and forget it; see ``Owning.forget``."""
+        if not self._owning.active and self._owning.standing.owns:
+            raise UprError(
+                f"this server is not active yet: {self._owning.waiting or 'it asks the others'}",
+                reason="NOT_HEARD",
+                hint="'upr-admin promote --force' here goes on without counted servers that will not come back",
+                retriable=True,
+            )
         self._catalog.check_active()
         member = self._owning.meeting.find(request.server)
         row = await _whole(self._owning.forget(member.directory))

@@ -28,6 +28,7 @@ from upr.service.conversation import REPLICAS_NAME
 from upr.service.trouble import words_of
 from upr_protocol.block import U64
 from upr_protocol.errors import (
+    BucketGoneError,
     DataDamagedError,
     StorageFailedError,
     UnavailableError,
@@ -271,12 +272,21 @@ class Owning:
             if not self._following.cancelled() and (error := self._following.exception()):
                 log.error("following the owner failed", exc_info=error)
             self._following = None
-        if self._following is not None and wanted == self._followed:
+        is_same = self._following is not None and wanted == self._followed
+        if is_same and self._follows(standing.row.owner):
             return
         await self.follow_nobody()
         # What is awaited may have let in a promise or a promotion.
         if targets and self.standing == standing and not (self.active or self._paused):
             self._follow(targets, self._config.anonymous, standing.row.owner)
+
+    def _follows(self, directory: str) -> bool:
+        """Return whether the server that is followed is this one; where any would do, it must be this one from now on."""
+        replication = self._replication
+        if replication is None or replication.directory not in ("", directory):
+            return False
+        replication.directory = directory
+        return True
 
     def _follow(
         self,
@@ -538,7 +548,8 @@ class Owning:
         """
         address = self.meeting.addresses.get(directory, "")
         replication = self._replication
-        if only is not None or replication is None or self._followed[0] != (address,):
+        goes_on = only is None and self._followed[0] == (address,) and self._follows(directory)
+        if replication is None or not goes_on:
             await self.follow_nobody()
             replication = self._follow((address,), True, directory, only)
         matching = asyncio.create_task(replication.matched())
@@ -738,41 +749,46 @@ class Owning:
     async def _count(self) -> None:
         """Count the replicas that are in step, and count this server no more when another has all that it had."""
         await self._recount()
-        row = self.standing.row
-        for directory, one in sorted(self.meeting.met.items()):
-            if one.in_step and directory not in row.counted and self.meeting.registered(directory):
-                row = row.counting(directory)
-        floor = in_one_order(
-            {v: highs_as_held(high) for v, high in self._floor.items()}, self._floor
-        )
-        holding = {
-            directory: in_one_order(one.held, self._floor)["marker"]
-            for directory, one in self.meeting.met.items()
-        }
-        if row == self.standing.row:
-            stored = {d for d, one in self.meeting.met.items() if one.row.age >= row.age}
-            row = row.without(row.owner, floor["high"], holding, stored) or row
-        if row != self.standing.row:
-            await self.store(lambda standing: standing.learned(row))
+        before = self.standing.row
+        await self.store(lambda standing: standing.learned(self._next_row(standing)))
+        if before != self.standing.row:
             # At once: until they have stored it, a promotion waits for servers that are counted no more.
             await self.meeting.meet_all(self.standing)
         if self.active and self.standing.owns:
             await self._count_copies()
+
+    def _next_row(self, standing: Standing) -> Row:
+        """Return the row with the replicas that are in step, or without this server when another has all that it had."""
+        row, met = standing.row, self.meeting.met
+        for directory, one in sorted(met.items()):
+            if one.in_step and directory not in row.counted and self.meeting.registered(directory):
+                row = row.counting(directory)
+        if row != standing.row:
+            return row
+        floor = in_one_order(
+            {v: highs_as_held(high) for v, high in self._floor.items()}, self._floor
+        )
+        holding = {d: in_one_order(one.held, self._floor)["marker"] for d, one in met.items()}
+        stored = {d for d, one in met.items() if one.row.age >= row.age}
+        return row.without(row.owner, floor["high"], holding, stored) or row
 
     async def _recount(self) -> None:
         """Count this server again, if a counted one has less than it acknowledged: that one could be promoted alone.
 
         It stays counted until one has all that is here now, as when it began to serve.
         """
-        hosts, row = list(self._catalog.hosts), self.standing.row
+        hosts = list(self._catalog.hosts)
         fallen = set().union(*(host.bucket.copies.fallen for host in hosts))
-        if not fallen.isdisjoint(row.counted):
+
+        def counting(row: Row) -> Row:
+            return row if row.owner in row.counted else row.counting(row.owner)
+
+        if lost := fallen & self.standing.row.counted:
             self._note_floor()
-            counting = row if row.owner in row.counted else row.counting(row.owner)
-            await self.store(lambda standing: standing.learned(counting))
+            await self.store(lambda standing: standing.learned(counting(standing.row)))
             log.warning(
                 "a counted server has less than it acknowledged: this one is counted too until another has all",
-                extra={"servers": ", ".join(sorted(map(self.meeting.named, fallen & row.counted)))},
+                extra={"servers": ", ".join(sorted(map(self.meeting.named, lost)))},
             )
         for host in hosts:
             host.bucket.copies.fallen -= fallen
@@ -785,7 +801,7 @@ class Owning:
 
         Raises:
             UprError: STILL_THERE, it answers, follows here, or is this one; PartitionNotActiveError, this one is not active.
-            StorageFailedError: its positions could not be removed.
+            StorageFailedError: it could not be stored, or its positions could not be removed; it can be repeated.
         """
         name = REPLICAS_NAME + directory
         hosts = list(self._catalog.hosts)
@@ -802,19 +818,31 @@ class Owning:
                 return None
             if directory not in standing.row.counted:
                 return standing
+            # What it acknowledges counts no more before the floor: what is stable by it alone lies below that.
+            self._known -= {directory}
+            for host in self._catalog.hosts:
+                host.bucket.count(self._known, host.bucket.copies.ready)
             self._note_floor()
             return standing.learned(standing.row.forgetting(directory))
 
-        after = await self.store(change)
-        if after is None:
-            self._catalog.check_active()
-            self._check_owns()
-        # The others stop telling of it when they know the row.
-        await self.meeting.meet_all(self.standing)
+        try:
+            after = await self.store(change)
+            if after is None:
+                self._catalog.check_active()
+                self._check_owns()
+            # The others stop telling of it when they know the row.
+            await self.meeting.meet_all(self.standing)
+            for host in hosts:
+                host.bucket.consumer_positions.forget(name)
+                with contextlib.suppress(BucketGoneError):
+                    await host.acknowledged.save()
+        except (OSError, lmdb.Error) as error:
+            raise StorageFailedError(
+                f"that a server is forgotten could not be stored: {words_of(error)}",
+                hint="say it again: what is done already stays done",
+                retriable=True,
+            ) from error
         self.meeting.drop(directory)
-        for host in hosts:
-            if host.bucket.consumer_positions.forget(name):
-                await host.acknowledged.save()
         log.warning("a server was forgotten", extra={"directory": directory})
         return self.standing.row
 

@@ -57,6 +57,9 @@ class Replication:
         directory: the id of the upstream's data directory; empty if any server of the set will do.
         only: the partitions that are followed, by bucket version, and no bucket is dropped; None for all.
 
+    Attributes:
+        directory: as above; a change counts from the next look at the upstream's buckets on.
+
     Raises:
         InvalidArgumentError: an address is malformed.
     """
@@ -77,7 +80,7 @@ class Replication:
         self._anonymous = anonymous
         self._address = address
         self._links = links
-        self._directory = directory
+        self.directory = directory
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._told = ""
         self._seen: set[int] = set()
@@ -165,8 +168,8 @@ class Replication:
         hint = "give --replicate-from a server of the same set, or --data an empty directory"
         if answer.directory == self._catalog.directory_id:
             words = "the upstream is this very server"
-        elif self._directory and answer.directory != self._directory:
-            words = f"the server there has directory {shown(answer.directory)}; must be {self._directory}"
+        elif self.directory and answer.directory != self.directory:
+            words = f"the server there has directory {shown(answer.directory)}; must be {self.directory}"
             hint = "'upr-admin topology' shows where the servers of the set are"
         elif not theirs:
             words = "the upstream has not joined a set of servers yet"

@@ -323,7 +323,7 @@ class Catalog:
 
         Writers that the former owner sent here go on at once then, and not after a pause.
         """
-        if self.becoming is not None:
+        if self.replica and self.becoming is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BECOMING_SECONDS):
                     await self.becoming.wait()
