@@ -311,9 +311,10 @@ async def test_a_bucket_is_looked_at_once_for_all_who_watch(
         with pytest.raises(ValueError, match="a fault"):
             await look()
         leaving = asyncio.create_task(look())
-        while len(made) < 2:
-            await asyncio.sleep(0)
-            leaving.cancel()
+        async with asyncio.timeout(10):
+            while len(made) < 2:
+                await asyncio.sleep(0)
+                leaving.cancel()
         made.clear()
         await look()
         assert made == []

@@ -603,6 +603,7 @@ function move(to, open = false) {
   $("ask-seqno").value = "0";
   remember();
   drawMap();
+  $("cell").setAttribute("aria-live", "polite");
   $("cell").value = words(cursor);
   const name = $("bucket").value;
   const wanted = cursor;
@@ -1000,6 +1001,8 @@ function render() {
   drawConsumers();
   drawMap();
   drawLegend();
+  // Spoken when the cursor moves, and not each second.
+  $("cell").setAttribute("aria-live", "off");
   if (!$("map").matches(":hover")) $("cell").value = words(cursor);
   drawStorage();
   drawPartition();
