@@ -130,7 +130,7 @@ def mutated(mutant: Mutant, root: Path) -> str:
     """Return the text of the mutant's file under a root as the fault makes it.
 
     Raises:
-        MutantError: the old text is not there exactly once, or the new one is no Python.
+        MutantError: the old text is not there exactly once, or a module is no Python with the new one.
     """
     file = root / mutant.file
     text = file.read_text() if file.is_file() else ""
@@ -144,7 +144,8 @@ def mutated(mutant: Mutant, root: Path) -> str:
     index = max(text.find(mutant.old, *place) for place in places)
     changed = text[:index] + mutant.new + text[index + len(mutant.old) :]
     try:
-        compile(changed, mutant.file, "exec")
+        if file.suffix == ".py":
+            compile(changed, mutant.file, "exec")
     except SyntaxError as error:
         raise MutantError(f"{mutant.name} is broken: {error}") from error
     return changed

@@ -20,6 +20,7 @@ from upr.config import ServerConfig
 from upr.service.access.rules import ANYONE
 from upr.service.admin import Process
 from upr.service.buckets.catalog import Catalog
+from upr.service.overload.callers import Turns
 from upr.service.sight import feed
 from upr.service.sight.web import Request
 from upr.storage.directory import DataDirectory
@@ -61,7 +62,6 @@ async def test_a_bucket_is_told_by_columns(server_process: StartServer) -> None:
     assert (sum(first["high"]), first["contents"], first["consumers"]) == (0, None, [])
     async with AsyncClient(server.target) as client, RawClient(server.target) as raw:
         await client.bucket().write_many([(key, b"x" * 50) for key in keys])
-        await client.admin.reset_consumer(client.bucket(), "behind", "beginning", create=True)
         follow = await raw.follow(consumer="here")
         await follow.start(*(start_at(p) for p in range(PARTITIONS)))
         seen = await poll(
@@ -268,8 +268,11 @@ def test_a_token_of_one_bucket_sees_only_it(server_process: StartServer, tmp_pat
     names = [one["name"] for one in told(address, "status", guarded.owner)["buckets"]]
     assert names == ["default", "mine", "theirs"]
     assert refused(address, "bucket?bucket=nowhere", guarded.owner)[0] == 404
-    # Whose token was taken back sees nothing more.
-    wait_until(lambda: guarded.taken() >= 3, guarded.server.log_text)
+    # Troubles of the server, which have paths and names, are told to those who administer all of it.
+    guarded.file.write_text(guarded.file.read_text() + "[")
+    wait_until(lambda: told(address, "status", guarded.owner)["problems"], "the problem")
+    for role in ("read", "admin"):
+        assert told(address, "status", tokens[role])["problems"] == []
 
 
 def test_a_name_that_somebody_else_owns_reads_no_feed(target_http: str) -> None:
@@ -284,13 +287,16 @@ async def test_a_bucket_is_looked_at_once_for_all_who_watch(
     directory = DataDirectory(tmp_path / "data")
     catalog = Catalog(directory, ServerConfig(tmp_path / "data"))
     try:
-        pages = feed.Feed(catalog, Process(1, lambda: 0, lambda: 0), lambda: True, None).pages()
+        process, turns = Process(1, lambda: 0, lambda: 0), Turns()
+        pages = feed.Feed(catalog, process, lambda: True, None, turns).pages()
         request = Request("GET", "/api/bucket", {"bucket": "default"}, {}, "")
-        made: list[Any] = []
+        made, faults = list[Any](), [ValueError("a fault")]
         columns = feed._columns
 
         def counted(host: Any) -> Any:
             made.append(host)
+            if faults:
+                raise faults.pop()
             return columns(host)
 
         monkeypatch.setattr(feed, "_columns", counted)
@@ -301,6 +307,18 @@ async def test_a_bucket_is_looked_at_once_for_all_who_watch(
         async def look() -> Any:
             return json.loads((await pages["/api/bucket"].make(request, ANYONE)).body)
 
+        # A page that could not be made is no page, and that of one who left is there for others.
+        with pytest.raises(ValueError, match="a fault"):
+            await look()
+        leaving = asyncio.create_task(look())
+        async with asyncio.timeout(10):
+            while len(made) < 2:
+                await asyncio.sleep(0)
+                leaving.cancel()
+        made.clear()
+        await look()
+        assert made == []
+        clock[0] += 1.1
         await asyncio.gather(*(look() for _ in range(10)))
         assert len(made) == 1
         clock[0] += 0.9
@@ -319,6 +337,43 @@ async def test_a_bucket_is_looked_at_once_for_all_who_watch(
         assert len(made) == 4
         await catalog.drop("default", None)
         assert (await pages["/api/bucket"].make(request, ANYONE)).status == 404
+    finally:
+        await catalog.close()
+        directory.close()
+
+
+@pytest.mark.asyncio
+async def test_all_answers_have_their_share_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = DataDirectory(tmp_path / "data")
+    catalog = Catalog(directory, ServerConfig(tmp_path / "data"))
+    try:
+        process, turns, charged = Process(1, lambda: 0, lambda: 0), Turns(), list[float]()
+        monkeypatch.setattr(turns, "charge", charged.append)
+        # The one look of this test is made below.
+        monkeypatch.setattr(feed._Sizes, "watch", lambda sizes: None)
+        pages = feed.Feed(catalog, process, lambda: True, None, turns).pages()
+        query = {"bucket": "default", "partition": "1"}
+        for path in ("status", "partition", "explain", "bucket"):
+            request = Request("GET", f"/api/{path}", query, {}, "")
+            assert (await pages[request.path].make(request, ANYONE)).status == 200
+        assert len(charged) == 4
+        assert min(charged) > 0
+        # A look rests nine times as long as it took, and no other bucket's is made meanwhile.
+        one, clock, rests = asyncio.Lock(), [1000.0], list[tuple[float, bool]]()
+
+        def look(*_: Any) -> None:
+            clock[0] += 0.25
+
+        async def rest(seconds: float) -> None:
+            rests.append((seconds, one.locked()))
+
+        monkeypatch.setattr(feed, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(feed, "asyncio", SimpleNamespace(sleep=rest))
+        monkeypatch.setattr(feed, "look_through", look)
+        await feed._Sizes(catalog.find("default"), one)._look()
+        assert set(rests) == {(0.25 * 9, True)}
     finally:
         await catalog.close()
         directory.close()

@@ -16,6 +16,7 @@ from tests.service.pages import Said, ask, http_of, numbers
 from upr.config import ServerConfig
 from upr.service.admin import Process
 from upr.service.buckets.catalog import Catalog
+from upr.service.overload.callers import Turns
 from upr.service.sight.counting import OTHER, REASONS_MAX, count_reason
 from upr.service.sight.metrics import Metrics
 from upr.storage.directory import DataDirectory
@@ -185,7 +186,7 @@ async def some_metrics(folder: Path) -> Any:
     directory = DataDirectory(folder / "data")
     catalog = Catalog(directory, ServerConfig(folder / "data"))
     try:
-        yield Metrics(catalog, Process(1, lambda: 0, lambda: 0), lambda: True)
+        yield Metrics(catalog, Process(1, lambda: 0, lambda: 0), lambda: True, Turns())
     finally:
         await catalog.close()
         directory.close()

@@ -17,6 +17,7 @@ from tests.replica.sets import start_set, wait_until_equal
 from tests.service.browser import Browser
 from tests.service.pages import http_of
 from tests.service.test_access import Guarded
+from tests.service.test_bucket_damage import break_journal
 from upr.cli.admin import main as admin
 from upr_client import Client, Group
 from upr_protocol.partitioning import partition_of
@@ -53,6 +54,12 @@ def opened(browser: Browser, server: RunningServer, place: str = "") -> None:
     browser.wait(f"document.querySelector('#tiles') && {IS_SHOWN}")
 
 
+def close(browser: Browser) -> None:
+    """Close the page, so that it asks no more."""
+    browser.open("about:blank")
+    browser.wait("location.href === 'about:blank'")
+
+
 def write(server: RunningServer, key: bytes, times: int) -> int:
     """Write a key so often, and return its partition."""
     with Client(server.target) as client:
@@ -80,6 +87,22 @@ def under_load(server: RunningServer) -> Iterator[None]:
         writing.join()
 
 
+# The answer about the bucket is held back, of the next poll only.
+HELD = """
+(() => {
+  const [answered, points] = [ask, histories.get("team").length];
+  ask = async (path, fields) => {
+    const mine = round;
+    const found = await answered(path, fields);
+    window.first ??= mine;
+    if (mine === first && path === "bucket") await new Promise((freed) => { window.release = freed; });
+    return found;
+  };
+  return points;
+})()
+"""
+
+
 def seconds_until(what: Callable[[], object]) -> float:
     began = time.monotonic()
     wait_until(what, "the page")
@@ -95,11 +118,11 @@ def test_it_loads_from_a_cold_server_under_load_in_under_a_second(
         server = server_process(*HTTP)
         with under_load(server):
             address = http_of(server)
-            browser.open("about:blank")
-            browser.wait("location.href === 'about:blank'")
+            close(browser)
             browser.open(f"http://{address}/")
             shown = f"Boolean(document.querySelector('#tiles')) && {IS_SHOWN}"
             took.append(seconds_until(lambda: browser.run(shown)))  # noqa: B023
+        close(browser)
         assert server.terminate() == 0
     assert min(took) < 1, took
 
@@ -128,7 +151,6 @@ def test_the_map_is_used_with_mouse_and_keys(server_process: StartServer, browse
     # What has more is darker in the light, and lighter in the dark: that needs no sense of colour.
     assert sum(busy) < sum(idle)
     browser.look(dark=True)
-    browser.wait(f"({json.dumps(idle)}).join() !== ''")
     wait_until(lambda: sum(tint(at)) > sum(tint((at + 5) % 1024)), "the dark")
     browser.look()
     browser.click("[name=measure][value=size] + span")
@@ -154,6 +176,10 @@ def test_the_map_is_used_with_mouse_and_keys(server_process: StartServer, browse
     browser.wait_text("#partition-title", "Partition 700")
     browser.press("Enter")
     browser.wait("document.activeElement.id === 'ask-id'")
+    browser.type("#go-to", "1.5")
+    browser.press("Enter")
+    browser.wait_text("#partition-title", "Partition 1")
+    assert browser.run("location.hash") == "#bucket=default&partition=1"
     # Everything that can be clicked has a name, and can be reached by the Tab key.
     assert browser.run(
         "[...document.querySelectorAll('button, input, select')].filter((one) => one.checkVisibility()"
@@ -194,6 +220,15 @@ def test_consumers_are_shown_with_their_lag_over_time(
             rows = "[...document.querySelectorAll('#consumers button')]"
             browser.run(f"{rows}.find((one) => one.textContent === 'team').click()")
             assert "1,024" in browser.wait_text("#members", "first")
+            # A poll whose answers come behind those of the next one changes nothing.
+            points = browser.run(HELD)
+            browser.wait("typeof release === 'function'")
+            browser.run("void poll()")
+            # The first of them may have had the same look of the server.
+            browser.wait(f"histories.get('team').length > {points} + 1")
+            browser.run("release()")
+            browser.wait(f"histories.get('team').length > {points} + 2")
+            assert browser.run("chosenConsumer") == "team"
     # The browser keeps that many points and not more, of all the time.
     browser.run("window.many = []; for (let i = 0; i < 10000; i++) add(many, i, i)")
     assert browser.run("[many.length <= POINTS_MAX, many[0][0], many.at(-1)[0]]") == [True, 0, 9999]
@@ -265,6 +300,12 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(
     assert "encrypted" not in browser.text("#sign-in")
     # Nothing of the server is there before.
     assert browser.text("main") == browser.text("#role") == ""
+    # To learn that is no call to warn of.
+    assert "a call is refused" not in guarded.server.log_text()
+    browser.type("#token", "tök€n")
+    browser.press("Enter")
+    browser.wait_text("#refused", "refuses this token")
+    assert browser.run("sessionStorage.length") == 0
     browser.type("#token", "upr_wrong")
     browser.press("Enter")
     browser.wait_text("#refused", "refuses this token")
@@ -281,9 +322,21 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(
     assert mine not in browser.run("document.documentElement.outerHTML + location.href")
     assert browser.run("[localStorage.length, document.cookie]") == [0, ""]
     browser.click("#leave")
-    browser.wait("document.querySelector('#sign-in').checkVisibility()")
+    browser.wait("document.querySelector('#sign-in')?.checkVisibility()")
     assert browser.run("sessionStorage.length") == 0
     assert browser.text("main") == browser.text("#about") == ""
+    # What one token was shown is nowhere when the next is.
+    browser.type("#token", guarded.owner)
+    browser.press("Enter")
+    browser.wait_text("#about", "seen as root")
+    with Client(guarded.target, token=guarded.owner) as client:
+        client.admin.create_bucket("theirs")
+    browser.wait_text("#events", "Bucket theirs is new.")
+    browser.run("$('bucket').value = 'theirs'; $('bucket').dispatchEvent(new Event('change'))")
+    browser.wait("location.hash.includes('theirs') && bucket?.name === 'theirs'")
+    browser.click("#leave")
+    browser.wait("document.querySelector('#sign-in')?.checkVisibility()")
+    assert "theirs" not in browser.run("document.documentElement.outerHTML + location.href")
     # A token that is taken back while it is used.
     browser.type("#token", mine)
     browser.press("Enter")
@@ -293,10 +346,18 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(
     )
     browser.wait_text("#refused", "refuses this token")
     assert browser.text("main") == ""
+    # A server that does not answer is said to be one before it has shown anything.
+    guarded.server.kill()
+    browser.type("#token", mine)
+    browser.press("Enter")
+    browser.wait_text("#alerts", "The server does not answer.")
     assert mine not in guarded.server.log_text()
     assert all(mine not in url for url in browser.requested)
-    refused = "Failed to load resource: the server responded with a status of 401"
-    assert {one[: len(refused)] for one in browser.complaints} == {refused}
+    refused = "Failed to load resource: "
+    assert {one.split(" (")[0].split(" http")[0] for one in browser.complaints} == {
+        refused + "the server responded with a status of 401",
+        refused + "net::ERR_CONNECTION_REFUSED",
+    }
     browser.complaints.clear()
 
 
@@ -353,5 +414,49 @@ def test_a_server_that_is_away_is_said_to_be(server_process: StartServer, browse
     assert "The server does not answer." in events
     assert {one.split(" http")[0] for one in browser.complaints} == {
         "Failed to load resource: net::ERR_CONNECTION_REFUSED"
+    }
+    browser.complaints.clear()
+    # So is one that answers with its own failure; and a fault in a drawing does not end the polls.
+    browser.run("window.asked_ = ask; ask = async () => { throw new Refused(500, 'it failed'); }")
+    browser.wait_text("#fresh", "no answer")
+    browser.wait_text("#alerts", "It failed.")
+    browser.run("ask = asked_; drawHead = () => { throw new TypeError('a fault') }")
+    before = browser.run("answeredAt")
+    browser.wait(f"answeredAt > {before} + 3000")
+    assert browser.text("#alerts") == ""
+    assert browser.complaints
+    assert all("a fault" in one for one in browser.complaints)
+    close(browser)
+    browser.complaints.clear()
+
+
+def test_a_bucket_that_cannot_be_asked_is_not_shown_as_another(
+    server_process: StartServer, browser: Browser
+) -> None:
+    server = server_process(*HTTP)
+    with Client(server.target) as client:
+        client.admin.create_bucket("orders")
+        for name in ("default", "orders") * 3:
+            client.bucket(name).set(b"key", b"value")
+        versions = {info.name: info.version for info in client.admin.buckets()}
+    server.kill()
+    break_journal(server, versions["orders"])
+    server.start()
+    opened(browser, server, "#bucket=default")
+    browser.wait_text("#tiles", "Mutations so far")
+    browser.run("$('bucket').value = 'orders'; $('bucket').dispatchEvent(new Event('change'))")
+    assert browser.text("#tiles") == browser.text("#map-card") == ""
+    browser.wait_text("#alerts", "bucket orders: ")
+    polls = browser.run("round")
+    browser.wait(f"round > {polls} + 1")
+    assert browser.text("#tiles") == browser.text("#partition-card") == ""
+    # Once, in one notice; and what is shown is live.
+    assert browser.run("document.querySelectorAll('#alerts p').length") == 1
+    assert browser.text("#fresh") == "\u2713 live"
+    assert browser.text("#servers-card") != ""
+    browser.run("$('bucket').value = 'default'; $('bucket').dispatchEvent(new Event('change'))")
+    browser.wait_text("#tiles", "Mutations so far")
+    assert {one.split(" (")[0] for one in browser.complaints} == {
+        "Failed to load resource: the server responded with a status of 503"
     }
     browser.complaints.clear()

@@ -54,6 +54,19 @@ def said(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
+def check_traces(found: list[ReadableSpan]) -> None:
+    """The first span of a call is in its client's trace; each later one is a trace of its own, and linked to it."""
+    first, *later = found
+    assert first.parent is not None
+    assert first.links == ()
+    assert (first.parent.trace_id, first.parent.span_id) == (int(TRACE, 16), int(PARENT[36:52], 16))
+    for span in later:
+        (link,) = span.links
+        assert (span.parent, link.context.trace_id) == (None, int(TRACE, 16))
+        assert link.context.span_id == first.parent.span_id
+    assert len({span.context and span.context.trace_id for span in found}) == len(found)
+
+
 @pytest.mark.asyncio
 async def test_writes_go_on_with_the_trace_of_their_client(
     spans: InMemorySpanExporter, target: str
@@ -74,14 +87,9 @@ async def test_writes_go_on_with_the_trace_of_their_client(
     assert [said(span)["upr.bytes"] > 1000 for span in found] == [False, True, False]
     assert [said(span).get("error.type") for span in found] == [None, "INVALID_ARGUMENT", None]
     assert [span.status.status_code is StatusCode.ERROR for span in found] == [False, True, False]
+    check_traces(found)
     for span in found:
         assert said(span)["upr.bucket"] == "default"
-        assert span.parent is not None
-        assert span.context is not None
-        assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (
-            TRACE,
-            PARENT[36:52],
-        )
         assert span.start_time is not None
         assert span.end_time is not None
         assert span.start_time < span.end_time
@@ -104,7 +112,7 @@ async def test_the_start_of_streams_is_traced_until_it_is_answered(
     assert [span.name for span in found] == ["upr.start"] * 2
     assert [said(span)["upr.partitions"] for span in found] == [100, 1]
     assert [said(span)["upr.not_started"] for span in found] == [0, 1]
-    assert {span.context and f"{span.context.trace_id:032x}" for span in found} == {TRACE}
+    check_traces(found)
 
 
 @pytest.mark.asyncio

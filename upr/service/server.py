@@ -36,7 +36,7 @@ from upr.service.health import Health
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload import process as descriptors
 from upr.service.overload import process as garbage
-from upr.service.overload.callers import Callers
+from upr.service.overload.callers import Callers, Turns
 from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake, abort
 from upr.service.overload.process import LoopDelays, share_free_memory
@@ -289,9 +289,10 @@ class Server:
         return max(count, 1)
 
     def _web_port(self, process: Process, loopback: bool) -> web.WebPort:
-        found = metrics.Metrics(self._catalog, process, self._is_ready)
+        turns = Turns()
+        found = metrics.Metrics(self._catalog, process, self._is_ready, turns)
         topology = None if self._sets is None else self._sets.topology
-        fed = feed.Feed(self._catalog, process, self._is_ready, topology)
+        fed = feed.Feed(self._catalog, process, self._is_ready, topology, turns)
 
         async def page(request: web.Request, viewer: Identity) -> web.Answer:
             return web.Answer(200, await found.page(), metrics.CONTENT_TYPE)

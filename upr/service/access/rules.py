@@ -345,7 +345,9 @@ class Access:
                 words = f"{page} takes the role read or admin for {'all buckets' if everything else 'a bucket'}"
                 raise PermissionDeniedError(f"{words}; the caller is {caller.name!r}")
         except (PermissionDeniedError, UnauthenticatedError) as error:
-            _tell(page, peer, error)
+            # A browser asks its page's feed without a token, to learn whether it takes one.
+            if shown or everything:
+                _tell(page, peer, error)
             return None
         return caller
 

@@ -1,8 +1,10 @@
 """Feed of the page: what a server and its buckets are at the moment, as JSON, and the page's own files.
 
-Nothing is counted here, and nothing waits for the disk. A bucket is looked at by columns, once in PAGE_SECONDS for all who
-watch it, and at once when a failover has changed it; rates are made by the page, of two looks. How much each partition
-stores is read by a reader thread beside that, slowly. All feeds together take at most SHARE of the event loop's time.
+Nothing is counted here, and nothing is read from a store in the event loop. A bucket is looked at by columns, once in
+PAGE_SECONDS for all who watch it, and at once when a failover has changed it; rates are made by the page, of two looks. A
+partition, a consumer and the status are looked at for each who asks. How much each partition stores is read in a reader
+thread, slowly. All feeds and metrics together take at most SHARE of the event loop's time, and the readers of all buckets
+another SHARE of the interpreter's.
 
 A viewer sees the buckets that it has a role for, and hears the same of any other, whether or not it is there.
 """
@@ -11,7 +13,7 @@ import asyncio
 import heapq
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -109,12 +111,17 @@ def _message(message: Message) -> Document:
 class _Sizes:
     """Contents of a bucket's store by partition, looked at again and again while somebody watches.
 
+    Args:
+        host: the bucket.
+        one: held during each step and the pause after it, so that the steps of all buckets share their SHARE.
+
     Attributes:
         contents: as of the last look at each partition; None before the first look at all.
     """
 
-    def __init__(self, host: BucketService) -> None:
+    def __init__(self, host: BucketService, one: asyncio.Lock) -> None:
         self._host = host
+        self._one = one
         self._looked = Contents()
         self._looking: asyncio.Task[None] | None = None
         self._again = 0.0
@@ -128,12 +135,13 @@ class _Sizes:
     async def _look(self) -> None:
         try:
             for first in range(0, PARTITIONS, PARTITIONS_AT_ONCE):
-                began = time.monotonic()
-                await self._host.disk.in_reader(
-                    lambda first=first: look_through(self._host, first, self._looked)  # type: ignore[misc]
-                )
-                # The interpreter is shared with the event loop.
-                await asyncio.sleep((time.monotonic() - began) * (1 / SHARE - 1))
+                async with self._one:
+                    began = time.monotonic()
+                    await self._host.disk.in_reader(
+                        lambda first=first: look_through(self._host, first, self._looked)  # type: ignore[misc]
+                    )
+                    # The interpreter is shared with the event loop.
+                    await asyncio.sleep((time.monotonic() - began) * (1 / SHARE - 1))
             self.contents = self._looked
         except (UprError, lmdb.Error, RuntimeError):
             # The bucket is dropped or closed, or cannot be read, which its status says.
@@ -146,22 +154,27 @@ class _Sizes:
 class _View:
     """View of one bucket, made anew once in PAGE_SECONDS at most, and when states or failover ids have changed."""
 
-    def __init__(self, host: BucketService, turns: Turns) -> None:
+    def __init__(self, host: BucketService, turns: Turns, one: asyncio.Lock) -> None:
         self._host = host
         self._shared = Shared(self._pieces, turns)
-        self._sizes = _Sizes(host)
+        self._sizes = _Sizes(host, one)
         self._mark = self._made = b""
-        self._again = 0.0
+        self._asked = self._again = 0.0
 
     async def page(self) -> bytes:
         """Return it."""
-        table, now = self._host.bucket.partitions, time.monotonic()
-        mark = table.state.tobytes() + table.newest_id.tobytes()
-        if mark != self._mark or now >= self._again or self._shared.is_making:
-            self._mark, self._again = mark, now + PAGE_SECONDS
+        now = time.monotonic()
+        if self._shared.is_making:
+            return await self._shared.page()
+        if now >= self._again or self._marked() != self._mark:
+            self._asked = now
             self._sizes.watch()
-            self._made = await self._shared.page()
+            return await self._shared.page()
         return self._made
+
+    def _marked(self) -> bytes:
+        table = self._host.bucket.partitions
+        return table.state.tobytes() + table.newest_id.tobytes()
 
     def _pieces(self) -> Iterator[bytes]:
         host, bucket = self._host, self._host.bucket
@@ -197,7 +210,10 @@ class _View:
             "consumers_in_all": len(lags),
             "contents": _contents(self._sizes.contents),
         }
-        yield json.dumps(document, separators=(",", ":")).encode()
+        # What is kept is a whole page and what it shows, whoever still waits for it.
+        self._made = json.dumps(document, separators=(",", ":")).encode()
+        self._mark, self._again = self._marked(), self._asked + PAGE_SECONDS
+        yield self._made
 
 
 def _numbers(host: BucketService) -> Document:
@@ -208,7 +224,6 @@ def _numbers(host: BucketService) -> Document:
         "at": time.monotonic(),
         "name": bucket.identity.name,
         "version": f"{bucket.identity.version:016x}",
-        "compression": bucket.identity.compression,
         "problem": _problem(host.problem),
         "problems": [
             {"partition": partition, "message": error.message, "hint": error.hint}
@@ -254,7 +269,6 @@ def _columns(host: BucketService) -> Document:
         "durable": table.durable.tolist(),
         "behind": behind,
         "changed": int(np.bitwise_xor.reduce(table.newest_id)) % 2**53,
-        "epoch": int(table.epoch.max()),
     }
 
 
@@ -290,6 +304,7 @@ class Feed:
         process: the state of the process, as GetStatus shows it.
         ready: returns whether the server is ready.
         topology: returns what the server knows of its set; None for a server that is always alone.
+        turns: of everything that has its share together.
     """
 
     def __init__(
@@ -298,12 +313,14 @@ class Feed:
         process: Process,
         ready: Callable[[], bool],
         topology: Callable[[], Message] | None,
+        turns: Turns,
     ) -> None:
         self._catalog = catalog
         self._process = process
         self._ready = ready
         self._topology = topology
-        self._turns = Turns()
+        self._turns = turns
+        self._one_look = asyncio.Lock()
         self._views: dict[BucketService, _View] = {}
         self._files = {
             path: Answer(200, (_FOLDER / name).read_bytes(), kind)
@@ -354,7 +371,7 @@ class Feed:
         host, hosts = self._host(request, viewer), self._catalog.hosts
         self._views = {one: view for one, view in self._views.items() if one in hosts}
         if host not in self._views:
-            self._views[host] = _View(host, self._turns)
+            self._views[host] = _View(host, self._turns, self._one_look)
         return Answer(200, await self._views[host].page(), "application/json")
 
     def _status(self, request: Request, viewer: Identity) -> Document:
@@ -373,11 +390,7 @@ class Feed:
             "ready": self._ready(),
             "active": not catalog.replica,
             "epoch": catalog.standing.standing.epoch,
-            "follow_calls": process.follow_calls(),
-            "write_calls": process.write_calls(),
             "memory_bytes": anonymous,
-            "longest_delay_seconds": process.delays.longest_ms / 1e3,
-            "clock_off_seconds": process.clock.off_seconds,
             "problems": [_problem(one) for one in problems],
             "set": None if self._topology is None else _message(self._topology()),
             "buckets": [
@@ -397,7 +410,6 @@ class Feed:
             np.zeros(PARTITIONS) if consumer is None else consumer.behind(bucket.partitions.high)
         )
         return {
-            "at": time.monotonic(),
             "name": name,
             "lag": behind.tolist(),
             "members": [] if group is None else [_message(one) for one in members_of(group)],
@@ -414,7 +426,6 @@ class Feed:
             if consumer.known[partition]
         ]
         return {
-            "at": time.monotonic(),
             "partition": partition,
             "state": STATE_NAMES[int(table.state[partition])],
             "reason": table.reasons.get(partition, ""),
@@ -452,19 +463,15 @@ class Feed:
         partition = _partition_of(request)
         if not table.serves(partition):
             raise table.refusal(partition)
-        failover_id, data_id = (
-            parse_failover_id(query[name]) if query.get(name) else None
-            for name in ("id", "data_id")
-        )
-        seqno, horizon = _seqno_of(query, "seqno"), _seqno_of(query, "horizon")
+        failover_id = parse_failover_id(query["id"]) if query.get("id") else None
         markers = [part for part in query.get("markers", "").split(",") if part.strip()]
         if len(markers) > MARKERS_MAX:
             raise InvalidArgumentError(f"markers are {len(markers)}; must be at most {MARKERS_MAX}")
         position = position_of(
             failover_id,
-            data_id,
-            seqno or 0,
-            horizon,
+            None,
+            _seqno(query.get("seqno") or "0", "seqno"),
+            None,
             tuple(sorted({_seqno(part, "markers") for part in markers})),
         )
         server = ServerSide(
@@ -490,10 +497,6 @@ def _refusing(
 
 def _partition_of(request: Request) -> int:
     return check_partition(_number(request.query.get("partition", ""), "partition", PARTITIONS - 1))
-
-
-def _seqno_of(query: Mapping[str, str], name: str) -> int | None:
-    return _seqno(query[name], name) if query.get(name) else None
 
 
 def _seqno(text: str, name: str) -> int:

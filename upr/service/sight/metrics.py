@@ -1,6 +1,6 @@
 """Metrics of a server in Prometheus' text format, made anew for each scrape out of the numbers that status has.
 
-Nothing is counted here, and nothing waits for the disk. A page is made piece by piece, with turns for others in between,
+Nothing is counted here, and nothing is read from a store. A page is made piece by piece, with turns for others in between,
 and all pages together take at most SHARE of the event loop's time.
 """
 
@@ -30,7 +30,7 @@ from upr_protocol.limits import METRICS_CONSUMERS
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 SHARE: Final = 0.1
-"""Part of the event loop's time for all pages of a kind together; more scrapes share a page, and wait."""
+"""Part of the event loop's time for all pages together; more scrapes share a page, and wait."""
 AT_ONCE: Final = 50
 """Followers or consumers that are looked at in one step, which takes less than a millisecond."""
 _Value = Callable[[BucketService], float]
@@ -226,14 +226,17 @@ class Metrics:
     Args:
         process: the state of the process, as GetStatus shows it.
         ready: returns whether the server is ready.
+        turns: of everything that has its share together.
     """
 
-    def __init__(self, catalog: Catalog, process: Process, ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, catalog: Catalog, process: Process, ready: Callable[[], bool], turns: Turns
+    ) -> None:
         self._catalog = catalog
         self._process = process
         self._ready = ready
         self._of_process = ProcessCollector(registry=CollectorRegistry())
-        self._shared = Shared(self._pieces, Turns())
+        self._shared = Shared(self._pieces, turns)
 
     async def page(self) -> bytes:
         """Return the page."""

@@ -1,9 +1,9 @@
 """Traces: spans of writes and of the starts of streams, for OpenTelemetry.
 
-There are none unless the package opentelemetry-api is there and somebody has set a provider of tracers in this process, as
-``opentelemetry-instrument upr-server ...`` does. That is looked at when a call is opened; without it a write costs one
-comparison more. A span goes on with the trace that the call's metadata name in ``traceparent``. It has sizes, numbers and the
-name of the bucket, and never keys, values or credentials.
+There are none unless the package opentelemetry-api is there and a provider of tracers is set in this process. That is looked
+at when a call is opened; without it a write costs one comparison more. The first span of a call goes on with the trace that
+the call's metadata name in ``traceparent``. A call may last for days, so each later span is a trace of its own, with a link
+to that one. A span has sizes, numbers and the name of the bucket, and never keys, values or credentials.
 """
 
 from collections import deque
@@ -14,11 +14,12 @@ from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
 
 try:
     from opentelemetry import trace
+    from opentelemetry.context import Context
     from opentelemetry.propagate import extract
 except ImportError:
     trace = None  # type: ignore[assignment]
 
-_CARRIED: Final = ("traceparent", "tracestate", "baggage")
+_CARRIED: Final = ("traceparent", "tracestate")
 SPANS_MAX: Final = 2 * WRITES_IN_FLIGHT_MAX
 """Spans of one call that are open at once."""
 
@@ -30,14 +31,15 @@ class CallTrace:
         tracer: begins spans.
         name: of the spans.
         bucket: an attribute of all of them.
-        parent: the context that they go on with.
+        parent: the context that the first one goes on with; the others have a link to it.
     """
 
     def __init__(self, tracer: Any, name: str, bucket: str, parent: Any) -> None:
         self._tracer = tracer
         self._name = name
         self._bucket = bucket
-        self._parent = parent
+        self._context = parent
+        self._links: list[Any] = []
         self._open: deque[Any] = deque()
 
     def begin(self, **attributes: int) -> None:
@@ -47,8 +49,13 @@ class CallTrace:
         span = None
         if len(self._open) < SPANS_MAX:
             span = self._tracer.start_span(
-                self._name, context=self._parent, kind=trace.SpanKind.SERVER, attributes=named
+                self._name, self._context, trace.SpanKind.SERVER, named, self._links
             )
+            if not self._links:
+                opener = trace.get_current_span(self._context).get_span_context()
+                self._links = [trace.Link(opener if opener.is_valid else span.get_span_context())]
+                # An empty one: what is current here is of no request.
+                self._context = Context()
         self._open.append(span)
 
     def end(self, refused: str = "", **attributes: int) -> None:

@@ -10,13 +10,21 @@ const EVENTS_MAX = 100;
 const STATES = ["", "active", "replica", "pending", "dead"];
 const DEAD = 4;
 const TOKEN = "upr-token";
+const REFUSED = "upr-refused";
 
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
+let kept = null;
+try {
+  kept = sessionStorage;
+} catch {
+  // The browser lets no page keep anything: the token is forgotten at a reload.
+}
+
 // What is known now.
-let token = sessionStorage.getItem(TOKEN) ?? "";
+let token = kept?.getItem(TOKEN) ?? "";
 let status = null;
 let bucket = null;
 let partition = null;
@@ -87,7 +95,7 @@ function drawing(name, attributes = {}, words) {
 
 function say(target, words, kind = "") {
   if (target.textContent !== words) target.textContent = words;
-  target.classList.remove("good", "warn", "bad");
+  target.classList.remove("good", "bad");
   if (kind) target.classList.add(kind);
   target.hidden = words === "";
 }
@@ -159,49 +167,60 @@ async function ask(path, fields = {}) {
   throw new Refused(answer.status, words);
 }
 
-// A poll that is begun while another waits for its answers takes its place.
+// A poll that is begun while another waits for its answers takes its place: what the older one hears is left out.
 async function poll() {
   const mine = ++round;
   clearTimeout(timer);
   const began = performance.now();
   try {
-    takeStatus(await ask("status"));
-    if ($("bucket").value) await pollBucket($("bucket").value);
+    const next = await ask("status");
+    if (mine !== round) return;
+    takeStatus(next);
+    if ($("bucket").value) await pollBucket($("bucket").value, mine);
+    if (mine !== round) return;
     answeredAt = Date.now();
     if (lost) happened("The server answers again.");
     lost = false;
+    alert_("away", "");
   } catch (error) {
     if (mine !== round) return;
     if (error instanceof Refused && error.code === 401) return signIn(token !== "");
-    if (error instanceof Refused) alert_("bucket", error.message);
-    else if (!lost && status) {
-      lost = true;
-      happened("The server does not answer.");
-    }
+    const words = error instanceof Refused ? sentence(error.message) : "The server does not answer.";
+    alert_("away", words);
+    if (!lost && status) happened(words);
+    lost = true;
   }
-  if (mine !== round) return;
-  render();
   const wait = document.hidden ? HIDDEN_MS : POLL_MS;
   timer = setTimeout(poll, Math.max(wait - (performance.now() - began), 50));
+  render();
 }
 
-async function pollBucket(name) {
+async function pollBucket(name, mine) {
   const about = { bucket: name };
-  const [newest, place, reader] = await Promise.all([
-    ask("bucket", about),
-    ask("partition", { ...about, partition: cursor }),
-    chosenConsumer ? ask("consumer", { ...about, name: chosenConsumer }).catch(gone) : null,
-  ]);
-  if (name !== $("bucket").value) return;
-  alert_("bucket", "");
-  if (place.partition === cursor) partition = place;
-  consumer = reader;
-  takeBucket(newest);
+  try {
+    const [newest, place, reader] = await Promise.all([
+      ask("bucket", about),
+      ask("partition", { ...about, partition: cursor }),
+      chosenConsumer ? ask("consumer", { ...about, name: chosenConsumer }).catch((error) => gone(error, mine)) : null,
+    ]);
+    if (mine !== round) return;
+    alert_("bucket", "");
+    if (place.partition === cursor) partition = place;
+    consumer = reader;
+    takeBucket(newest);
+  } catch (error) {
+    if (mine !== round) return;
+    if (!(error instanceof Refused) || error.code === 401) throw error;
+    // The server answers, but not about this bucket: nothing older stands in for it.
+    bucket = partition = consumer = null;
+    const isKnown = status.buckets.some((one) => one.name === name && one.problem);
+    alert_("bucket", isKnown ? "" : error.message);
+  }
 }
 
-function gone(error) {
+function gone(error, mine) {
   if (!(error instanceof Refused && error.code === 404)) throw error;
-  chosenConsumer = "";
+  if (mine === round) chosenConsumer = "";
   return null;
 }
 
@@ -209,25 +228,35 @@ function gone(error) {
 
 function signIn(wasRefused) {
   token = "";
-  sessionStorage.removeItem(TOKEN);
-  status = bucket = partition = consumer = null;
+  kept?.removeItem(TOKEN);
   round++;
   clearTimeout(timer);
-  $("main").hidden = $("choose-bucket").hidden = $("leave").hidden = true;
-  for (const id of ["role", "ready", "about", "fresh"]) say($(id), "");
+  if (status) {
+    // What one token showed is gone before the next: no answer on its way, no event and no name of a bucket stays.
+    if (wasRefused) kept?.setItem(REFUSED, "yes");
+    return location.replace(location.pathname);
+  }
   $("alerts").replaceChildren();
   $("sign-in").hidden = false;
   const local = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
   $("plain").hidden = location.protocol === "https:" || local;
-  say($("refused"), wasRefused ? "The server refuses this token. It is unknown, or has neither the role read nor admin." : "", "bad");
+  refused(wasRefused || kept?.getItem(REFUSED));
+  kept?.removeItem(REFUSED);
   $("token").focus();
+}
+
+function refused(isRefused) {
+  say($("refused"), isRefused ? "The server refuses this token. It is unknown, or has neither the role read nor admin." : "", "bad");
 }
 
 $("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
-  token = $("token").value.trim();
+  const shown = $("token").value.trim();
   $("token").value = "";
-  sessionStorage.setItem(TOKEN, token);
+  // No header takes another character, and no token has one.
+  if (/[^!-~]/.test(shown)) return refused(true);
+  token = shown;
+  kept?.setItem(TOKEN, token);
   poll();
 });
 $("leave").addEventListener("click", () => signIn(false));
@@ -276,7 +305,8 @@ function takeStatus(next) {
     if (names.includes(wanted)) select.value = wanted;
     if (select.value !== wanted || !bucket) chooseBucket();
   }
-  alert_("none", names.length ? "" : "There is no bucket that you may see. 'upr-admin bucket create NAME' makes one.");
+  const comes = next.active ? "'upr-admin bucket create NAME' makes one." : "A replica has the buckets of its upstream.";
+  alert_("none", names.length ? "" : `There is no bucket that you may see. ${comes}`);
   const troubles = next.buckets.filter((one) => one.problem).map((one) => [`bucket ${one.name}`, one.problem]);
   const all = [...next.problems.map((one) => ["server", one]), ...troubles];
   alert_("problems", all.map(([where, one]) => `${where}: ${one.message}${one.hint ? ` \u2014 ${one.hint}` : ""}`).join("\n"));
@@ -315,6 +345,7 @@ function chooseBucket() {
   loads.sent = [];
   asked = null;
   $("answer").replaceChildren();
+  alert_("bucket", "");
   remember();
 }
 
@@ -565,13 +596,14 @@ function drawLegend() {
 
 function move(to, open = false) {
   if (!bucket) return;
-  cursor = Math.min(Math.max(to, 0), PARTITIONS - 1);
+  cursor = Math.min(Math.max(Math.trunc(to), 0), PARTITIONS - 1);
   asked = null;
   $("answer").replaceChildren();
   $("ask-id").value = $("ask-markers").value = "";
   $("ask-seqno").value = "0";
   remember();
   drawMap();
+  $("cell").setAttribute("aria-live", "polite");
   $("cell").value = words(cursor);
   const name = $("bucket").value;
   const wanted = cursor;
@@ -616,6 +648,7 @@ $("measures").addEventListener("change", render);
 $("lag-of").addEventListener("change", render);
 $("bucket").addEventListener("change", () => {
   chooseBucket();
+  render();
   poll();
 });
 
@@ -804,7 +837,7 @@ function drawTiles() {
     ["Mutations so far", count(n.upr_bucket_mutations)],
     ["Time to commit", flows.commit === null ? "no commits" : duration(flows.commit)],
     ["Followers", `${count(n.upr_followers)}`, null, some(bucket.streams, "stream") + (bucket.streams_from_store ? `, ${count(bucket.streams_from_store)} behind the tail` : "")],
-    ["Largest lag", count(bucket.consumers[0]?.lag ?? 0), null, bucket.consumers[0]?.lag ? bucket.consumers[0].name : "everybody is up to date"],
+    ["Largest lag", count(bucket.consumers[0]?.lag ?? 0), null, !bucket.consumers.length ? "no consumers" : bucket.consumers[0].lag ? bucket.consumers[0].name : "everybody is up to date"],
   ];
   const list = $("tiles");
   if (!list.children.length) {
@@ -962,11 +995,14 @@ function render() {
   drawServers();
   const damaged = bucket?.problems.map((one) => `partition ${one.partition}: ${one.message}`) ?? [];
   alert_("partitions", damaged.slice(0, 3).join("\n") + (damaged.length > 3 ? `\nand more, ${bucket.damaged.length} in all` : ""));
+  $("main").classList.toggle("without", !bucket);
   if (!bucket) return;
   drawTiles();
   drawConsumers();
   drawMap();
   drawLegend();
+  // Spoken when the cursor moves, and not each second.
+  $("cell").setAttribute("aria-live", "off");
   if (!$("map").matches(":hover")) $("cell").value = words(cursor);
   drawStorage();
   drawPartition();
