@@ -154,13 +154,17 @@ class ReplicasWorld:
 
     # The beginning
 
-    def begin(self) -> None:
+    def start(self) -> None:
+        """Start the servers, without anybody who writes or follows."""
         first = self.servers[0]
         first.start()
         self.until(lambda: first.active, 10, "active")
         for server in self.servers[1:]:
             server.start()
         self.until(lambda: self.in_step(first), 60, "in step")
+
+    def begin(self) -> None:
+        self.start()
         addresses = [server.address for server in self.servers]
         for number, durability in enumerate((*STABILITIES, SAFE)):
             turn = number % len(addresses)
