@@ -9,9 +9,10 @@ import pytest
 from tests.simulation.looping import SimulatedLoop
 from tests.simulation.processes import ServerProcess
 from tests.simulation.replicas import ReplicasWorld
+from tests.simulation.truth import USED
 from tests.simulation.worlds import prepared
 from upr.engine.bucket import Bucket
-from upr_client import AsyncClient, WriteResult
+from upr_client import AsyncClient, WriteResults
 from upr_protocol.ownership import Standing
 
 STAR, CHAIN = (0, 0), (0, 1)
@@ -88,14 +89,15 @@ def test_a_promise_outlives_a_crash(begun: Begin) -> None:
     cuts = world.cut_off(active, other)
     world.pass_time(1.0)
     world.order(candidate)
-    while standing(other).promised < 2:
-        world.pass_time(0.0005)
+    world.until(lambda: standing(other).promised >= 2, 20, "promised", 0.0005)
     # Its answer is on its way, and the candidate does not serve before the other is back.
     candidate.pause(8.0)
     world.pass_time(0.5)
     other.kill()
     world.net.heal(*cuts)
     other.start()
+    world.until(lambda: other.owning is not None, 10, "started")
+    assert standing(other).promised >= 2
     world.pass_time(10.0)
     world.net.heal()
     end(world)
@@ -107,12 +109,14 @@ def test_an_owner_that_was_killed_goes_on_under_a_new_id(begun: Begin) -> None:
     assert active.bucket is not None
     bucket = active.bucket.bucket
     # Something was numbered that is not on its disk.
-    while bucket.tail.end == bucket.tail.durable:
-        world.pass_time(0.0005)
+    world.until(lambda: bucket.tail.end > bucket.tail.durable, 20, "numbered", 0.0005)
+    epoch, ids = standing(active).row.epoch, bucket.partitions.newest_id[USED].tolist()
     active.kill()
     world.pass_time(1.0)
     active.start()
     world.until(lambda: active.active, 30, "active")
+    assert standing(active).row.epoch > epoch
+    assert engine(active).partitions.newest_id[USED].tolist() != ids
     end(world)
 
 
@@ -197,7 +201,7 @@ def test_a_repeated_write_is_known_to_a_replica_that_was_told_of_it(
     tmp_path: Path, flushed: bool
 ) -> None:
     """Its tail has an older write of the producer, and in one run that is flushed as well."""
-    answers: list[WriteResult] = []
+    answers: list[WriteResults] = []
     asked = [1]
 
     async def write() -> None:

@@ -186,7 +186,8 @@ class Bucket:
         self.failure: StorageFailedError | None = None
         self.stalled = False
         """Whether the journal cannot be written just now, and is tried again."""
-        self.followers: set[OpenFollower] = set()
+        # In the order in which they came: a set has another one each time.
+        self.followers: dict[OpenFollower, None] = {}
         self.consumers: dict[str, OpenFollower] = {}
         self.consumer_positions = Consumers()
         self.owners = Owners()
@@ -702,7 +703,7 @@ class Bucket:
             self.consumers[options.consumer] = follower
         if options.is_replica and options.consumer:
             self.copies.connected[options.directory] += 1
-        self.followers.add(follower)
+        self.followers[follower] = None
         return old
 
     def remove_follower(self, follower: OpenFollower, now: int = 0, *, left: bool = False) -> None:
@@ -710,7 +711,7 @@ class Bucket:
         options = follower.options
         if options.is_replica and options.consumer and follower in self.followers:
             self.copies.left(options.directory)
-        self.followers.discard(follower)
+        self.followers.pop(follower, None)
         if follower.seat is not None:
             self.owners.close(follower.seat, now, left=left)
         elif self.consumers.get(options.consumer) is follower:
