@@ -200,6 +200,17 @@ def test_what_was_refused_is_not_taken_for_applied_by_its_number() -> None:
         assert (written.duplicate, told(written)) == (False, [(P, number)])
 
 
+def test_a_number_that_a_replica_was_told_counts_beside_older_ones_in_its_tail() -> None:
+    world = World()
+    world.write(4, [P, Q])
+    world.stored = {P: ProducerRow(9, P + 1, 1, 2), Q: ProducerRow(3, Q + 1, 0, 1)}
+    world.open()
+    again = world.write(9, [P, Q])
+    assert (again.duplicate, told(again)) == (False, [(P, 2), (Q, 2)])
+    assert world.high(P, Q) == [1, 2]
+    assert world.write(11, [P]).duplicate is False
+
+
 # After a rollback
 
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -218,6 +219,28 @@ def test_a_larger_number_that_counts_is_not_replaced(tmp_path: Path) -> None:
     found = {p: stored.number for p, stored in store.producer_rows(b"p").items()}
     assert found == {3: 9, 4: 4, 17: 4, 18: 9}
     store.close()
+
+
+@pytest.mark.asyncio
+async def test_a_number_that_was_told_during_a_flush_is_not_replaced(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was given by a new owner, whose log was taken over while the flush went on."""
+    call = await host.producers.open(b"p")
+    written = await host.write(row(b"a"), b"p", call, 4)
+    await host.durable(written.entry)
+    partition, table = partition_of(b"a"), host.bucket.partitions
+    put_flush = Store.put_flush
+
+    def told_before(store: Store, *flushed: Any) -> None:
+        table.set_log(partition, table.logs[partition].with_record(77, 1))
+        told = ProducerNumbers.of({partition: ProducerRow(9, 77, 1, 2)}, 1)
+        store.put_producers([(b"p", told)], host.bucket.counts)
+        put_flush(store, *flushed)
+
+    monkeypatch.setattr(Store, "put_flush", told_before)
+    assert await host.flush()
+    assert host.disk.store.producer_rows(b"p")[partition].number == 9
 
 
 @pytest.mark.asyncio

@@ -6,6 +6,7 @@ is reset, are told to the other end, unless that direction is cut.
 """
 
 import asyncio
+import itertools
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -89,6 +90,7 @@ class Net:
         servers: by address.
         cuts: (from, to) by host: directions in which nothing passes.
         holding: directions that hold messages back.
+        broken: numbers of the connections that broke.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -99,6 +101,7 @@ class Net:
         self.calls: dict[ClientCall, None] = {}
         self._numbers: Counter[tuple[str, str, str]] = Counter()
         self._hosts: dict[str, int] = {}
+        self.broken = itertools.count()
 
     def is_cut(self, source: str, target: str) -> bool:
         return (source, target) in self.cuts
@@ -198,7 +201,7 @@ class ClientCall:
             self._net.calls.pop(self, None)
             return
         rng = self._net.timeline.drawn(
-            self.loop.host, self._channel.address, self._net.timeline.steps
+            self.loop.host, self._channel.address, "broken", next(self._net.broken)
         )
         if client:
             if rng.random() < 0.5:

@@ -1,7 +1,8 @@
 """World of a set of servers that replicate: whole servers, the SDK, an operator, and faults, all from one seed.
 
 Servers are killed between any two of their steps, paused, cut off in one direction or both, stopped cleanly, and lose a disk;
-replicas are promoted, take over, or are forced. At the end all is well again, and compared: see ``check``.
+replicas are promoted, take over, or are forced. The power never fails, so that what was written stays. At the end all is
+well again, and compared: see ``check``.
 """
 
 import base64
@@ -134,12 +135,15 @@ class ReplicasWorld:
     def _in(self, seconds: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._later, (self._timeline.now + seconds, next(self._numbers), do))
 
-    def until(self, what: Callable[[], bool], seconds: float, words: str) -> None:
+    def until(
+        self, what: Callable[[], bool], seconds: float, words: str, step: float = STEP_SECONDS
+    ) -> None:
+        """Let time pass in steps until something is so; a violation if that takes longer than ``seconds``."""
         until = self._timeline.now + seconds
         while not what():
             if self._timeline.now > until:
                 raise Violation(f"not {words} within {seconds:g} s: {self._where()}")
-            self.pass_time()
+            self.pass_time(step)
 
     def _where(self) -> list[Any]:
         return [
@@ -154,13 +158,17 @@ class ReplicasWorld:
 
     # The beginning
 
-    def begin(self) -> None:
+    def start(self) -> None:
+        """Start the servers, without anybody who writes or follows."""
         first = self.servers[0]
         first.start()
         self.until(lambda: first.active, 10, "active")
         for server in self.servers[1:]:
             server.start()
         self.until(lambda: self.in_step(first), 60, "in step")
+
+    def begin(self) -> None:
+        self.start()
         addresses = [server.address for server in self.servers]
         for number, durability in enumerate((*STABILITIES, SAFE)):
             turn = number % len(addresses)

@@ -1,13 +1,18 @@
 """Changes of owner step by step, in the world ``replicas``: what a random world seldom does."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.simulation.looping import SimulatedLoop
 from tests.simulation.processes import ServerProcess
 from tests.simulation.replicas import ReplicasWorld
+from tests.simulation.truth import USED
 from tests.simulation.worlds import prepared
+from upr.engine.bucket import Bucket
+from upr_client import AsyncClient, WriteResults
 from upr_protocol.ownership import Standing
 
 STAR, CHAIN = (0, 0), (0, 1)
@@ -84,14 +89,15 @@ def test_a_promise_outlives_a_crash(begun: Begin) -> None:
     cuts = world.cut_off(active, other)
     world.pass_time(1.0)
     world.order(candidate)
-    while standing(other).promised < 2:
-        world.pass_time(0.0005)
+    world.until(lambda: standing(other).promised >= 2, 20, "promised", 0.0005)
     # Its answer is on its way, and the candidate does not serve before the other is back.
     candidate.pause(8.0)
     world.pass_time(0.5)
     other.kill()
     world.net.heal(*cuts)
     other.start()
+    world.until(lambda: other.owning is not None, 10, "started")
+    assert standing(other).promised >= 2
     world.pass_time(10.0)
     world.net.heal()
     end(world)
@@ -103,12 +109,14 @@ def test_an_owner_that_was_killed_goes_on_under_a_new_id(begun: Begin) -> None:
     assert active.bucket is not None
     bucket = active.bucket.bucket
     # Something was numbered that is not on its disk.
-    while bucket.tail.end == bucket.tail.durable:
-        world.pass_time(0.0005)
+    world.until(lambda: bucket.tail.end > bucket.tail.durable, 20, "numbered", 0.0005)
+    epoch, ids = standing(active).row.epoch, bucket.partitions.newest_id[USED].tolist()
     active.kill()
     world.pass_time(1.0)
     active.start()
     world.until(lambda: active.active, 30, "active")
+    assert standing(active).row.epoch > epoch
+    assert engine(active).partitions.newest_id[USED].tolist() != ids
     end(world)
 
 
@@ -171,3 +179,72 @@ def test_a_replica_of_a_replica_that_is_forced_is_the_only_owner(begun: Begin) -
     world.until(lambda: not first.active, 30, "stepped down")
     end(world)
     assert third.active
+
+
+def engine(server: ServerProcess) -> Bucket:
+    assert server.bucket is not None
+    return server.bucket.bucket
+
+
+def flush(world: ReplicasWorld, server: ServerProcess) -> None:
+    """Have a server store its tail."""
+    tail = engine(server).tail
+    world.until(lambda: tail.durable == tail.end, 20, "durable")
+    assert server.loop is not None
+    assert server.bucket is not None
+    server.loop.create_task(server.bucket.flusher.flush(wanted=True))
+    world.until(lambda: tail.first == tail.end, 20, "flushed")
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_repeated_write_is_known_to_a_replica_that_was_told_of_it(
+    tmp_path: Path, flushed: bool
+) -> None:
+    """Its tail has an older write of the producer, and in one run that is flushed as well."""
+    answers: list[WriteResults] = []
+    asked = [1]
+
+    async def write() -> None:
+        async with AsyncClient([active.address, replica.address], retry_seconds=None) as client:
+            bucket = client.bucket(producer="p")
+            while True:
+                while len(answers) < asked[0]:
+                    value = b"%d" % len(answers)
+                    answers.append(await bucket.write_many([(b"key1", value)], "disk"))
+                await asyncio.sleep(0.05)
+
+    world = ReplicasWorld(tmp_path / "world", 5, (0,))
+    active, replica = world.servers
+    for server in world.servers:
+        server._settings["flush_seconds"] = 1000.0
+    with prepared(0), world.living():
+        world.start()
+        directory = standing(replica).directory
+        world.until(lambda: {*standing(replica).row.counted} == {directory}, 20, "counted")
+        SimulatedLoop(world._timeline, "client").create_task(write())
+        world.until(lambda: len(answers) == 1, 20, "written")
+        partition = answers[0].runs[0][0]
+        world.until(lambda: engine(replica).tail.end > 0, 20, "received")
+        cuts = world.cut_off(active)
+        asked[0] = 5
+        world.until(lambda: len(answers) == 5, 20, "written without the replica")
+        # The answer to the last one does not arrive.
+        world.net.cuts.add((active.host, "client"))
+        asked[0] = 6
+        world.until(lambda: engine(active).partitions.high[partition] == 6, 20, "numbered")
+        flush(world, active)
+        world.net.reset(active.host, replica.host)
+        world.net.heal(*cuts)
+        world.until(lambda: engine(replica).partitions.complete[partition] == 6, 60, "read")
+        world.until(lambda: world.in_step(active), 60, "in step")
+        assert engine(replica).tail.first == 0
+        if flushed:
+            flush(world, replica)
+        active.kill()
+        assert world.promoted(replica) == ""
+        world.net.heal()
+        world.until(lambda: len(answers) == 6, 60, "answered")
+        table = engine(replica).partitions
+        newest, high = int(table.newest_id[partition]), int(table.high[partition])
+        world.truth.check_once(partition, newest, high)
+        assert high == 6

@@ -44,7 +44,7 @@ class Truth:
     """Everything that was numbered in partitions USED.
 
     Attributes:
-        forced: the epoch of the newest owner that was forced; nothing older is promised any more.
+        forced: above all epochs once a promotion was forced, and 0 before; nothing is promised to ``replicated(k)`` any more.
     """
 
     def __init__(self) -> None:

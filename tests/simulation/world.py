@@ -287,7 +287,7 @@ class World:
                 self.bucket.flush_ends(merged),
                 self.plan.producer_rows(part, merged),
                 merged.hashes,
-                self.plan.counts,
+                self.bucket.counts,
             )
             self.bucket.slice_stored(merged)
             return True

@@ -89,10 +89,6 @@ class FlushPlan:
         assert self._producers is not None
         return self._producers.of(part.first, part.last, merged.ends)
 
-    def counts(self, partition: int, failover_id: int, end: int) -> bool:
-        """Return whether a producer's number that is stored counts, also if it is larger: a replica was told it."""
-        return partition < PARTITIONS and bool(self.logs[partition].gave(failover_id, end))
-
 
 COMMIT_BYTES = 32 * 2**20
 """Most bytes of a commit, so that the time of one fsync is bounded."""
@@ -190,7 +186,8 @@ class Bucket:
         self.failure: StorageFailedError | None = None
         self.stalled = False
         """Whether the journal cannot be written just now, and is tried again."""
-        self.followers: set[OpenFollower] = set()
+        # In the order in which they came: a set has another one each time.
+        self.followers: dict[OpenFollower, None] = {}
         self.consumers: dict[str, OpenFollower] = {}
         self.consumer_positions = Consumers()
         self.owners = Owners()
@@ -461,9 +458,14 @@ class Bucket:
             if producer is not None and producer.loaded:
                 producer.last_number = max(producer.last_number, number)
 
-    def is_undone(self, partition: int, row: ProducerRow) -> bool:
-        """Return whether the seqnos of a producer's row are not on the failover log any more."""
-        return not self.partitions.logs[partition].gave(row.failover_id, row.end_seqno)
+    def counts(self, partition: int, failover_id: int, end: int) -> bool:
+        """Return whether a stored number of a producer counts: its seqnos are on the failover log as it is now.
+
+        False for a place, which has no seqnos. May be called in another thread.
+        """
+        return partition < PARTITIONS and bool(
+            self.partitions.logs[partition].gave(failover_id, end)
+        )
 
     def adopted(self, partitions: Iterable[int]) -> None:
         """Record that the logs that were taken over are stored: the partitions are replicas."""
@@ -486,11 +488,8 @@ class Bucket:
         assert stored is not None, "the store must be asked about a number that was used before"
         if number >= FIRST_PLACE_NUMBER:
             call.producer.check_place(number, stored)
-        logs = self.partitions.logs
         valid = {
-            p: row
-            for p, row in stored.items()
-            if p < PARTITIONS and logs[p].gave(row.failover_id, row.end_seqno)
+            p: row for p, row in stored.items() if self.counts(p, row.failover_id, row.end_seqno)
         }
         return call.producer.known(number, runs, self.tail, valid)
 
@@ -704,7 +703,7 @@ class Bucket:
             self.consumers[options.consumer] = follower
         if options.is_replica and options.consumer:
             self.copies.connected[options.directory] += 1
-        self.followers.add(follower)
+        self.followers[follower] = None
         return old
 
     def remove_follower(self, follower: OpenFollower, now: int = 0, *, left: bool = False) -> None:
@@ -712,7 +711,7 @@ class Bucket:
         options = follower.options
         if options.is_replica and options.consumer and follower in self.followers:
             self.copies.left(options.directory)
-        self.followers.discard(follower)
+        self.followers.pop(follower, None)
         if follower.seat is not None:
             self.owners.close(follower.seat, now, left=left)
         elif self.consumers.get(options.consumer) is follower:

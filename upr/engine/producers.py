@@ -128,13 +128,12 @@ class Producer:
         for i, (partition, entry, applied) in enumerate(
             zip(partitions.tolist(), *newest, strict=True)
         ):
-            if entry >= 0:
-                if applied >= number:
-                    seen[i] = True
-                    durable_with = max(durable_with, entry)
-                continue
             row = stored.get(partition)
-            if row is not None and row.number >= number:
+            if applied >= number:
+                seen[i] = True
+                durable_with = max(durable_with, entry)
+            # Also where the tail has older ones: a replica was told it of blocks that it read from a store.
+            elif row is not None and row.number >= number:
                 seen[i] = True
                 if row.number == number:
                     told["start_seqno"][i], told["end_seqno"][i] = row.start_seqno, row.end_seqno

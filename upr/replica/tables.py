@@ -19,7 +19,6 @@ from upr.storage.keyspace import (
     CutRow,
     Pin,
     ProducerNumbers,
-    ProducerRow,
 )
 from upr_protocol.errors import ProtocolError
 from upr_protocol.failover import check_partition
@@ -74,14 +73,8 @@ async def _take_producers(
 ) -> None:
     bucket = host.bucket
     rows = [(name, ProducerNumbers(_standing(bucket, n.table), n.time)) for name, n in told]
-
-    def counts(partition: int, failover_id: int, end: int) -> bool:
-        """Whether a stored number that is larger stays: not if what it was given to was undone, nor that of a place."""
-        row = ProducerRow(0, failover_id, 0, end)
-        return partition < PARTITIONS and not bucket.is_undone(partition, row)
-
     store = host.disk.store
-    await host.disk.in_store_thread(lambda: store.put_producers(rows, counts))
+    await host.disk.in_store_thread(lambda: store.put_producers(rows, bucket.counts))
     for _, numbers in rows:
         table = numbers.table[numbers.table["partition"] < PARTITIONS]
         np.maximum.at(following.needed, table["partition"], table["end_seqno"])
@@ -93,8 +86,8 @@ async def _take_producers(
 def _standing(bucket: Bucket, table: "np.typing.NDArray[np.void]") -> "np.typing.NDArray[np.void]":
     """Return the rows whose seqnos are on the failover log, and those of places."""
     keep = [
-        partition >= PARTITIONS or not bucket.is_undone(partition, ProducerRow(*fields))
-        for partition, *fields in table.tolist()
+        partition >= PARTITIONS or bucket.counts(partition, failover_id, end)
+        for partition, _, failover_id, _, end in table.tolist()
     ]
     return table[keep]
 

@@ -163,7 +163,9 @@ class Flusher:
 
         def store() -> None:
             failpoints.hit("flush.before_commit")
-            self._store.put_flush(merged.blocks, ends, producers, merged.hashes, plan.counts)
+            self._store.put_flush(
+                merged.blocks, ends, producers, merged.hashes, self._bucket.counts
+            )
             failpoints.hit("flush.after_commit")
 
         await self._disk.in_store_thread(store)

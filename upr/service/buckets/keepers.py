@@ -467,7 +467,7 @@ class ProducerKeeper:
                 await disk.next_change()
 
     async def stored(self, name: bytes) -> dict[int, ProducerRow]:
-        """Return a producer's rows in the store by partition; all newer ones are in the tail."""
+        """Return a producer's rows in the store by partition; what it wrote here since then is in the tail."""
         disk, tail = self._disk, self._bucket.tail
         while True:
             first = tail.first
