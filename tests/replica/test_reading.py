@@ -8,7 +8,6 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import wait_until
 from tests.proxy import Proxy
 from tests.replica.sets import (
     is_active,
@@ -103,7 +102,7 @@ def test_calls_about_one_server_go_to_the_one_that_was_given(server_process: Sta
                 return all(bucket.upstream for bucket in client.admin.status().buckets)
             return False
 
-        wait_until(is_asked, "the first endpoint is not asked again")
+        wait_for(is_asked, "the first endpoint")
 
 
 def test_a_replica_that_nobody_met_since_its_start_names_another_server(
