@@ -246,7 +246,7 @@ class Reconnecting:
         Each of the others is tried at once. If the partition is behind there too, or they are away, it waits alone where
         the call is by then, so that the others are followed; after growing times all are tried again.
         """
-        if self._clock.now() < self._stays_until:
+        if servers == 1 or self._clock.now() < self._stays_until:
             return False
         met = endpoint in self._left
         self._left.add(endpoint)
