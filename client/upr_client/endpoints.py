@@ -39,7 +39,7 @@ READ_FROM: Final = {"active": False, "any": True}
 """Words of ``read_from``, and whether any server may be read from then."""
 _PORT_MAX: Final = 65535
 _SERVER_NAME: Final = re.compile(
-    r"(?!(?i:unix|unix-abstract|vsock):)(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})"
+    r"(?!(?i:unix|unix-abstract|vsock|dns|ipv4|ipv6|xds|google-c2p):)(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})"
 )
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed")
 """Beginnings of gRPC's details of a call for which there was no connection. Other words only mean that a call is not

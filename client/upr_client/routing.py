@@ -31,15 +31,15 @@ class Servers:
         self._only_given = only_given
 
     def learn(self, names: Iterable[str]) -> None:
-        """Remember servers that another one named, SERVERS_MAX with those given; the newest push the oldest out.
+        """Remember servers that another one named, SERVERS_MAX beside those given; new names push out those that were
+        new first.
 
-        What is no HOST:PORT is left out: a server must not lead a client to a socket of its own machine.
+        What is no HOST:PORT is left out: a server must not lead a client to a Unix socket of its machine.
         """
         fresh = [name for name in names if name not in self.all and is_server_name(name)]
         if fresh and not self._only_given:
-            room = max(SERVERS_MAX - len(self.given), 0)
             learned = dict.fromkeys((*fresh, *self.all[len(self.given) :]))
-            self.all = (*self.given, *list(learned)[:room])
+            self.all = (*self.given, *list(learned)[:SERVERS_MAX])
 
     def behind(self, endpoint: str) -> Iterator[str]:
         """Iterate over all endpoints: those behind one, then from the first."""

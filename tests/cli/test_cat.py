@@ -2,16 +2,21 @@
 
 import io
 import json
+import socket
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from tests.cli.test_end_to_end import follow, jsonl, popen_cat, run_cat, state
+from tests.cli.test_end_to_end import StartServer, follow, jsonl, popen_cat, run_cat, state
+from tests.harness import wait_until
+from upr.cli import cat
 from upr.cli.follow import layout_of
 from upr.cli.jsonl import read_rows
-from upr_client import Change, Client, WriteToken
+from upr.cli.keys import values_of
+from upr_client import Change, ChangeBatch, Client, Rollback, WriteToken
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.partitioning import partition_of
 
@@ -34,6 +39,10 @@ def test_a_key_is_set_read_and_deleted(target: str) -> None:
     document = json.loads(said(target, "delete", "k", "--json", "--durability", "memory"))
     assert (document["partition"], document["seqno"]) == (partition, 3)
     assert [one.seqno for one in WriteToken.parse(document["token"]).writes] == [3]
+    behind = CliRunner().invoke(cat.main, ["set", "--target", target, "--", "k", "-5"])
+    assert behind.stdout == f"partition {partition}, seqno 4\n"
+    assert said(target, "get", "k") == "-5\n"
+    said(target, "delete", "k")
     missing = run_cat(target, "get", "--any", "k")
     assert (missing.exit_code, missing.stdout) == (3, "")
     assert missing.stderr == "error: there is no key 'k' (it was never set, or is deleted)\n"
@@ -62,6 +71,51 @@ def test_a_dump_is_what_load_takes(target: str) -> None:
         said(target, "dump", "--key-prefix", "user:1", "--partitions", "0-1023").count("\n") == 1111
     )
     assert said(target, "dump", "--key-prefix", "nobody") == ""
+
+
+def test_a_dump_is_whole_however_long_its_lines_wait(server_process: StartServer) -> None:
+    server = server_process()
+    # More than a pipe takes.
+    rows = [(b"%d" % i, b"v" * 1000) for i in range(2000)]
+    with Client(server.target) as client:
+        client.bucket().write_many(rows)
+        with popen_cat(server.target, "dump") as process:
+            assert process.stdout is not None
+            assert process.stdout.peek(1)  # type: ignore[attr-defined]
+            # So nothing that happens there changes what is still to be printed.
+            wait_until(lambda: not client.admin.status().follow_calls, "the call is open")
+            server.kill()
+            assert len(process.stdout.readlines()) == len(rows)
+        assert process.returncode == 0
+
+
+def test_what_was_rolled_back_is_not_dumped() -> None:
+    def batch(*changes: Change) -> ChangeBatch:
+        made = ChangeBatch([], [])
+        made._changes = list(changes)
+        return made
+
+    undone = Rollback(5, 2, 0, 1, 2, "", "")
+    taken = values_of(
+        [
+            batch(Change(5, 1, "set", b"old", b"1"), Change(6, 1, "set", b"k", b"1")),
+            undone,
+            batch(Change(5, 1, "set", b"new", b"2"), Change(6, 2, "delete", b"k", None)),
+        ]
+    )
+    assert taken == {5: {b"new": b"2"}, 6: {}}
+
+
+@pytest.mark.parametrize("words", [("set", "k", "v"), ("delete", "k"), ("get", "k"), ("dump",)])
+def test_a_wrong_address_is_told_at_once(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upr.cli.keys._RETRY_SECONDS", 3600.0)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        target = f"127.0.0.1:{gone.getsockname()[1]}"
+    result = run_cat(target, *words)
+    assert (result.exit_code, result.stdout) == (5, "")
+    assert "failed to connect" in result.stderr
 
 
 def test_follow_by_prefix_from_now_and_from_a_time(target: str, tmp_path: Path) -> None:

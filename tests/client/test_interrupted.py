@@ -39,7 +39,7 @@ from upr_client._async.waiters import Waiters
 from upr_client._sync.call import Follow
 from upr_client._sync.waiters import Waiters as SyncWaiters
 from upr_client.errors import BehindError, ClosedError, HandlerError, NoRoomError
-from upr_protocol.failover import FailoverLog, WriteToken
+from upr_protocol.failover import FailoverLog
 
 FOLLOW = [
     Expect("open"),
@@ -50,7 +50,6 @@ FOLLOW = [
     heartbeat(),
     Hold(),
 ]
-TOKEN = WriteToken(1, ())
 
 
 @pytest.mark.asyncio
@@ -218,7 +217,7 @@ async def test_waiting_for_a_write_ends_in_time_whatever_else_moves() -> None:
     mover = asyncio.create_task(move())
     async with asyncio.timeout(10):
         with pytest.raises(BehindError, match=r"not reached within 0\.05 s"):
-            await waiters.until_reached(TOKEN, lambda: False, lambda: None, 0.05)
+            await waiters.until_reached(lambda: False, 0.05)
     mover.cancel()
 
 
@@ -226,10 +225,7 @@ def test_two_that_wait_for_a_write_are_both_woken() -> None:
     waiters = SyncWaiters()
     reached = threading.Event()
     threads = [
-        threading.Thread(
-            target=waiters.until_reached, args=(TOKEN, reached.is_set, lambda: None, 10)
-        )
-        for _ in range(2)
+        threading.Thread(target=waiters.until_reached, args=(reached.is_set, 10)) for _ in range(2)
     ]
     for thread in threads:
         thread.start()

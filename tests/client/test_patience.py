@@ -53,16 +53,21 @@ def test_a_pause_that_is_bounded_is_no_attempt() -> None:
 def test_a_server_that_is_behind_is_left_for_each_other_once_and_again_ever_later() -> None:
     now = [0.0]
     calls = calls_at(now)
-    assert not calls.leaves(1)
-    assert [calls.leaves(3) for _ in range(4)] == [True, True, False, False]
+
+    def asked(servers: int, endpoints: str) -> list[bool]:
+        return [calls.leaves(endpoint, servers) for endpoint in endpoints]
+
+    assert asked(1, "a") == [False]
+    assert asked(3, "abca") == [True, True, False, False]
     now[0] = 1.99
-    assert not calls.leaves(3)
+    assert asked(3, "a") == [False]
     now[0] = 2.0
-    assert [calls.leaves(3) for _ in range(3)] == [True, True, False]
+    # Two of four are away.
+    assert asked(4, "aba") == [True, True, False]
     now[0] = 5.99
-    assert not calls.leaves(3)
+    assert asked(3, "b") == [False]
     # Nothing is behind any more: what is behind later is a new beginning.
     calls.all_started()
-    assert [calls.leaves(2) for _ in range(3)] == [True, False, False]
+    assert asked(2, "aba") == [True, False, False]
     now[0] = 8.0
-    assert calls.leaves(2)
+    assert asked(2, "a") == [True]

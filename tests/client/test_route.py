@@ -45,6 +45,10 @@ def walk(route: Route, *errors: UprError) -> list[str]:
         ("a:1,b:1", False),
         ("unix:7711", False),
         ("UNIX:7711", False),
+        ("dns:7711", False),
+        ("ipv4:7711", False),
+        ("xds:7711", False),
+        ("dns1:7711", True),
         ("unix:/run/upr.sock:1", False),
         ("dns:///a:1", False),
         ("dns://resolver/a:1", False),
@@ -64,15 +68,18 @@ def test_what_was_named_last_is_remembered_and_what_was_given_stays() -> None:
     servers = Servers(("a:1", "b:1"))
     servers.learn(["", "a:1", "c:1", *(f"d:{n}" for n in range(1, 100))])
     assert servers.all[:4] == ("a:1", "b:1", "c:1", "d:1")
-    assert len(servers.all) == SERVERS_MAX
+    assert len(servers.all) == 2 + SERVERS_MAX
     # A set whose servers all got new addresses, many times over.
     servers.learn(["owner:1"])
     assert servers.all[:3] == ("a:1", "b:1", "owner:1")
-    assert len(servers.all) == SERVERS_MAX
-    many = tuple(f"g:{n}" for n in range(1, 41))
-    given = Servers(many)
-    given.learn(["c:1"])
-    assert given.all == many
+    assert len(servers.all) == 2 + SERVERS_MAX
+    # As many as a server names are all remembered, and the next answer with the same names changes nothing.
+    named = [f"g:{n}" for n in range(1, SERVERS_MAX + 1)]
+    servers.learn(named)
+    remembered = servers.all
+    assert set(remembered) == {"a:1", "b:1", *named}
+    servers.learn(named)
+    assert servers.all is remembered
     alone = Servers(("a:1",), only_given=True)
     alone.learn(["c:1"])
     assert alone.all == ("a:1",)

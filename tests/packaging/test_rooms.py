@@ -26,6 +26,8 @@ SHORT = {
     "client/upr_client/testing/pytest_plugin.py",
     # One idea that engine and clients share.
     "client/upr_protocol/places.py",
+    # One idea that followers and views share.
+    "client/upr_client/_async/waiters.py",
 }
 """Modules under LINES_MIN lines, and why."""
 DEMANDED = {

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
@@ -19,7 +19,13 @@ from tests.replica.sets import (
 )
 from tests.replica.test_owning import run
 from upr_client import Change, Client, Rollback, ServerPositions, WriteToken
-from upr_client.errors import BehindError, InvalidArgumentError, UprError, WriteUndoneError
+from upr_client.errors import (
+    BehindError,
+    InvalidArgumentError,
+    UnavailableError,
+    UprError,
+    WriteUndoneError,
+)
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1.change_stream_service_pb2 import LoadPositionsRequest
 from upr_protocol.wire.v1.change_stream_service_pb2_grpc import ChangeStreamServiceStub
@@ -81,6 +87,22 @@ def test_calls_about_one_server_go_to_the_one_that_was_given(server_process: Sta
         # The former owner names the new one.
         assert client.bucket().get(b"k") == b"v"
         assert client.target == replica.target
+    with Client([owner.target, replica.target]) as client:
+        owner.kill()
+        # Not the one behind it, now or later.
+        for call in (client.admin.status, lambda: client.admin.promote(force=True)):
+            with pytest.raises(UnavailableError):
+                call()
+        assert is_active(replica)
+        owner.start()
+
+        def is_asked() -> bool:
+            # gRPC connects again after a pause.
+            with suppress(UnavailableError):
+                return all(bucket.upstream for bucket in client.admin.status().buckets)
+            return False
+
+        wait_for(is_asked, "the first endpoint")
 
 
 def test_a_replica_that_nobody_met_since_its_start_names_another_server(

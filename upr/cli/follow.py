@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import click
 
+from upr.cli.keys import bucket_there
 from upr_cli_kit.options import PARTITION_SET, Parsed, open_client, server_options
 from upr_cli_kit.output import note, verbose_option
 from upr_cli_kit.times import duration, parse_time
@@ -182,9 +183,7 @@ def follow(
         "acknowledge": "auto" if count is None else "manual",
     }
     with open_client(target) as client:
-        followed = client.bucket(bucket)
-        # A server that was never there is a wrong address; one that goes away later is waited for.
-        client.admin.partitions(followed, [0])
+        followed = bucket_there(client, bucket)
         with followed.changes(**options) as changes:
             try:
                 _print_all(changes, layout, count)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -13,13 +13,24 @@ from upr_cli_kit.output import json_option, print_json, verbose_option
 from upr_protocol.errors import UprError, shown
 
 if TYPE_CHECKING:
-    from upr_client import WriteResult
+    from upr_client import Bucket, ChangeBatch, Client, Rollback, WriteResult
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _RETRY_SECONDS = 10.0
 """Time for which a write is tried again: somebody waits for it."""
-_LINES_AT_ONCE = 1000
+
+
+def bucket_there(client: "Client", name: str) -> "Bucket":
+    """Return a bucket of a server that is there now.
+
+    Raises:
+        UprError: no server can be reached, or has it.
+    """
+    bucket = client.bucket(name)
+    # A server that was never there is a wrong address; one that goes away later is waited for.
+    client.admin.partitions(bucket, [0])
+    return bucket
 
 
 def _write_options(function: _F) -> _F:
@@ -54,10 +65,14 @@ def get(key: str, raw: bool, any_server: bool, target: str, bucket: str) -> None
 def set_(
     key: str, value: str, durability: Durability, target: str, bucket: str, as_json: bool
 ) -> None:
-    """Set KEY to VALUE, or to all of stdin where VALUE is -."""
+    """Set KEY to VALUE, or to all of stdin where VALUE is -.
+
+    A key or value that begins with - goes behind --: 'upr-cat set -- temperature -5'.
+    """
     data = sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
     with open_client(target, retry_seconds=_RETRY_SECONDS) as client:
-        _report(client.bucket(bucket).set(os.fsencode(key), data, durability), as_json)
+        source = bucket_there(client, bucket)
+        _report(source.set(os.fsencode(key), data, durability), as_json)
 
 
 @click.command("delete")
@@ -66,7 +81,8 @@ def set_(
 def delete(key: str, durability: Durability, target: str, bucket: str, as_json: bool) -> None:
     """Delete KEY, whether it exists or not."""
     with open_client(target, retry_seconds=_RETRY_SECONDS) as client:
-        _report(client.bucket(bucket).delete(os.fsencode(key), durability), as_json)
+        source = bucket_there(client, bucket)
+        _report(source.delete(os.fsencode(key), durability), as_json)
 
 
 def _report(written: "WriteResult", as_json: bool) -> None:
@@ -98,17 +114,28 @@ def dump(partitions: list[int] | None, key_prefix: str, target: str, bucket: str
     from upr_client import Only
 
     with open_client(target) as client:
-        source = client.bucket(bucket)
-        # A server that was never there is a wrong address; one that goes away later is waited for.
-        client.admin.partitions(source, [0])
+        source = bucket_there(client, bucket)
         only = Only(partitions, key_prefix=os.fsencode(key_prefix))
-        with source.materialize(only=only, at_markers=True) as view:
-            view.ready()
-            lines: list[str] = []
-            for key, value in view.items():
-                lines.append(row_line(key, value))
-                if len(lines) == _LINES_AT_ONCE:
-                    print("\n".join(lines))
-                    lines.clear()
-            if lines:
-                print("\n".join(lines))
+        with source.changes(until="now", only=only, on_rollback="restart") as changes:
+            values = values_of(changes.batches())
+    # Nothing is followed any more: printing may take long, and a rollback in the middle would leave keys out.
+    for rows in values.values():
+        sys.stdout.writelines(f"{row_line(key, value)}\n" for key, value in rows.items())
+
+
+def values_of(batches: "Iterable[ChangeBatch | Rollback]") -> dict[int, dict[bytes, bytes | None]]:
+    """Return the keys and values of each partition that changes lead to, where each rollback is one to 0."""
+    from upr_client import Rollback
+
+    values: dict[int, dict[bytes, bytes | None]] = {}
+    for batch in batches:
+        if isinstance(batch, Rollback):
+            values.pop(batch.partition, None)
+            continue
+        for change in batch.changes:
+            shown = values.setdefault(change.partition, {})
+            if change.op == "delete":
+                shown.pop(change.key, None)
+            else:
+                shown[change.key] = change.value
+    return values

@@ -45,7 +45,7 @@ class AsyncAdmin:
     A bucket is given by its name, or as an ``AsyncBucket``: that one learns its version from the answer, and a cut is
     then asked for in no other bucket of the name. No call is tried again; each ends within the client's
     ``request_timeout`` with an answer, or an UprError that says why it failed or was refused. ``status`` and ``promote``
-    go to the first of the endpoints given that can be reached, wherever reading and writing go; all others to
+    go to the first of the endpoints given and to no other, wherever reading and writing go; all others to
     ``AsyncClient.target``.
     """
 
@@ -65,7 +65,7 @@ class AsyncAdmin:
 
     async def status(self) -> ServerStatus:
         """Return what the server process is and uses."""
-        stub = self._connection.stubs(self._connection.router.given).admin.GetStatus
+        stub = self._connection.stubs(self._connection.router.first).admin.GetStatus
         return server_status(await self._connection.ask(stub, wire.GetStatusRequest()))
 
     # The set of servers.
@@ -94,7 +94,7 @@ class AsyncAdmin:
                 failure ``topology`` says who is active.
         """
         request = set_pb2.PromoteRequest(force=force, takeover=takeover)
-        stub = self._connection.stubs(self._connection.router.given).sets.Promote
+        stub = self._connection.stubs(self._connection.router.first).sets.Promote
         return promotion(await self._connection.ask(stub, request, seconds))
 
     async def forget_server(self, server: str) -> str:

@@ -361,10 +361,9 @@ class AsyncChanges:
             seconds: how long to wait at most.
 
         Raises:
-            BehindError: it was not reached in time.
-            BucketGoneError: nor can it be: it is of another bucket, or of one that was dropped since.
+            BehindError: it was not reached in time, or is of another bucket than the one that is followed.
             WriteUndoneError: a failover undid it.
-            ClosedError: the changes were closed or stopped.
+            ClosedError: the changes were closed or stopped, or came to their end.
             UprError: the iteration ended with it.
         """
         writes = token_of(token)
@@ -381,7 +380,7 @@ class AsyncChanges:
                 raise ClosedError("the changes were stopped", hint="ask the bucket for new ones")
             return False
 
-        await self._waiters.until_reached(writes, is_reached, lambda: self._following, seconds)
+        await self._waiters.until_reached(is_reached, seconds)
 
     def _has(self, token: WriteToken, complete: Sequence[int] | None = None) -> bool:
         with self._mutex:
@@ -573,7 +572,12 @@ class AsyncChanges:
             with self._mutex:
                 self._asked -= 1
         try:
-            return await self._go_on()
+            item = await self._go_on()
+            if item is None and not self._ending.is_set():
+                self._failure = ClosedError(
+                    "the changes came to their end", hint="ask the bucket for new ones"
+                )
+            return item
         except Exception as error:
             self._failure = error
             raise
@@ -777,7 +781,7 @@ class AsyncChanges:
             router = self._bucket.connection.router
             router.learn(opened.servers)
             with self._mutex:
-                self._following.opened(opened, len(router.endpoints))
+                self._following.opened(opened, self._stubs.endpoint, len(router.endpoints))
         except UprError as error:
             if self._following.not_opened(error):
                 await self._drop_call()

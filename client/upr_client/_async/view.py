@@ -10,7 +10,6 @@ from upr_client._async.io import Background, Cancelled, Event, mutex
 from upr_client._async.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Rollback
 from upr_client.changes.options import ChangesOptions, Only
-from upr_client.changes.session import Following
 from upr_client.positions import MemoryPositions
 from upr_client.writing import WriteResult, WriteResults, token_of
 from upr_protocol.errors import ClosedError
@@ -201,8 +200,7 @@ class AsyncView:
             seconds: how long to wait at most.
 
         Raises:
-            BehindError: it was not reached in time.
-            BucketGoneError: nor can it be: it is of another bucket, or of one that was dropped since.
+            BehindError: it was not reached in time, or is of another bucket than the one that is followed.
             WriteUndoneError: a failover undid it.
             UprError: following ended with it.
         """
@@ -214,10 +212,7 @@ class AsyncView:
             with self._mutex:
                 return changes is not None and changes._has(writes, self._state.complete)
 
-        def following() -> Following | None:
-            return None if self._changes is None else self._changes._following
-
-        await self._waiters.until_reached(writes, is_reached, following, seconds)
+        await self._waiters.until_reached(is_reached, seconds)
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -3,9 +3,7 @@
 from collections.abc import Callable
 
 from upr_client._async.io import Event, now
-from upr_client.changes.session import Following
-from upr_protocol.errors import BehindError, BucketGoneError
-from upr_protocol.failover import WriteToken
+from upr_protocol.errors import BehindError
 
 
 class Waiters:
@@ -22,23 +20,14 @@ class Waiters:
         for moved in list(self._moved):
             moved.set()
 
-    async def until_reached(
-        self,
-        token: WriteToken,
-        is_reached: Callable[[], bool],
-        following: Callable[[], Following | None],
-        seconds: float,
-    ) -> None:
+    async def until_reached(self, is_reached: Callable[[], bool], seconds: float) -> None:
         """Wait until writes are reached.
 
         Args:
-            token: of the writes.
             is_reached: asked at first, and at each ``wake``.
-            following: asked when the time is over; returns who deals with them, None for nobody yet.
 
         Raises:
             BehindError: they were not reached within ``seconds``.
-            BucketGoneError: nor can they be: what is followed has turned out to be another bucket.
             UprError: ``is_reached`` raised it.
         """
         until, moved = now() + seconds, Event()
@@ -48,15 +37,10 @@ class Waiters:
                 if await moved.wait(max(until - now(), 0.0)):
                     moved.clear()
                     continue
-                who = following()
-                if who is not None and who.is_of_other_bucket(token):
-                    raise BucketGoneError(
-                        "the write is of another bucket than the one that is followed",
-                        hint="was its bucket dropped, and created again?",
-                    )
                 raise BehindError(
                     f"a write was not reached within {seconds:g} s",
-                    hint="wait for longer; or look at the lag, and at whether anything is being followed",
+                    hint="wait for longer; or look at the lag, at whether anything is being followed, and whether the write's "
+                    "bucket is the one of that name now",
                 )
         finally:
             self._moved.discard(moved)

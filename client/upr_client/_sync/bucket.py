@@ -24,7 +24,7 @@ from upr_client.changes.options import (
     Tuning,
     Until,
 )
-from upr_client.endpoints import READ_FROM, is_elsewhere
+from upr_client.endpoints import READ_FROM, is_elsewhere, moves_on
 from upr_client.writing import (
     BATCH_ROWS,
     DURABILITIES,
@@ -363,7 +363,7 @@ class Bucket:
             except UprError as error:
                 if is_elsewhere(error):
                     last = error
-                elif last is None or now() < until:
+                elif last is None or not moves_on(error):
                     raise
                 pause = delay(attempt, random.random(), away=True)
                 if now() + pause >= until:

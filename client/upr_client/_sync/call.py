@@ -78,7 +78,7 @@ class Router:
     Attributes:
         active: the route of calls to the active server.
         anywhere: the route of unary calls that any server may answer.
-        given: the route of calls about one server: to none that was only named.
+        first: the route of calls about one server, which go to the first endpoint given and to no other.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Router:
         # A token, and a channel, are for those that they were given for.
         self._servers = Servers(endpoints, only_given=bool(token or channel))
         self.active, self.anywhere = Route(self._servers), Route(self._servers)
-        self.given = Route(Servers(endpoints, only_given=True))
+        self.first = Route(Servers(endpoints[:1], only_given=True))
         self.check = check
         self._credentials = credentials
         self._token = token
@@ -265,10 +265,10 @@ def _unary(
             # One that is behind for this call is not for others.
             router.failed(failure, route, endpoint)
         refusal = failed if is_elsewhere(failure) else refusal
-        slow = share < left and failure.reason == UnavailableError.default_reason
-        if not (slow or was_not_done(failed)):
+        lost = each is not None and failure.reason == UnavailableError.default_reason
+        if not (lost or was_not_done(failed)):
             raise failed
-        endpoint = router.another(route, tried, failure.owner)
+        endpoint = router.another(route, tried, failure.owner) if now() < deadline else None
     raise refusal or failed
 
 

@@ -211,7 +211,8 @@ class Reconnecting:
         self._say = say
         self._clock = clock
         self._attempt = self._violations = 0
-        self._left = self._rounds = 0
+        self._rounds = 0
+        self._left: set[str] = set()
         self._stays_until = clock.now()
         self._any_version = False
         self._heard_at = clock.now()
@@ -235,21 +236,23 @@ class Reconnecting:
 
     def all_started(self) -> None:
         """Each partition that is followed was started."""
-        self._left = self._rounds = 0
+        self._rounds = 0
+        self._left.clear()
         self._stays_until = self._clock.now()
 
-    def leaves(self, servers: int) -> bool:
+    def leaves(self, endpoint: str, servers: int) -> bool:
         """A partition is behind at a server that need not be this one. Return whether to leave it for the next of so many.
 
-        Each of the others is tried at once. If the partition is behind there too, it waits alone where the call is by
-        then, so that the others are followed; after growing times all are tried again.
+        Each of the others is tried at once. If the partition is behind there too, or they are away, it waits alone where
+        the call is by then, so that the others are followed; after growing times all are tried again.
         """
         if servers == 1 or self._clock.now() < self._stays_until:
             return False
-        self._left += 1
-        if self._left < servers:
+        met = endpoint in self._left
+        self._left.add(endpoint)
+        if not met and len(self._left) < servers:
             return True
-        self._left = 0
+        self._left.clear()
         seconds = backoff.lasting_delay(self._rounds, self._clock.random())
         self._stays_until = self._clock.now() + seconds
         self._rounds += 1

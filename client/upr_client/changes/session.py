@@ -257,7 +257,7 @@ class Following:
         self._assigned: set[int] = set()
         self._revoked: list[int] = []
         self._opening_at = clock.now()
-        self._servers = 1
+        self._endpoint, self._servers = "", 1
 
     @property
     def session(self) -> Consumer:
@@ -380,7 +380,8 @@ class Following:
             WriteUndoneError: one was undone.
         """
         membership = self._membership
-        if self.is_of_other_bucket(token) or (membership is not None and not membership.is_told):
+        other = self.session.bucket_version not in (0, token.bucket_version)
+        if other or (membership is not None and not membership.is_told):
             return False
         followed = set(self.session.partitions)
         # What is being begun is the member's already.
@@ -398,10 +399,6 @@ class Following:
         else:
             marker = at.seqno if at.horizon == at.seqno else max(at.markers, default=0)
         return one.is_in(at.log or FailoverLog.born(at.failover_id), marker)
-
-    def is_of_other_bucket(self, token: WriteToken) -> bool:
-        """Return whether a token is of another bucket than the one that is followed, which may be a newer one of its name."""
-        return self.session.bucket_version not in (0, token.bucket_version)
 
     def begin_save(self) -> Mapping[int, Position]:
         """Return the positions to store, in one atomic write; ``saved`` or ``not_saved`` follows."""
@@ -484,9 +481,9 @@ class Following:
         version = self._calls.version(self.session.bucket_version)
         return self._options.open_message(bucket, version, self._calls.interval)
 
-    def opened(self, opened: stream_pb2.Opened, servers: int = 1) -> None:
-        """The call was accepted; ``servers``: how many the client knows."""
-        self._servers = servers
+    def opened(self, opened: stream_pb2.Opened, endpoint: str = "", servers: int = 1) -> None:
+        """The call was accepted at an endpoint; ``servers``: how many the client knows."""
+        self._endpoint, self._servers = endpoint, servers
         self._calls.opened()
         self._held.clear()
         self.session.opened(opened.bucket_version)
@@ -706,7 +703,7 @@ class Following:
         if kind == "start_answers":
             fatal = self._incoming.take_answers(message.start_answers)
             elsewhere = self._incoming.elsewhere if self._options.any_server else None
-            if elsewhere is not None and self._calls.leaves(self._servers):
+            if elsewhere is not None and self._calls.leaves(self._endpoint, self._servers):
                 self._incoming.retries.moved()
                 return Outcome(lost=elsewhere, fatal=fatal)
             self._calls.answered()

@@ -180,6 +180,13 @@ async def test_who_is_behind_is_asked_again_while_another_server_is_away() -> No
             async with AsyncClient(targets) as client:
                 bucket = client.bucket()
                 assert await bucket.get(b"k", at_least=written, read_from="any") == b"v"
+            assert behind.faults.gets == []
+            # It is away too for a moment.
+            lost = UnavailableError("failed to connect to all addresses")
+            behind.faults.gets = [BehindError("later"), lost]
+            async with AsyncClient(targets) as client:
+                bucket = client.bucket()
+                assert await bucket.get(b"k", at_least=written, read_from="any") == b"v"
         assert behind.faults.gets == []
         behind.faults.gets = [not_active(gone.target)] * 2
         async with AsyncClient([behind.target, gone.target]) as client:
@@ -206,6 +213,23 @@ async def test_a_server_that_says_nothing_leaves_time_for_the_next(
 
 
 @pytest.mark.asyncio
+async def test_who_is_behind_is_told_though_all_others_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Such that the time is over while the last one is silent.
+    monkeypatch.setattr("upr_client._async.bucket._ANSWER_SECONDS", 0.3)
+    behind = KeyValueServer(Faults(gets=[BehindError("later")] * 50))
+    one, two = (KeyValueServer(Faults(silent=True)) for _ in range(2))
+    written = WriteToken.of(VERSION, [(partition_of(b"k"), ID_A, 1)])
+    async with running(behind), running(one), running(two):
+        async with AsyncClient([s.target for s in (behind, one, two)]) as client:
+            bucket = client.bucket()
+            with pytest.raises(BehindError, match="later"):
+                await bucket.get(b"k", at_least=written, read_from="any", seconds=0.4)
+    assert len(two.gets) == 1
+
+
+@pytest.mark.asyncio
 async def test_a_partition_that_is_behind_everywhere_waits_alone() -> None:
     script = [
         *FOLLOW,
@@ -229,11 +253,11 @@ async def test_a_partition_that_is_behind_everywhere_waits_alone() -> None:
 async def test_a_server_that_is_forgotten_leaves_nothing_behind() -> None:
     async with AsyncClient("a:1") as client:
         router = client._connection.router
-        for number in range(1, 3 * SERVERS_MAX):
+        for number in range(1, 3 * SERVERS_MAX + 1):
             router.learn([f"s:{number}"])
             router.raw(f"s:{number}")
         stubs = client._connection.stubs()
-        assert len(router._raw) == len(router._channels) <= SERVERS_MAX
+        assert len(router._raw) == len(router._channels) <= SERVERS_MAX + 1
         # One that is dead though nothing says so is closed once.
         assert router.give_up(stubs) is not None
         assert router.give_up(stubs) is None
