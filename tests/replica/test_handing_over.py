@@ -21,6 +21,7 @@ from upr.replica.replication import Replication
 from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
+from upr.service.conversation import REPLICAS_NAME
 from upr.service.server import Server
 from upr.service.tables import TableFeed, cut_message
 from upr.storage.keyspace import ConsumerRow
@@ -596,3 +597,34 @@ async def test_a_round_beside_it_does_not_count_one_that_is_forgotten(
     may_store.set()
     await asyncio.gather(forgetting, counting)
     assert goes not in owner.standing.row.counted
+
+
+@pytest.mark.asyncio
+async def test_one_that_joins_holds_up_purging_and_is_no_copy(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    host, directory = old.catalog.find("default"), new.owning.standing.directory
+    may_tell, tell_all = asyncio.Event(), TableFeed._tell_all
+
+    async def tell_later(self: TableFeed) -> None:
+        await may_tell.wait()
+        await tell_all(self)
+
+    monkeypatch.setattr(TableFeed, "_tell_all", tell_later)
+    await leave_alone(new)
+    await until(lambda: not old.owning.meeting.registered(directory))
+    new.owning._paused = False
+    async with AsyncClient(old.target) as client:
+        written = await client.bucket("default").set(b"key", b"value")
+    p, name = written.partition, REPLICAS_NAME + directory
+
+    def held() -> int:
+        found = dict(host.bucket.consumer_positions).get(name)
+        return 0 if found is None else int(found.seqno[p])
+
+    await until(lambda: held() == written.seqno)
+    assert directory in host.bucket.copies.counted
+    assert host.bucket.copies.stable(1)[p] == 0
+    may_tell.set()
+    await until(lambda: bool(host.bucket.copies.stable(1)[p] == written.seqno))

@@ -500,7 +500,7 @@ class Follower:
 
     # Acknowledging
 
-    def acknowledge(self, partitions: I64, seqnos: U64, now: int) -> bool:
+    def acknowledge(self, partitions: I64, seqnos: U64, now: int, *, is_copy: bool = True) -> bool:
         """Record the consumer's durable positions; False when they are not kept, see ``Consumers``.
 
         Positions of streams that this call did not open under the partition's newest id are ignored. An ended stream
@@ -509,6 +509,7 @@ class Follower:
         Args:
             partitions, seqnos: as from ``read_positions``.
             now: microseconds since the epoch.
+            is_copy: whether writes at ``replicated(k)`` may rely on what a replica has.
 
         Raises:
             InvalidArgumentError: a seqno is above what the stream was sent; nothing is taken.
@@ -524,7 +525,7 @@ class Follower:
                 hint="acknowledge only what was received in this call",
             )
         name = self.options.consumer
-        if self._term is not None and self._is_sole:
+        if is_copy and self._term is not None and self._is_sole:
             ours = self._term[partitions] == self._bucket.copies.term
             self._bucket.acknowledged(self.options.directory, partitions[ours], seqnos[ours])
         if self.seat is not None:

@@ -358,18 +358,17 @@ class Receiving:
             await self._say(credit=wire.Credit(bytes=back))
 
     async def _acknowledge(self) -> None:
-        """Store when the join is complete, and from then on acknowledge the last complete durable markers that moved.
+        """Acknowledge the last complete durable markers whenever they moved; store when the join is complete.
 
-        One that is not in step is not promoted without force, so that what it has is no copy to rely on.
+        One that is not in step is not promoted without force, so that what it has is no copy to rely on: it says so, and
+        acknowledges all again when it is.
         """
         markers = self._bucket.markers
         following = self._following
         while True:
-            if not following.in_step:
-                await self._host.disk.next_change()
-                continue
-            if following.joining is not False:
+            if following.in_step and following.joining is not False:
                 await self._host.set_joining(False)
+                self._acknowledged[:] = 0
                 continue
             # Of what is followed only: an Ack above what was sent ends the call.
             moved = (markers.seqno > self._acknowledged) & (self._token != _NO_TOKEN)
@@ -378,7 +377,8 @@ class Receiving:
                 told = np.zeros(len(partitions), POSITION)
                 told["partition"], told["seqno"] = partitions, markers.seqno[partitions]
                 self._acknowledged[partitions] = markers.seqno[partitions]
-                await self._say(ack=wire.Ack(positions=told.tobytes()))
+                ack = wire.Ack(positions=told.tobytes(), joining=not following.in_step)
+                await self._say(ack=ack)
             else:
                 await self._host.disk.next_change()
 

@@ -373,7 +373,7 @@ class Conversation:
         elif kind == "credit":
             self.follower.credit.give_back(request.credit.bytes)
         elif kind == "ack":
-            self._acknowledge(request.ack.positions, now_micros)
+            self._acknowledge(request.ack, now_micros)
         elif kind in ("release", "renew"):
             self._take_of_member(request, now)
         elif kind != "pong":
@@ -445,8 +445,9 @@ class Conversation:
                 f"streams of a {kind} are {count}; must be at most {PARTITIONS}"
             )
 
-    def _acknowledge(self, positions: bytes, now_micros: int) -> None:
-        kept = self.follower.acknowledge(*read_positions(positions), now_micros)
+    def _acknowledge(self, ack: wire.Ack, now_micros: int) -> None:
+        positions = read_positions(ack.positions)
+        kept = self.follower.acknowledge(*positions, now_micros, is_copy=not ack.joining)
         if not kept and not self._told_unkept:
             self._told_unkept = True
             log.warning(

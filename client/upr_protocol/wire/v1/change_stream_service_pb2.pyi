@@ -642,16 +642,22 @@ class Ack(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITIONS_FIELD_NUMBER: _builtins.int
+    JOINING_FIELD_NUMBER: _builtins.int
     positions: _builtins.bytes
     """One record of 12 bytes a partition: partition uint32, seqno uint64, little-endian."""
+    joining: _builtins.bool
+    """Of a replica that is not in step: the positions hold up purging, and count for no write at replicated(k). It
+    tells all of them again when it is.
+    """
     def __init__(
         self,
         *,
         positions: _builtins.bytes = ...,
+        joining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["joining", b"joining", "positions", b"positions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
