@@ -17,12 +17,15 @@ from upr_client import Bucket, Client, MemoryPositions, Only, Position, Rollback
 from upr_client.admin import CutInfo
 from upr_client.arrow import record_batch
 from upr_client.errors import CutNotFoundError, SnapshotGoneError
-from upr_protocol.errors import UprError
+from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.limits import BACKUP_CUTS_NAME
 
 LEASE_SECONDS: Final = 900.0
 """Of a cut that is read."""
 _RENEW_AGAIN_SECONDS: Final = 15.0
+_BACK_SECONDS: Final = 30.0
+"""Longest wait for a server that was there: it is restarted, or another one of its set is about to be active."""
+_ASK_AGAIN_SECONDS: Final = 0.2
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -53,7 +56,7 @@ class ServerSource:
             UprError: the server refused, or cannot be reached.
         """
         # A run that was killed, or whose request was answered too late, left one that nobody knows.
-        for left in self._admin.cuts(self._bucket):
+        for left in self._cuts():
             if left.name.startswith(self._names):
                 self.release(left.name)
         name = f"{self._names}{secrets.token_hex(8)}"
@@ -72,7 +75,7 @@ class ServerSource:
 
     def find_cut(self, name: str) -> CutInfo | None:
         """Return a cut that still holds, renewed."""
-        found = [cut for cut in self._admin.cuts(self._bucket, with_pins=True) if cut.name == name]
+        found = [cut for cut in self._cuts(with_pins=True) if cut.name == name]
         if not found:
             return None
         try:
@@ -81,6 +84,16 @@ class ServerSource:
             return None
         self._renewed()
         return found[0]
+
+    def _cuts(self, *, with_pins: bool = False) -> list[CutInfo]:
+        until = time.monotonic() + _BACK_SECONDS
+        while True:
+            try:
+                return self._admin.cuts(self._bucket, with_pins=with_pins)
+            except UnavailableError:
+                if not self._renew_at or time.monotonic() > until:
+                    raise
+                time.sleep(_ASK_AGAIN_SECONDS)
 
     def renew(self, name: str) -> None:
         """Have a cut's lease begin anew when a third of it is over.

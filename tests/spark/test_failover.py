@@ -1,8 +1,10 @@
 """Backups and Spark's source over a set of servers: the active one changes while they read."""
 
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from upr_backup.repository.repository import Repository
 from upr_backup.source import ServerSource, backup_group
 from upr_backup.task import Task, TaskResult
 from upr_client import Client
+from upr_client.errors import UnavailableError
 from upr_spark import register
 from upr_spark.source.data_source import UprDataSource
 
@@ -67,6 +70,35 @@ def repository_of(server: RunningServer, folder: Path) -> Repository:
     with Client(server.target) as client:
         (bucket,) = client.admin.buckets()
     return Repository.create(LocalStorage(folder), "default", bucket.version, server.target, 0)
+
+
+def test_a_server_that_was_there_is_waited_for(
+    server_process: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = server_process()
+    repository = repository_of(server, tmp_path / "backups")
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:
+            server.start()
+        time.sleep(seconds)
+
+    with Client(server.target) as client:
+        source = ServerSource(client, repository)
+        cut = source.make_cut()
+        server.kill()
+        monkeypatch.setattr(
+            "upr_backup.source.time", SimpleNamespace(monotonic=time.monotonic, sleep=pause)
+        )
+        found = source.find_cut(cut.name)
+        assert found is not None
+        assert pauses
+        # One that was never there is a wrong address.
+        server.kill()
+        with pytest.raises(UnavailableError):
+            ServerSource(client, repository).make_cut()
 
 
 def test_a_backup_goes_on_through_a_takeover_and_a_promotion(
