@@ -206,7 +206,7 @@ HTTP_SECONDS: Final = 5.0
 METRICS_CONSUMERS: Final = 20
 """Consumers of a bucket that have metrics of their own: those with the largest lag."""
 PAGE_SECONDS: Final = 1.0
-"""How often a bucket is looked at for all who watch it on the HTTP port's page."""
+"""Interval of looks at a bucket, for all who watch it on the HTTP port's page."""
 PAGE_CONSUMERS: Final = 50
 PAGE_PROBLEMS: Final = 20
 """Consumers and problems of a bucket that the page shows: those with the largest lag, and the lowest partitions."""

@@ -219,7 +219,7 @@ class Copies:
 
     Attributes:
         counted: directories of the replicas that count. Each server that could be promoted knows that they do.
-        ready: those of them that are in step in this bucket, or about to be. Only who is acknowledges.
+        ready: those of them that are in step in this bucket, or about to be. Only what they acknowledge counts.
         term: rises whenever the bucket becomes active, or is active no more.
         connected: the number of open calls by directory, of registered replicas.
         fallen: directories of replicas that have less now than they acknowledged in this term.

@@ -99,7 +99,7 @@ class Identity:
 
 
 Counts = Callable[[int, int, int], bool]
-"""Whether a stored number of a producer counts, by its partition, failover id and end seqno: they are on the log."""
+"""Function of partition, failover id and end seqno: whether a producer's stored number counts, since they are on the log."""
 
 
 def _none_counts(partition: int, failover_id: int, end: int) -> bool:

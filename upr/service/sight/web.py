@@ -30,7 +30,7 @@ _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""What a browser lets the page do: nothing with other hosts, and no code but the server's file."""
+"""Policy by which a browser lets the page do nothing with other hosts, and run no code but the server's file."""
 _HARDENING: Final = (
     f"Content-Security-Policy: {_POLICY}\r\nReferrer-Policy: no-referrer\r\n"
     "Cross-Origin-Resource-Policy: same-origin\r\nX-Content-Type-Options: nosniff\r\n"
