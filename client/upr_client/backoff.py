@@ -21,14 +21,19 @@ _CALM_SECONDS: Final = 30.0
 """Time without failure after which the count of failures restarts."""
 
 
-def delay(attempt: int, random: float, *, away: bool = False) -> float:
+def delay(
+    attempt: int, random: float, *, away: bool = False, longest: float | None = None
+) -> float:
     """Return how many seconds to wait: full jitter below a bound that doubles from 0.1 s to 30 s.
 
     Args:
         attempt: how many attempts failed in a row before this wait, less one; 0 or more.
         random: 0.0 to 1.0, evenly distributed, so that many clients do not come back at once.
         away: whether the server could not be reached, so that trying costs it nothing: the bound is 1 s then.
+        longest: the bound, in seconds, whatever the attempts were; None for the one that doubles.
     """
+    if longest is not None:
+        return random * longest
     bound: float = FIRST_SECONDS * 2 ** min(attempt, _ATTEMPTS_MAX)
     return random * min(LONGEST_SECONDS, bound, RECONNECT_SECONDS if away else bound)
 

@@ -334,11 +334,9 @@ class AsyncBlockWriter:
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
-            if longest is None:
-                seconds = backoff.delay(attempt, random.random(), away=moves_on(error))
-                attempt += 1
-            else:
-                seconds = longest * random.random()
+            away = moves_on(error)
+            seconds = backoff.delay(attempt, random.random(), away=away, longest=longest)
+            attempt += longest is None
             if limit is not None:
                 # The last try comes when the time is over, not long after.
                 seconds = min(seconds, limit - waited)

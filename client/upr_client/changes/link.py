@@ -301,11 +301,9 @@ class Reconnecting:
         if self._limit is not None and self._clock.now() - self._heard_at >= self._limit:
             raise error
         self._progress.reconnects += 1
-        if longest is None:
-            seconds = backoff.delay(self._attempt, self._clock.random(), away=moves_on(error))
-            self._attempt += 1
-        else:
-            seconds = longest * self._clock.random()
+        chance, away = self._clock.random(), moves_on(error)
+        seconds = backoff.delay(self._attempt, chance, away=away, longest=longest)
+        self._attempt += longest is None
         at = f" at {error.owner}" if longest is not None else ""
         self._say(
             f"the call ended with {error.reason} ({error}); connecting again{at} in {seconds:.2f} s"
