@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -17,9 +18,9 @@ from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawWriter, start_at
 from upr.service.overload import intake as intake_module
-from upr.service.overload.intake import Intake
+from upr.service.overload.intake import Intake, abort
 from upr_protocol.block import build_block
-from upr_protocol.errors import UprError
+from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.limits import MESSAGE_BYTES_MAX, RECEIVE_LIMIT_BYTES, RECEIVE_WATCH_BYTES
 from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.grpc import error_from_call
@@ -247,6 +248,32 @@ async def test_names_are_looked_at_before_anything_else_and_never_shown_whole(
         assert (error.reason, "x" * 101 in error.message) == ("BUCKET_NOT_FOUND", False)
         assert "x" * 90 in error.message
     within(samples)
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_on_its_way_keeps_nothing_of_the_request() -> None:
+    class Request:
+        pass
+
+    def refused() -> tuple[UprError, weakref.ref[Request]]:
+        request = Request()
+        try:
+            try:
+                raise ValueError(request)
+            except ValueError:
+                raise InvalidArgumentError("it cannot be parsed") from None
+        except UprError as error:
+            return error, weakref.ref(request)
+
+    error, kept = refused()
+
+    class Context:
+        async def abort(self, *_: object) -> None:
+            assert kept() is None
+            raise grpc.aio.AbortError
+
+    with pytest.raises(grpc.aio.AbortError):
+        await abort(Context(), error)  # type: ignore[arg-type]
 
 
 @pytest.mark.asyncio

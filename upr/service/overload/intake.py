@@ -57,6 +57,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 async def abort(context: Context, error: UprError) -> NoReturn:
     """End a call with a domain error, and count it."""
     count_reason(refusals, error.reason)
+    # Their frames hold the request, which may be large, until the client has taken the status.
+    error.__traceback__ = error.__context__ = None
     await context.abort(status.code_of(error), error.message, status.metadata_of(error))
 
 
