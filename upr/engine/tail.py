@@ -24,7 +24,7 @@ from upr.storage.journal import JournalEntry, NumberedWrite
 from upr_protocol.block import RUN, U64, Block, Runs, join_blocks, select_runs
 from upr_protocol.errors import CorruptBlockError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, PARTITIONS, SHARED_BYTES
-from upr_protocol.wire.codec import decode_block, encode_block, reopen_block
+from upr_protocol.wire.codec import encode_block, reopen_block
 
 MARK_EVERY = 256
 MARK_RUNS = 2048
@@ -106,8 +106,8 @@ class TailEntry:
         return len(self.data) + self.runs.nbytes + _ENTRY_OVERHEAD_BYTES + rows + writes
 
     def block(self) -> Block:
-        """Parse the bytes and verify them again, because they may have been in memory for long."""
-        return decode_block(self.data)
+        """Parse the bytes. Their CRCs are verified again, because they may have been in memory for long."""
+        return reopen_block(self.data)
 
     def journal_entry(self) -> JournalEntry:
         return JournalEntry(self.data, self.writes)
