@@ -49,10 +49,10 @@ class StartAnew:
 def position_store(
     path: Path | None, from_start: bool
 ) -> "Iterator[FilePositions | StartAnew | None]":
-    """Hold where positions are kept, None for nowhere: the file is read, and its folder written, before anything is followed.
+    """Hold where positions are kept, None for nowhere; the file is locked, for which its folder must be writable.
 
     Raises:
-        UprError: the file is damaged, it cannot be read or written, or another follower holds it.
+        UprError: the folder is not, or another follower holds the file.
     """
     from upr_client import FilePositions
 
@@ -60,9 +60,7 @@ def position_store(
         yield None
         return
     with _locked(path):
-        store = StartAnew(path) if from_start else FilePositions(path)
-        store.load(())
-        yield store
+        yield StartAnew(path) if from_start else FilePositions(path)
 
 
 @contextmanager
