@@ -196,6 +196,13 @@ def test_changes_come_back_through_csv(target: str, tmp_path: Path) -> None:
     printed = run_cat(target, "follow", "--until-now", "-f", "csv").stdout_bytes
     file = tmp_path / "changes.csv"
     file.write_bytes(printed)
+    keys = tmp_path / "keys.csv"
+    keys.write_text(
+        said(target, "follow", "--until-now", "-f", "csv", "--keys-only", "--key-prefix", "e")
+    )
+    assert keys.read_text() == f"partition,seqno,op,key\n{partition_of(b'empty')},1,set,empty\n"
+    # Without a value it is none, and not an empty one.
+    assert run_cat(target, "load", "csv", str(keys)).exit_code == 2
     with Client(target) as client:
         client.bucket().write_many([(key, None) for key in rows])
     loaded = json.loads(said(target, "load", "csv", str(file), "--json"))

@@ -261,13 +261,18 @@ def follow(
 def _follow(
     target: str, bucket: str, options: dict[str, Any], layout: Layout | None, count: int | None
 ) -> None:
-    from upr.cli.rows import CSV_HEADER, csv_line
+    from upr.cli.rows import csv_key_line, csv_line
 
+    header = b""
+    if layout is csv_line:
+        header = b"partition,seqno,op,key,value\n"
+        if options["only"].keys_only:
+            layout, header = csv_key_line, b"partition,seqno,op,key\n"
     with open_client(target) as client:
         followed = bucket_there(client, bucket)
         with followed.changes(**options) as changes:
-            if layout is csv_line:
-                sys.stdout.buffer.write(CSV_HEADER)
+            if header:
+                sys.stdout.buffer.write(header)
             try:
                 _print_all(changes, layout, count)
             except KeyboardInterrupt:

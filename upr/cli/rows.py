@@ -31,7 +31,6 @@ _FIELDS = frozenset({"key", "key_base64", "value", "value_base64"})
 _COLUMNS: Final = ("partition", "seqno", "op", "deleted", "key", "value", "time")
 """Columns of changes as this project writes them; of these only op, deleted, key and value count."""
 _PARQUET_ROWS: Final = 1000
-CSV_HEADER: Final = b"partition,seqno,op,key,value\n"
 
 
 def change_line(change: Change) -> str:
@@ -45,9 +44,15 @@ def change_line(change: Change) -> str:
 
 
 def csv_line(change: Change) -> bytes:
-    """Return a change as a line of CSV below ``CSV_HEADER``, with the line feed."""
+    """Return a change as a line of CSV, with the line feed: partition, seqno, op, key, value."""
     partition, seqno, op, key, value = change
     return b"%d,%d,%s,%s,%s\n" % (partition, seqno, op.encode(), _cell(key), _cell(value or b""))
+
+
+def csv_key_line(change: Change) -> bytes:
+    """Return a change of a stream of keys only: as ``csv_line``, without the value, which would look like an empty one."""
+    partition, seqno, op, key, _ = change
+    return b"%d,%d,%s,%s\n" % (partition, seqno, op.encode(), _cell(key))
 
 
 def _cell(data: bytes) -> bytes:
