@@ -164,6 +164,7 @@ def test_a_format_lays_changes_out(target: str) -> None:
     printed = said(target, "follow", *only, "-f", r"%p %s %o\t%k=%v\n")
     assert printed == f"{partition} 1 set\tk=v\n{partition} 2 delete\tk=\n"
     assert said(target, "follow", *only, "--format", "%v", "--keys-only") == ""
+    assert said(target, "follow", *only, "-f", "jsonl") == said(target, "follow", *only)
 
 
 @pytest.mark.parametrize(
