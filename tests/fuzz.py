@@ -15,7 +15,7 @@ from typing import Any
 import google_crc32c
 import grpc
 
-from upr.cli.jsonl import parse_line
+from upr.cli.rows import parse_line
 from upr.engine.consumers import read_positions
 from upr.storage import keyspace
 from upr.storage.blocks import HEAD_BYTES, head_of

@@ -8,17 +8,20 @@ on. At the end the follower's tree is compared, blob by blob, with what git says
 import argparse
 import asyncio
 import hashlib
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from upr.cli.git_history import FileChange, GitError, GitHistory, Skipped, run_git
+from upr_cli_kit.output import Progress
 from upr_client import AsyncClient, ChangeBatch, Rollback, Tuning
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.failover import FailoverLog
@@ -37,6 +40,7 @@ STARTED = time.monotonic()
 
 def say(text: str) -> None:
     """Print a line with the seconds since the start."""
+    Progress.end_line()
     print(f"[{time.monotonic() - STARTED:5.1f} s] {text}", flush=True)
 
 
@@ -65,6 +69,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self.target = "127.0.0.1:0"
         self.options: list[str] = []
+        self.environment: dict[str, str] = {}
 
     async def start(self) -> None:
         """Start it, the second time on the port of the first, and wait until it serves."""
@@ -83,7 +88,12 @@ class Server:
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
             )
 
     def send(self, number: signal.Signals) -> None:
@@ -113,6 +123,19 @@ class Server:
         """The last line of its log."""
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "without a word"
+
+
+async def failover_log(client: AsyncClient, partition: int) -> FailoverLog:
+    """Return a partition's log, once the server can be reached."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            return (await client.admin.failover_logs("default", [partition]))[partition]
+        except UnavailableError:
+            if time.monotonic() > deadline:
+                raise
+            # Questions are not tried again by the SDK, and gRPC waits a little before it connects anew.
+            await asyncio.sleep(0.05)
 
 
 @dataclass
@@ -200,6 +223,7 @@ class Demo:
         self._history = history
         self._server = server
         self._moved = asyncio.Event()
+        self._progress = Progress("commits", len(history.commits))
         name = "sha256" if len(history.commits[0]) == 64 else "sha1"
         self.tree = Tree(name)
         self.written = 0
@@ -229,6 +253,7 @@ class Demo:
             try:
                 await self._load(client, follower)
                 say("loader    everything is acknowledged; waiting for the follower")
+                self._progress = Progress("rows at the follower")
                 high = {
                     info.partition: info.high_seqno
                     for info in await client.admin.partitions(bucket)
@@ -250,14 +275,18 @@ class Demo:
         parts = slices(self._history.changes(), commits)
         part = await asyncio.to_thread(next, parts, None)
         while part is not None:
-            results = await bucket.write_many(part.rows)
+            # The next part is read from git while this one is written.
+            results, upcoming = await asyncio.gather(
+                bucket.write_many(part.rows), asyncio.to_thread(next, parts, None)
+            )
             self.written += results.rows
-            upcoming = await asyncio.to_thread(next, parts, None)
+            has = f"{self.written} rows acknowledged, the follower has {self.tree.changes}"
+            self._progress.update(part.commits_done, has)
             # At the half; or later, when nothing else would be left to come after it.
             if self._restarted is None and (part.commits_done >= commits // 2 or upcoming is None):
                 partition = partition_of(part.rows[-1][0])
                 await self._follower_reaches({partition: 1}, follower)
-                before = await self._failover_log(client, partition)
+                before = await failover_log(client, partition)
                 say(
                     f"loader    {self.written} rows of {part.commits_done}/{commits} commits acknowledged"
                 )
@@ -277,21 +306,10 @@ class Demo:
         await asyncio.sleep(0.5)
         await self._server.start()
         say(f"server    started again on {self._server.target}, on the same data")
-        after = await self._failover_log(client, partition)
+        after = await failover_log(client, partition)
         self._partition = partition
         say(f"failover  log of partition {partition} before: {_records(before)}")
         say(f"          and now, with a record of the unclean restart: {_records(after)}")
-
-    async def _failover_log(self, client: AsyncClient, partition: int) -> FailoverLog:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while True:
-            try:
-                return (await client.admin.failover_logs("default", [partition]))[partition]
-            except UnavailableError:
-                if time.monotonic() > deadline:
-                    raise
-                # Questions are not tried again by the SDK, and gRPC waits a little before it connects anew.
-                await asyncio.sleep(0.05)
 
     async def _follower_reaches(self, seqnos: dict[int, int], follower: asyncio.Task[None]) -> None:
         reached = self.tree.seqnos
@@ -302,6 +320,7 @@ class Demo:
                 {moved, follower}, timeout=WAIT_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
             moved.cancel()
+            self._progress.update(self.tree.changes)
             if follower in done:
                 await follower
                 raise UprError("the follower ended early")
@@ -312,11 +331,14 @@ class Demo:
         self, handshakes: list[tuple[int, str, str]], answers: Counter[str]
     ) -> None:
         for rule, count in answers.items():
-            say(f"handshake {count} partitions were told to roll back, by the rule {rule}")
+            say(
+                f"handshake {count} partitions were told where the old history ends, by the rule {rule}"
+            )
         of_one = [words for partition, _, words in handshakes if partition == self._partition]
         for words in of_one[-1:]:
             say(f"          partition {self._partition}: {words}")
-        say(f"follower  received {self.tree.changes} changes, had to undo {self.tree.undone}")
+        nothing = "" if self.tree.undone else ": the server lost nothing that it had shown"
+        say(f"follower  received {self.tree.changes} changes, undid {self.tree.undone}{nothing}")
 
     def _on_status(self, text: str) -> None:
         if not self._lost:
@@ -355,25 +377,18 @@ def compare(history: GitHistory, tree: Tree) -> bool:
     return not differing
 
 
-async def demonstrate(repo: Path) -> int:
-    """Run the demo in a temporary folder; returns the exit status."""
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+async def demonstrate(repo: Path, folder: Path) -> bool:
+    """Run the demo in a folder; return whether the follower's tree is equal."""
 
     def on_skip(skipped: Skipped) -> None:
         if skipped.limit:
             say(f"skipped   {skipped}")
 
-    with (
-        tempfile.TemporaryDirectory(prefix="upr-demo-") as folder,
-        GitHistory(repo, on_skip) as history,
-    ):
+    with GitHistory(repo, on_skip) as history:
         say(
             f"history   {repo}: {len(history.commits)} commits from the root to {history.commits[-1][:12]}"
         )
-        server = Server(Path(folder))
+        server = Server(folder)
         demo = Demo(history, server)
         try:
             await demo.run()
@@ -384,7 +399,30 @@ async def demonstrate(repo: Path) -> int:
             say(
                 f"server    stopped in good order, status {status}; the temporary folder is removed"
             )
-        return 0 if equal else 1
+        return equal
+
+
+def tell(story: Callable[[Path], Awaitable[bool]]) -> int:
+    """Run a story in a temporary folder; returns the exit status, 0 when it says that it ended well."""
+
+    async def run() -> bool:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with tempfile.TemporaryDirectory(prefix="upr-demo-") as folder:
+            return await story(Path(folder))
+
+    try:
+        return 0 if asyncio.run(run()) else 1
+    except GitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (UprError, TimeoutError, subprocess.CalledProcessError) as error:
+        print(f"error: {error or 'nothing happened in time'}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted; everything is put away", file=sys.stderr)
+        return 130
 
 
 def main() -> int:
@@ -392,17 +430,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repo", type=Path, default=Path(__file__).resolve().parent.parent)
     options = parser.parse_args()
-    try:
-        return asyncio.run(demonstrate(options.repo))
-    except GitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except UprError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted; everything is put away", file=sys.stderr)
-        return 130
-    return 1
+    return tell(partial(demonstrate, options.repo))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ import itertools
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.demo import WAIT_SECONDS, Server, say, until
+from tools.demo import WAIT_SECONDS, Server, say, tell, until
 from upr_client import AsyncBucket, AsyncClient, ChangeBatch, Only, Rollback, Tuning
 from upr_protocol.errors import UprError
 from upr_protocol.partitioning import partition_of
@@ -229,32 +228,21 @@ class Failover:
         return equal
 
 
-async def demonstrate() -> int:
-    """Run it in a temporary folder; returns the exit status."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    with tempfile.TemporaryDirectory(prefix="upr-demo-") as folder:
-        story = Failover(Path(folder))
-        try:
-            return 0 if await story.run() else 1
-        finally:
-            for server in (story.a, story.b):
-                server.send(signal.SIGCONT)
-                server.stop()
+async def demonstrate(folder: Path) -> bool:
+    """Run it in a folder; return whether it ended well."""
+    story = Failover(folder)
+    try:
+        return await story.run()
+    finally:
+        for server in (story.a, story.b):
+            server.send(signal.SIGCONT)
+            server.stop()
 
 
 def main() -> int:
     """Run the demo."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    try:
-        return asyncio.run(demonstrate())
-    except (UprError, TimeoutError, subprocess.CalledProcessError) as error:
-        print(f"error: {error or 'nothing happened in time'}", file=sys.stderr)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted; everything is put away", file=sys.stderr)
-        return 130
-    return 1
+    return tell(demonstrate)
 
 
 if __name__ == "__main__":

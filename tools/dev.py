@@ -25,6 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip>=25.1"  # Knows dependency groups.
+PIP_TELLS = re.compile(r"(?!.*: finished)\s*(Downloading .*[MG]B\)|Building |Installing ).*")
+"""Lines of pip that are passed on: what takes seconds."""
 EVERYTHING = "--all"
 BUILT_FROM = ("pyproject.toml", "client/upr_protocol/_rows.c", "tools/build_rows.py")
 """What an environment is made anew for when it changed."""
@@ -45,16 +47,24 @@ class Environment:
     Args:
         folder: its name under the repository root.
         requirements: what pip is told to install.
+        least: the same where a part is enough; None for everything.
     """
 
-    def __init__(self, folder: str, requirements: list[str]) -> None:
+    def __init__(
+        self, folder: str, requirements: list[str], least: list[str] | None = None
+    ) -> None:
         self.folder = ROOT / folder
         self.python = self.folder / "bin" / "python"
         self._stamp = self.folder / "upr-stamp.json"
         self._requirements = requirements
+        self._least = least
 
-    def make(self) -> None:
-        """Make it, or bring it up to date when something of BUILT_FROM changed since."""
+    def make(self, whole: bool = True) -> None:
+        """Make it, or bring it up to date when something of BUILT_FROM changed since.
+
+        Args:
+            whole: with everything; otherwise with everything if it had that, and else with ``least``.
+        """
         sources = [ROOT / name for name in BUILT_FROM]
         wanted = {
             # Virtual environments cannot be moved, so one from another place is not this one.
@@ -65,19 +75,28 @@ class Environment:
             ).hexdigest(),
         }
         found = self._read_stamp()
-        if found == wanted and self.python.exists():
+        # Without the word it is one that was made before there were parts.
+        had_whole = found is not None and found.pop("packages", "all") == "all"
+        if found == wanted and self.python.exists() and (had_whole or not whole):
             return
+        whole = whole or had_whole or self._least is None
         self._stamp.unlink(missing_ok=True)
         if found is not None and {**found, "pyproject": wanted["pyproject"]} != wanted:
             shutil.rmtree(self.folder)
         if not self._works():
             make = [sys.executable, "-m", "venv", "--clear", str(self.folder)]
             step(f"make {self.folder.name}", make)
-        pip = [str(self.python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        step(f"pip into {self.folder.name}", [*pip, "--upgrade", PIP])
-        step(f"packages into {self.folder.name}", [*pip, *self._requirements])
+        pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check"]
+        if whole:
+            step(f"pip into {self.folder.name}", [*pip, "-q", "--upgrade", PIP])
+            step(f"packages into {self.folder.name}", [*pip, *self._requirements], PIP_TELLS)
+        else:
+            # Python compiles what is imported; most of it never is.
+            install = [*pip, "--no-compile", *(self._least or [])]
+            step(f"packages of the server into {self.folder.name}", install, PIP_TELLS)
         # Last, so that an interrupted installation is begun anew.
-        self._stamp.write_text(json.dumps(wanted))
+        packages = "all" if whole else "least"
+        self._stamp.write_text(json.dumps({**wanted, "packages": packages}))
 
     def _read_stamp(self) -> dict[str, str] | None:
         try:
@@ -98,13 +117,21 @@ class Environment:
         step(words, [str(self.python), *arguments])
 
 
-MAIN = Environment(".venv", ["-e", ".[server,metrics,spark,delta]", "--group", "dev"])
+MAIN = Environment(
+    ".venv", ["-e", ".[server,metrics,spark,delta]", "--group", "dev"], ["-e", ".[server]"]
+)
 CODEGEN = Environment(".venv-codegen", ["--group", "codegen"])
 REFERENCE = Environment(".venv-reference", ["--group", "reference"])
 
 
-def step(words: str, command: list[str]) -> None:
-    """Run a command in the repository root; say on stderr what it was and how long it took."""
+def step(words: str, command: list[str], tells: re.Pattern[str] | None = None) -> None:
+    """Run a command in the repository root; say on stderr what it was and how long it took.
+
+    Args:
+        words: what it is.
+        command: the program and its arguments.
+        tells: said on stderr as they come, instead of all that the command prints: lines that match.
+    """
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -113,8 +140,14 @@ def step(words: str, command: list[str]) -> None:
         if name not in (*OTHER_ENVIRONMENT, "PYTHONDONTWRITEBYTECODE")
     }
     started = time.monotonic()
-    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+    if tells:
+        print(f"dev: {words} ...", file=sys.stderr, flush=True)
+    stdout = subprocess.PIPE if tells else None
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, text=True) as process:
         try:
+            for line in process.stdout or ():
+                if tells and tells.fullmatch(line.rstrip()):
+                    print(f"dev:   {line.strip()}", file=sys.stderr, flush=True)
             status = process.wait()
         except KeyboardInterrupt:
             # The terminal sent it to the child as well; what that has to put away comes first.
@@ -292,13 +325,15 @@ def test(arguments: list[str]) -> None:
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
 
-def demo(repo: Path, failover: bool) -> None:
-    """Load a repository's history, kill the server in the middle, and compare what a follower has; or fail over."""
-    setup()
-    MAIN.run(
-        "demo",
-        ["-m", "tools.demo_failover"] if failover else ["tools/demo.py", "--repo", str(repo)],
-    )
+def demo(repo: Path | None, failover: bool) -> None:
+    """Show writes undone, then a history through a server that is killed; of a repository that is named only that."""
+    MAIN.make(whole=False)
+    if failover:
+        MAIN.run("demo of a failover", ["-m", "tools.demo_failover"])
+        return
+    if repo is None:
+        MAIN.run("demo of writes undone", ["-m", "tools.demo_undone"])
+    MAIN.run("demo of a history", ["tools/demo.py", "--repo", str((repo or ROOT).resolve())])
 
 
 def bench(arguments: list[str]) -> None:
@@ -335,11 +370,9 @@ def parser() -> argparse.ArgumentParser:
     commands = reader.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("setup", help="make .venv")
     demonstration = commands.add_parser(
-        "demo", help="load a git history, SIGKILL the server in the middle, compare the follower"
+        "demo", help="writes that a crash undoes; a git history through a server that is killed"
     )
-    demonstration.add_argument(
-        "--repo", type=Path, default=ROOT, help="a git repository (default: this one)"
-    )
+    demonstration.add_argument("--repo", type=Path, help="only the history of this git repository")
     demonstration.add_argument(
         "--failover", action="store_true", help="a replica takes over, a follower undoes"
     )
@@ -407,7 +440,7 @@ def main() -> int:
         elif options.command == "bench":
             bench(sys.argv[2:])
         elif options.command == "demo":
-            demo(options.repo.resolve(), options.failover)
+            demo(options.repo, options.failover)
         elif options.command == "soak":
             names = ("minutes", "seed", "steps", "world", "join_bytes")
             given = {name.replace("_", "-"): getattr(options, name) for name in names}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,8 +15,8 @@ from tests.cli.test_end_to_end import StartServer, follow, jsonl, popen_cat, run
 from tests.harness import wait_until
 from upr.cli import cat
 from upr.cli.follow import layout_of
-from upr.cli.jsonl import read_rows
 from upr.cli.keys import values_of
+from upr.cli.rows import read_rows
 from upr_client import Change, ChangeBatch, Client, Rollback, WriteToken
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.partitioning import partition_of
@@ -163,25 +164,118 @@ def test_a_format_lays_changes_out(target: str) -> None:
     printed = said(target, "follow", *only, "-f", r"%p %s %o\t%k=%v\n")
     assert printed == f"{partition} 1 set\tk=v\n{partition} 2 delete\tk=\n"
     assert said(target, "follow", *only, "--format", "%v", "--keys-only") == ""
+    assert said(target, "follow", *only, "-f", "jsonl") == said(target, "follow", *only)
 
 
 @pytest.mark.parametrize(
     ("text", "laid_out"),
     [
-        ("", b""),
         ("100%% of %k", b"100% of \xff"),
         (r"%p\0%s\\%o", b"5\x007\\set"),
-        ("\u00e9%v", "\u00e9".encode() + b"v"),
+        ("\u00e9%v", "\u00e9".encode() + b'v,"\n'),
+        ("raw", b'v,"\n'),
+        ("csv", b'5,7,set,\xff,"v,""\n"\n'),
     ],
 )
 def test_formats(text: str, laid_out: bytes) -> None:
-    assert layout_of(text)(Change(5, 7, "set", b"\xff", b"v")) == laid_out
+    layout = layout_of(text)
+    assert layout is not None
+    assert layout(Change(5, 7, "set", b"\xff", b'v,"\n')) == laid_out
 
 
-@pytest.mark.parametrize("text", ["%", "%x", "\\", r"\q", "%k%"])
+@pytest.mark.parametrize("text", ["%", "%x", "%\\", r"%\q", "%k%", "", "json", "CSV"])
 def test_formats_that_are_none(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="in the format is not known"):
+    with pytest.raises(InvalidArgumentError, match=r"in the format is not known|or have a %"):
         layout_of(text)
+
+
+def test_changes_come_back_through_csv(target: str, tmp_path: Path) -> None:
+    rows = {b"user:1": b'a,b\r\n"c"', b"\xff": b"\x00\xfe", b"empty": b"", b"gone": b"1"}
+    with Client(target) as client:
+        client.bucket().write_many([*rows.items()])
+        client.bucket().delete(b"gone")
+    printed = run_cat(target, "follow", "--until-now", "-f", "csv").stdout_bytes
+    file = tmp_path / "changes.csv"
+    file.write_bytes(printed)
+    keys = tmp_path / "keys.csv"
+    keys.write_text(
+        said(target, "follow", "--until-now", "-f", "csv", "--keys-only", "--key-prefix", "e")
+    )
+    assert keys.read_text() == f"partition,seqno,op,key\n{partition_of(b'empty')},1,set,empty\n"
+    # Without a value it is none, and not an empty one.
+    assert run_cat(target, "load", "csv", str(keys)).exit_code == 2
+    with Client(target) as client:
+        client.bucket().write_many([(key, None) for key in rows])
+    loaded = json.loads(said(target, "load", "csv", str(file), "--json"))
+    # Of a key that was written twice, the stream may have the newest only.
+    assert loaded["deletes"] == 1
+    with Client(target) as client:
+        assert client.bucket().get_many(rows) == {k: v for k, v in rows.items() if k != b"gone"}
+
+
+def test_rows_of_tables_become_objects(target: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table, plain = tmp_path / "people.parquet", tmp_path / "plain.parquet"
+    day = datetime(1906, 12, 9, tzinfo=UTC).date()
+    parquet.write_table(pa.table({"id": [7], "name": ["Grace"], "born": [day]}), table)
+    parquet.write_table(pa.table({"key": [b"\xff", b"k"], "value": [b"\xfe", None]}), plain)
+    lines = '{"id": 8, "name": "Ada",  "pi": 3.140}\n'
+    assert json.loads(said(target, "load", "parquet", str(plain), "--json"))["deletes"] == 1
+    said(target, "load", "parquet", str(table), "--key-field", "id")
+    said(target, "load", "jsonl", "-", "--key-field", "id", stdin=lines)
+    said(target, "load", "csv", "-", "--key-field", "name", stdin='name,n\n"Lin, X",9\n')
+    with Client(target) as client:
+        assert client.bucket().get_many([b"7", b"8", b"Lin, X", b"\xff", b"k"]) == {
+            b"7": b'{"id":7,"name":"Grace","born":"1906-12-09"}',
+            # As it stands.
+            b"8": lines.strip().encode(),
+            b"Lin, X": b'{"name":"Lin, X","n":"9"}',
+            b"\xff": b"\xfe",
+        }
+
+
+def test_members_of_a_group_go_on_where_the_group_stood(target: str) -> None:
+    keys = [f"k{i}" for i in range(6)]
+    said(target, "load", "jsonl", "-", stdin=jsonl(*((key, "v") for key in keys)))
+    shared = ("follow", "--group", "g", "-f", r"%k\n", "-n")
+    first = said(target, *shared, "2", "--member", "a").split()
+    second = said(target, *shared, "4").split()
+    assert (len(first), len(second), sorted(first + second)) == (2, 4, keys)
+
+
+def test_a_bench_leaves_no_key_behind(target: str) -> None:
+    told = json.loads(said(target, "bench", "--rows", "300", "--value-bytes", "50", "--json"))
+    assert all(told[name] > 0 for name in ("rows_written", "rows_followed"))
+    assert all(0 < told[name]["median"] <= told[name]["p99"] for name in ("set_ms", "get_ms"))
+    assert "rows written a second" in said(target, "bench", "--rows", "1")
+    assert said(target, "dump") == ""
+
+
+def test_a_position_file_is_looked_at_first_and_used_by_one(target: str, tmp_path: Path) -> None:
+    said(target, "set", "k", "v")
+    file, damaged = tmp_path / "position", tmp_path / "damaged"
+    damaged.write_text("nonsense")
+    follower = popen_cat(target, "follow", "--position", str(file))
+    assert follower.stdout is not None
+    assert json.loads(follower.stdout.readline())["key"] == "k"
+    for path, words in (
+        (file, "is used by another follower"),
+        (damaged, f"{damaged} is damaged"),
+        (tmp_path / "none" / "position", "No such file or directory"),
+    ):
+        refused = run_cat(target, "follow", "-f", "csv", "--position", str(path))
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert words in refused.stderr
+        assert refused.stderr.count("\n") == 1
+    follower.send_signal(signal.SIGINT)
+    follower.communicate(timeout=60)
+    assert follower.returncode == 130
+    # One that ended, also in a hurry, holds nobody up.
+    (tmp_path / "position.lock").touch()
+    assert follow(target, "--position", str(file)) == []
+    assert not (tmp_path / "position.lock").exists()
 
 
 @pytest.mark.parametrize(
@@ -192,6 +286,15 @@ def test_formats_that_are_none(text: str) -> None:
         (("follow", "--from-time", "soon"), 2, "'soon' is no time"),
         (("follow", "-n", "0"), 2, "0 is not in the range"),
         (("follow", "-f", "%q"), 2, "'%q' in the format is not known"),
+        (("follow", "-f", "json"), 2, "format is 'json'; must be jsonl, csv, raw, or have a %"),
+        (("follow", "--group", "g", "--from-start"), 2, "go without --group"),
+        (("follow", "--group", "g", "--position", "p"), 2, "go without --group"),
+        (("follow", "--group", "g", "--until-now"), 2, "must be left out with a group"),
+        (("follow", "--member", "m"), 2, "--member goes with --group"),
+        (("load", "parquet", __file__), 2, "test_cat.py: not Parquet"),
+        (("load", "csv", __file__), 2, 'test_cat.py:1: the column "key" is there 0 times'),
+        (("bench", "--rows", "0"), 2, "0 is not in the range"),
+        (("bench", "--bucket", "none"), 3, "there is no bucket 'none'"),
         (("get", ""), 2, "key is 0 bytes"),
         (("set", "", "v"), 2, "key is 0 bytes"),
         (("get", "k", "--bucket", "none"), 3, "there is no bucket 'none'"),

@@ -49,8 +49,22 @@ def test_the_demo_ends_with_every_blob_equal(tmp_path: Path, commits: int, bare:
     assert f"RESULT    all {len(repo.tree())} blobs of HEAD are equal" in out
     assert "SIGKILL" in out
     assert "goes on with its next write" in out
-    assert "1024 partitions were told to roll back, by the rule next_record" in out
+    assert "1024 partitions were told where the old history ends, by the rule next_record" in out
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.crash
+def test_the_demo_of_writes_undone_shows_the_numbers(tmp_path: Path) -> None:
+    demo = start(["-m", "tools.demo_undone"], tmp_path)
+    out, errors = demo.communicate(timeout=120)
+    assert demo.returncode == 0, out + errors
+    assert "goes back to its snapshot marker 418, and undoes 16 mutations" in out
+    drawn = [line.split() for line in out.splitlines() if " 418" in line and "===" in line]
+    bars = [[word for word in words if word.isdigit()][:3] for words in drawn]
+    assert bars[:3] == [["418", "426"], ["418", "426", "434"], ["418", "426", "434"]]
+    assert bars[-2:] == [["418", "426", "436"]] * 2
+    assert "16 mutations were undone, and the follower has the same 436 mutations" in out
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.crash

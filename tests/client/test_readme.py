@@ -1,6 +1,10 @@
 """The examples of the guide and of the project's README run as they are printed, against a real server."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +15,8 @@ import pytest
 from google.protobuf import json_format
 
 import upr_client
+from tests.cli.git_repos import RepoBuilder
+from tests.harness import wait_until
 from upr_client import Client, admin, errors
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2_grpc as stream_grpc
@@ -76,28 +82,128 @@ def test_every_heading_that_is_named_is_there() -> None:
     assert set(named) <= headings_of(WIRE)
 
 
-def test_the_example_of_the_project_runs(
-    target: str,
+class Terminal:
+    """A shell that is typed into, line by line; what the README has in /tmp is in a folder of the test's.
+
+    Args:
+        folder: where the shell is, and what it takes for /tmp.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ready = folder / "ready"
+        programs = Path(sys.executable).parent
+        variables = {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "UPR_CONTEXTS": str(folder / "contexts.json"),
+            "UPR_SERVER_LISTEN": "127.0.0.1:0",
+            "UPR_SERVER_READY_FILE": str(self._ready),
+        }
+        self._shell = subprocess.Popen(
+            ["bash", "--norc"],
+            cwd=folder,
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
+
+    def type(self, line: str) -> str:
+        """Type a line and return what is printed; of a server, wait until it serves."""
+        self._ready.unlink(missing_ok=True)
+        printed = self._typed(line.replace("/tmp/", f"{self._folder}/"))
+        if line.startswith("upr-server "):
+            wait_until(self._ready.exists, "the server of the README")
+            target = self._ready.read_text().strip()
+            self._typed(f"export UPR_SERVER_LISTEN={target} UPR_TARGET={target}")
+        return printed
+
+    def _typed(self, line: str) -> str:
+        assert self._shell.stdin is not None
+        assert self._shell.stdout is not None
+        self._shell.stdin.write(f'{line}\necho "(status $?)"\n')
+        self._shell.stdin.flush()
+        printed = ""
+        while not (ended := re.search(r"\(status (\d+)\)\n$", printed)):
+            read = self._shell.stdout.readline()
+            assert read, (line, printed)
+            printed += read
+        assert ended[1] == "0", (line, printed)
+        return printed[: ended.start()]
+
+    @property
+    def target(self) -> str:
+        """Where the server listens."""
+        return self._typed("echo $UPR_TARGET").strip()
+
+    def close(self) -> None:
+        """End the shell, and the server that it may have started."""
+        os.killpg(self._shell.pid, signal.SIGKILL)
+        self._shell.communicate()
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    """A shell in a folder that is a git repository, as the README's is."""
+    repo = RepoBuilder(tmp_path / "repo")
+    repo.commit({b"upr/a": b"1", b"upr/b": b"2", b"upr/c": b"3", b"d": b"4"})
+    repo.make()
+    (tmp_path / "repo" / ".git").rename(tmp_path / ".git")
+    opened = Terminal(tmp_path)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def without_ids(text: str) -> str:
+    """The text with its random ids made equal."""
+    return re.sub(r"\b[0-9a-f]{16}\b", "ID", text)
+
+
+def test_five_minutes_print_what_the_readme_shows(
+    terminal: Terminal,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """All commands and the example, from the top to the bottom, in one shell and on one data directory."""
     monkeypatch.chdir(tmp_path)
-    (example,) = examples_of(README)
-    assert TARGET in example
-    # As it is printed it never ends.
-    ending = example.replace("changes(resume", "changes(until='now', resume")
-    exec(ending.replace(TARGET, target), {"__name__": "example"})
-    (changed,) = capsys.readouterr().out.splitlines()
-    assert changed.endswith("1 set b'user:2' b'Grace'")
-    assert (tmp_path / "position").exists()
+    part = README.partition("\n## Five minutes\n")[2].partition("\n## ")[0]
+    compared = 0
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", part, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            example = block.replace(TARGET, terminal.target).replace("/tmp/", f"{tmp_path}/")
+            exec(example, {"__name__": "example"})
+            assert capsys.readouterr().out.splitlines() == promised(block)
+            continue
+        for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            line, _, expected = command.partition("\n")
+            if line.startswith((". ", "pip ")):
+                # They are in the PATH already.
+                continue
+            printed = terminal.type(line)
+            # What depends on the repository is not shown.
+            if expected.strip():
+                assert without_ids(printed) == without_ids(expected), line
+                compared += 1
+    assert compared >= 8
+
+
+def requests_of(method: str) -> list[str]:
+    """The two messages with which the wire's page has grpcurl call a method."""
+    (command,) = (text for text in WIRE.split("\n$ ") if f"upr.v1.{method}" in text)
+    requests = re.findall(r"^ *'(\{.*\})'", command, re.MULTILINE)
+    assert len(requests) == 2
+    return requests
 
 
 def test_the_requests_for_grpcurl_bring_rows(target: str) -> None:
     with Client(target) as client:
         result = client.bucket().set(b"user:1", b"Ada")
-    requests = re.findall(r"^ *'(\{.*\})'", README, re.MULTILINE)
-    assert len(requests) == 2
+    requests = requests_of("ChangeStreamService/Follow")
     said = [json_format.Parse(text, stream_pb2.FollowRequest()) for text in requests]
     assert said[1].start.partitions[0].partition == result.partition
     with grpc.insecure_channel(target) as channel:
@@ -108,7 +214,7 @@ def test_the_requests_for_grpcurl_bring_rows(target: str) -> None:
 
 
 def test_the_requests_for_grpcurl_write_rows(target: str) -> None:
-    requests = re.findall(r"^ *'(\{.*\})'", WIRE, re.MULTILINE)
+    requests = requests_of("KeyValueService/Write")
     said = [json_format.Parse(text, kv_pb2.WriteRequest()) for text in requests]
     with grpc.insecure_channel(target) as channel:
         answers = list(kv_grpc.KeyValueServiceStub(channel).Write(iter(said)))

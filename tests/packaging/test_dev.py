@@ -16,7 +16,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the steps that an environment in a temporary repository would run."""
     done: list[str] = []
 
-    def step(words: str, command: list[str]) -> None:
+    def step(words: str, command: list[str], tells: object = None) -> None:
         done.append(words)
         if "venv" in command:
             python = Path(command[-1]) / "bin" / "python"
@@ -41,6 +41,29 @@ def test_an_environment_is_made_once_and_follows_pyproject(
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     environment.make()
     assert steps[3:] == install
+
+
+def test_a_part_is_enough_until_everything_is_asked_for(tmp_path: Path, steps: list[str]) -> None:
+    environment = dev.Environment(".venv", ["all of it"], ["a part"])
+    environment.make(whole=False)
+    environment.make(whole=False)
+    assert steps == ["make .venv", "packages of the server into .venv"]
+    whole = ["pip into .venv", "packages into .venv"]
+    environment.make()
+    assert steps[2:] == whole
+    environment.make(whole=False)
+    assert len(steps) == 4
+    # What has everything is brought up to date with everything.
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    environment.make(whole=False)
+    assert steps[4:] == whole
+    # So has one of before there were parts.
+    stamp = tmp_path / ".venv" / "upr-stamp.json"
+    before = json.loads(stamp.read_text())
+    del before["packages"]
+    stamp.write_text(json.dumps(before))
+    environment.make()
+    assert len(steps) == 6
 
 
 def test_an_environment_that_was_moved_here_is_made_anew(tmp_path: Path, steps: list[str]) -> None:
@@ -80,6 +103,35 @@ def test_the_status_is_that_of_the_step(capfd: pytest.CaptureFixture[str]) -> No
     assert first.startswith("dev: a good one: ok (")
     assert second.startswith("dev: a bad one: FAILED, status 7 (")
     assert third.startswith("dev: killed: FAILED, status 137 (")
+
+
+def test_what_pip_takes_long_for_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        "Collecting click",
+        "  Downloading click-8.3.whl (102 kB)",
+        "  Downloading pyarrow-22.whl (47.7 MB)",
+        "Installing collected packages: click, pyarrow",
+    ]
+    talk = f"print({chr(10).join(lines)!r})"
+    dev.step("packages", [sys.executable, "-c", talk], dev.PIP_TELLS)
+    out, told = capfd.readouterr()
+    assert out == ""
+    first, *middle, last = told.splitlines()
+    assert first == "dev: packages ..."
+    assert middle == [f"dev:   {lines[2].strip()}", f"dev:   {lines[3]}"]
+    assert last.startswith("dev: packages: ok (")
+
+
+def test_a_demo_of_a_repository_is_of_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(dev.Environment, "make", lambda _, whole: done.append(f"whole: {whole}"))
+    monkeypatch.setattr(dev.Environment, "run", lambda _, words, arguments: done.append(words))
+    dev.demo(None, failover=False)
+    dev.demo(Path("here"), failover=False)
+    dev.demo(None, failover=True)
+    made = "whole: False"
+    assert done[:3] == [made, "demo of writes undone", "demo of a history"]
+    assert done[3:] == [made, "demo of a history", made, "demo of a failover"]
 
 
 def test_steps_do_not_see_another_environment_s_modules(

@@ -150,7 +150,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 @pytest.mark.long
 def test_the_install_lines_of_the_readme_work(tmp_path: Path) -> None:
-    """In a copy of what git has, with a home of its own; needs the package index."""
+    """In a copy of what git has, with a home of its own; what it needs from elsewhere is that of this environment."""
     text = (ROOT / "README.md").read_text().partition("\n## Install\n")[2].partition("\n## ")[0]
     blocks = re.findall("```sh\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
@@ -176,11 +176,23 @@ def test_the_install_lines_of_the_readme_work(tmp_path: Path) -> None:
     for name in filter(None, files):
         (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "here" / name)
-    environment = {**os.environ, "HOME": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    environment.pop("PYTHONPATH", None)
+    # So pip finds all dependencies, and what builds a wheel, in their versions, and takes none from the index.
+    (tmp_path / "packages").mkdir()
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if not package.name.startswith(("pip", "upr_stream")) and package.suffix != ".pth":
+            (tmp_path / "packages" / package.name).symlink_to(package)
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(tmp_path / "packages"),
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_NO_INDEX": "1",
+    }
     for count, block in enumerate(blocks):
-        # The second way has an environment of its own, and the wheel of another version where its wheel is made.
-        before = "" if count == 0 else "python3 -m venv --clear ~/upr; . ~/upr/bin/activate\n"
+        # The second way begins without the first, and with the wheel of another version where its wheel is made.
+        before = "" if count == 0 else ". ~/upr/bin/activate; pip uninstall -q -y upr-stream\n"
+        before += "test ! -e ~/upr/bin/upr-admin\n" if count else ""
         before += "mkdir -p dist; touch dist/upr_stream-0.0.1-py3-none-any.whl\n"
         script = f"set -eu\n{before}{block}\ncd /\nupr-server --version; command -v upr-admin\n"
         done = subprocess.run(

@@ -1,8 +1,10 @@
-"""``upr-cat follow``: changes as JSON lines or in a format, and the position file of ``--position``."""
+"""``upr-cat follow``: changes as JSON lines, as CSV or in a format, and the position file of ``--position``."""
 
+import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -43,13 +45,57 @@ class StartAnew:
         self._store.save(positions)
 
 
-def position_store(path: Path | None, from_start: bool) -> "FilePositions | StartAnew | None":
-    """Return where positions are kept; None for nowhere."""
+@contextmanager
+def position_store(
+    path: Path | None, from_start: bool
+) -> "Iterator[FilePositions | StartAnew | None]":
+    """Hold where positions are kept, None for nowhere; the file is locked, for which its folder must be writable.
+
+    Raises:
+        UprError: the folder is not, or another follower holds the file.
+    """
     from upr_client import FilePositions
 
     if path is None:
-        return None
-    return StartAnew(path) if from_start else FilePositions(path)
+        yield None
+        return
+    with _locked(path):
+        yield StartAnew(path) if from_start else FilePositions(path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a file as long as it is used; the lock is on one beside it, because each save replaces the file itself."""
+    from upr_client.errors import PositionBusyError, PositionStoreError
+
+    lock = path.with_name(f"{path.name}.lock")
+    while True:
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise PositionStoreError(
+                f"the position file {path} cannot be used: {lock}: {error.strerror}",
+                hint="it needs an existing folder, and permission to write there",
+            ) from None
+        try:
+            # A file system without locks: the second one to save is told, only later.
+            with suppress(OSError):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise PositionBusyError(
+                        f"the position file {path} is used by another follower",
+                        hint="give each one a file of its own",
+                    ) from None
+            # Whoever had the lock before removes the file, so that this may be one that is not there any more.
+            if lock.exists() and os.path.samestat(lock.stat(), os.fstat(descriptor)):
+                try:
+                    yield
+                    return
+                finally:
+                    lock.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
 
 
 Layout = Callable[["Change"], bytes]
@@ -64,12 +110,25 @@ _PARTS: Final[dict[str, Layout]] = {
 _ESCAPES: Final = {"n": b"\n", "r": b"\r", "t": b"\t", "0": b"\0", "\\": b"\\"}
 
 
-def layout_of(text: str) -> Layout:
-    """Return the function that lays a change out as a format says: %p, %s, %o, %k, %v, %%, and \\n, \\r, \\t, \\0, \\\\.
+def layout_of(text: str) -> Layout | None:
+    """Return the function that lays a change out as a format says, None for JSON lines.
+
+    A format is ``jsonl``, ``csv``, ``raw`` (the values and nothing else), or a text with %p, %s, %o, %k, %v, %%, and \\n, \\r, \\t,
+    \\0, \\\\.
 
     Raises:
-        InvalidArgumentError: something else follows % or a backslash.
+        InvalidArgumentError: it is another word, or something else follows % or a backslash.
     """
+    from upr.cli.rows import csv_line
+
+    named: dict[str, Layout | None] = {"jsonl": None, "csv": csv_line, "raw": _PARTS["v"]}
+    if text in named:
+        return named[text]
+    if "%" not in text:
+        raise InvalidArgumentError(
+            f"format is {text!r}; must be {', '.join(named)}, or have a %",
+            hint=r"for example '%k=%v\n'",
+        )
     parts: list[bytes | Layout] = []
     characters = iter(text)
     for character in characters:
@@ -130,8 +189,13 @@ def _start(from_now: bool, from_time: datetime | None) -> "Start":
     "--format",
     "layout",
     type=Parsed("format", layout_of),
-    help=r"Print changes so, as '%k=%v\n': %p partition, %s seqno, %o set or delete, %k key, %v value, %%.",
+    help=r"jsonl, csv, raw (values only), or as '%k=%v\n': %p partition, %s seqno, %o set or delete, %k key, %v value, %%.",
 )
+@click.option(
+    "--group",
+    help="Share the partitions with the others of this name; the server keeps the positions.",
+)
+@click.option("--member", help="With --group: a name in it, to keep the share over a restart.")
 @click.option(
     "--consumer", default="", help="A name; a second follower of this name ends the first."
 )
@@ -154,6 +218,8 @@ def follow(
     stability: Stability,
     keys_only: bool,
     layout: Layout | None,
+    group: str | None,
+    member: str | None,
     consumer: str,
     retry_seconds: float | None,
     target: str,
@@ -166,10 +232,15 @@ def follow(
     """
     if from_start + from_now + (from_time is not None) > 1:
         raise click.UsageError("--from-start, --from-now and --from-time are given together")
-    from upr_client import Only, Tuning
+    if group and (position_file or from_start):
+        raise click.UsageError(
+            "--position and --from-start go without --group, whose positions 'upr-admin consumers' shows and resets"
+        )
+    if member and not group:
+        raise click.UsageError("--member goes with --group")
+    from upr_client import Group, Only, Tuning
 
     options: dict[str, Any] = {
-        "resume": position_store(position_file, from_start),
         "start": _start(from_now, from_time),
         "until": "now" if until_now else None,
         "only": Only(
@@ -182,9 +253,26 @@ def follow(
         # Of a batch some changes are printed, where they are counted.
         "acknowledge": "auto" if count is None else "manual",
     }
+    with position_store(position_file, from_start) as store:
+        resume = Group(group, member=member) if group else store
+        _follow(target, bucket, {"resume": resume, **options}, layout, count)
+
+
+def _follow(
+    target: str, bucket: str, options: dict[str, Any], layout: Layout | None, count: int | None
+) -> None:
+    from upr.cli.rows import csv_key_line, csv_line
+
+    header = b""
+    if layout is csv_line:
+        header = b"partition,seqno,op,key,value\n"
+        if options["only"].keys_only:
+            layout, header = csv_key_line, b"partition,seqno,op,key\n"
     with open_client(target) as client:
         followed = bucket_there(client, bucket)
         with followed.changes(**options) as changes:
+            if header:
+                sys.stdout.buffer.write(header)
             try:
                 _print_all(changes, layout, count)
             except KeyboardInterrupt:
@@ -214,7 +302,7 @@ def _print_changes(
     changes: "list[Change]", batch: "ChangeBatch | None", layout: Layout | None
 ) -> None:
     """Print changes, and the markers of the batch of which they are all."""
-    from upr.cli.jsonl import batch_lines
+    from upr.cli.rows import batch_lines
 
     if layout is None:
         _print_lines(batch_lines(changes, batch.markers if batch is not None else ()))
@@ -224,7 +312,7 @@ def _print_changes(
 
 
 def _print_rollback(rollback: "Rollback", layout: Layout | None) -> None:
-    from upr.cli.jsonl import rollback_line
+    from upr.cli.rows import rollback_line
 
     if layout is None:
         _print_lines([rollback_line(rollback)])

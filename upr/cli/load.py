@@ -1,12 +1,13 @@
-"""``upr-cat load``: mutations from a file of JSON lines, or from a git repository's history."""
+"""``upr-cat load``: mutations from a file of JSON lines, CSV or Parquet, or from a git repository's history."""
 
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import IO, Any, Literal, TypeVar, get_args
 
 import click
 
@@ -105,32 +106,85 @@ def _loader(
         log.setLevel(logging.NOTSET)
 
 
+_FILE = click.Path(allow_dash=True, dir_okay=False, path_type=Path)
+
+
+def _key_field_option(function: _F) -> _F:
+    return click.option(
+        "--key-field",
+        help="Take the key from this field; the value is then the whole row, as a JSON object.",
+    )(function)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[IO[bytes], str]]:
+    """Open a file, or stdin for -, and give it with the name for errors."""
+    with click.open_file(str(file), "rb") as stream:
+        yield stream, "stdin" if str(file) == "-" else str(file)
+
+
 @load.command("jsonl")
-@click.argument("file", type=click.Path(allow_dash=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=_FILE)
+@_key_field_option
 @_load_options
-def load_jsonl(
-    file: Path,
+def load_jsonl(file: Path, key_field: str | None, **options: Any) -> None:
+    """Load {"key": ..., "value": ...} lines from FILE, or - for stdin.
+
+    A null value deletes the key; an object or list is stored as JSON. key_base64 and value_base64 hold what is not UTF-8.
+    With --key-field a line may be any object, and is the value as it stands. At a bad line the command ends with status 2;
+    what stands before it is written.
+    """
+    from upr.cli.rows import parse_line, parse_record, read_rows
+
+    parse = parse_line if key_field is None else partial(parse_record, key_field=key_field)
+    with _opened(file) as (stream, name):
+        _load(read_rows(stream, name, parse), **options)
+
+
+@load.command("csv")
+@click.argument("file", type=_FILE)
+@_key_field_option
+@_load_options
+def load_csv(file: Path, key_field: str | None, **options: Any) -> None:
+    """Load CSV from FILE, or - for stdin; its first line names the columns.
+
+    Without --key-field they are those of 'upr-cat follow -f csv': key and value, and op, which may say delete.
+    Bytes stand as they are. At a bad row the command ends with status 2; what stands before it is written.
+    """
+    from upr.cli.rows import read_csv
+
+    with _opened(file) as (stream, name):
+        _load(read_csv(stream, name, key_field), **options)
+
+
+@load.command("parquet")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@_key_field_option
+@_load_options
+def load_parquet(file: Path, key_field: str | None, **options: Any) -> None:
+    """Load the rows of a Parquet FILE; needs pyarrow, of the extra upr-stream[arrow].
+
+    Without --key-field the columns are those of 'upr-backup export': key and value, where null deletes the key. At a bad
+    row the command ends with status 2; what stands before it is written.
+    """
+    from upr.cli.rows import read_parquet
+
+    _load(read_parquet(file, key_field), **options)
+
+
+def _load(
+    portions: Iterator[list[Row]],
     durability: Durability,
     retry_seconds: float | None,
     target: str,
     bucket: str,
     as_json: bool,
 ) -> None:
-    """Load {"key": ..., "value": ...} lines from FILE, or - for stdin.
-
-    A null value deletes the key. key_base64 and value_base64 hold what is not UTF-8. At a bad line the command ends
-    with status 2; what stands before it is written.
-    """
-    from upr.cli.jsonl import read_rows
-
-    name = "stdin" if str(file) == "-" else str(file)
+    """Write portions of rows, and print how many there were."""
     progress = Progress("rows", None)
-    with (
-        click.open_file(str(file), "rb") as stream,
-        _loader(target, bucket, durability, retry_seconds) as loader,
-    ):
+    with _loader(target, bucket, durability, retry_seconds) as loader:
         try:
-            for rows in read_rows(stream, name):
+            for rows in portions:
                 for row in rows:
                     loader.add(row)
                 # Per portion of input, because a pipe may pause here for long.

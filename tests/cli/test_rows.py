@@ -1,22 +1,29 @@
-"""upr.cli.jsonl: what load reads and follow prints."""
+"""upr.cli.rows: what load reads and follow prints, without a server."""
 
 import io
 import json
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from upr.cli import jsonl
-from upr.cli.jsonl import (
+from upr.cli import rows
+from upr.cli.rows import (
     batch_lines,
     change_line,
     marker_line,
     parse_line,
+    parse_record,
+    read_csv,
+    read_parquet,
     read_rows,
     rollback_line,
+    row_maker,
 )
 from upr_client import Change, Marker, Rollback
-from upr_protocol.errors import InvalidArgumentError
+from upr_protocol.errors import InvalidArgumentError, MissingPackageError
 
 
 def test_the_lines_are_those_of_the_contract() -> None:
@@ -80,6 +87,8 @@ def test_markers_stand_behind_the_last_change_at_or_below_them() -> None:
         ({"key": "ü", "value": None}, ("ü".encode(), None)),
         ({"key_base64": "/w==", "value_base64": "AA=="}, (b"\xff", b"\0")),
         ({"key": "k", "value": ""}, (b"k", b"")),
+        ({"key": "k", "value": {"a": [1, "\u00fc"]}}, (b"k", '{"a":[1,"\u00fc"]}'.encode())),
+        ({"key": "k", "value": []}, (b"k", b"[]")),
     ],
 )
 def test_good_lines(document: dict[str, Any], row: tuple[bytes, bytes | None]) -> None:
@@ -98,7 +107,9 @@ def test_good_lines(document: dict[str, Any], row: tuple[bytes, bytes | None]) -
         (b'{"key": "k", "key_base64": "aw==", "value": null}', "both given"),
         (b'{"key": null, "value": null}', '"key" is not a string'),
         (b'{"key": 5, "value": null}', '"key" is not a string'),
-        (b'{"key": "k", "value": 5}', '"value" is not a string or null'),
+        (b'{"key": "k", "value": 5}', '"value" is not a string, an object or null'),
+        (b'{"key": "k", "value": [1e999]}', "not finite"),
+        (b'{"key": "k", "value": ["\\ud800"]}', "not UTF-8"),
         (b'{"key": "k", "value_base64": null}', '"value_base64" is not'),
         (b'{"key": "k", "value_base64": "a"}', "is not base64"),
         (b'{"key": "k", "value_base64": "a b="}', "is not base64"),
@@ -141,6 +152,94 @@ def test_a_bad_line_is_named_after_what_precedes_it() -> None:
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "LINE_BYTES_MAX", 10)
+    monkeypatch.setattr(rows, "LINE_BYTES_MAX", 10)
     with pytest.raises(InvalidArgumentError, match="f:1: a line of more than 10 bytes"):
         list(read_rows(Pipe(b"x" * 100), "f"))
+
+
+CSV = b'\xef\xbb\xbfop,key,value\r\nset,a,1\r\n\r\ndelete,b,\r\nset,c,"x\ny""\r\n"'
+
+
+@pytest.mark.parametrize("kind", [io.BytesIO, Pipe])
+def test_csv_in_one_piece_and_in_small_ones(kind: type[io.BytesIO]) -> None:
+    rows = [row for portion in read_csv(kind(CSV), "f", None) for row in portion]
+    assert rows == [(b"a", b"1"), (b"b", None), (b"c", b'x\ny"\r\n')]
+
+
+def test_a_pipe_that_pauses_holds_no_row_of_csv_back() -> None:
+    read, write = os.pipe()
+    with open(read, "rb") as stream, open(write, "wb", buffering=0) as end:
+        end.write(b"key,value\na,1\nb,2\nc")
+        portions = read_csv(stream, "f", None)
+        assert next(portions) == [(b"a", b"1"), (b"b", b"2")]
+        end.write(b",3\n")
+        assert next(portions) == [(b"c", b"3")]
+
+
+@pytest.mark.parametrize(
+    ("text", "key_field", "words"),
+    [
+        (b"a,b\n", None, r'^f:1: the column "key" is there 0 times'),
+        (b"key,value,key\n", None, r'^f:1: the column "key" is there 2 times'),
+        (b"key,value,age\n", None, r'^f:1: the column "age" is not known'),
+        (b"key,value\n", "id", r'^f:1: the column "id" is there 0 times'),
+        (b"key,value\na\n", None, r"^f:2: 1 cells; must be 2"),
+        (b"key,value\n,1\n", None, r"^f:2: key is 0 bytes"),
+        (b"op,key,value\nput,a,1\n", None, r"^f:2: \"op\" is 'put'"),
+        (b"deleted,key,value\nno,a,1\n", None, r"^f:2: .*\"deleted\" 'no'"),
+        (b'key,value\na,"1\n', None, r"^f:\d: not CSV"),
+        (b"id,v\n7,\xff\n", "id", r"^f:2: text that is not UTF-8"),
+    ],
+)
+def test_bad_csv_says_what_is_wrong(text: bytes, key_field: str | None, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        list(read_csv(io.BytesIO(text), "f", key_field))
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "words"),
+    [
+        (("deleted", "key", "value"), (False, b"k", None), '"value" is None; must be'),
+        (("key", "value"), ("k", 5), '"value" is 5; must be text or bytes'),
+        (("key", "value"), (True, b""), '"key" is True; must be text or a whole number'),
+    ],
+)
+def test_bad_cells_say_what_is_wrong(
+    columns: tuple[str, ...], cells: tuple[object, ...], words: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        row_maker(columns, None)(cells)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"id": 1.5}, "must be text or a whole number"),
+        ({"id": b"k", "more": b"\xff"}, "not UTF-8"),
+        ({"id": 1, "more": float("nan")}, "not finite"),
+    ],
+)
+def test_bad_records_say_what_is_wrong(record: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        row_maker(list(record), "id")(list(record.values()))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"[]", "not a JSON object"),
+        (b"{}", 'there is no field "id"'),
+        (b'{"id": "\\udcff"}', "surrogate"),
+        (b'{"id": null}', "must be text or a whole number"),
+        (b'{"id": ""}', "key is 0 bytes"),
+    ],
+)
+def test_bad_objects_say_what_is_wrong(line: bytes, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        parse_record(line, "id")
+
+
+def test_parquet_needs_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingPackageError, match=r"needs the package pyarrow.*upr-stream\[arrow"):
+        next(read_parquet(Path("f"), None))

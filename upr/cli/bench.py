@@ -1,0 +1,148 @@
+"""``upr-cat bench``: how fast a server takes, shows and finds rows, from where the command runs."""
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from upr.cli.keys import bucket_there
+from upr.cli.load import Durability, durability_option
+from upr_cli_kit.options import open_client, server_options
+from upr_cli_kit.output import Progress, json_option, print_json, verbose_option
+from upr_protocol.errors import UnavailableError
+from upr_protocol.limits import VALUE_BYTES_MAX
+
+if TYPE_CHECKING:
+    from upr_client import Bucket, Changes
+
+_RETRY_SECONDS: Final = 10.0
+_PORTION_BYTES: Final = 4 * 2**20
+_PORTION_ROWS: Final = 10_000
+_SINGLES: Final = 200
+"""Writes and reads of one key each, one after the other."""
+_RATES: Final = ("rows_written", "rows_followed")
+
+
+@click.command("bench")
+@click.option("--rows", type=click.IntRange(1, 10**8), default=100_000, show_default=True)
+@click.option(
+    "--value-bytes", type=click.IntRange(0, VALUE_BYTES_MAX), default=100, show_default=True
+)
+@durability_option
+@json_option
+@verbose_option
+@server_options
+def bench(
+    rows: int, value_bytes: int, durability: Durability, as_json: bool, target: str, bucket: str
+) -> None:
+    """Write rows, follow them, and set and get single keys; print how long it took.
+
+    All keys begin with 'upr-bench:', and are deleted at the end; their deletions stay until they are purged.
+    """
+    prefix = b"upr-bench:%s:" % secrets.token_hex(4).encode()
+    with open_client(target, retry_seconds=_RETRY_SECONDS) as client:
+        source = bucket_there(client, bucket)
+        try:
+            measured = {
+                **_measure_rows(source, prefix, rows, value_bytes, durability),
+                "set_ms": _each(lambda key: source.set(key, b"1", durability), prefix),
+                "get_ms": _each(source.get, prefix),
+            }
+        finally:
+            for keys in _portions(prefix, max(rows, _SINGLES), 0):
+                source.write_many([(key, None) for key in keys], "memory")
+    if as_json:
+        print_json({"rows": rows, "value_bytes": value_bytes, "durability": durability, **measured})
+        return
+    table = [(f"{measured[name]:,.0f}", f"{name.replace('_', ' ')} a second") for name in _RATES]
+    for name in ("set", "get"):
+        times = measured[f"{name}_ms"]
+        words = f"ms for one {name}, 99 of 100 within {times['p99']:.1f} ms"
+        table.append((f"{times['median']:.1f}", words))
+    for number, words in table:
+        print(f"{number:>10} {words}")
+
+
+def _portions(prefix: bytes, rows: int, value_bytes: int) -> Iterator[list[bytes]]:
+    """Yield the keys of all rows, in portions of which one is written at a time."""
+    count = max(1, min(_PORTION_ROWS, _PORTION_BYTES // (len(prefix) + 8 + value_bytes)))
+    for first in range(0, rows, count):
+        yield [b"%s%08d" % (prefix, number) for number in range(first, min(first + count, rows))]
+
+
+def _measure_rows(
+    bucket: "Bucket", prefix: bytes, rows: int, value_bytes: int, durability: Durability
+) -> dict[str, Any]:
+    """Write the rows while a follower takes them, and return both rates."""
+    from upr_client import Only
+
+    # Of bytes that hardly compress, and other ones in each row.
+    pool = os.urandom(value_bytes + 4096)
+    progress = Progress("rows written", rows)
+    only = Only(key_prefix=prefix)
+    with bucket.changes(start="now", only=only, on_rollback="event") as changes:
+        changes.ready(_RETRY_SECONDS)
+        with _counted(changes, rows) as wait:
+            started, written = time.monotonic(), 0
+            for keys in _portions(prefix, rows, value_bytes):
+                places = range(written, written + len(keys))
+                values = (pool[i % 4096 : i % 4096 + value_bytes] for i in places)
+                bucket.write_many(zip(keys, values, strict=True), durability)
+                written += len(keys)
+                progress.update(written)
+            write_seconds = time.monotonic() - started
+            follow_seconds = wait() - started
+    progress.close()
+    return {"rows_written": rows / write_seconds, "rows_followed": rows / follow_seconds}
+
+
+@contextmanager
+def _counted(changes: "Changes", rows: int) -> Iterator[Callable[[], float]]:
+    """Take changes in a thread; give what waits for so many, and returns when the last of them came."""
+    from upr_client import Rollback
+
+    done = threading.Event()
+    ended = 0.0
+
+    def take() -> None:
+        nonlocal ended
+        taken = 0
+        try:
+            for batch in changes.batches():
+                if not isinstance(batch, Rollback):
+                    taken += sum(block.rows for block in batch.blocks)
+                if taken >= rows:
+                    ended = time.monotonic()
+                    return
+        finally:
+            done.set()
+
+    def wait() -> float:
+        done.wait()
+        if not ended:
+            raise UnavailableError("the follower ended before it had all rows")
+        return ended
+
+    thread = threading.Thread(target=take, name="upr-bench-follower", daemon=True)
+    thread.start()
+    try:
+        yield wait
+    finally:
+        changes.stop()
+        thread.join()
+
+
+def _each(call: Callable[[bytes], object], prefix: bytes) -> dict[str, float]:
+    """Return how many milliseconds a call with one key takes: the median, and what 99 of 100 stay within."""
+    took = []
+    for number in range(_SINGLES):
+        started = time.monotonic()
+        call(b"%s%08d" % (prefix, number))
+        took.append((time.monotonic() - started) * 1000)
+    took.sort()
+    return {"median": took[_SINGLES // 2], "p99": took[_SINGLES * 99 // 100]}
