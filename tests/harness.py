@@ -1,6 +1,7 @@
 """A real server process for tests."""
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,9 @@ _T = TypeVar("_T")
 # What a server imports takes it several times as long as all else at its start. So it is imported once, in a process
 # of its own that is no server, and each server is a fork of that.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["upr.cli.server", "upr.service.server"])
+_FORKS.set_forkserver_preload(
+    ["upr.cli.server", "upr.service.server", "upr.replica.methods", "numpy.ma"]
+)
 
 
 def wait_until(holds: Callable[[], object], what: Callable[[], object] | str) -> None:
@@ -60,6 +63,8 @@ def _serve(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) 
     from upr import failpoints
     from upr.cli.__main__ import main
 
+    # The server's first collection need not look through all that was imported, and copy its pages.
+    gc.freeze()
     # They were read when the module was imported.
     failpoints.arm(os.environ.get("UPR_FAILPOINTS", ""))
     main()
