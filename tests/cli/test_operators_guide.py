@@ -128,6 +128,7 @@ class Shell:
             one.wait()
 
 
+@pytest.mark.long
 def test_the_blocks_are_commands_that_work(tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     seen: list[str] = []

@@ -49,6 +49,7 @@ def backed_up(repository: Path, *options: str, code: int = 0) -> dict[str, objec
     return taken(repository, "--processes", "1", *options, code=code)
 
 
+@pytest.mark.long
 def test_old_points_go_and_the_rest_stays(
     server_process: Callable[..., RunningServer], tmp_path: Path
 ) -> None:
