@@ -20,7 +20,15 @@ _T = TypeVar("_T")
 # What a server imports takes it several times as long as all else at its start. So it is imported once, in a process
 # of its own that is no server, and each server is a fork of that.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["upr.cli.server", "upr.service.server"])
+_FORKS.set_forkserver_preload(
+    [
+        "numpy.ma",
+        "upr.cli.server",
+        "upr.replica.methods",
+        "upr.service.server",
+        "upr.service.sight.feed",
+    ]
+)
 
 
 def wait_until(holds: Callable[[], object], what: Callable[[], object] | str) -> None:
