@@ -23,7 +23,13 @@ _T = TypeVar("_T")
 # of its own that is no server, and each server is a fork of that.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["upr.cli.server", "upr.service.server", "upr.replica.methods", "numpy.ma"]
+    [
+        "numpy.ma",
+        "upr.cli.server",
+        "upr.replica.methods",
+        "upr.service.server",
+        "upr.service.sight.feed",
+    ]
 )
 
 

@@ -85,16 +85,22 @@ def world(server_process: StartServer, tmp_path: Path) -> World:
 def test_tokens_are_added_listed_and_revoked(world: World) -> None:
     tokens = ("--tokens", str(world.identities))
     world.token("loader", "read:orders", "read:users", "write")
-    certified = ("--role", "read", "--certificate", "indexer.example")
+    certified = ("--role", "read", "--certificate", "indexer.example", "--key-prefix", "a/")
     assert world.run("admin", "token", "add", "indexer", *certified, *tokens).stdout == ""
     again = world.run("admin", "token", "add", "loader", "--role", "read", *tokens, status=2)
     assert "a name occurs twice" in again.stderr
     listed = world.run("admin", "token", "list", *tokens).stdout.splitlines()
-    assert listed[2].split() == ["loader", "(token)", "read:", "orders,", "users;", "write:", "all"]
+    roles = ["read:", "orders,", "users;", "write:", "all"]
+    assert listed[2].split() == ["loader", "(token)", *roles, "all"]
     found = json.loads(world.run("admin", "token", "list", "--json", *tokens).stdout)
     assert found[1:] == [
         {"name": "loader", "certificate": None, "read": ["orders", "users"], "write": True},
-        {"name": "indexer", "certificate": "indexer.example", "read": True},
+        {
+            "name": "indexer",
+            "certificate": "indexer.example",
+            "read": True,
+            "key_prefixes": ["a/"],
+        },
     ]
     assert world.identities.stat().st_mode & 0o777 == 0o600
     with world.identities.open("a") as file:

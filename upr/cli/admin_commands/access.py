@@ -76,6 +76,12 @@ def token() -> None:
     type=_FILE,
     help="Put the token into a new file, which only you can read, and print nothing.",
 )
+@click.option(
+    "--key-prefix",
+    "prefixes",
+    multiple=True,
+    help="Its roles are for keys that begin with this; give it several times.",
+)
 @_tokens_option
 @verbose_option
 def add(
@@ -83,6 +89,7 @@ def add(
     roles: dict[str, set[str] | None],
     certificate: str,
     out: Path | None,
+    prefixes: tuple[str, ...],
     tokens: Path,
 ) -> None:
     """Add the identity NAME, and print its new token, this once: the file keeps a hash of it.
@@ -96,13 +103,13 @@ def add(
         # Before the identity is there: without a place for its token nobody could use it.
         with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             try:
-                file.write(add_identity(tokens, name, roles) + "\n")
+                file.write(add_identity(tokens, name, roles, prefixes=prefixes) + "\n")
             except BaseException:
                 out.unlink()
                 raise
         note(f"the token of {name!r} is in {out}")
         return
-    made = add_identity(tokens, name, roles, certificate)
+    made = add_identity(tokens, name, roles, certificate, prefixes)
     if made:
         note(f"the token of {name!r}, which is shown only now:")
         click.echo(made)
@@ -123,6 +130,8 @@ def list_tokens(tokens: Path, as_json: bool) -> None:
             document: dict[str, Any] = {"name": one.name, "certificate": one.certificate or None}
             for role, among in one.roles.items():
                 document[role] = True if among is None else sorted(among)
+            if one.prefixes:
+                document["key_prefixes"] = [prefix.decode() for prefix in one.prefixes]
             documents.append(document)
         print_json(documents)
         return
@@ -130,8 +139,9 @@ def list_tokens(tokens: Path, as_json: bool) -> None:
     for one in found:
         cells = ["all" if b is None else ", ".join(sorted(b)) for b in one.roles.values()]
         words = "; ".join(f"{role}: {cell}" for role, cell in zip(one.roles, cells, strict=True))
-        rows.append((one.name, one.certificate or "(token)", words or "-"))
-    click.echo(columns(("name", "known by", "roles"), rows))
+        keys = ", ".join(f"{prefix.decode()}*" for prefix in one.prefixes) or "all"
+        rows.append((one.name, one.certificate or "(token)", words or "-", keys))
+    click.echo(columns(("name", "known by", "roles", "keys"), rows))
 
 
 @token.command("revoke")
