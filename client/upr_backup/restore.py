@@ -307,10 +307,8 @@ class Restore:
             try:
                 ends = {int(p): end for p, end in record["ends"].items()}
                 counts = (int(record[name]) for name in Written._fields)
-                if (
-                    ends.keys() == set(journal.groups[index])
-                    and ends.items() <= self._highs.items()
-                ):
+                whole = ends.keys() == set(journal.groups[index])
+                if whole and ends.items() <= self._highs.items():
                     done[index] = Written(*counts)
             except NOT_WRITTEN_HERE:
                 # It is written once more.
