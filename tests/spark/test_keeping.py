@@ -6,6 +6,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.spark.s3 import BUCKET, S3Server
 from tests.spark.s3_backups import upr_backup as s3_backup
 from upr_backup.repository import LocalStorage, index
 from upr_backup.repository.chain import Chain, Keep, Link
-from upr_backup.repository.documents import Entry, FileRef, Manifest
+from upr_backup.repository.documents import Entry, FileRef, Manifest, seal, unseal
 from upr_backup.repository.index import manifest_name
 from upr_backup.repository.lock import Lock
 from upr_backup.repository.repository import Repository
@@ -268,6 +269,16 @@ def test_an_index_is_never_trusted_more_than_the_manifests(
     for junk in (b"", good[:-1], bytes(100), b"upr-backup 2 " + b"0" * 64 + b"\n"):
         place.write_bytes(junk)
         assert repository.chain(indexed=True).links == expected
+    rows = unseal(good, "index")["links"]
+    for at in range(len(rows[0])):
+        values: list[Any] = [None, [], {}, "x", True, 1.0, -1]
+        for value in values:
+            if type(value) is not type(rows[0][at]) or value == -1:
+                bad = [[*rows[0][:at], value, *rows[0][at + 1 :]], *rows[1:]]
+                place.write_bytes(seal({"repository": repository.id, "links": bad}))
+                assert index.read_index(storage, repository.id, sizes) == {}, (at, value)
+    place.write_bytes(seal({"repository": repository.id, "links": [[], 5]}))
+    assert repository.chain(indexed=True).links == expected
     # An index that tells of other backups than there are: by another repository, or from before a repair.
     index.write_index(storage, "0" * 32, made.links, sizes)
     assert index.read_index(storage, repository.id, sizes) == {}

@@ -317,7 +317,7 @@ _ENTRY: Final = ("from", "to", "cut", "rows", "data_bytes", "file", "position")
 """Fields of an entry in JSON."""
 
 
-NOT_WRITTEN_HERE: Final = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+NOT_WRITTEN_HERE: Final = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """What is raised where a document that somebody else wrote is taken apart."""
 
 

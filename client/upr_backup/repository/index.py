@@ -14,7 +14,15 @@ from typing import Any, Final
 from upr_backup.errors import RepositoryDamagedError, RepositoryError
 from upr_backup.repository import Storage
 from upr_backup.repository.chain import Link
-from upr_backup.repository.documents import MICROS_MAX, NOT_WRITTEN_HERE, seal, sha256, unseal
+from upr_backup.repository.documents import (
+    MICROS_MAX,
+    NOT_WRITTEN_HERE,
+    number_from_json,
+    seal,
+    sha256,
+    text_from_json,
+    unseal,
+)
 
 INDEX: Final = "index/"
 EVERY: Final = 16
@@ -24,6 +32,7 @@ AT_ONCE: Final = 64
 
 _FIELDS: Final = tuple(one.name for one in fields(Link))
 _CUTS: Final = _FIELDS.index("cuts")
+_NUMBERS: Final = tuple(name for name in _FIELDS if name not in ("kind", "cuts", "sha256"))
 _NAME: Final = re.compile(r"index/[0-9]{10}\.json")
 
 
@@ -99,7 +108,11 @@ def _from_json(row: list[Any]) -> tuple[Link, int]:
     *values, size = row
     values[_CUTS] = {int(partition): cut for partition, cut in values[_CUTS].items()}
     link = Link(*values)
-    numbers = (value for value in (*values, *link.cuts.values(), size) if type(value) is int)
-    if not all(0 <= number <= MICROS_MAX for number in numbers):
-        raise ValueError("a number is out of range")
+    if link.kind not in ("full", "incremental"):
+        raise ValueError("a kind is none")
+    text_from_json(link.sha256, "sha256")
+    for name in _NUMBERS:
+        number_from_json(getattr(link, name), name, MICROS_MAX)
+    for number in (*link.cuts.values(), size):
+        number_from_json(number, "a number", MICROS_MAX)
     return link, size
