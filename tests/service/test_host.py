@@ -845,7 +845,8 @@ async def test_an_undo_takes_producers_numbers_along_or_finds_no_room_and_nothin
     undo = {p: Undo(0, FailoverLog.born(7, epoch=9), 9) for p in (3, 4, 20)}
     # On the log that is taken over, and on none.
     given = {3: 5, 4: 7, 20: 5, 21: 5}
-    told_of = ProducerNumbers.of({p: ProducerRow(1, id_, 0, 1) for p, id_ in given.items()}, 1)
+    rows, now = {p: ProducerRow(1, id_, 0, 1) for p, id_ in given.items()}, host.disk.clock.now()
+    told_of = ProducerNumbers.of(rows, now)
     host.disk.store.put_producers([(b"p", told_of), (b"q", told_of)], lambda *_: False)
     with monkeypatch.context() as patch:
         patch.setattr(bucket_service_module, "write_undone", full)
