@@ -486,22 +486,29 @@ class ReplicasWorld:
     def _check_acknowledged(self, logs: Sequence[Any]) -> None:
         """Nothing acknowledged is missing; what was at ``disk`` only may be, and is kept aside then."""
         undone = {server.data.name: self._undone(server) for server in self.servers}
+        deleted: dict[tuple[int, bytes, str], int] = {}
+        for (p, _, seqno), one in self.truth.rows.items():
+            if one.row.value is None:
+                place = p, one.row.key, one.place
+                deleted[place] = max(deleted.get(place, 0), seqno)
         for writer in self.people.writers:
-            for place in writer.acknowledged:
-                p, given, seqno = place
-                numbered = self.truth.rows[place]
+            for told in writer.acknowledged:
+                p, given, seqno = told
+                numbered = self.truth.rows[told]
                 if logs[p].gave(given, seqno):
                     continue
                 self.counts[f"undone at {writer.durability}"] += 1
                 if writer.durability == SAFE:
-                    if not self.truth.may_be_lost(*place):
+                    if not self.truth.may_be_lost(*told):
                         raise Violation(f"lost: {numbered}, acknowledged to {writer.name}")
                     self.counts["lost by force"] += 1
                 # A disk that was lost has taken it along.
                 there = undone.get(numbered.place)
                 if writer.durability == "memory" or there is None:
                     continue
-                if there.get((p, numbered.row.key), 0) < seqno:
+                # A deletion behind it may have been purged there.
+                purged = deleted.get((p, numbered.row.key, numbered.place), 0)
+                if max(there.get((p, numbered.row.key), 0), purged) < seqno:
                     raise Violation(
                         f"undone and not kept: {numbered}, acknowledged to {writer.name}"
                     )
