@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from upr_backup.errors import BackupNotFoundError, RepositoryError
+from upr_backup.errors import BackupNotFoundError
 from upr_backup.repository import Storage, check_storage, open_storage
 from upr_backup.repository.chain import Chain, Keep, Link
 from upr_backup.repository.documents import Json, Manifest, now_micros, time_text
@@ -26,14 +26,16 @@ from upr_cli_kit.options import PARTITION_SET, TARGET, Parsed, login, login_opti
 from upr_cli_kit.output import (
     Group,
     Progress,
+    add_examples,
     columns,
     json_option,
     note,
+    print_done,
     print_json,
     verbose_option,
 )
 from upr_cli_kit.times import duration, parse_time
-from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.errors import AlreadyExistsError, InvalidArgumentError, UprError
 from upr_protocol.limits import KEY_BYTES_MAX, parse_duration
 
 if TYPE_CHECKING:
@@ -124,21 +126,23 @@ def summary(backup: Manifest | Link) -> Json:
 )
 @login_options
 @click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
+@json_option
 @verbose_option
 @click.pass_obj
-def init(storage: Storage, target: str, bucket: str) -> None:
+def init(storage: Storage, target: str, bucket: str, as_json: bool) -> None:
     """Make a repository for a bucket."""
     if storage.names("chain/"):
-        raise RepositoryError(f"there is a repository in {storage.location} already")
+        raise AlreadyExistsError(f"there is a repository in {storage.location} already")
     with open_client(target) as client:
         found = [info for info in client.admin.buckets() if info.name == bucket]
     if not found:
         raise BackupNotFoundError(
-            f"there is no bucket {bucket!r} at {target}", hint="upr-admin bucket list shows all"
+            f"there is no bucket {bucket!r} at {target}", hint="'upr-admin bucket' shows them"
         )
     check_storage(storage)
     made = Repository.create(storage, bucket, found[0].version, target, created=now_micros())
-    note(f"made repository {made.id} for bucket {bucket!r} in {storage.location}")
+    place = f"for bucket {bucket!r} in {storage.location}"
+    print_done(as_json, "created", made.id, place, bucket=bucket, location=storage.location)
 
 
 _SHOWN = 5
@@ -870,3 +874,31 @@ main.add_command(export)
 main.add_command(merge)
 main.add_command(expire)
 main.add_command(prune)
+add_examples(
+    main,
+    {
+        "": ("/srv/backup init --target 127.0.0.1:7711", "/srv/backup backup", "/srv/backup list"),
+        "init": (
+            "/srv/backup init --target 127.0.0.1:7711 --bucket orders",
+            "s3://backups/orders init --target 127.0.0.1:7711 --bucket orders",
+        ),
+        "backup": ("/srv/backup backup", "/srv/backup backup --every 5m"),
+        "list": ("/srv/backup list", "/srv/backup list --json"),
+        "info": ("/srv/backup info", "/srv/backup info 12"),
+        "verify": (
+            "/srv/backup verify --full",
+            "/srv/backup verify --against-server --target 127.0.0.1:7711",
+        ),
+        "restore": (
+            "/srv/backup restore --target 127.0.0.1:7711 --bucket orders-restored",
+            "/srv/backup restore --target 127.0.0.1:7711 --bucket before --at '2h ago'",
+        ),
+        "export": (
+            "/srv/backup export --format parquet --to /srv/table --at 12",
+            "/srv/backup export --format delta --to /srv/table --utf8 --overwrite",
+        ),
+        "merge": ("/srv/backup merge", "/srv/backup merge --to 12"),
+        "expire": ("/srv/backup expire --keep-last 100 --keep-within 30d",),
+        "prune": ("/srv/backup prune --dry-run", "/srv/backup prune"),
+    },
+)

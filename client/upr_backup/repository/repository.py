@@ -35,6 +35,7 @@ from upr_backup.repository.documents import (
     sha256,
     unseal,
 )
+from upr_protocol.errors import AlreadyExistsError
 
 _OWN = "repository.json"
 CHAIN = "chain/"
@@ -92,7 +93,7 @@ class Repository:
         """Make a new repository for a bucket.
 
         Raises:
-            RepositoryError: there is one.
+            AlreadyExistsError: there is one.
         """
         content = {
             "id": secrets.token_hex(16),
@@ -103,7 +104,7 @@ class Repository:
         }
         data = seal(content)
         if not storage.put_if_absent(_OWN, data):
-            raise RepositoryError("there is a repository here already")
+            raise AlreadyExistsError("there is a repository here already")
         return cls(storage, data)
 
     @classmethod

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from upr.storage.journal import replace_durably
-from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.errors import AlreadyExistsError, InvalidArgumentError, UprError
 from upr_protocol.limits import check_name
 
 ROLES: Final = ("read", "write", "replicate", "admin")
@@ -203,7 +203,8 @@ def add_identity(
         certificate: with one, the identity has no token, and "" is returned.
 
     Raises:
-        UprError: there is one of that name, or a value is out of its range.
+        AlreadyExistsError: there is one of that name.
+        UprError: the file is malformed, or a value is out of its range.
     """
     token = "" if certificate else _TOKEN_PREFIX + secrets.token_urlsafe(32)
     line: dict[str, Any] = {"name": name}
@@ -211,6 +212,8 @@ def add_identity(
     line |= {role: True if among is None else sorted(among) for role, among in roles.items()}
 
     def added(text: str) -> str:
+        if any((one := _parsed(x)) is not None and one.name == name for x in text.splitlines()):
+            raise AlreadyExistsError(f"there is an identity {name!r} already")
         return text + ("" if not text or text.endswith("\n") else "\n") + json.dumps(line) + "\n"
 
     _change(path, added)
