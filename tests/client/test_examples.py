@@ -3,6 +3,7 @@
 import json
 import queue
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -422,3 +423,17 @@ def test_the_cache_forgets_what_changes_and_everything_on_a_rollback(tmp_path: P
             assert example.process.stdin is not None
             example.process.stdin.close()
             assert example.end() == 0
+
+
+def test_a_key_that_changes_while_it_is_read_is_not_kept() -> None:
+    example = runpy.run_path(str(CLIENT / "examples" / "cache_invalidator.py"))
+
+    class Changing:
+        """A bucket whose key changes behind each read."""
+
+        def get(self, key: bytes) -> bytes:
+            cache.forget([key])
+            return b"old"
+
+    cache = example["Cache"](Changing(), 10)
+    assert [cache.get(b"key"), cache.get(b"key")] == [(b"old", False)] * 2
