@@ -9,7 +9,7 @@ import click
 
 from upr import __version__
 from upr.cli.settings import PREFIX, config_lines, config_of, server_options
-from upr_cli_kit.output import Command, verbose_option
+from upr_cli_kit.output import Command, add_examples, verbose_option
 
 
 def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -71,3 +71,16 @@ def main(ctx: click.Context, /, print_config: bool, **values: Any) -> int:
 
     gc.enable()
     return asyncio.run(serve(config, ReplicaMethods))
+
+
+add_examples(
+    main,
+    {
+        "": (
+            "--data /var/lib/upr",
+            "--data /var/lib/upr --listen 127.0.0.1:7711 --http 127.0.0.1:9711",
+            "--data /var/lib/replica --listen 127.0.0.1:7712 --replicate-from 127.0.0.1:7711",
+            "--data /var/lib/upr --print-config > server.toml",
+        )
+    },
+)

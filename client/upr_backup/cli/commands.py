@@ -34,9 +34,18 @@ from upr_backup.repository.documents import Json, Manifest, now_micros, time_tex
 from upr_backup.repository.repository import Repository
 from upr_cli_kit import exit_codes
 from upr_cli_kit.options import TARGET, Parsed, login, login_options, open_client
-from upr_cli_kit.output import Group, columns, json_option, note, print_json, verbose_option
+from upr_cli_kit.output import (
+    Group,
+    add_examples,
+    columns,
+    json_option,
+    note,
+    print_done,
+    print_json,
+    verbose_option,
+)
 from upr_cli_kit.times import duration
-from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.errors import AlreadyExistsError, InvalidArgumentError, UprError
 
 if TYPE_CHECKING:
     from upr_backup.engines.engine import Engine
@@ -49,14 +58,15 @@ if TYPE_CHECKING:
 )
 @login_options
 @click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
+@json_option
 @verbose_option
 @click.pass_obj
-def init(storage: Storage, target: str, bucket: str) -> None:
+def init(storage: Storage, target: str, bucket: str, as_json: bool) -> None:
     """Make a repository for a bucket; with a key everything that it is to hold is encrypted."""
     key = given_key()
     is_empty = storage.is_empty()
     if not is_empty and storage.names("chain/"):
-        raise RepositoryError(f"there is a repository in {storage.location} already")
+        raise AlreadyExistsError(f"there is a repository in {storage.location} already")
     if not is_empty:
         raise RepositoryError(
             f"{storage.location} is not empty", hint="a repository has a place of its own"
@@ -65,12 +75,13 @@ def init(storage: Storage, target: str, bucket: str) -> None:
         found = [info for info in client.admin.buckets() if info.name == bucket]
     if not found:
         raise BackupNotFoundError(
-            f"there is no bucket {bucket!r} at {target}", hint="upr-admin bucket list shows all"
+            f"there is no bucket {bucket!r} at {target}", hint="'upr-admin bucket' shows them"
         )
     check_storage(storage)
     made = Repository.create(storage, bucket, found[0].version, target, now_micros(), key)
-    kind = "" if key is None else "encrypted "
-    note(f"made {kind}repository {made.id} for bucket {bucket!r} in {storage.location}")
+    kind = "" if key is None else ", encrypted"
+    place = f"for bucket {bucket!r} in {storage.location}{kind}"
+    print_done(as_json, "created", made.id, place, bucket=bucket, location=storage.location)
 
 
 _SHOWN = 5
@@ -561,3 +572,35 @@ for command in (
     *(merge, expire, prune, tag, repair, unlock),
 ):
     main.add_command(with_key(command))
+add_examples(
+    main,
+    {
+        "": ("/srv/backup init --target 127.0.0.1:7711", "/srv/backup backup", "/srv/backup list"),
+        "init": (
+            "/srv/backup init --target 127.0.0.1:7711 --bucket orders",
+            "s3://backups/orders init --target 127.0.0.1:7711 --bucket orders",
+        ),
+        "backup": ("/srv/backup backup", "/srv/backup backup --every 5m"),
+        "list": ("/srv/backup list", "/srv/backup list --json"),
+        "info": ("/srv/backup info", "/srv/backup info 12"),
+        "verify": (
+            "/srv/backup verify --full",
+            "/srv/backup verify --against-server --target 127.0.0.1:7711",
+        ),
+        "restore": (
+            "/srv/backup restore --target 127.0.0.1:7711 --bucket orders-restored",
+            "/srv/backup restore --target 127.0.0.1:7711 --bucket before --at '2h ago'",
+        ),
+        "export": (
+            "/srv/backup export --format parquet --to /srv/table --at 12",
+            "/srv/backup export --format delta --to /srv/table --utf8 --overwrite",
+        ),
+        "merge": ("/srv/backup merge", "/srv/backup merge --to 12"),
+        "expire": ("/srv/backup expire --keep-last 100 --keep-within 30d",),
+        "prune": ("/srv/backup prune --dry-run", "/srv/backup prune"),
+        "find": ("/srv/backup find user:1", "/srv/backup find user:1 --at 12"),
+        "tag": ("/srv/backup tag release-7 12 --pin", "/srv/backup tag release-7 --remove"),
+        "repair": ("/srv/backup repair", "/srv/backup repair --yes"),
+        "unlock": ("/srv/backup unlock",),
+    },
+)

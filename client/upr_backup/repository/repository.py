@@ -45,6 +45,7 @@ from upr_backup.repository.documents import (
 )
 from upr_backup.repository.encryption import EncryptedStorage, check_key, mark
 from upr_backup.repository.index import manifest_name
+from upr_protocol.errors import AlreadyExistsError
 
 _OWN = "repository.json"
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -142,7 +143,7 @@ class Repository:
             key: 32 bytes, to encrypt it with; None leaves it readable for everybody.
 
         Raises:
-            RepositoryError: there is one.
+            AlreadyExistsError: there is one.
         """
         content = {
             "id": secrets.token_hex(16),
@@ -155,7 +156,7 @@ class Repository:
             content["encryption"] = mark(content, key)
         data = seal(content)
         if not storage.put_if_absent(_OWN, data):
-            raise RepositoryError("there is a repository here already")
+            raise AlreadyExistsError("there is a repository here already")
         return cls(storage, data, key)
 
     @classmethod

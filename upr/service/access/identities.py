@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from upr.storage.journal import replace_durably
-from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.errors import AlreadyExistsError, InvalidArgumentError, UprError
 from upr_protocol.limits import PREFIXES_MAX, check_name
 
 ROLES: Final = ("read", "write", "replicate", "admin")
@@ -229,7 +229,8 @@ def add_identity(
         prefixes: beginnings of the keys that the roles are for; empty for all keys.
 
     Raises:
-        UprError: there is one of that name, or a value is out of its range.
+        AlreadyExistsError: there is one of that name.
+        UprError: the file is malformed, or a value is out of its range.
     """
     token = "" if certificate else _TOKEN_PREFIX + secrets.token_urlsafe(32)
     line: dict[str, Any] = {"name": name}
@@ -238,6 +239,8 @@ def add_identity(
     line |= {"key_prefixes": list(prefixes)} if prefixes else {}
 
     def added(text: str) -> str:
+        if any((one := _parsed(x)) is not None and one.name == name for x in text.splitlines()):
+            raise AlreadyExistsError(f"there is an identity {name!r} already")
         return text + ("" if not text or text.endswith("\n") else "\n") + json.dumps(line) + "\n"
 
     _change(path, added)
