@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from deltalake import DeltaTable
+from pyspark.sql.datasource import DataSourceRegistration
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer
@@ -87,12 +88,19 @@ def _refused() -> Iterator[list[FoundError]]:
 
 
 def test_a_batch_shows_what_the_sdk_drains_and_every_action_the_same(
-    spark: Any, shared_server: RunningServer, client: Client, bucket: Bucket
+    spark: Any,
+    shared_server: RunningServer,
+    client: Client,
+    bucket: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _fill(bucket)
     expected = _drained(bucket)
-    # Another session has nothing registered: Spark finds the source by itself.
-    reader = spark.newSession().read.format("upr").option("endpoint", shared_server.target)
+    # Another session has nothing registered: Spark finds the source by itself, and would warn of a second one.
+    session = spark.newSession()
+    monkeypatch.setattr(DataSourceRegistration, "register", None)
+    register(session)
+    reader = session.read.format("upr").option("endpoint", shared_server.target)
     reader = reader.options(bucket=bucket.name, numPartitions=3)
     frame = reader.load()
 
