@@ -207,9 +207,9 @@ TABLE = """
 2 | upr-backup none export --to out --format parquet --overwrite | --overwrite is for --format delta; give a place that is empty
 2 | upr-backup none export --to out --format parquet | there is no repository here
 2 | upr-backup none merge --to 0 | 0 is not in the range x>=1
-2 | upr-backup none merge --to 5 --keep-last 3 | --to does not go together with --keep-last and --keep-within
+2 | upr-backup none merge --to 5 --keep-last 3 | --to does not go together with an option --keep-
 2 | upr-backup none merge | there is no repository here
-2 | upr-backup none expire | say what stays: --keep-last N or --keep-within 30d, or both
+2 | upr-backup none expire | say what stays: --keep-last N, --keep-within 30d or --keep-daily N
 2 | upr-backup none expire --keep-last 0 | 0 is not in the range x>=1
 2 | upr-backup none expire --keep-within 30 | '30' must be a duration of 0s to 36500d, with its unit
 2 | upr-backup none prune | there is no repository here

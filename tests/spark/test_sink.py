@@ -174,7 +174,6 @@ BAD_ROWS = [
     ("upsert", (b"big", bytes(20 * 2**20 + 1)), "BAD_ROW", "value of key 626967 is 20971521"),
     ("apply", ("set", b"\xab", None), "BAD_ROW", "value of key ab is null and its op is set"),
     ("apply", ("put", b"\xab", b"1"), "BAD_ROW", "op of key ab is 'put'"),
-    ("apply", (None, b"\xab", b"1"), "BAD_ROW", "op of key ab is 'None'"),
     ("apply", ("delete", None, None), "BAD_ROW", "the key of row 3 is null"),
     ("apply", ("rollback", None, None), "ROLLBACK_ROW", "newer rows of its partition never"),
 ]

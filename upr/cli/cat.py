@@ -34,6 +34,9 @@ add_examples(
         "dump": ("dump > keys.jsonl", "dump --key-prefix user: --bucket orders"),
         "load": ("load jsonl keys.jsonl", "load git ."),
         "load jsonl": ("load jsonl keys.jsonl", "load jsonl - < keys.jsonl"),
+        "load csv": ("load csv people.csv --key-field id",),
+        "load parquet": ("load parquet people.parquet --key-field id",),
+        "bench": ("bench", "bench --rows 1000 --bucket scratch --json"),
         "load git": ("load git .", "load git ~/src/project --bucket project"),
     },
 )

@@ -64,10 +64,9 @@ if TYPE_CHECKING:
 def init(storage: Storage, target: str, bucket: str, as_json: bool) -> None:
     """Make a repository for a bucket; with a key everything that it is to hold is encrypted."""
     key = given_key()
-    is_empty = storage.is_empty()
-    if not is_empty and storage.names("chain/"):
-        raise AlreadyExistsError(f"there is a repository in {storage.location} already")
-    if not is_empty:
+    if not storage.is_empty():
+        if Repository.is_at(storage):
+            raise AlreadyExistsError(f"there is a repository in {storage.location} already")
         raise RepositoryError(
             f"{storage.location} is not empty", hint="a repository has a place of its own"
         )

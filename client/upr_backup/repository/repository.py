@@ -159,6 +159,15 @@ class Repository:
             raise AlreadyExistsError("there is a repository here already")
         return cls(storage, data, key)
 
+    @staticmethod
+    def is_at(storage: Storage) -> bool:
+        """Return whether there is a repository, whole or not."""
+        try:
+            storage.size(_OWN)
+        except (FileNotFoundError, NotADirectoryError):
+            return bool(storage.names(CHAIN))
+        return True
+
     @classmethod
     def open(cls, storage: Storage, key: bytes | None = None) -> Self:
         """Open a repository.
