@@ -14,9 +14,9 @@ from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
 from upr.replica import owning, replication
-from upr.replica.holding import Holding
+from upr.replica.holding import Holding, Promoted
 from upr.replica.methods import ReplicaMethods
-from upr.replica.owning import Owning, Promoted
+from upr.replica.owning import Owning
 from upr.replica.replication import Replication
 from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService

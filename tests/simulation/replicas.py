@@ -98,6 +98,7 @@ class ReplicasWorld:
         with pytest.MonkeyPatch.context() as patch:
             simulate(patch, self._timeline, self.net)
             self.truth.watch(patch)
+            self.patched(patch)
             logger.addHandler(self._heard)
             try:
                 yield
@@ -106,6 +107,9 @@ class ReplicasWorld:
                 for server in self.servers:
                     server.kill()
                 self._timeline.close()
+
+    def patched(self, patch: pytest.MonkeyPatch) -> None:
+        """Change more of the servers; here nothing."""
 
     def run(self, steps: int) -> None:
         """Live for so many steps under faults, and then until all is well."""

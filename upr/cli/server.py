@@ -63,7 +63,7 @@ def main(ctx: click.Context, /, print_config: bool, **values: Any) -> int:
     # Before gRPC is loaded: else each refusal of its own is a line on stderr, as often as a client wants.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # grpc, lmdb and pyarrow cost a third of a second, which --help and a wrong option should not pay.
-    from upr.replica.methods import ReplicaMethods
+    from upr.cluster.keeper import replicate
     from upr.service.server import serve
 
-    return asyncio.run(serve(config, ReplicaMethods))
+    return asyncio.run(serve(config, replicate))
