@@ -30,6 +30,7 @@ class FakeEtcd:
         down: whether nobody reaches it.
         cut: hosts that do not reach it.
         lossy: how many of the answers to changes are lost, 0.0 to 1.0.
+        late: seconds after which a change is made whose answer is lost; 0 where none is.
         swaps: changes that were asked for.
     """
 
@@ -43,11 +44,12 @@ class FakeEtcd:
         self.down = False
         self.cut: set[str] = set()
         self.lossy = 0.0
+        self.late = 0.0
         self.swaps = 0
 
     def heal(self) -> None:
         """Have everybody reach it; leases begin anew, as after a restart."""
-        self.down, self.lossy = False, 0.0
+        self.down, self.lossy, self.late = False, 0.0, 0.0
         self.cut.clear()
         for key in self._ends:
             self._ends[key] = self._timeline.now + 5.0
@@ -83,6 +85,9 @@ class FakeEtcd:
         """See ``Registry``."""
         self.swaps += 1
         await self._reach()
+        if self.late:
+            self._loop.call_later(self.late, self._swap, key, value, revision)
+            raise UnavailableError("no answer of etcd")
         if self._rng.random() < self.lossy:
             kind = self._rng.random()
             if kind < 0.4:
@@ -119,7 +124,12 @@ class FakeEtcd:
 
 
 class ClusterWorld(ReplicasWorld):
-    """One run."""
+    """One run.
+
+    Attributes:
+        etcd: of the cluster.
+        rates: seconds of a host's own clock in a second.
+    """
 
     def __init__(self, folder: Path, seed: int, servers: int | None = None) -> None:
         number = servers or (3 if seed % 3 else 2 + seed % 2 * 2)
@@ -127,14 +137,14 @@ class ClusterWorld(ReplicasWorld):
         self.etcd = FakeEtcd(self._timeline)
         self._newest = 0
         rng = self._timeline.drawn("clocks")
-        self._rates = {server.host: rng.uniform(0.96, 1.04) for server in self.servers}
+        self.rates = {server.host: rng.uniform(0.96, 1.04) for server in self.servers}
         for server in self.servers:
             server.upstreams, server.registry = (), self.etcd
 
     def patched(self, patch: pytest.MonkeyPatch) -> None:
         """Have clocks of different rates, and look at each answer to whether an owner may serve."""
         patch.setattr(
-            agreeing, "boot_seconds", lambda: self._timeline.now * self._rates[running().host]
+            agreeing, "boot_seconds", lambda: self._timeline.now * self.rates[running().host]
         )
         may_serve = Agreeing.may_serve
 
