@@ -38,7 +38,7 @@ def one_world(folder: Path, seed: int, ends: float) -> tuple[Counter[str], list[
         for _ in range(ROUNDS):
             kind = rng.random()
             if kind < 0.4:
-                rounds.kill()
+                rounds.kill(emptied=rng.random() < 0.2)
             elif kind < 0.8:
                 rounds.pause(rng.uniform(1.0, 20.0))
             elif kind < 0.9:

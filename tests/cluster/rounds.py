@@ -6,6 +6,7 @@ owner that was stopped must not answer after the next one has begun to.
 
 import contextlib
 import random
+import shutil
 import struct
 import time
 from collections import Counter
@@ -85,11 +86,15 @@ class ClusterRounds:
         self.takes.append(min(at for at in self._stamps(new) if at > lost) - lost)
         return new
 
-    def kill(self) -> None:
-        """SIGKILL the owner; another one follows, and the old one comes back."""
+    def kill(self, *, emptied: bool = False) -> None:
+        """SIGKILL the owner; another one follows, and the old one comes back, perhaps with an empty disk."""
         self._write()
         self.owner.kill()
         old, self.owner = self.owner, self._next_owner(boot_seconds())
+        if emptied:
+            # What only this one had is in no file of what was undone either.
+            shutil.rmtree(old.data)
+            self.counts["emptied"] += 1
         old.start()
         wait_until_counted(self.servers, self.owner)
         self._write()
@@ -172,5 +177,5 @@ class ClusterRounds:
             lost = writer.acknowledged - states[0].keys()
             self.counts[f"written at {writer.durability}"] += len(writer.acknowledged)
             assert not lost or writer.durability == "disk"
-            assert lost <= gone
+            assert lost <= gone or self.counts["emptied"]
         assert self._followers[-1].rollbacks == 0

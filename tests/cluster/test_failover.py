@@ -16,7 +16,7 @@ def test_a_cluster_survives_its_owner_and_etcd(server_process: StartServer, tmp_
         running_etcd(tmp_path / "etcd") as etcd,
         ClusterRounds(server_process, etcd, tmp_path / "stamps", seed=1) as rounds,
     ):
-        rounds.kill()
+        rounds.kill(emptied=True)
         rounds.pause(9.0)
         rounds.without_etcd(3.0)
         rounds.check()

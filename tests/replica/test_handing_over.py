@@ -171,7 +171,7 @@ async def test_an_owner_that_gave_way_in_vain_becomes_active_again(
 ) -> None:
     old, new = await start_set(start)
     with monkeypatch.context() as patched:
-        patched.setattr(old.owning, "served", lambda: 0)
+        patched.setattr(old.owning.holding, "served", lambda: 0)
         with pytest.raises(UprError) as refused:
             await new.owning.promote(takeover=True)
     assert refused.value.reason == "NOT_CONFIRMED"
@@ -201,7 +201,7 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
 
     monkeypatch.setattr(third.owning, "held", more)
     # The former owner does not confirm, so each of the others counts.
-    monkeypatch.setattr(old.owning, "served", lambda: 0)
+    monkeypatch.setattr(old.owning.holding, "served", lambda: 0)
     with pytest.raises(UprError) as refused:
         await new.owning.promote()
     assert refused.value.reason == "NOT_HEARD"

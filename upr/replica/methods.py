@@ -32,6 +32,10 @@ class Cluster(Protocol):
     def rows(self) -> Rows:
         """Where the row is changed."""
 
+    @property
+    def trouble(self) -> str:
+        """Why the server takes no part, in words; empty while it does."""
+
     async def run(self, owning: Owning) -> None:
         """Take part until cancelled."""
 
@@ -75,6 +79,14 @@ class ReplicaMethods:
             return self._catalog.may_serve()
         return owning.in_step and owning.standing.row.owner != own
 
+    @property
+    def _trouble(self) -> str:
+        """What is wrong with its part in the cluster, in words."""
+        agreeing, cluster = self._owning.agreeing, self._cluster
+        if agreeing is None or cluster is None:
+            return ""
+        return agreeing.trouble or cluster.trouble
+
     def _check_set(self, replica_set: str) -> None:
         own = self._catalog.replica_set
         if not own or replica_set != own:
@@ -104,7 +116,7 @@ class ReplicaMethods:
             row=row_to_message(standing.row),
             promised=standing.promised,
             members=[self._status(member) for member in meeting.members],
-            waiting=owning.waiting or (owning.agreeing.trouble if owning.agreeing else ""),
+            waiting=owning.waiting or self._trouble,
             candidate=standing.candidate,
             claiming=owning.is_claiming(standing.candidate),
         )

@@ -832,23 +832,26 @@ class Owning:
                 hint="stop it first, and remove its data directory",
             )
 
-        def change(standing: Standing) -> Standing | None:
-            if not (self.active and standing.owns):
-                return None
-            if directory not in standing.row.counted:
-                return standing
+        refused = False
+
+        def change(standing: Standing) -> Row:
+            nonlocal refused
+            refused = not (self.active and standing.owns)
+            if refused or directory not in standing.row.counted:
+                return standing.row
             # What it acknowledges counts no more before the floor: what is stable by it alone lies below that.
             self._known -= {directory}
             for host in self._catalog.hosts:
                 host.bucket.count(self._known, host.bucket.copies.ready)
             self._note_floor()
-            return standing.learned(standing.row.forgetting(directory))
+            return standing.row.forgetting(directory)
 
         try:
-            await self._change_row(lambda standing: (change(standing) or standing).row)
-            if not (self.active and self.standing.owns):
+            await self._change_row(change)
+            if refused or directory in self.standing.row.counted:
                 self._catalog.check_active()
                 self._check_owns()
+                raise UnavailableError("the row is being changed", hint="say it again")
             # The others stop telling of it when they know the row.
             await self.meeting.meet_all(self.standing)
             for host in hosts:
