@@ -78,19 +78,23 @@ class ClusterRounds:
         for writer in self._writers:
             writer.go_on()
 
-    def _next_owner(self, lost: float) -> RunningServer:
-        """Wait for another owner, and until it has answered; note how long that took."""
-        others = [server for server in self.servers if server is not self.owner]
-        new = owner_of(others)
-        wait_for(lambda: any(at > lost for at in self._stamps(new)), "the new owner to answer")
-        self.takes.append(min(at for at in self._stamps(new) if at > lost) - lost)
-        return new
+    def _first_answer(self, lost: float) -> float:
+        """Wait until the new owner has answered, return when it did first, and note how long that took."""
+
+        def answers() -> list[float]:
+            return [at for at in self._stamps(self.owner) if at > lost]
+
+        wait_for(lambda: bool(answers()), "the new owner to answer")
+        self.takes.append(min(answers()) - lost)
+        return min(answers())
 
     def kill(self, *, emptied: bool = False) -> None:
         """SIGKILL the owner; another one follows, and the old one comes back, perhaps with an empty disk."""
         self._write()
         self.owner.kill()
-        old, self.owner = self.owner, self._next_owner(boot_seconds())
+        lost, old = boot_seconds(), self.owner
+        self.owner = owner_of([server for server in self.servers if server is not old])
+        self._first_answer(lost)
         if emptied:
             # What only this one had is in no file of what was undone either.
             shutil.rmtree(old.data)
@@ -114,10 +118,9 @@ class ClusterRounds:
         self.owner = owner_of(self.servers)
         if self.owner is not old:
             wait_until_counted(self.servers, self.owner)
-            first = min(at for at in self._stamps(self.owner) if at > lost)
+            first = self._first_answer(lost)
             late = [at for at in self._stamps(old) if at > first]
             assert late == [], f"the old owner answered {late[0] - first:.3f} s after the new one"
-            self.takes.append(first - lost)
             self.counts["replaced after a pause"] += 1
         self._write()
         self.counts["paused"] += 1
