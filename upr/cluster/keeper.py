@@ -96,6 +96,7 @@ class Keeper:
         self._map: Map | None = None
         self._read_at = 0.0
         self._tried_at = -RESUME_SECONDS
+        self._claimed: Row | None = None
         self._told: dict[str, str] = {}
         # A server that is the first of its set, or was killed while it became that.
         self._is_first = not catalog.hosts and not catalog.damaged
@@ -209,7 +210,10 @@ class Keeper:
             _, known = await self.rows.found()
             if known is not None and known.row == row:
                 self._tried_at = now
-                log.warning("the owner is gone: this server claims", extra={"owner": row.owner})
+                if row != self._claimed:
+                    who = owning.meeting.named(row.owner)
+                    log.warning("this server claims: the owner is gone", extra={"owner": who})
+                self._claimed = row
                 await owning.promote()
 
     def _nodes(self) -> dict[str, str]:
