@@ -59,7 +59,7 @@ KINDS = {
     "groups": Kind(GroupWorld, 500),
     "damaged": Kind(DamagedWorld, 500),
     "replicas": Kind(ReplicasWorld, 120),
-    "cluster": Kind(ClusterWorld, 80),
+    "cluster": Kind(ClusterWorld, 120),
 }
 
 
