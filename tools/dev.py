@@ -210,6 +210,22 @@ def etcd_version() -> int:
     return int(found[1]) if done.returncode == 0 and found else 0
 
 
+def postgres_version() -> int:
+    """The major version of PostgreSQL's server; 0 when there is none that runs."""
+    # Debian keeps it outside the search path, by version.
+    places = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    try:
+        done = subprocess.run(
+            [shutil.which("postgres") or str(*places[-1:]), "--version"],
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return 0
+    found = re.search(r"PostgreSQL\) (\d+)", done.stdout)
+    return int(found[1]) if done.returncode == 0 and found else 0
+
+
 @dataclass(frozen=True)
 class Program:
     """A program that is not Python's, and that some tests need.
@@ -281,6 +297,16 @@ CHROMIUM = Program(
 ETCD = Program("etcd", "the tests of clusters", "etcd", 3, etcd_version, ("etcd-server",))
 
 
+POSTGRES = Program(
+    "PostgreSQL",
+    "the tests of the examples with it",
+    "postgres",
+    14,
+    postgres_version,
+    ("postgresql",),
+)
+
+
 def node_packages() -> None:
     """Install what the example in Node names, where it is not, or names something else since."""
     example = ROOT / "client" / "examples" / "node"
@@ -328,6 +354,7 @@ def test(arguments: list[str]) -> None:
             node_packages()
             CHROMIUM.bring()
             ETCD.bring()
+            POSTGRES.bring()
             REFERENCE.make()
         lint()
         # Half of them wait for something most of the time. Whatever the machine has, three are what the tests are

@@ -1,0 +1,210 @@
+"""The examples with PostgreSQL, on a real one, and on a real server that is killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.test_examples import Example, command_of
+from tests.conftest import StartServer
+from tests.harness import wait_until
+from upr_client import Client
+from upr_protocol.limits import ADMIN_SOCKET
+
+pytestmark = [pytest.mark.postgres, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def dsn() -> Iterator[str]:
+    """A database of its own, behind a socket in a folder."""
+    import psycopg2
+
+    folder = Path(tempfile.mkdtemp(prefix="upr-postgres-"))
+    # It refuses to run as root, and Debian's package makes this user.
+    user = "postgres" if os.getuid() == 0 else None
+    if user:
+        shutil.chown(folder, user)
+    programs = shutil.which("initdb") or max(
+        map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    )
+    data = ("-D", str(folder / "data"))
+    make = [programs, "-A", "trust", "-U", "postgres", *data]
+    subprocess.run(make, user=user, check=True, stdout=subprocess.DEVNULL, cwd=folder)
+    settings = ("listen_addresses=", "wal_level=logical", "fsync=off")
+    options = [part for setting in settings for part in ("-c", setting)]
+    program = str(Path(programs).resolve().with_name("postgres"))
+    command = [program, *data, "-k", str(folder), *options]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, user=user, stdout=log, stderr=log, cwd=folder)
+    try:
+        address = f"host={folder} user=postgres dbname=postgres"
+
+        def serves() -> bool:
+            assert process.poll() is None, (folder / "log").read_text()
+            try:
+                psycopg2.connect(address).close()
+            except psycopg2.OperationalError:
+                return False
+            return True
+
+        wait_until(serves, "PostgreSQL")
+        yield address
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def asked(dsn: str) -> Iterator[Any]:
+    """Connect, each statement a transaction of its own; yield a cursor."""
+    import psycopg2
+
+    connection = psycopg2.connect(dsn)
+    connection.autocommit = True
+    try:
+        with connection.cursor() as cursor:
+            yield cursor
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def run_example(tmp_path: Path) -> Iterator[Callable[[list[str]], Example]]:
+    """A function that starts an example; none is left after the test."""
+    examples: list[Example] = []
+
+    def run(command: list[str]) -> Example:
+        examples.append(Example(tmp_path, command))
+        return examples[-1]
+
+    yield run
+    for example in examples:
+        example.process.kill()
+        example.process.wait()
+
+
+def mirrored(dsn: str) -> dict[bytes, bytes]:
+    with asked(dsn) as database:
+        database.execute("SELECT to_regclass('mirror')")
+        if database.fetchone() == (None,):
+            return {}
+        database.execute("SELECT key, value FROM mirror")
+        return {bytes(key): bytes(value) for key, value in database}
+
+
+def test_a_mirror_is_what_the_bucket_is_whatever_is_killed_or_undone(
+    server_process: StartServer,
+    run_example: Callable[[list[str]], Example],
+    tmp_path: Path,
+    dsn: str,
+) -> None:
+    server = server_process()
+    command = [*command_of("postgres_mirror.py", server.target), "--dsn", dsn]
+    expected: dict[bytes, bytes] = {}
+    copied: dict[bytes, bytes] = {}
+    copy = tmp_path / "copy"
+
+    def has(rows: dict[bytes, bytes]) -> Callable[[], bool]:
+        return lambda: mirrored(dsn) == rows
+
+    with Client(server.target) as client:
+        bucket = client.bucket()
+        for turn in range(3):
+            example = run_example(command)
+            if turn == 1:
+                example.process.kill()
+                example.process.wait()
+            expected |= {b"key-%d" % number: b"%d" % turn for number in range(turn, 200, turn + 1)}
+            bucket.write_many([*expected.items(), (b"key-7", None)])
+            expected.pop(b"key-7", None)
+            if turn == 1:
+                example = run_example(command)
+            example.wait_until(has(expected))
+            second = subprocess.run(command, capture_output=True, text=True)
+            assert (
+                second.stderr
+                == "postgres_mirror: another program keeps the mirror in this database\n"
+            )
+            assert second.returncode == 1
+            if turn == 1:
+                assert server.terminate() == 0
+                shutil.copytree(server.data, copy, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
+                copied = dict(expected)
+                server.start()
+            assert example.end(signal.SIGTERM) == 0
+        example = run_example(command)
+        assert server.terminate() == 0
+        shutil.rmtree(server.data)
+        shutil.move(copy, server.data)
+        server.start()
+        example.wait_until(has(copied))
+        assert "changes undone" in example.words
+        bucket.set(b"key-7", b"again")
+        example.wait_until(has(copied | {b"key-7": b"again"}))
+        assert example.end(signal.SIGTERM) == 0
+
+
+def test_a_bucket_has_what_the_tables_have(
+    server_process: StartServer, run_example: Callable[[list[str]], Example], dsn: str
+) -> None:
+    server = server_process()
+    command = [*command_of("postgres_capture.py", server.target), "--dsn", dsn]
+    large = "large" * 10_000
+    with Client(server.target) as client, asked(dsn) as database:
+        bucket = client.bucket()
+
+        def kept(key: str) -> Any:
+            value = bucket.get(f"public.users/{key}".encode())
+            return value and json.loads(value)
+
+        database.execute(
+            "CREATE TABLE users (id int PRIMARY KEY, name text, score float8, ok bool, note text)"
+        )
+        database.execute("ALTER TABLE users ALTER note SET STORAGE EXTERNAL")
+        database.execute("INSERT INTO users VALUES (1, 'Ada', 1.5, true, NULL)")
+        missing = run_example(command)
+        assert missing.end() == 1
+        assert "there is no publication 'upr'" in missing.words
+        database.execute(
+            "CREATE PUBLICATION upr FOR TABLE users WITH (publish = 'insert, update, delete')"
+        )
+        example = run_example(command)
+        example.wait_until(lambda: following(dsn))
+        database.execute("UPDATE users SET id = id")
+        example.wait_until(lambda: kept('["1"]'))
+        assert kept('["1"]') == {"id": 1, "name": "Ada", "score": "1.5", "ok": True, "note": None}
+        example.process.kill()
+        example.process.wait()
+        database.execute("INSERT INTO users SELECT n, 'Name ' || n FROM generate_series(2, 2500) n")
+        database.execute("UPDATE users SET id = 3000 WHERE id = 2")
+        database.execute("DELETE FROM users WHERE id = 3")
+        database.execute("ALTER TABLE users ADD born date")
+        database.execute(
+            "INSERT INTO users (id, born, note) VALUES (4000, '1815-12-10', %s)", (large,)
+        )
+        example = run_example(command)
+        example.wait_until(lambda: kept('["4000"]'))
+        assert kept('["4000"]')["born"] == "1815-12-10"
+        assert (kept('["2"]'), kept('["3"]'), kept('["3000"]')["name"]) == (None, None, "Name 2")
+        assert kept('["2500"]') is not None
+        database.execute("ALTER TABLE users REPLICA IDENTITY FULL")
+        database.execute("UPDATE users SET name = 'Grace' WHERE id = 4000")
+        example.wait_until(lambda: kept('["4000"]')["name"] == "Grace")
+        assert kept('["4000"]')["note"] == large
+        assert example.end(signal.SIGINT) == 0
+
+
+def following(dsn: str) -> bool:
+    """Return whether somebody reads the slot."""
+    with asked(dsn) as database:
+        database.execute("SELECT FROM pg_replication_slots WHERE active")
+        return bool(database.rowcount)
