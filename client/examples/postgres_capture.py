@@ -183,7 +183,7 @@ def main() -> int:
     except KeyboardInterrupt:
         say("stopped; the next start goes on here")
     except (UprError, CaptureError, psycopg2.Error) as error:
-        say(f"postgres_capture: {str(error).strip()}")
+        say(f"postgres_capture: {str(error).partition(chr(10))[0]}")
         return 1
     return 0
 

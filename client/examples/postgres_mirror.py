@@ -183,7 +183,7 @@ def main() -> int:
     except asyncio.CancelledError:
         say("stopped; the next start goes on here")
     except (UprError, InUseError, psycopg2.Error) as error:
-        say(f"postgres_mirror: {str(error).strip()}")
+        say(f"postgres_mirror: {str(error).partition(chr(10))[0]}")
         return 1
     return 0
 

@@ -157,7 +157,15 @@ def test_all_the_tests_bring_all_programs_and_the_reference_as_well(
     dev.test([])
     assert done == ["Java", "lint", "tests"]
     dev.test(["--all"])
-    brought = ["Java", "Node", "packages of Node", "Chromium", "etcd", ".venv-reference"]
+    brought = [
+        "Java",
+        "Node",
+        "packages of Node",
+        "Chromium",
+        "etcd",
+        "PostgreSQL",
+        ".venv-reference",
+    ]
     assert done[3:] == [*brought, "lint", "tests"]
 
 
