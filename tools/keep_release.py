@@ -212,7 +212,8 @@ def _keep_directory(
     folder: Path, directory: str, told: str, fill: Callable[[RunningServer], dict[str, object]]
 ) -> None:
     """Write a data directory, and what its server answered, unless they are there."""
-    if (folder / directory).exists():
+    # It is written last.
+    if (folder / told).exists():
         return
     with tempfile.TemporaryDirectory() as scratch:
         server = RunningServer(Path(scratch))

@@ -192,6 +192,31 @@ async def test_the_first_owner_follows_nobody_before_another_one_is_promoted(
 
 
 @pytest.mark.asyncio
+async def test_one_that_was_alone_and_told_to_follow_by_mistake_is_active_again_without_that(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, alone = await start(), await start()
+    folder = alone.catalog._directory.path
+    async with AsyncClient(alone.target) as client:
+        token = await client.bucket().set(b"k", b"v")
+    await alone.stop()
+    replica = await start(other, data=folder)
+    assert not replica.owning.active
+    await replica.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(Owning, "served", lambda _: 0)
+        unsure = await start(data=folder)
+        await until(lambda: "are a replica's" in unsure.owning.waiting)
+        await unsure.stop()
+    again = await start(data=folder)
+    await until(lambda: again.owning.active)
+    async with AsyncClient(again.target) as client:
+        later = await client.bucket().set(b"k", b"w")
+    # No record.
+    assert (later.failover_id, later.seqno) == (token.failover_id, token.seqno + 1)
+
+
+@pytest.mark.asyncio
 async def test_an_owner_that_gave_way_in_vain_becomes_active_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

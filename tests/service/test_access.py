@@ -726,6 +726,11 @@ def test_data_directories_with_unusual_paths(tmp_path: Path, name: str) -> None:
         ('{"name": "a", "token_sha256": "upr_abc"}', "64 hex digits"),
         ('{"name": "a", "certificate": "c", "read": true, "key_prefixes": "a"}', "list of texts"),
         ('{"name": "a", "certificate": "c", "read": true, "key_prefixes": [""]}', "not empty"),
+        ('{"name": "a", "certificate": "c", "read": true, "key_prefixes": []}', "must be some"),
+        (
+            r'{"name": "a", "certificate": "c", "read": true, "key_prefixes": ["\udcff"]}',
+            "must be UTF-8",
+        ),
         (
             '{"name": "a", "certificate": "c", "admin": true, "key_prefixes": ["a"]}',
             "read and write only",

@@ -41,7 +41,7 @@ class Medium:
         def unlinked(path: Any, **more: Any) -> None:
             if not more and not os.path.islink(path) and os.path.isfile(path):
                 old = self._forgotten(path)
-                self._note(path, lambda: _restore(path, old))
+                self._note(path, lambda: self._restore(path, old))
             unlink(path, **more)
 
         def renamed(old: Any, new: Any, **more: Any) -> None:
@@ -51,7 +51,7 @@ class Medium:
             def back() -> None:
                 with suppress(FileNotFoundError):
                     rename(new, old)
-                _restore(new, had)
+                self._restore(new, had)
 
             self._note(new, back)
 
@@ -81,6 +81,13 @@ class Medium:
         """Return what is synced of a file whose name goes; its number may be used again."""
         size = self._sizes.pop(os.stat(path).st_ino, 0)
         return Path(path).read_bytes()[:size]
+
+    def _restore(self, path: Any, data: bytes | None) -> None:
+        if data is not None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                Path(path).write_bytes(data)
+                # It was synced before its name went.
+                self._sizes[os.stat(path).st_ino] = len(data)
 
     def lose_power(self, data: Path, rng: random.Random) -> None:
         """Have of the files of a data directory what is synced, and what the seed leaves of the rest."""
@@ -115,12 +122,6 @@ class Medium:
                 # A size without its bytes.
                 os.truncate(path, found.st_size)
             self._sizes[found.st_ino] = synced
-
-
-def _restore(path: Any, data: bytes | None) -> None:
-    if data is not None:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            Path(path).write_bytes(data)
 
 
 def _remove(path: str) -> None:

@@ -166,6 +166,11 @@ class ServerProcess:
         hosts = [] if self.server is None else self.server._catalog.hosts
         return hosts[0] if hosts else None
 
+    @property
+    def died(self) -> bool:
+        """Whether it ended at a failpoint, maybe while it began, and nobody has seen it yet."""
+        return self.loop is not None and not self.loop.alive
+
     def start(self) -> None:
         """Begin a process."""
         assert self.loop is None

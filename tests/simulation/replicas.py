@@ -245,7 +245,7 @@ class ReplicasWorld:
         if self._without_owner > 4 and not self.people.operating and rng.random() < 0.2:
             self._promote(rng.choice(self.servers))
         for server in self.servers:
-            if server.loop is not None and not server.loop.alive and server.server is not None:
+            if server.died:
                 self.counts["died at a failpoint"] += 1
                 self._killed(server)
         if rng.random() > self._faults:
@@ -426,7 +426,7 @@ class ReplicasWorld:
             self.pass_time()
             for server in self.servers:
                 server.dies_at = ""
-                if server.loop is not None and not server.loop.alive and server.server is not None:
+                if server.died:
                     self._killed(server)
                 if waited > 15 and server.loop is None:
                     server.start()

@@ -726,6 +726,11 @@ class Owning:
             return
         if others - met:
             raise self.meeting.not_heard(others - met)
+        if standing.row.epoch == 1 and not others:
+            raise UprError(
+                "the partitions here are a replica's, and nobody knows whether something is missing",
+                hint="start it with --replicate-from, as before; or 'upr-admin promote --force' makes it active as it is",
+            )
         await self.promote()
 
     def _is_left_alone(self, promised: int) -> bool:

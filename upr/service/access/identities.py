@@ -175,6 +175,13 @@ def _identity(found: Mapping[str, Any]) -> Identity:
     prefixes = found.get("key_prefixes", [])
     if not isinstance(prefixes, list) or not all(isinstance(x, str) and x for x in prefixes):
         raise _malformed(f"key_prefixes of {name!r} must be a list of texts that are not empty")
+    if not prefixes and "key_prefixes" in found:
+        # Who takes out the last one does not mean all keys.
+        raise _malformed(f"key_prefixes of {name!r} are none; must be some, or not there")
+    try:
+        beginnings = tuple(x.encode() for x in prefixes)
+    except UnicodeEncodeError:
+        raise _malformed(f"key_prefixes of {name!r} must be UTF-8") from None
     if len(prefixes) > PREFIXES_MAX:
         raise _malformed(
             f"key_prefixes of {name!r} are {len(prefixes)}; must be at most {PREFIXES_MAX}"
@@ -191,7 +198,7 @@ def _identity(found: Mapping[str, Any]) -> Identity:
         raise _malformed(f"token_sha256 of {name!r} must be 64 hex digits")
     if not digest and not certificate:
         raise _malformed(f"{name!r} has neither a token nor a certificate")
-    return Identity(name, roles, digest, certificate, tuple(x.encode() for x in prefixes))
+    return Identity(name, roles, digest, certificate, beginnings)
 
 
 def read_identities(path: Path) -> Identities:

@@ -16,7 +16,7 @@ import numpy as np
 
 from upr import failpoints
 from upr.config import ServerConfig
-from upr.engine.partitions import ACTIVE, DEAD, PENDING
+from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA
 from upr.engine.recovery import Undo
 from upr.service import trouble
 from upr.service.buckets.bucket_service import (
@@ -225,6 +225,9 @@ class Catalog:
             for host in self.hosts:
                 host.close_files()
             raise
+        # An owner that was told to follow once has replicas on disk; who decides who is active makes them active.
+        states = [host.bucket.partitions.state for host in self.hosts]
+        self.replica |= bool(np.isin(states, (REPLICA, PENDING)).any())
 
     def _open_all(self) -> None:
         self._remove_leftovers()
