@@ -2,8 +2,9 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 # Before gRPC is imported: its handlers sometimes abort a child that is forked to start another program, as pyspark
 # does with its JVM.
@@ -76,13 +77,13 @@ def target(shared_server: RunningServer) -> str:
 def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     """A function that starts a real server process, for tests that end or configure it; all are gone after the test.
 
-    It takes the options of the command and, as ``environment``, further variables.
+    It takes the options of the command and, by name, what ``RunningServer`` takes.
     """
     servers: list[RunningServer] = []
 
-    def start(*options: str, environment: dict[str, str] | None = None) -> RunningServer:
+    def start(*options: str, **more: Mapping[str, Any]) -> RunningServer:
         folder: Path = tmp_path_factory.mktemp("server")
-        server = RunningServer(folder, *options, environment=environment)
+        server = RunningServer(folder, *options, **more)
         servers.append(server)
         return server.start()
 

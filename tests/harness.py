@@ -1,6 +1,8 @@
 """A real server process for tests."""
 
 import asyncio
+import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -9,7 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 WAIT_SECONDS = 90.0
@@ -20,7 +22,15 @@ _T = TypeVar("_T")
 # What a server imports takes it several times as long as all else at its start. So it is imported once, in a process
 # of its own that is no server, and each server is a fork of that.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["upr.cli.server", "upr.service.server"])
+_FORKS.set_forkserver_preload(
+    [
+        "numpy.ma",
+        "upr.cli.server",
+        "upr.replica.methods",
+        "upr.service.server",
+        "upr.service.sight.feed",
+    ]
+)
 
 
 def wait_until(holds: Callable[[], object], what: Callable[[], object] | str) -> None:
@@ -47,7 +57,12 @@ class ServerFailed(Exception):
     """The server ended, or was not ready in time."""
 
 
-def _serve(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+def _serve(
+    log: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    constants: Mapping[str, float],
+) -> None:
     """Do what ``python -m upr.cli`` does with these arguments, in a process that was forked for it."""
     # A Ctrl-C at the terminal is for pytest, which then stops the server itself.
     os.setsid()
@@ -60,6 +75,12 @@ def _serve(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) 
     from upr import failpoints
     from upr.cli.__main__ import main
 
+    for name, value in constants.items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant), name
+        setattr(importlib.import_module(module), constant, value)
+    # The server's first collection need not look through all that was imported, and copy its pages.
+    gc.freeze()
     # They were read when the module was imported.
     failpoints.arm(os.environ.get("UPR_FAILPOINTS", ""))
     main()
@@ -68,10 +89,8 @@ def _serve(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) 
 class _Forked:
     """A forked server, with as much of Popen as is needed."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self._process = _FORKS.Process(
-            target=_serve, args=(arguments, log, environment), daemon=True
-        )
+    def __init__(self, log: Path, *arguments: Any) -> None:
+        self._process = _FORKS.Process(target=_serve, args=(log, *arguments), daemon=True)
         # What is forked is made at the first start. gRPC reads this when it is imported; the command sets it before.
         with mock.patch.dict(os.environ, GRPC_VERBOSITY="NONE"):
             self._process.start()
@@ -104,6 +123,8 @@ class RunningServer:
         folder: an empty folder; gets the data directory, the ready file and the log.
         options: further options of the command.
         environment: added to the process's environment, for failpoints.
+        constants: other values for constants of the server's modules, such as a time that a test would wait for, each
+            by the name of the module that uses it and its own.
     """
 
     def __init__(
@@ -111,11 +132,13 @@ class RunningServer:
         folder: Path,
         *options: str,
         environment: Mapping[str, str] | None = None,
+        constants: Mapping[str, float] | None = None,
     ) -> None:
         self.folder = folder
         self.data = folder / "data"
         self.log = folder / "server.log"
         self.environment = dict(environment or {})
+        self.constants = dict(constants or {})
         self.options = list(options)
         self.target = "127.0.0.1:0"
         self._ready = folder / "ready"
@@ -168,8 +191,9 @@ class RunningServer:
         variables = {"UPR_SERVER_OPEN_ADMIN": "1", **os.environ}
         variables |= {**self.environment, **(environment or {})}
         if not prefix:
-            self._process = _Forked(arguments, self.log, variables)
+            self._process = _Forked(self.log, arguments, variables, self.constants)
             return
+        assert not self.constants, "only a fork has other constants"
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "upr.cli", *arguments],

@@ -5,9 +5,12 @@
 - ``directory.tar.xz``: a data directory with rows, deletions, a large value, a cut, consumers, producers, a compressed bucket
   with a quota, failover logs of several records, and rows that are in the journal alone, because its server was killed.
 - ``contents.json``: what the server answered about it.
+- ``promoted.tar.xz``: a data directory of a server that was replaced, came back as a replica, undid what nobody else had, and was
+  promoted; with a group's positions; stopped cleanly, so that its proof holds where it is said to have been moved.
+- ``promoted.json``: what that server answered.
 - ``wire.binpb``: the descriptors of the wire, as a FileDescriptorSet.
 
-A version that is there is not replaced: who wrote that release's directories cannot write them anew.
+What is there is not replaced: who wrote a release's directories cannot write them anew.
 """
 
 import argparse
@@ -15,12 +18,15 @@ import json
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 from tests.harness import RunningServer, wait_until
-from upr_client import Bucket, Client, ServerPositions
+from tests.replica.sets import counted, is_active, wait_until_counted, wait_until_equal
+from upr.storage.undone import undone_files
+from upr_client import Bucket, Client, Group, ServerPositions
 from upr_client.lowlevel import write_blocks
 from upr_protocol.block import build_blocks
 from upr_protocol.wire.v1 import (
@@ -137,34 +143,106 @@ def _fill(server: RunningServer) -> dict[str, object]:
     return found
 
 
-def keep(version: str) -> Path:
-    """Write the folder of a release, and return it."""
-    folder = RELEASES / version
-    folder.mkdir(parents=True)
+def standing(client: Client, data: Path) -> dict[str, object]:
+    """Return what a server that was promoted has beside its rows: its place in its set, and what it undid."""
+    known = client.admin.topology()
+    return {
+        "set": [known.replica_set, known.directory, known.active, known.epoch, known.waiting],
+        "undone": sorted(
+            [row["partition"], row["seqno"], row["key"], row["value"]]
+            for one in undone_files(data)
+            for row in one.rows()
+        ),
+        "bucket": contents(client, "default"),
+    }
+
+
+def _read_as_a_group(client: Client) -> None:
+    """Have a member of a group read 50 values of the second round."""
+    newest: set[bytes] = set()
+    with client.bucket().changes(resume=Group("readers")) as changes:
+        for batch in changes.batches():
+            newest |= {key for _, _, _, key, value in batch.changes if value == b"2"}
+            if len(newest) == 50:
+                break
+
+
+def _is_alone(client: Client) -> bool:
+    return not any(one.reached for one in client.admin.topology().members if not one.active)
+
+
+def _promote(server: RunningServer) -> dict[str, object]:
+    """Have a server be replaced, come back, and be active again; stop it cleanly, and return what it had."""
+    folder = server.folder / "other"
+    folder.mkdir()
+    other = RunningServer(folder)
+    try:
+        with Client(server.start().target) as client:
+            client.bucket().write_many([(key, b"1") for key in KEYS[:100]])
+            other.options = ["--replicate-from", server.target]
+            other.start()
+            wait_until_counted([server, other], server)
+            assert other.terminate() == 0
+            client.bucket().write_many([(b"alone:%d" % number, b"1") for number in range(5)])
+        server.kill()
+        with Client(other.start().target) as client:
+            client.admin.promote(force=True)
+            server.options = ["--replicate-from", other.target]
+            server.start()
+            wait_until_counted([server, other], other)
+        with Client(server.target) as client:
+            client.admin.promote(takeover=True)
+            wait_until(
+                lambda: not is_active(other) and other.target in counted(server.target), "a set"
+            )
+            client.bucket().write_many([(key, b"2") for key in KEYS[:50]])
+            _read_as_a_group(client)
+            wait_until_equal([server, other])
+            assert other.terminate() == 0
+            wait_until(lambda: _is_alone(client), "the other server is away")
+            client.admin.forget_server(other.target)
+            found = standing(client, server.data)
+        assert server.terminate() == 0
+        return found
+    finally:
+        other.close()
+
+
+def _keep_directory(
+    folder: Path, directory: str, told: str, fill: Callable[[RunningServer], dict[str, object]]
+) -> None:
+    """Write a data directory, and what its server answered, unless they are there."""
+    if (folder / directory).exists():
+        return
     with tempfile.TemporaryDirectory() as scratch:
         server = RunningServer(Path(scratch))
         try:
-            found = _fill(server)
+            found = fill(server)
         finally:
             server.close()
-        with tarfile.open(folder / "directory.tar.xz", "w:xz") as archive:
+        with tarfile.open(folder / directory, "w:xz") as archive:
             for file in sorted(server.data.rglob("*")):
                 if file.is_file() and file.name != "lock":
                     archive.add(file, file.relative_to(server.data))
-    (folder / "contents.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
-    wire = described_wire().SerializeToString(deterministic=True)
-    (folder / "wire.binpb").write_bytes(wire)
+    (folder / told).write_text(json.dumps(found, separators=(",", ":")) + "\n")
+
+
+def keep(version: str) -> Path:
+    """Write what is not there yet in the folder of a release, and return the folder."""
+    folder = RELEASES / version
+    folder.mkdir(parents=True, exist_ok=True)
+    _keep_directory(folder, "directory.tar.xz", "contents.json", _fill)
+    _keep_directory(folder, "promoted.tar.xz", "promoted.json", _promote)
+    wire = folder / "wire.binpb"
+    if not wire.exists():
+        wire.write_bytes(described_wire().SerializeToString(deterministic=True))
     return folder
 
 
 def main() -> int:
     reader = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     reader.add_argument("version", help="of the release, as in pyproject.toml")
-    version = reader.parse_args().version
-    if (RELEASES / version).exists():
-        print(f"error: {RELEASES / version} is there already", file=sys.stderr)
-        return 2
-    folder = keep(version)
+    folder = keep(reader.parse_args().version)
     for file in sorted(folder.iterdir()):
         print(f"{file.relative_to(RELEASES)}  {file.stat().st_size} bytes")
     return 0

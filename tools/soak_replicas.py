@@ -5,7 +5,8 @@ stabilities. In each round a proxy holds one replica's link back and then the ot
 drawn replica is promoted, and the old one comes back as a replica. At the end all servers and followers are the same, no
 write at ``replicated(1)`` is missing, each one at ``disk`` that was undone is kept, and no follower at ``replicated(1)``
 was ever rolled back (``tests/replica/rounds.py``). With ``--join-bytes`` a replica first joins a server that has so much,
-under writers, and is promoted after SIGKILL of that (``tests/replica/joining.py``).
+under writers, and is promoted after SIGKILL of that (``tests/replica/joining.py``). Between worlds two servers take over from
+each other TAKEOVERS times (``tests/replica/test_owning.py``).
 """
 
 import argparse
@@ -23,9 +24,11 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.replica.joining import join
 from tests.replica.rounds import Rounds
+from tests.replica.test_owning import take_over
 from tools.demo import say
 
 ROUNDS = 20
+TAKEOVERS = 20
 
 
 @contextmanager
@@ -90,11 +93,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="upr-soak-") as folder:
             try:
                 total += one_world(Path(folder), seed, ends)
+                (place := Path(folder) / "takeovers").mkdir()
+                with starting(place) as start:
+                    pause = take_over(start, TAKEOVERS)
             except Exception as error:
                 print(f"VIOLATION (seed {seed}): {error!r}", file=sys.stderr)
                 return 1
         told = ", ".join(f"{count} {what}" for what, count in sorted(total.items()))
-        say(f"seed {seed}: fine; so far {told}")
+        say(
+            f"seed {seed}: fine; longest pause of a writer in takeovers {pause:.3f} s; so far {told}"
+        )
         seed += 1
     say("no violation")
     return 0

@@ -36,7 +36,7 @@ TRACE_EVERY = 8
 """Of so many pairs of worlds one is traced, which takes longer."""
 TRACED_CALLS = 40
 """So many calls of a function are traced, and then one in as many."""
-LOOKED_AT = ("upr/engine", "client/upr_protocol")
+LOOKED_AT = ("upr/engine", "upr/replica", "client/upr_protocol")
 TOLD = (
     "crashes",
     "power losses",
@@ -53,6 +53,15 @@ TOLD = (
     "black holes to the client",
     "ghosts",
     "clients died",
+    "died at a failpoint",
+    "pauses",
+    "lost disks",
+    "promotions",
+    "takeovers",
+    "forced promotions",
+    "lost by force",
+    "cut off in a stretch",
+    "undone at disk",
 )
 Lines = set[tuple[str, int]]
 """(file, line number) of what was reached."""

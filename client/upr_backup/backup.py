@@ -8,14 +8,17 @@ from typing import Any, Final, Protocol
 from upr_backup.engines.engine import Engine, Finished, Rows
 from upr_backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
 from upr_backup.repository.documents import (
+    NOT_WRITTEN_HERE,
     Entry,
     FileRef,
+    Json,
     Kind,
     Manifest,
     RolledBack,
     check_link,
     now_micros,
 )
+from upr_backup.repository.index import EVERY
 from upr_backup.repository.lock import Holding
 from upr_backup.repository.repository import Attempt, Repository
 from upr_backup.task import Task, TaskResult, staged_result
@@ -81,12 +84,16 @@ class Run:
         target: addresses of the server, for the tasks.
         login: the credentials there, for the tasks.
         full: whether everything is read anew.
+        skip_unchanged: whether no backup is taken where nothing changed since the last one.
         restart: whether what an unfinished run left is given up; False from then on.
         say: called with a line for people.
         progress: called with rows read since the last call, groups done and groups in all, about every second.
         clock: microseconds since the epoch.
         group_seqnos: about how many seqnos a group spans; None for as many as suit the engine.
         patience: how many seconds a server that went away is waited for.
+
+    Attributes:
+        skipped: whether the last call of ``backup`` found nothing new, and took none.
     """
 
     repository: Repository
@@ -102,9 +109,11 @@ class Run:
     clock: Callable[[], int] = now_micros
     group_seqnos: int | None = None
     patience: float = PATIENCE_SECONDS
+    skip_unchanged: bool = False
+    skipped: bool = field(default=False, init=False)
 
     def backup(self) -> Manifest:
-        """Take one backup and return its manifest.
+        """Take one backup and return its manifest; where it was skipped, that of the backup before.
 
         Raises:
             LockedError: another run has the repository, or committed this number.
@@ -129,6 +138,12 @@ class Run:
         if before is not None:
             self.repository.clean(before.number)
         attempt, cut = self._attempt(before, parent)
+        self.skipped = attempt is None
+        if attempt is None:
+            assert before is not None
+            self.source.committed(cut.created_time)
+            self.source.release(cut.name)
+            return before
         kind: Kind = attempt.plan["kind"]
         base = before.entries if before and kind == "incremental" else {}
         try:
@@ -146,6 +161,8 @@ class Run:
                 {p: why.message for p, why in cut.left_out.items()},
             )
             check_link(before, manifest)
+            # Groups that an earlier run staged are whatever the repository has by now.
+            manifest = Manifest.from_json(manifest.to_json(), "what was read and staged")
         except (HistoryChangedError, RepositoryDamagedError):
             # So that no later run takes the attempt up again.
             self.source.release(cut.name)
@@ -160,23 +177,29 @@ class Run:
         # What cannot be cleaned now, the next run cleans: this backup is committed.
         with suppress(OSError, UprError):
             self.repository.clean(manifest.number)
+        if manifest.number % EVERY == 0:
+            with suppress(OSError, UprError):
+                self.repository.write_index()
         return manifest
 
-    def _attempt(self, before: Manifest | None, parent: str) -> tuple[Attempt, CutInfo]:
-        """Return the attempt to go on with, and its cut: one that was interrupted, or a new one."""
+    def _attempt(self, before: Manifest | None, parent: str) -> tuple[Attempt | None, CutInfo]:
+        """Return the attempt to go on with, and its cut: one that was interrupted, or a new one; None to skip it."""
         number = before.number + 1 if before else 1
         for attempt in [] if self.restart else self.repository.attempts(number):
             plan = attempt.plan
-            if plan["parent"] != parent or (self.full and plan["kind"] != "full"):
+            if plan.get("parent") != parent or (self.full and plan.get("kind") != "full"):
                 continue
-            cut = self.source.find_cut(plan["cut"])
-            if cut is not None and _pins(cut) == plan["pins"] and cut.created_time == plan["time"]:
+            cut = self._cut_of(plan, before)
+            if cut is not None:
                 self.say("going on with an interrupted run, at its cut")
-                left_out = {int(p): UprError(why) for p, why in plan.get("left_out", {}).items()}
-                return attempt, replace(cut, left_out=left_out)
+                return attempt, cut
         kind: Kind = "full" if self.full or not before else "incremental"
         base = before.entries if before and kind == "incremental" else {}
         cut = self.source.make_cut()
+        groups = split(cut, base, self.group_seqnos, self.engine.parallel)
+        self.restart = False
+        if self.skip_unchanged and base and not groups and not cut.left_out:
+            return None, cut
         plan = {
             "kind": kind,
             "parent": parent,
@@ -184,10 +207,24 @@ class Run:
             "time": cut.created_time,
             "pins": _pins(cut),
             "left_out": {str(p): why.message for p, why in cut.left_out.items()},
-            "groups": split(cut, base, self.group_seqnos, self.engine.parallel),
+            "groups": groups,
         }
-        self.restart = False
         return self.repository.stage(number, plan), cut
+
+    def _cut_of(self, plan: Json, before: Manifest | None) -> CutInfo | None:
+        """Return the cut of an interrupted run; None when it is gone, or the plan is not one for it."""
+        try:
+            cut = self.source.find_cut(plan["cut"])
+            if cut is None or [_pins(cut), cut.created_time] != [plan["pins"], plan["time"]]:
+                return None
+            base = before.entries if before and plan["kind"] == "incremental" else {}
+            known = sorted(p for group in split(cut, base, None, 1) for p in group)
+            if sorted(p for group in plan["groups"] for p in group) != known:
+                return None
+            left_out = {int(p): UprError(str(why)) for p, why in plan.get("left_out", {}).items()}
+        except NOT_WRITTEN_HERE:
+            return None
+        return replace(cut, left_out=left_out)
 
     def _read(self, attempt: Attempt, base: Mapping[int, Entry], cut: CutInfo) -> list[TaskResult]:
         """Return what was read of each group, now or by the run that was interrupted."""
@@ -229,6 +266,7 @@ class Run:
             replace(cut, pins=pins, left_out={}),
             self.patience,
             self.login,
+            repository.key,
         )
 
 

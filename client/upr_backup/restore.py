@@ -13,7 +13,14 @@ from typing import Any, Literal, NamedTuple, Self
 
 from upr_backup.errors import NotEmptyError, RepositoryDamagedError
 from upr_backup.repository import Storage
-from upr_backup.repository.documents import Json, canonical, seal, sha256, unseal
+from upr_backup.repository.documents import (
+    NOT_WRITTEN_HERE,
+    Json,
+    canonical,
+    seal,
+    sha256,
+    unseal,
+)
 from upr_backup.rows import (
     BUCKET_SCHEMA,
     GROUP_BYTES,
@@ -29,6 +36,7 @@ from upr_client import Bucket, Client
 from upr_client.arrow import blocks
 from upr_client.lowlevel import write_blocks
 from upr_protocol.errors import UprError
+from upr_protocol.limits import PARTITIONS
 
 _FOLDER = "journal/"
 
@@ -65,7 +73,7 @@ class Journal:
             if attempt == name or f"{attempt}ended.json" in names:
                 continue
             plan = _read(storage, name)
-            if plan is not None and plan["what"] == what:
+            if plan is not None and plan.get("what") == what and _are_groups(plan.get("groups")):
                 return cls(storage, attempt, plan["groups"], True)
         return None
 
@@ -128,6 +136,15 @@ def _folder(what: Json) -> str:
     return f"{_FOLDER}{sha256(canonical(what))[:32]}/"
 
 
+def _are_groups(groups: Any) -> bool:
+    """Return whether this is a list of lists of partitions, each in it at most once."""
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        return False
+    partitions = [p for group in groups for p in group]
+    known = all(type(p) is int and 0 <= p < PARTITIONS for p in partitions)
+    return known and len(set(partitions)) == len(partitions)
+
+
 def _group(index: int) -> str:
     return f"{index:04d}.json"
 
@@ -150,6 +167,12 @@ class Written(NamedTuple):
     keys: int
     deletes: int
     data_bytes: int
+
+
+def _counted(table: Any) -> Written:
+    """Return what a restore writes of a state."""
+    alive = live(table)
+    return Written(alive.num_rows, table.num_rows - alive.num_rows, data_bytes(alive))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +255,26 @@ class Restore:
             how if self.verify else "not verified",
         )
 
+    def look(self, is_there: bool) -> Restored:
+        """Read and check everything, and return what ``run`` would write; nothing is written.
+
+        Args:
+            is_there: whether the bucket exists; else it counts as empty.
+
+        Raises:
+            NotEmptyError, RepositoryDamagedError, UprError: as ``run``.
+        """
+        if is_there:
+            highs = self.client.admin.partitions(self.bucket)
+            self._refuse(info.partition for info in highs if info.high_seqno)
+        done, total = 0, len(self.point.counted)
+        written = [Written(0, 0, 0)]
+        for group in self.point.groups(self.group_bytes):
+            self.progress("read", done, total)
+            written.append(_counted(self.point.state(group, self.key_prefix)))
+            done += len(group)
+        return Restored(Written(*map(sum, zip(*written, strict=True))), False, "not verified")
+
     def _what(self) -> Json:
         """Return all that makes a restore the same one."""
         return {
@@ -246,9 +289,14 @@ class Restore:
 
     def _found_journal(self, what: Json) -> Journal | None:
         try:
-            return Journal.find(self.point.repository.storage, what)
+            found = Journal.find(self.point.repository.storage, what)
         except PermissionError:
             return None
+        if found is None:
+            return None
+        # More where a merge meanwhile left nothing of a partition; with fewer something would not be restored.
+        planned = {p for group in found.groups for p in group}
+        return found if planned.issuperset(self.point.counted) else None
 
     # What is there already.
 
@@ -256,9 +304,15 @@ class Restore:
         """Return the groups that were written, and whose partitions nobody wrote to since."""
         done = {}
         for index, record in journal.recorded().items():
-            ends: Json = record["ends"]
-            if all(self._highs.get(int(p)) == end for p, end in ends.items()):
-                done[index] = Written(record["keys"], record["deletes"], record["data_bytes"])
+            try:
+                ends = {int(p): end for p, end in record["ends"].items()}
+                counts = (int(record[name]) for name in Written._fields)
+                whole = ends.keys() == set(journal.groups[index])
+                if whole and ends.items() <= self._highs.items():
+                    done[index] = Written(*counts)
+            except NOT_WRITTEN_HERE:
+                # It is written once more.
+                continue
         return done
 
     def _check_own(self, groups: Sequence[Sequence[int]], done: Mapping[int, Any]) -> None:
@@ -310,8 +364,7 @@ class Restore:
             written_blocks = blocks(rows.column("key"), rows.column("value"))
             for partition, _, end, _ in write_blocks(self.bucket, written_blocks).runs:
                 ends[partition] = end
-        written = Written(alive.num_rows, table.num_rows - alive.num_rows, data_bytes(alive))
-        return written, ends
+        return _counted(table), ends
 
     # Comparing.
 

@@ -33,6 +33,7 @@ from upr_backup.repository.chain import Chain, Keep, Segment, needed, segments_o
 from upr_backup.repository.documents import Entry, Expiry, FileRef, Manifest, now_micros
 from upr_backup.repository.lock import Holding
 from upr_backup.repository.repository import (
+    ASIDE,
     CHAIN,
     DATA,
     EXPIRED,
@@ -298,6 +299,7 @@ class FileFold:
 
 _OURS: Final = re.compile(
     r"(chain|expired)/[0-9]{10}\.json"
+    r"|aside/[0-9]{10}-[0-9a-f]{16}\.json"
     r"|merged/[0-9]{10}-[0-9a-f]{16}(\.json|/[0-9a-f]{16}\.parquet)"
     r"|data/[0-9]{10}/[0-9a-f]{16}\.parquet"
     r"|staging/[0-9]{10}/[0-9a-f]{16}/[a-z0-9]+\.json"
@@ -356,6 +358,9 @@ def plan(repository: Repository, chain: Chain, grace: int, now: int) -> Plan:
             if number_in(one.name) < made.first and one.name.endswith(".json"):
                 made.doomed.append(Doomed(one.name, one.bytes, "documents"))
     for one in _stored(storage, STAGING):
+        if number_in(one.name) <= chain.last and _is_old(one, now - grace):
+            made.doomed.append(Doomed(one.name, one.bytes, "leftovers"))
+    for one in _stored(storage, ASIDE):
         if number_in(one.name) <= chain.last and _is_old(one, now - grace):
             made.doomed.append(Doomed(one.name, one.bytes, "leftovers"))
     for one in _stored(storage, "journal/"):

@@ -5,7 +5,7 @@ partitions that fit into memory, and what a bucket holds is folded as it comes.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -17,15 +17,23 @@ import pyarrow.parquet as pq
 
 from upr_backup.errors import RepositoryDamagedError, is_damage
 from upr_backup.repository import Storage
-from upr_backup.repository.chain import Segment, needed, number_at, segments_of, sizes_of
+from upr_backup.repository.chain import (
+    Chain,
+    Segment,
+    add_segment,
+    needed,
+    number_at,
+    segments_of,
+    sizes_of,
+)
 from upr_backup.repository.documents import FileRef, Manifest
 from upr_backup.repository.repository import Repository
 from upr_client import Bucket, Only, Tuning
 from upr_client.arrow import record_batch
 from upr_client.changes.options import Pinned
 from upr_client.errors import RollbackError
-from upr_protocol.limits import PARTITIONS
-from upr_protocol.partitioning import partitions_of
+from upr_protocol.limits import KEY_BYTES_MAX, PARTITIONS, VALUE_BYTES_MAX
+from upr_protocol.partitioning import partition_of, partitions_of
 
 SCHEMA: Final = pa.schema(
     [
@@ -46,6 +54,15 @@ _FOLD_BYTES: Final = 64 * 2**20
 _OFFSETS_BYTES: Final = 2**31 - 1
 _TAKEN_BYTES: Final = 2**30
 _DAMAGE = (OSError, pa.ArrowException)
+_FILLED: Final = ("partition", "seqno", "op", "key")
+"""Columns that have a value in each row."""
+_PLAIN: Final = frozenset({"PLAIN", "RLE", "BIT_PACKED"})
+_OP_BYTES: Final = 1024
+"""Of a row group's column op, besides two bits a row."""
+_ROW_BYTES_MAX: Final = VALUE_BYTES_MAX + KEY_BYTES_MAX + 4096
+"""Of one row as Parquet, with what describes its page."""
+_ROW_GROUP_BYTES_MAX: Final = _TAKEN_BYTES + _ROW_GROUP_ROWS * KEY_BYTES_MAX + _ROW_BYTES_MAX
+"""Of the largest row group that is ever written: that of a merged base, whose values are bounded and whose keys are few."""
 
 I64 = npt.NDArray[np.int64]
 
@@ -135,21 +152,49 @@ def read_rows(storage: Storage, file: FileRef, partitions: Iterable[int]) -> Ite
     try:
         with storage.open(file.path) as opened:
             parquet = pq.ParquetFile(opened, page_checksum_verification=True)
-            if parquet.schema_arrow != SCHEMA:
-                raise RepositoryDamagedError(f"{file.path} has other columns")
-            groups = [
-                index
-                for index in range(parquet.num_row_groups)
-                if _overlaps(parquet.metadata.row_group(index).column(0).statistics, low, high)
-            ]
-            if not groups:
-                return
-            for batch in parquet.iter_batches(_READ_ROWS, groups, use_threads=False):
-                yield batch.filter(pc.is_in(batch.column("partition"), wanted))
+            _check_parquet(parquet, file)
+            for index in range(parquet.num_row_groups):
+                if not _overlaps(parquet.metadata.row_group(index).column(0).statistics, low, high):
+                    continue
+                # Group by group, so that a batch is not larger than what was checked.
+                for batch in parquet.iter_batches(_READ_ROWS, [index], use_threads=False):
+                    if any(batch.column(name).null_count for name in _FILLED):
+                        raise RepositoryDamagedError(f"{file.path} has rows with holes")
+                    yield batch.filter(pc.is_in(batch.column("partition"), wanted))
     except _DAMAGE as error:
         if not is_damage(error):
             raise
         raise RepositoryDamagedError(f"{file.path} cannot be read: {_short(error)}") from error
+
+
+def _check_parquet(parquet: Any, file: FileRef) -> None:
+    """Check that a file can be one of ours before anything of it is unpacked: a few bytes may unpack to many."""
+    metadata = parquet.metadata
+    if parquet.schema_arrow != SCHEMA:
+        raise RepositoryDamagedError(f"{file.path} has other columns")
+    if metadata.num_rows != file.rows:
+        raise RepositoryDamagedError(
+            f"{file.path} has {metadata.num_rows} rows, it was written with {file.rows}"
+        )
+    for index in range(parquet.num_row_groups):
+        group = metadata.row_group(index)
+        most = min(group.num_rows * _ROW_BYTES_MAX, _ROW_GROUP_BYTES_MAX)
+        if group.total_byte_size > most:
+            raise RepositoryDamagedError(
+                f"{file.path}: {group.num_rows} rows unpack to {group.total_byte_size} bytes; "
+                f"must be at most {most}"
+            )
+        # A value that is stored once and meant for each row would unpack to more than that.
+        for at, name in enumerate(SCHEMA.names):
+            column = group.column(at)
+            if name == "op":
+                fits = column.total_uncompressed_size <= group.num_rows // 4 + _OP_BYTES
+            else:
+                fits = _PLAIN.issuperset(column.encodings)
+            if not fits:
+                raise RepositoryDamagedError(
+                    f"{file.path}: the column {name} is not stored as here"
+                )
 
 
 def _overlaps(statistics: Any, low: int, high: int) -> bool:
@@ -300,33 +345,122 @@ class Point:
         return state(self.repository.storage, counted, key_prefix)
 
 
-def open_point(storage: Storage, at: Any = None, partitions: Sequence[int] | None = None) -> Point:
+def open_point(
+    repository: Repository, at: Any = None, partitions: Sequence[int] | None = None
+) -> Point:
     """Open a restore point and read all its files once, so that nothing damaged is used.
 
     Args:
-        storage: the repository's.
-        at: a value of ``RestorePoint``; None means the newest.
+        repository: where.
+        at: a number, the microseconds of a time in a tuple, or the name of a tag; None means the newest.
         partitions: only these; None means all.
 
     Raises:
-        RepositoryError: there is no repository.
         BackupNotFoundError: there is no such backup.
         RepositoryDamagedError: a document or a file is damaged or missing.
     """
-    repository = Repository.open(storage)
-    damage: list[str] = []
-    chain = repository.chain(damage.append)
-    number = number_at(chain, at)
-    if damage and not (isinstance(at, int) and chain.first <= at <= chain.last):
-        there = f"backups {chain.first} to {chain.last} can be used, with --at ID" if chain else ""
-        raise RepositoryDamagedError(damage[0], hint=there)
-    backups = needed(chain, number)
+    if isinstance(at, str):
+        at = repository.tag(at).number
+    try:
+        chain, number, backups = _needed(repository, at, indexed=True)
+    except RepositoryDamagedError:
+        # It may be the index that is not right.
+        chain, number, backups = _needed(repository, at, indexed=False)
+    storage = repository.storage
     counted: Mapping[int, Sequence[Segment]] = segments_of(backups)
     if partitions is not None:
         wanted = set(partitions)
         counted = {p: parts for p, parts in counted.items() if p in wanted}
     check_files(storage, {part.file for parts in counted.values() for part in parts})
     return Point(repository, chain.by_number(number), counted, sizes_of(backups), partitions)
+
+
+def _needed(
+    repository: Repository, at: Any, *, indexed: bool
+) -> tuple[Chain, int, Sequence[Manifest]]:
+    damage: list[str] = []
+    chain = repository.chain(damage.append, indexed=indexed)
+    number = number_at(chain, at)
+    if damage and not (isinstance(at, int) and chain.first <= at <= chain.last):
+        there = f"backups {chain.first} to {chain.last} can be used, with --at ID" if chain else ""
+        raise RepositoryDamagedError(damage[0], hint=there)
+    return chain, number, needed(chain, number)
+
+
+class Version(NamedTuple):
+    """What a key is at some backups, one after the other.
+
+    Args:
+        first, last: numbers of the backups.
+        as_of: when the first of them was taken; microseconds since the epoch.
+        op: "set", "delete", or "absent" where no row of it counts.
+        seqno, bytes, time: of its newest row: the value's length, and when it was committed, in microseconds; None
+            where there is none.
+    """
+
+    first: int
+    last: int
+    as_of: int
+    op: str
+    seqno: int | None
+    bytes: int | None
+    time: int | None
+
+
+def versions(
+    storage: Storage, chain: Chain, key: bytes, progress: Callable[[int, int], Any]
+) -> Iterator[Version]:
+    """Yield what a key is at each restore point, oldest first; points at which it is the same come together.
+
+    Args:
+        storage: the repository's.
+        chain: its restore points.
+        key: 1 to 4096 bytes.
+        progress: called with points done and in all.
+
+    Raises:
+        RepositoryDamagedError: a document or a file is damaged or missing.
+    """
+    partition = partition_of(key)
+    rows_in: dict[str, list[Any]] = {}
+    parts: list[Segment] = []
+    base = 0
+    known: Version | None = None
+    for done, link in enumerate(chain.links):
+        progress(done, len(chain.links))
+        wanted = [link.number]
+        if chain.base_number(link.number) != base:
+            parts, base = [], chain.base_number(link.number)
+            wanted = list(range(base, link.number + 1))
+        for number in wanted:
+            manifest = chain.base(number) if number == base else chain.by_number(number)
+            if partition in manifest.entries:
+                add_segment(parts, manifest, partition)
+        for part in parts:
+            if part.file.path not in rows_in:
+                rows_in[part.file.path] = list(_rows_of(storage, part.file, partition, key))
+        counted = (row for p in parts for row in rows_in[p.file.path] if p.low < row[1] <= p.high)
+        newest_row = max(counted, key=lambda row: row[1], default=("absent", None, None, None))
+        if known is not None and known[3:] == newest_row:
+            known = known._replace(last=link.number)
+            continue
+        if known is not None:
+            yield known
+        known = Version(link.number, link.number, link.cut_time, *newest_row)
+    if known is not None:
+        yield known
+
+
+def _rows_of(
+    storage: Storage, file: FileRef, partition: int, key: bytes
+) -> Iterable[tuple[Any, ...]]:
+    """Yield op, seqno, length of the value and time of a key's rows in a file."""
+    for batch in read_rows(storage, file, [partition]):
+        own = batch.filter(pc.equal(batch.column("key"), pa.scalar(key, pa.binary())))
+        lengths = pc.binary_length(own.column("value"))
+        times = pc.cast(own.column("time"), pa.int64())
+        columns = (own.column("op"), own.column("seqno"), lengths, times)
+        yield from zip(*(column.to_pylist() for column in columns), strict=True)
 
 
 def grouped(sizes: Mapping[int, int], group_bytes: int = GROUP_BYTES) -> list[list[int]]:
@@ -584,6 +718,8 @@ def _file_problem(storage: Storage, file: FileRef, full: bool) -> str:
             return f"{file.path} is damaged: its SHA-256 is not the one it was written with"
     except FileNotFoundError:
         return f"{file.path} is missing"
+    except RepositoryDamagedError as error:
+        return error.message
     except OSError as error:
         if not is_damage(error):
             raise
@@ -612,6 +748,12 @@ def _rows_problem(storage: Storage, manifest: Manifest, index: int) -> str:
         for batch in read_rows(storage, file, range(PARTITIONS)):
             partitions = batch.column("partition").to_numpy()
             seqnos = batch.column("seqno").to_numpy()
+            deleted = pc.equal(batch.column("op"), "delete")
+            known = pc.or_(deleted, pc.equal(batch.column("op"), "set"))
+            if not pc.all(
+                pc.and_(known, pc.equal(deleted, pc.is_null(batch.column("value"))))
+            ).as_py():
+                return f"{file.path} has a row that is neither a set nor a delete"
             if (partitions_of(batch.column("key").to_pylist()) != partitions).any():
                 return f"{file.path} has a key in a partition that it does not belong to"
             for partition in np.unique(partitions).tolist():

@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from upr_backup.errors import HistoryChangedError, RepositoryError
+from upr_backup.errors import HistoryChangedError, RepositoryDamagedError, RepositoryError
 from upr_backup.repository import Storage, open_storage
 from upr_backup.repository.documents import Entry, RolledBack, canonical, sha256
 from upr_backup.repository.repository import Repository
@@ -17,7 +17,7 @@ from upr_client import Bucket, Client, MemoryPositions, Only, Position, Rollback
 from upr_client.admin import CutInfo
 from upr_client.arrow import record_batch
 from upr_client.errors import CutNotFoundError, SnapshotGoneError
-from upr_protocol.errors import UnavailableError, UprError
+from upr_protocol.errors import PositionDamagedError, UnavailableError, UprError
 from upr_protocol.limits import BACKUP_CUTS_NAME
 
 LEASE_SECONDS: Final = 900.0
@@ -187,11 +187,14 @@ def _read(
     task: Task,
     progress: Callable[[int], Any],
 ) -> tuple[list[RolledBack], Mapping[int, Position]]:
-    positions = {
-        partition: Position.from_document(entry.position)
-        for partition, entry in task.starts.items()
-        if entry is not None and entry.position is not None
-    }
+    try:
+        positions = {
+            partition: Position.from_document(entry.position)
+            for partition, entry in task.starts.items()
+            if entry is not None and entry.position is not None
+        }
+    except PositionDamagedError as error:
+        raise RepositoryDamagedError(f"backup {task.number - 1}: {error.message}") from error
     rollbacks: list[RolledBack] = []
     # Up to where the chain's data stays.
     stays = {p: entry.end if entry else 0 for p, entry in task.starts.items()}
@@ -242,7 +245,7 @@ def backup_group(
         UprError: the server or the storage failed.
         OSError: the storage failed.
     """
-    repository = Repository.open(open_storage(task.location))
+    repository = Repository.open(open_storage(task.location), task.key)
     if repository.bucket_version != task.bucket_version:
         raise RepositoryError(f"there is another repository in {task.location} by now")
     with Client(task.target, retry_seconds=task.patience, **task.login.options) as client:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from upr_backup.repository.documents import (
+    NOT_WRITTEN_HERE,
     Entry,
     FileRef,
     Json,
@@ -12,6 +13,7 @@ from upr_backup.repository.documents import (
     entry_from_json,
     entry_to_json,
     file_from_json,
+    rolled_back_from_json,
 )
 from upr_backup.repository.repository import Attempt, Repository
 from upr_client.admin import CutInfo
@@ -34,6 +36,7 @@ class Task:
         cut: where to end; with the pins of the group's partitions.
         patience: how many seconds a server that went away is waited for.
         login: the credentials for the server.
+        key: of an encrypted repository.
     """
 
     location: str
@@ -47,6 +50,7 @@ class Task:
     cut: CutInfo
     patience: float
     login: Login = field(default_factory=Login)
+    key: bytes | None = field(default=None, repr=False)
 
 
 class TaskResult(NamedTuple):
@@ -66,11 +70,15 @@ class TaskResult(NamedTuple):
 
     @classmethod
     def from_json(cls, record: Json) -> Self:
-        """Return what ``to_json`` gave."""
+        """Return what ``to_json`` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is nothing that it gave.
+        """
         return cls(
             None if record["file"] is None else file_from_json(record["file"]),
             {int(p): entry_from_json(entry) for p, entry in record["entries"].items()},
-            [RolledBack(*rollback) for rollback in record["rollbacks"]],
+            [rolled_back_from_json(rollback) for rollback in record["rollbacks"]],
         )
 
 
@@ -81,10 +89,11 @@ def staged_result(
     record = repository.staged_group(Attempt(number, attempt, {}), index)
     if record is None:
         return None
-    result = TaskResult.from_json(record)
     try:
+        result = TaskResult.from_json(record)
         size = 0 if result.file is None else repository.storage.size(result.file.path)
-    except FileNotFoundError:
+    except (FileNotFoundError, *NOT_WRITTEN_HERE):
+        # What is not there, or was written by somebody else, is read again.
         return None
     return result if result.file is None or size == result.file.bytes else None
 

@@ -6,6 +6,8 @@ has to be the server's unless that has a newer one, or purged it as the deletion
 since below what the backup has, the two are different histories, and there is nothing to compare.
 """
 
+import math
+import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,13 +42,13 @@ _MERGED = {"full": "", "incremental": "", "merged": ", merged"}
 
 
 def verify(
-    repository: Repository, full: bool, progress: Callable[[int, int], Any]
+    repository: Repository, share: float, progress: Callable[[int, int], Any]
 ) -> Iterator[str]:
     """Yield everything that is wrong, as one line each.
 
     Args:
         repository: it was opened, so its own document is right.
-        full: whether every data file is read, and not only looked at for its size.
+        share: of the data files, 0 to 1, is read, chosen anew each time; the others are looked at for their size.
         progress: called with files done and files in all.
 
     Raises:
@@ -56,15 +58,16 @@ def verify(
     chain = repository.chain(wrong.append)
     yield from wrong
     if not wrong:
-        for name in repository.lost_manifests(chain):
+        for name in repository.lost_manifests(chain.last):
             yield f"{name} is missing: its data is there"
     total = chain.files
     done = 0
+    read = set(random.sample(range(total), math.ceil(total * share)))
     for manifest in chain.rests_on():
         for index, file in enumerate(manifest.files):
             progress(done, total)
-            problem = _file_problem(repository.storage, file, full)
-            if not problem and full:
+            problem = _file_problem(repository.storage, file, done in read)
+            if not problem and done in read:
                 problem = _rows_problem(repository.storage, manifest, index)
             if problem:
                 yield f"backup {manifest.number}{_MERGED[manifest.kind]}: {problem}"

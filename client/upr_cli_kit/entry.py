@@ -11,6 +11,17 @@ import sys
 from collections.abc import Sequence
 
 
+def _open_standard_streams() -> None:
+    """Open those of stdin, stdout and stderr that are closed, before a file or a connection gets their number.
+
+    What goes to stdout fails then, as it should, and what goes to stderr is lost.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR if name == "stderr" else os.O_RDONLY)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 def run(program: str, extra: str, needed: Sequence[str], module: str) -> None:
     """Run a program and leave the process with its status.
 
@@ -28,6 +39,7 @@ def run(program: str, extra: str, needed: Sequence[str], module: str) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    _open_standard_streams()
     # gRPC's C core writes lines of its own to stderr, beside the error that says the same.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:

@@ -12,7 +12,7 @@ USAGE: Final = 2
 """Usage, a missing extra, bad configuration, bad input. click's own status."""
 NOT_FOUND: Final = 3
 REFUSED: Final = 4
-"""The server refused: state, storage, limits."""
+"""Refused by the server, for its state, storage or limits; or what is to be made is there already, wherever."""
 UNREACHABLE: Final = 5
 TIMED_OUT: Final = 6
 WARNINGS: Final = 10
@@ -70,6 +70,8 @@ def exit_code_of(error: UprError | OSError) -> int:
     if isinstance(error, OSError):
         if error.errno == errno.ETIMEDOUT:
             return TIMED_OUT
+        if error.errno == errno.EEXIST:
+            return REFUSED
         return UNREACHABLE if error.errno in _NOT_REACHED else USAGE
     # A deadline that passed is "unavailable" to a program, which may try again; a person wants to know
     # whether nobody was there or somebody was too slow.

@@ -303,13 +303,3 @@ def client_option(function: _F) -> _F:
 def client_options(function: _F) -> _F:
     """As ``client_option``, and add --bucket."""
     return client_option(_bucket_option(function))
-
-
-def refuse_options(context: click.Context) -> None:
-    """Refuse what stands before a subcommand, which would otherwise ask another server or bucket than was named."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is ParameterSource.COMMANDLINE and parameter.expose_value:
-            raise click.UsageError(
-                f"{parameter.opts[-1]} goes behind {context.invoked_subcommand!r}", context
-            )

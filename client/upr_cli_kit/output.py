@@ -4,12 +4,13 @@ stdout is data; progress, warnings and errors go to stderr.
 """
 
 import contextlib
+import errno
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TextIO, TypeVar
 
 import click
@@ -22,6 +23,7 @@ _VERBOSE = "upr.verbose"
 _BAR_WIDTH = 30
 _TERMINAL_SECONDS = 0.1
 _LOG_SECONDS = 5.0
+_HELP = {"-h", "--help"}
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -151,7 +153,8 @@ def _as_command_error(error: Exception) -> CommandError:
         return CommandError(str(error), exit_codes.exit_code_of(error))
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return CommandError(f"{where}{error.strerror or error}", exit_codes.exit_code_of(error))
+        words = "stdout is closed" if error.errno == errno.EBADF else error.strerror or error
+        return CommandError(f"{where}{words}", exit_codes.exit_code_of(error))
     return CommandError(
         f"internal error: {type(error).__name__}: {error} (--verbose shows where; please report it)",
         exit_codes.BAD_ANSWER,
@@ -162,22 +165,31 @@ def _invoked(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
     """Run a command and turn what it raises into a CommandError."""
     try:
         result = invoke(ctx)
-        # Here and not at the interpreter's end, where a closed pipe would be a complaint and status 120. It is None
-        # where the command was started with a closed one.
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        # Here and not at the interpreter's end, where a closed pipe would be a complaint and status 120.
+        sys.stdout.flush()
         return result
     except (CommandError, click.ClickException, click.exceptions.Exit, click.Abort):
         raise
     except BrokenPipeError:
         # Whoever reads has seen enough: `upr-cat follow | head`.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         ctx.exit(exit_codes.OK)
     except Exception as error:
+        if isinstance(error, OSError):
+            # What could not be written would be tried again at the interpreter's end.
+            _drop_output()
         if ctx.meta.get(_VERBOSE):
             traceback.print_exc()
         raise _as_command_error(error) from error
+
+
+def _drop_output() -> None:
+    """Have what stdout holds back, and cannot write, go nowhere."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _left(run: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any]) -> Any:
@@ -216,13 +228,116 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A program of several commands; the errors of all are one line, and end in the statuses of ``exit_codes``."""
+    """A program of several commands, or some of them; errors are one line, and end in the statuses of ``exit_codes``.
+
+    Args:
+        bare: the command that is meant where none is named.
+    """
+
+    def __init__(self, *arguments: Any, bare: str = "", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.bare = bare
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and args is not None:
+            args = self._with_bare(ctx, args) if self.bare else self._with_place(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def _with_bare(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Return the arguments with the command that they leave out, and refuse options that stand before one."""
+        if args and not args[0].startswith("-"):
+            return args
+        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        takes = {
+            name
+            for option in self.commands[self.bare].params
+            if isinstance(option, click.Option) and not option.is_flag
+            for name in option.opts
+        }
+        before = ["", *args]
+        named = [
+            a for a, b in zip(args, before, strict=False) if a in self.commands and b not in takes
+        ]
+        if not named:
+            return args if _HELP & set(args) else [self.bare, *args]
+        for argument in args[: args.index(named[0])]:
+            if argument.startswith("-") and argument not in own:
+                raise click.UsageError(f"{argument} goes behind {named[0]!r}", ctx)
+        return args
+
+    def _with_place(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuse a command in the place of what goes before it, or show its help, if that is asked for."""
+        place = next((one for one in self.params if isinstance(one, click.Argument)), None)
+        words = [argument for argument in args if not argument.startswith("-")]
+        if place is None or not words or words[0] not in self.commands:
+            return args
+        if len(words) > 1 and words[1] in self.commands:
+            return args
+        name = place.make_metavar(ctx)
+        if _HELP & set(args):
+            return [name, *args]
+        raise click.UsageError(
+            f"{name} goes before {words[0]!r}: {ctx.command_path} {name} {words[0]}", ctx
+        )
 
     def invoke(self, ctx: click.Context) -> Any:
         return _invoked(super().invoke, ctx)
 
     def main(self, *args: Any, **extra: Any) -> Any:
         return _left(super().main, args, extra)
+
+
+def add_examples(program: click.Command, examples: Mapping[str, Sequence[str]]) -> None:
+    """Show examples at the end of the help of commands.
+
+    Args:
+        examples: of each command, named by the words behind the program's name, what follows the program's name.
+    """
+    for words, lines in examples.items():
+        command: click.Command = program
+        for word in words.split():
+            assert isinstance(command, click.Group)
+            command = command.commands[word]
+        shown = (f"  {program.name} {line}".rstrip() for line in lines)
+        # click leaves the lines of a paragraph behind \b as they are.
+        command.epilog = "\n".join(("\b", "Examples:", *shown))
+
+
+def confirm(question: str, to: str, about: str = "") -> None:
+    """Ask on the terminal whether to go on, and end the command where the answer is no.
+
+    Args:
+        to: what --yes does without asking.
+        about: what the question is about, in a line of its own.
+
+    Raises:
+        UsageError: nobody can be asked.
+    """
+    if not can_ask():
+        raise click.UsageError(f"nobody can be asked here: give --yes to {to}")
+    if about:
+        note(about)
+    click.confirm(question, abort=True, err=True)
+
+
+def can_ask() -> bool:
+    """Whether there is somebody who can answer a question."""
+    return sys.stdin.isatty()
+
+
+def print_done(as_json: bool, did: str, name: str, details: str = "", **fields: object) -> None:
+    """Print what a command did, as ``dropped: orders, version 5`` or as one JSON document.
+
+    Args:
+        did: a participle, and the JSON document's field of the name.
+        name: of what it did that to.
+        details: for people, behind the name.
+        fields: further ones of the JSON document.
+    """
+    if as_json:
+        print_json({did: name, **fields})
+    else:
+        click.echo(f"{did}: {name}{details and ', '}{details}")
 
 
 def _remember_verbose(ctx: click.Context, _: click.Parameter, value: bool) -> None:

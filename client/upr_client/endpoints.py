@@ -41,7 +41,11 @@ _PORT_MAX: Final = 65535
 _SERVER_NAME: Final = re.compile(
     r"(?!(?i:unix|unix-abstract|vsock|dns|ipv4|ipv6|xds|google-c2p):)(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})"
 )
-_NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed")
+_NEVER_SENT: Final = (
+    "failed to connect to all addresses",
+    "DNS resolution failed",
+    "errors resolving",
+)
 """Beginnings of gRPC's details of a call for which there was no connection. Other words only mean that a call is not
 made again elsewhere."""
 

@@ -230,6 +230,9 @@ QUOTA_BYTES_MAX: Final = 2**60
 DURATION_SECONDS_MAX: Final = 36_500 * 24 * 3600.0
 """The longest duration that is taken where nothing else limits it."""
 
+PREFIXES_MAX: Final = 16
+"""Key prefixes of an identity. Each is looked for in every key that it writes."""
+
 assert VALUE_BYTES_MAX + KEY_BYTES_MAX + 4096 <= WRITE_BLOCK_BYTES_MAX < MESSAGE_BYTES_MAX
 assert MARKERS_MIN <= MARKERS_NEWEST
 assert (

@@ -12,6 +12,10 @@ __all__ = ["configure", "register"]
 
 def register(spark: "SparkSession") -> None:
     """Make the format ``upr`` known to a session; where upr-stream is installed Spark also finds it by itself."""
+    session = getattr(spark, "_jsparkSession", None)
+    if session is not None and session.sessionState().dataSourceManager().dataSourceExists("upr"):
+        # Spark warns of a source that takes the place of another one.
+        return
     from upr_spark.source.data_source import UprDataSource
 
     spark.dataSource.register(UprDataSource)

@@ -1,5 +1,8 @@
 """Options as Spark hands them over, names in lower case and values as text, and those of the connection to the server."""
 
+import os
+import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -217,8 +220,20 @@ class Connection:
         """Return a client of its own, to be used with ``with``; it connects when something is asked.
 
         Raises:
+            UprSparkError: UPR_BAD_OPTION, the settings contradict each other; UPR_UNAVAILABLE, no host has an address.
+        """
+        _check_hosts(self.endpoint)
+        return self._client()
+
+    def check(self) -> None:
+        """Look whether a client can be made; nothing is connected.
+
+        Raises:
             UprSparkError: UPR_BAD_OPTION, the settings contradict each other.
         """
+        self._client().close()
+
+    def _client(self) -> "Client":
         from upr_client import Client
 
         try:
@@ -242,6 +257,39 @@ class Connection:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
+_LOOKUPS: Final = 3
+"""Tries of a name server that does not answer."""
+
+
+def _check_hosts(endpoint: str) -> None:
+    """Refuse names of which none has an address: gRPC would look for one until retryTimeout is over."""
+    from upr_client.endpoints import endpoints_of, is_server_name
+
+    endpoints = endpoints_of(endpoint)
+    by_proxy = any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy"))
+    if by_proxy or not all(map(is_server_name, endpoints)):
+        return
+    for attempt in range(_LOOKUPS):
+        silent = False
+        for one in endpoints:
+            try:
+                socket.getaddrinfo(one.rpartition(":")[0].strip("[]"), None)
+                return
+            except socket.gaierror as error:
+                silent = silent or error.errno == socket.EAI_AGAIN
+        if not silent:
+            break
+        if attempt < _LOOKUPS - 1:
+            time.sleep(1)
+    raise UprSparkError(
+        "UNAVAILABLE",
+        f"no address is known of {', '.join(endpoints)}",
+        hint="is the name right, and does this machine know it? The driver and each executor look it up",
+        retriable=True,
+        details={"option": "endpoint"},
+    )
+
+
 def read_connection(options: Mapping[str, str]) -> Connection:
     """Return the settings that options give; other options are not looked at. Nothing is connected.
 
@@ -257,7 +305,8 @@ def read_connection(options: Mapping[str, str]) -> Connection:
             "endpoint",
             None,
             "must be given",
-            'for example .option("endpoint", "127.0.0.1:7070")',
+            'for example .option("endpoint", "127.0.0.1:7070"); a table of SQL keeps its options only where CREATE TABLE '
+            "has no list of columns",
         )
     if values["token"] is not None and values["tokenFile"] is not None:
         raise bad_option(
@@ -285,7 +334,7 @@ def read_connection(options: Mapping[str, str]) -> Connection:
 
 
 def _check(connection: Connection) -> None:
-    connection.open().close()
+    connection.check()
     try:
         check_name(connection.bucket, "bucket")
     except InvalidArgumentError as error:

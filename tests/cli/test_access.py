@@ -85,16 +85,23 @@ def world(server_process: StartServer, tmp_path: Path) -> World:
 def test_tokens_are_added_listed_and_revoked(world: World) -> None:
     tokens = ("--tokens", str(world.identities))
     world.token("loader", "read:orders", "read:users", "write")
-    certified = ("--role", "read", "--certificate", "indexer.example")
-    assert world.run("admin", "token", "add", "indexer", *certified, *tokens).stdout == ""
-    again = world.run("admin", "token", "add", "loader", "--role", "read", *tokens, status=2)
-    assert "a name occurs twice" in again.stderr
+    certified = ("--role", "read", "--certificate", "indexer.example", "--key-prefix", "a/")
+    added = world.run("admin", "token", "add", "indexer", *certified, *tokens)
+    assert added.stdout == "added: indexer, known by its certificate\n"
+    again = world.run("admin", "token", "add", "loader", "--role", "read", *tokens, status=4)
+    assert again.stderr == "error: there is an identity 'loader' already\n"
     listed = world.run("admin", "token", "list", *tokens).stdout.splitlines()
-    assert listed[2].split() == ["loader", "(token)", "read:", "orders,", "users;", "write:", "all"]
+    roles = ["read:", "orders,", "users;", "write:", "all"]
+    assert listed[2].split() == ["loader", "(token)", *roles, "all"]
     found = json.loads(world.run("admin", "token", "list", "--json", *tokens).stdout)
     assert found[1:] == [
         {"name": "loader", "certificate": None, "read": ["orders", "users"], "write": True},
-        {"name": "indexer", "certificate": "indexer.example", "read": True},
+        {
+            "name": "indexer",
+            "certificate": "indexer.example",
+            "read": True,
+            "key_prefixes": ["a/"],
+        },
     ]
     assert world.identities.stat().st_mode & 0o777 == 0o600
     with world.identities.open("a") as file:
@@ -127,13 +134,13 @@ def test_commands_at_once_lose_nothing_and_links_stay(tmp_path: Path) -> None:
 def test_a_token_goes_into_a_file_of_ones_own(world: World) -> None:
     out = world.folder / "new.token"
     add = ("admin", "token", "add", "new", "--role", "read", "--tokens", str(world.identities))
-    assert world.run(*add, "--out", str(out)).stdout == ""
+    assert world.run(*add, "--out", str(out)).stdout == f"added: new, its token is in {out}\n"
     assert out.stat().st_mode & 0o777 == 0o600
     assert digest_of(out.read_text().strip()) in world.identities.read_text()
     # Neither a file that is there nor an identity without a token.
     before = world.identities.read_text(), out.read_text()
-    world.run(*add[:3], "newer", *add[4:], "--out", str(out), status=2)
-    world.run(*add, "--out", str(world.folder / "other"), status=2)
+    world.run(*add[:3], "newer", *add[4:], "--out", str(out), status=4)
+    world.run(*add, "--out", str(world.folder / "other"), status=4)
     assert (world.identities.read_text(), out.read_text()) == before
     assert not (world.folder / "other").exists()
 

@@ -75,7 +75,7 @@ def test_drop_asks_first(target: str, monkeypatch: pytest.MonkeyPatch, answer: s
             raise click.Abort
 
     monkeypatch.setattr(click, "confirm", confirm)
-    monkeypatch.setattr("upr.cli.admin_commands.bucket._can_ask", lambda: True)
+    monkeypatch.setattr("upr_cli_kit.output.can_ask", lambda: True)
     result = CliRunner().invoke(main, ["bucket", "drop", "default", "--target", target])
     assert len(asked) == 1
     assert "12 mutations" in result.stderr

@@ -206,7 +206,7 @@ def test_it_asks_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, records: int
 ) -> None:
     closed = Closed(tmp_path / "data")
-    monkeypatch.setattr("upr.cli.admin_commands.restore_copy.on_terminal", lambda: True)
+    monkeypatch.setattr("upr_cli_kit.output.can_ask", lambda: True)
     result = CliRunner().invoke(admin.main, ["restore-copy", str(closed.path)], input=answer)
     assert "Go on?" in result.stderr
     assert len(row_of(closed, 0).log) == records

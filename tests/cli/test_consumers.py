@@ -110,7 +110,7 @@ async def test_reset_asks_first(target: str, monkeypatch: pytest.MonkeyPatch) ->
     refused = await run(target, "reset", NAME, "--to", "now")
     assert refused.exit_code == exit_codes.USAGE
     assert "--yes" in refused.stderr
-    monkeypatch.setattr("upr.cli.admin_commands.consumers._can_ask", lambda: True)
+    monkeypatch.setattr("upr_cli_kit.output.can_ask", lambda: True)
     command = ["consumers", "reset", NAME, "--to", "now", "--create", "--target", target]
     declined = await asyncio.to_thread(CliRunner().invoke, main, command, "n\n")
     assert declined.exit_code == exit_codes.INTERRUPTED

@@ -20,7 +20,7 @@ def test_create_list_renew_release(target: str) -> None:
         partition = client.bucket().set(b"a", b"1").partition
     made = run(target, "create", "nightly", "--lease", "2h")
     assert made.exit_code == 0, made.output
-    assert made.stdout.startswith("nightly: 1024 partitions pinned until 20")
+    assert made.stdout.startswith("created: nightly, 1024 partitions pinned until 20")
     small = run(target, "create", "small", "--partitions", f"{partition}", "--json")
     document = json.loads(small.stdout)
     assert (document["name"], document["lease_seconds"]) == ("small", 3600)
@@ -41,7 +41,7 @@ def test_create_list_renew_release(target: str) -> None:
     assert len(run(target, "list", "--partitions").stdout.splitlines()) == 1 + 1024 + 1
 
     renewed = run(target, "renew", "small", "--lease", "1d")
-    assert renewed.stdout.startswith("small: pinned until 20")
+    assert renewed.stdout.startswith("renewed: small, pinned until 20")
     assert json.loads(run(target, "list", "--json").stdout)[1]["lease_seconds"] == 86_400
     assert run(target, "release", "small").stdout == "released: small\n"
     assert [cut["name"] for cut in json.loads(run(target, "list", "--json").stdout)] == ["nightly"]

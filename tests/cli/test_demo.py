@@ -34,7 +34,7 @@ def start(arguments: list[str], temporary: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize(("commits", "bare"), [(1, False), (2, True), (40, True)])
+@pytest.mark.parametrize(("commits", "bare"), [(1, False), (40, True)])
 def test_the_demo_ends_with_every_blob_equal(tmp_path: Path, commits: int, bare: bool) -> None:
     repo = RepoBuilder(tmp_path / "a repo", bare)
     repo.commit({b"f%d" % number: b"%d" % number for number in range(30)})
@@ -53,6 +53,7 @@ def test_the_demo_ends_with_every_blob_equal(tmp_path: Path, commits: int, bare:
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.crash
 def test_the_demo_of_writes_undone_shows_the_numbers(tmp_path: Path) -> None:
     demo = start(["-m", "tools.demo_undone"], tmp_path)

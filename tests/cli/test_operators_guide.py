@@ -17,6 +17,7 @@ from upr.cli.admin import main as admin
 from upr.cli.cat import main as cat
 from upr.cli.server import main as server
 from upr_backup.cli.commands import main as backup
+from upr_cli_kit.output import Group
 
 GUIDE = (Path(__file__).parents[2] / "upr" / "OPERATORS.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
@@ -128,6 +129,7 @@ class Shell:
             one.wait()
 
 
+@pytest.mark.long
 def test_the_blocks_are_commands_that_work(tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     seen: list[str] = []
@@ -184,7 +186,11 @@ def test_every_name_in_a_command_is_there(text: str) -> None:
             for name in word.split("|"):
                 assert name in command.commands, (text, name)
             command = command.commands[word.partition("|")[0]]
-            options |= {name for parameter in command.params for name in parameter.opts}
+            # Alone a family of commands is its listing.
+            parameters = [*command.params]
+            if isinstance(command, Group) and command.bare:
+                parameters += command.commands[command.bare].params
+            options |= {name for parameter in parameters for name in parameter.opts}
 
 
 def test_every_option_that_is_named_is_there() -> None:

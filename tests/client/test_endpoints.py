@@ -120,6 +120,7 @@ def test_which_errors_make_another_endpoint_worth_trying() -> None:
     [
         ("UNAVAILABLE", "failed to connect to all addresses; last error: refused", True),
         ("UNAVAILABLE", "DNS resolution failed for nowhere:1", True),
+        ("UNAVAILABLE", "errors resolving nowhere:1: [field:hostname lookup error]", True),
         ("UNAVAILABLE", "Socket closed", False),
         ("UNAVAILABLE", None, False),
         ("DEADLINE_EXCEEDED", "failed to connect to all addresses", False),

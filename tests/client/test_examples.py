@@ -1,15 +1,21 @@
 """The examples run as the guide says, against a real server, and end cleanly; the one with SQLite has its own test too."""
 
 import json
+import queue
 import re
+import runpy
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +46,9 @@ class Example:
     def __init__(self, folder: Path, command: list[str]) -> None:
         self._out, self._err = folder / "out", folder / "err"
         with self._out.open("ab") as out, self._err.open("ab") as err:
-            self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=err)
+            self.process = subprocess.Popen(
+                command, cwd=folder, stdin=subprocess.PIPE, stdout=out, stderr=err
+            )
 
     @property
     def lines(self) -> list[str]:
@@ -59,6 +67,15 @@ class Example:
         )
         assert holds(), self.words
 
+    def ask(self, line: bytes) -> str:
+        """Give it a line, and return the one that it prints."""
+        count = len(self.lines)
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+        self.wait_until(lambda: len(self.lines) > count)
+        return self.lines[-1]
+
     def end(self, number: int | None = None) -> int:
         """Wait for its end, and return the status; no traceback was printed."""
         if number is not None:
@@ -76,7 +93,7 @@ def running(folder: Path, command: list[str], *options: str) -> Iterator[Example
         yield example
     finally:
         example.process.kill()
-        example.process.wait()
+        example.process.communicate()
 
 
 def write(server: RunningServer, *rows: tuple[bytes, bytes | None]) -> None:
@@ -296,3 +313,127 @@ def test_the_mirror_has_what_the_bucket_has(
     with running(tmp_path, command_of("sqlite_mirror.py", target), "--until-now") as example:
         assert example.end() == 0
         assert (tmp_path / "mirror.db").exists()
+
+
+@contextmanager
+def receiver(answers: list[int]) -> Iterator[tuple[str, "queue.Queue[list[dict[str, Any]]]"]]:
+    """A receiver of events that gives some answers first, and then 204: its URL, and the batches that it took."""
+    taken: queue.Queue[list[dict[str, Any]]] = queue.Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            status = answers.pop(0) if answers else 204
+            if status == 204:
+                assert self.headers["Content-Type"].startswith("application/cloudevents-batch+json")
+                taken.put(json.loads(body))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+        def handle(self) -> None:
+            # A follower that was interrupted closes the connection as it is.
+            with suppress(ConnectionError):
+                super().handle()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/events?a=b", taken
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_cloud_events_come_in_order_and_again_until_they_are_taken(tmp_path: Path) -> None:
+    first, second, third = keys_in(7, 3)
+    with ScriptedServer() as server, receiver([503, 429]) as (url, taken):
+        server.write(first, b"red")
+        server.write(second, b"\xff")
+        server.delete(first)
+        command = [*command_of("cloudevents.py", server.target), "--url", url]
+        with running(tmp_path, command) as example:
+            events: list[dict[str, Any]] = []
+            while len(events) < 3:
+                events += taken.get(timeout=WAIT_SECONDS)
+            assert [(one["type"], one["seqno"], one["subject"]) for one in events] == [
+                ("upr.set", "1", first.decode()),
+                ("upr.set", "2", second.decode()),
+                ("upr.delete", "3", first.decode()),
+            ]
+            assert (events[0]["data"], events[0]["datacontenttype"]) == ("red", "text/plain")
+            assert events[1]["data_base64"] == b64encode(b"\xff").decode()
+            assert len({one["id"] for one in events}) == 3
+            assert all(one["specversion"] == "1.0" and one["source"] for one in events)
+            assert "answered 503; again in" in example.words
+            assert "answered 429; again in" in example.words
+            # What did not happen is taken back, and what did is sent.
+            server.roll_back(7, 2)
+            server.write(third, b"new")
+            (back,) = taken.get(timeout=WAIT_SECONDS)
+            assert (back["type"], back["partition"]) == ("upr.rollback", 7)
+            assert 0 <= int(back["seqno"]) <= 2
+            again: list[dict[str, Any]] = []
+            while not again or again[-1]["seqno"] != "3":
+                again += taken.get(timeout=WAIT_SECONDS)
+            assert again[-1]["data"] == "new"
+            # What is sent once more has its id, and what is another event of that seqno has not.
+            assert [one["id"] in {e["id"] for e in events} for one in again[-2:]] == [True, False]
+            assert example.end(signal.SIGINT) == 0
+        with receiver([400]) as (refusing, none):
+            server.write(first, b"last")
+            last = [*command, "--url", refusing, "--until-now"]
+            with running(tmp_path, last) as example:
+                assert example.end() == 1
+                assert example.words.endswith("cloudevents: the receiver answered 400\n")
+        # The position stands before what was refused, and behind all else.
+        with running(tmp_path, [*command, "--until-now"]) as example:
+            assert example.end() == 0
+        while not taken.empty():
+            (*_, event) = taken.get_nowait()
+        assert event["data"] == "last"
+        assert none.empty()
+
+
+def test_the_cache_forgets_what_changes_and_everything_on_a_rollback(tmp_path: Path) -> None:
+    key, other = keys_in(7, 2)
+    with ScriptedServer() as server:
+        server.write(key, b"1")
+        with running(tmp_path, command_of("cache_invalidator.py", server.target)) as example:
+            assert [example.ask(key), example.ask(key)] == ["b'1'", "b'1'"]
+            assert example.words.splitlines()[-2:] == ["miss", "hit"]
+            server.write(key, b"2")
+            example.wait_until(lambda: f"forgot {key!r}" in example.words)
+            assert example.ask(key) == "b'2'"
+            assert example.ask(other) == "-"
+            server.roll_back(7, 1)
+            example.wait_until(lambda: "roll back to 1" in example.words)
+            assert "emptied of 2 keys" in example.words
+            assert example.ask(key) == "b'1'"
+            assert example.ask(key) == "b'1'"
+            assert example.words.endswith("hit\n")
+            assert example.process.stdin is not None
+            example.process.stdin.close()
+            assert example.end() == 0
+
+
+def test_a_key_that_changes_while_it_is_read_is_not_kept() -> None:
+    example = runpy.run_path(str(CLIENT / "examples" / "cache_invalidator.py"))
+
+    class Changing:
+        """A bucket whose key changes behind each read."""
+
+        def get(self, key: bytes) -> bytes:
+            cache.forget([key])
+            return b"old"
+
+    cache = example["Cache"](Changing(), 10)
+    assert [cache.get(b"key"), cache.get(b"key")] == [(b"old", False)] * 2

@@ -1,6 +1,6 @@
 """A group of three members in processes of their own that are killed, paused and resumed under writes, as the server is.
 
-``UPR_GROUP_SECONDS`` says for how long, 8 by default; ``UPR_GROUP_SEED`` decides what happens when.
+``UPR_GROUP_SECONDS`` says for how long, 5 by default; ``UPR_GROUP_SEED`` decides what happens when.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tests.harness import RunningServer, wait_until
 from upr_client import AsyncBucket, AsyncChanges, AsyncClient, Change, Client, Group, Tuning
 
 StartServer = Callable[..., RunningServer]
-SECONDS = float(os.environ.get("UPR_GROUP_SECONDS", "8"))
+SECONDS = float(os.environ.get("UPR_GROUP_SECONDS", "5"))
 SEED = int(os.environ.get("UPR_GROUP_SEED", "1"))
 
 
@@ -104,6 +104,7 @@ def members(tmp_path: Path) -> Iterator[list[Member]]:
         member.kill()
 
 
+@pytest.mark.long
 @pytest.mark.crash
 @pytest.mark.timeout(SECONDS + 100)
 def test_members_and_a_server_that_are_killed_paused_and_resumed(

@@ -22,7 +22,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "PARTITIONS", 64)
 
 
-def test_memory() -> None:
+def test_memory(few: None) -> None:
     store = MemoryPositions()
     check_position_store(lambda: store)
 
@@ -50,7 +50,11 @@ def test_files_when_a_new_one_cannot_take_the_place_of_the_old(tmp_path: Path, f
 
 
 @pytest.mark.parametrize(
-    ("journal", "partitions", "room"), [("DELETE", PARTITIONS, 100_000), ("WAL", 64, 10_000)]
+    ("journal", "partitions", "room"),
+    [
+        pytest.param("DELETE", PARTITIONS, 100_000, marks=pytest.mark.long),
+        ("WAL", 64, 10_000),
+    ],
 )
 def test_sqlite_by_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal: str, partitions: int, room: int

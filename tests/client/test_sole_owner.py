@@ -13,6 +13,7 @@ ROUNDS = 6
 KEYS = [b"key %d" % i for i in range(40)]
 
 
+@pytest.mark.long
 @pytest.mark.crash
 @pytest.mark.asyncio
 @pytest.mark.parametrize("reset", [False, True])

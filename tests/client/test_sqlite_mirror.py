@@ -260,6 +260,7 @@ class Disaster:
             mirror.start()
 
 
+@pytest.mark.long
 @pytest.mark.crash
 @pytest.mark.timeout(120 + 20 * ROUNDS)
 def test_each_change_is_applied_once_whatever_is_killed(

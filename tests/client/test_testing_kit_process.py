@@ -238,14 +238,13 @@ class World:
         self.log.append(("restarted", told, [[r.seqno for r in log] for log in logs.values()]))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_scripted_server_does_as_the_real_one(seed: int) -> None:
+def test_the_scripted_server_does_as_the_real_one() -> None:
     """The same writes, follows and restarts give the same seqnos, logs, answers, positions and states."""
     partitions = [3, 500, 1023]
     keys = [key for partition in partitions for key in keys_in(partition, 5)]
     with ServerProcess() as real, ScriptedServer() as scripted:
         worlds = [World(real), World(scripted)]
-        pick = random.Random(seed)
+        pick = random.Random(0)
         expected: dict[bytes, bytes] = {}
         for step in range(40):
             kind = pick.random()

@@ -18,7 +18,7 @@ from tests.crash.world import World
 from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient
 
-pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
+pytestmark = [pytest.mark.crash, pytest.mark.long, pytest.mark.usefixtures("soon")]
 
 MIB = 2**20
 KILLS = 4

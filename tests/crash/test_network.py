@@ -15,7 +15,7 @@ from tests.crash.world import World
 from tests.harness import WAIT_SECONDS
 from tests.proxy import DIRECTIONS, Direction, Proxy
 
-pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
+pytestmark = [pytest.mark.crash, pytest.mark.long, pytest.mark.usefixtures("soon")]
 
 # The preface of HTTP/2 has 24 bytes, an Open some 200, a Start of all partitions some 20,000.
 TO_SERVER = [0, 1, 23, 24, 60, 150, 400, 1000, 5000, 15_000]

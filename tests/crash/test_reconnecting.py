@@ -17,7 +17,7 @@ from tests.raw import OWN_CONNECTION, RawClient, RawFollow, seqnos_of, start_at
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import admin_service_pb2_grpc as admin_grpc
 
-pytestmark = pytest.mark.crash
+pytestmark = [pytest.mark.crash, pytest.mark.long]
 
 MIB = 2**20
 CLIENTS = 50

@@ -145,7 +145,7 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("disk", [128], indirect=True)
-@pytest.mark.parametrize("size", [1000, 200_000])
+@pytest.mark.parametrize("size", [pytest.param(1000, marks=pytest.mark.long), 200_000])
 async def test_a_disk_of_128_mib(disk: Disk, size: int) -> None:
     await fill_and_stop(disk, size, 0)
 
@@ -153,6 +153,6 @@ async def test_a_disk_of_128_mib(disk: Disk, size: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.asyncio
-@pytest.mark.parametrize("disk", [1024, 4096], indirect=True)
+@pytest.mark.parametrize("disk", [4096], indirect=True)
 async def test_a_disk_of_some_gib(disk: Disk) -> None:
     await fill_and_stop(disk, 1000, 60)

@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 import upr
 from tests.harness import RunningServer
-from tools.keep_release import RELEASES, contents, described_wire, load_once
+from tools.keep_release import RELEASES, contents, described_wire, load_once, standing
 from upr_client import Client, ServerPositions
 
 KEPT = sorted(folder.name for folder in RELEASES.iterdir())
@@ -125,6 +125,26 @@ def test_every_release_is_kept() -> None:
     assert set(released) - {FIRST} <= set(KEPT)
     assert {upr.__version__} - {FIRST} <= set(KEPT)
     assert KEPT
+
+
+@pytest.mark.parametrize("version", KEPT)
+def test_a_promoted_server_of_a_release_is_still_active_and_proven(
+    version: str, tmp_path: Path
+) -> None:
+    server = RunningServer(tmp_path, "--data-moved")
+    with tarfile.open(RELEASES / version / "promoted.tar.xz") as archive:
+        archive.extractall(server.data, filter="data")
+    told = json.loads((RELEASES / version / "promoted.json").read_text())
+    assert told["set"][2]
+    assert len(told["undone"]) == 5
+    try:
+        with Client(server.start().target) as client:
+            # Failover logs too: where the proof counts, a start adds no record.
+            assert json.loads(json.dumps(standing(client, server.data))) == told
+            client.bucket().set(b"user:0", b"new")
+            assert client.bucket().get(b"user:0") == b"new"
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("version", KEPT)

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,9 @@ class Member:
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
     members: list[Member] = []
 
-    async def begin(*upstream: Member) -> Member:
+    async def begin(*upstream: Member, data: Path | None = None) -> Member:
         config = ServerConfig(
-            data=tmp_path / str(len(members)),
+            data=data or tmp_path / str(len(members)),
             listen="127.0.0.1:0",
             replicate_from=tuple(one.target for one in upstream),
             open_admin=True,
@@ -163,6 +164,31 @@ async def test_buckets_are_carried_over_as_the_old_owner_has_them(
     assert host.disk.quota.limit == 10**6
     async with AsyncClient(new.target) as client:
         assert await client.bucket("new").get(b"k") == b"v"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("counted", [True, False])
+async def test_the_first_owner_follows_nobody_before_another_one_is_promoted(
+    start: Start, counted: bool
+) -> None:
+    old, new = await start_set(start)
+    row = old.owning.standing.row
+    if not counted:
+        # It knows of nobody who could be promoted without it.
+        await leave_alone(new)
+        row = replace(row, revision=9, counted=frozenset({row.owner}))
+        await old.owning.store(lambda standing: standing.learned(row))
+    await old.stop()
+    back = await start(new, data=old.catalog._directory.path)
+    await until(lambda: "is told to follow" in back.owning.waiting)
+    assert not back.owning.active
+    assert back.owning.standing.row.counted == row.counted
+    new.owning._paused = False
+    await until(lambda: new.owning.meeting.addresses[row.owner] == back.target)
+    done = await new.owning.promote(takeover=counted, force=not counted)
+    assert done.records == 0
+    await until(lambda: back.owning.standing.row.owner == new.owning.standing.directory)
+    await until(lambda: back.owning.in_step)
 
 
 @pytest.mark.asyncio

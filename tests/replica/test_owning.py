@@ -126,10 +126,15 @@ def test_a_former_owner_that_was_only_stopped_undoes_and_follows_without_a_resta
 
 
 def test_takeovers_under_load_lose_nothing_and_make_no_record(server_process: StartServer) -> None:
-    servers = start_set(server_process)
+    take_over(server_process, 6)
+
+
+def take_over(start: StartServer, times: int) -> float:
+    """Have two servers hand over to each other under a writer; return its longest pause, in seconds."""
+    servers = start_set(start)
     ids = [row[0] for row in state_of(servers[0].target)]
     with Writing([servers[0].target, servers[1].target]) as writing:
-        for turn in range(20):
+        for turn in range(times):
             source, target = servers[turn % 2], servers[(turn + 1) % 2]
             writing.go_on()
             done = run("takeover", "--to", target.target, "--json")
@@ -143,7 +148,7 @@ def test_takeovers_under_load_lose_nothing_and_make_no_record(server_process: St
     assert [row[0] for row in state] == ids
     # Each write once: no key was written twice.
     assert sum(row[1] for row in state) == len(writing.acknowledged)
-    print(f"longest pause of a writer: {writing.longest:.3f} s")
+    return writing.longest
 
 
 def test_a_promotion_that_may_lose_something_needs_force(server_process: StartServer) -> None:

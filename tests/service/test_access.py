@@ -69,8 +69,8 @@ class Guarded:
         self.server: RunningServer = start("--tokens", str(self.file), *options, environment=CLOSED)
         self.target = self.server.target
 
-    def add(self, name: str, roles: Roles, certificate: str = "") -> str:
-        return add_identity(self.file, name, roles, certificate)
+    def add(self, name: str, roles: Roles, certificate: str = "", **more: Any) -> str:
+        return add_identity(self.file, name, roles, certificate, **more)
 
     def taken(self) -> int:
         """How often the server has taken the file anew."""
@@ -724,6 +724,12 @@ def test_data_directories_with_unusual_paths(tmp_path: Path, name: str) -> None:
         ('{"name": "a", "certificate": "c", "read": "orders"}', "must be true or a list"),
         ('{"name": "a", "certificate": "c", "replicate": ["orders"]}', "must be true"),
         ('{"name": "a", "token_sha256": "upr_abc"}', "64 hex digits"),
+        ('{"name": "a", "certificate": "c", "read": true, "key_prefixes": "a"}', "list of texts"),
+        ('{"name": "a", "certificate": "c", "read": true, "key_prefixes": [""]}', "not empty"),
+        (
+            '{"name": "a", "certificate": "c", "admin": true, "key_prefixes": ["a"]}',
+            "read and write only",
+        ),
         ('{"name": "a", "certificate": "c"}\n{"name": "a", "certificate": "d"}', "name occurs"),
         (
             '{"name": "a", "certificate": "c"}\n{"name": "b", "certificate": "c"}',

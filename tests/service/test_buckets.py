@@ -308,7 +308,7 @@ async def test_a_bucket_can_be_dropped_and_created_at_once_again_and_again(
 ) -> None:
     server = server_process()
     async with AsyncClient(server.target) as client:
-        for _ in range(20):
+        for _ in range(8):
             outcomes = await asyncio.gather(
                 client.admin.drop_bucket("default"),
                 client.admin.create_bucket("default"),

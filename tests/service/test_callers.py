@@ -26,6 +26,11 @@ from upr_protocol.wire.v1 import change_stream_service_pb2_grpc as changes_grpc
 
 MINE = int(FOLLOW_CALLS_MAX * PEER_CALLS)
 MIB = 2**20
+SOON = {
+    "upr.service.follow.HALF_CLOSE_SECONDS": 0.2,
+    "upr.service.follow.SLOW_BYTES_A_SECOND": 2**30,
+}
+"""A server that waits no longer than the reader's time for who takes nothing."""
 
 
 class Clock:
@@ -198,7 +203,7 @@ async def fill(target: str) -> None:
 async def test_a_consumer_that_takes_nothing_is_ended_whatever_heartbeat_it_asked_for(
     server_process: StartServer,
 ) -> None:
-    server = server_process("--reader-timeout", "1s", "--log-format", "text")
+    server = server_process("--reader-timeout", "1s", "--log-format", "text", constants=SOON)
     await fill(server.target)
     async with RawClient(server.target) as client, AsyncClient(server.target) as asking:
         follow = await client.follow(heartbeat_seconds=3600, credit_bytes=64 * MIB)
@@ -270,7 +275,7 @@ asyncio.run(main())
 
 @pytest.mark.asyncio
 async def test_the_sdk_goes_on_after_it_was_too_slow(server_process: StartServer) -> None:
-    server = server_process("--reader-timeout", "0.5s", "--log-format", "text")
+    server = server_process("--reader-timeout", "0.5s", "--log-format", "text", constants=SOON)
     await fill(server.target)
     consumer = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CONSUMER, server.target, stdout=PIPE, stderr=PIPE

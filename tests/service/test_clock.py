@@ -333,6 +333,7 @@ async def test_a_clock_set_back_before_a_start_does_not_put_the_flush_off(tmp_pa
 # A server
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_real_server_whose_hour_is_some_seconds(
     server_process: StartServer, tmp_path: Path

@@ -294,7 +294,7 @@ async def test_more_consumers_than_go_into_one_message_are_listed_in_several(
 async def test_a_consumer_that_nobody_uses_is_forgotten_after_a_time(
     server_process: StartServer,
 ) -> None:
-    server = server_process("--consumer-expiry", "3s", "--log-format", "text")
+    server = server_process("--consumer-expiry", "1s", "--log-format", "text")
     async with RawClient(server.target) as client:
         await fill(client, 10)
         stays = await following(client, "stays")

@@ -48,7 +48,8 @@ def refused(address: str, path: str, token: str = "") -> tuple[int, Any]:
 
 @pytest.mark.asyncio
 async def test_a_bucket_is_told_by_columns(server_process: StartServer) -> None:
-    server = server_process(*HTTP, "--flush-seconds", "0.1")
+    again = {"upr.service.sight.feed.LOOK_AGAIN_SECONDS": 0.2}
+    server = server_process(*HTTP, "--flush-seconds", "0.1", constants=again)
     address = http_of(server)
     keys = [b"key %d" % number for number in range(3000)]
     expected = [0] * PARTITIONS

@@ -252,7 +252,7 @@ async def test_a_silent_consumer_is_ended(target: str) -> None:
 async def test_a_consumer_that_reads_nothing_is_ended_while_a_write_to_it_waits(
     server_process: StartServer,
 ) -> None:
-    server = server_process()
+    server = server_process(constants={"upr.service.follow.HALF_CLOSE_SECONDS": 0.2})
     async with RawClient(server.target) as client:
         writer = await client.writer("")
         for _ in range(20):

@@ -25,7 +25,13 @@ from upr.service.buckets.disk import Worker
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload.intake import Intake
 from upr.storage.directory import DataDirectory
-from upr.storage.keyspace import PartitionRow, producer_key, producer_time_key
+from upr.storage.keyspace import (
+    PartitionRow,
+    ProducerNumbers,
+    ProducerRow,
+    producer_key,
+    producer_time_key,
+)
 from upr_protocol.block import Block, build_block
 from upr_protocol.errors import (
     AlreadyExistsError,
@@ -823,7 +829,7 @@ async def test_an_active_partition_takes_over_no_log(folder: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_bucket_whose_undoing_finds_no_room_is_opened_as_it_was(
+async def test_an_undo_takes_producers_numbers_along_or_finds_no_room_and_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def told() -> None:
@@ -836,7 +842,12 @@ async def test_a_bucket_whose_undoing_finds_no_room_is_opened_as_it_was(
     catalog = Catalog(directory, config(directory.path, replicate_from=("127.0.0.1:1",)))
     catalog.start(told)
     host = await catalog.create("some", version=7)
-    undo = {3: Undo(0, FailoverLog.born(7, epoch=9), 9)}
+    undo = {p: Undo(0, FailoverLog.born(7, epoch=9), 9) for p in (3, 4, 20)}
+    # On the log that is taken over, and on none.
+    given = {3: 5, 4: 7, 20: 5, 21: 5}
+    rows, now = {p: ProducerRow(1, id_, 0, 1) for p, id_ in given.items()}, host.disk.clock.now()
+    told_of = ProducerNumbers.of(rows, now)
+    host.disk.store.put_producers([(b"p", told_of), (b"q", told_of)], lambda *_: False)
     with monkeypatch.context() as patch:
         patch.setattr(bucket_service_module, "write_undone", full)
         with pytest.raises(StorageFailedError, match="could be undone") as refused:
@@ -845,7 +856,11 @@ async def test_a_bucket_whose_undoing_finds_no_room_is_opened_as_it_was(
     again = catalog.find("some")
     assert again is not host
     assert (again.bucket.partitions.epoch[3], catalog.damaged) == (1, [])
+    assert again.disk.store.producer_rows(b"q").keys() == given.keys()
     # The next call asks again.
-    assert (await catalog.reopen("some", undo)).bucket.partitions.epoch[3] == 9
+    again = await catalog.reopen("some", undo)
+    assert again.bucket.partitions.epoch[3] == 9
+    for name in (b"p", b"q"):
+        assert again.disk.store.producer_rows(name).keys() == {4, 21}
     assert await asyncio.wait_for(catalog.close(), WAIT_SECONDS)
     directory.close()

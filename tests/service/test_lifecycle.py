@@ -172,6 +172,7 @@ async def test_the_failover_log_is_as_long_as_the_server_is_told(
         assert {len(log) for log in await client.logs()} == {3}
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_the_longest_failover_logs_fit_everywhere(
     server_process: StartServer,

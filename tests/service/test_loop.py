@@ -194,7 +194,7 @@ async def test_no_callback_takes_long(tmp_path: Path, load: Load, count: int) ->
 
 @pytest.mark.long
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("load", "count"), [(starts, 50), (purge, 1000), (gets, 20)])
+@pytest.mark.parametrize(("load", "count"), [(starts, 25), (purge, 400), (gets, 20)])
 async def test_no_callback_takes_long_with_many_clients(
     tmp_path: Path, load: Load, count: int
 ) -> None:

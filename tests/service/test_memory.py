@@ -17,7 +17,7 @@ from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import types_pb2 as types
 
 MIB = 2**20
-FOLLOWERS = 20
+FOLLOWERS = 10
 VALUE_BYTES = 4096
 KEYS = 5000
 ROWS_IN_WRITE = 250

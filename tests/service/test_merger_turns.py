@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from upr.config import ServerConfig
+from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import create_bucket
 from upr.service.buckets.compactor import LOOK_PARTITIONS
@@ -30,6 +31,7 @@ async def test_those_that_wait_longest_are_looked_at_first(
             compactor.stop()
 
     monkeypatch.setattr(compactor, "_merge", look)
+    monkeypatch.setattr(compactor_module, "FIRST_LOOK_SECONDS", 0.0)
     await compactor.run()
     assert PARTITIONS % LOOK_PARTITIONS == 0
     assert len(looked) == PARTITIONS

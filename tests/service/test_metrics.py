@@ -224,5 +224,5 @@ async def test_pages_leave_the_loop_to_others(
         counting = asyncio.create_task(count())
         await metrics.page()
         counting.cancel()
-        # At least one for each family.
-        assert turns > 40
+        # At least one behind the server, each bucket, its followers, its consumers, and all of them.
+        assert turns > 4

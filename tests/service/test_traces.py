@@ -1,5 +1,6 @@
 """Spans of writes and of streams' starts, in the SDK's own memory; and none where nobody traces."""
 
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -135,10 +136,14 @@ class Context:
 def test_where_nobody_traces_nothing_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, provider: object
 ) -> None:
+    tracing.prepare()
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     assert tracing.of_call("upr.write", "default", Context()) is None
-    monkeypatch.setattr(tracing, "trace", None)
-    assert tracing.of_call("upr.write", "default", Context()) is None
+    for module in ("opentelemetry.trace", "opentelemetry.propagate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(trace, "get_tracer_provider", TracerProvider)
+            patch.delitem(sys.modules, module, raising=False)
+            assert tracing.of_call("upr.write", "default", Context()) is None
 
 
 def test_open_spans_of_a_call_are_bounded(spans: InMemorySpanExporter) -> None:

@@ -132,6 +132,7 @@ def descriptors(server: RunningServer) -> int:
     return len(os.listdir(f"/proc/{server.pid}/fd"))
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_thousand_connections_take_little_and_keep_no_client_out(
     server_process: StartServer,

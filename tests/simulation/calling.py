@@ -58,12 +58,15 @@ class Direction:
 
     def _arrive(self, take: Callable[..., None], args: tuple[Any, ...], sure: bool) -> None:
         self.flying -= 1
+        self._wake()
+        if sure or not self.lossy:
+            take(*args)
+
+    def _wake(self) -> None:
         for future in self._room:
             if not future.done():
                 future.set_result(None)
         self._room.clear()
-        if sure or not self.lossy:
-            take(*args)
 
     def release(self) -> None:
         """Send what waits; the direction is not cut any more."""
@@ -72,8 +75,10 @@ class Direction:
 
     def lose(self) -> None:
         """Lose what is on its way; what is sent from now on arrives."""
+        self.flying -= len(self.held)
         self.held.clear()
         self.lossy = True
+        self._wake()
 
     async def room(self) -> None:
         """Wait until the transport takes another message."""
@@ -127,6 +132,15 @@ class Net:
         for call in list(self.calls):
             if loop in (call.loop, call.server and call.server.loop):
                 call.break_off(client=call.loop is not loop, server=call.loop is loop)
+
+    def lose(self, source: str, target: str) -> None:
+        """Lose what servers of one host have sent to clients on another, and that has not arrived."""
+        for call in self.calls:
+            if call.server is not None and (call.server.loop.host, call.loop.host) == (
+                source,
+                target,
+            ):
+                call.server.to_client.lose()
 
     def reset(self, a: str, b: str) -> None:
         """Break all connections between two hosts."""

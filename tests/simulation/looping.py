@@ -98,6 +98,8 @@ class SimulatedLoop:
         broken: an error that nobody expected.
         left: what it did not do before it was killed.
         is_over: whether the world has ended, so that no error counts.
+        place: the disk of the process.
+        reach: called with the name of each failpoint.
     """
 
     def __init__(self, timeline: Timeline, host: str) -> None:
@@ -110,6 +112,8 @@ class SimulatedLoop:
         self.left: list[events.Handle] = []
         self._as_loop: Any = self
         self.is_over = False
+        self.place = ""
+        self.reach: Callable[[str], None] = lambda _: None
         self._takes = timeline.drawn(host, len(timeline.loops))
         timeline.loops.append(self)
 

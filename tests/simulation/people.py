@@ -27,7 +27,7 @@ class Follower:
 
     Attributes:
         rows: by partition, what it has.
-        ids: the id under which it has it.
+        newest: the id under which it has it.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Follower:
         self._truth, self._counts = truth, counts
         self.name, self.stability, self.read_from = name, stability, read_from
         self.rows: dict[int, list[Row]] = {p: [] for p in USED}
+        self.newest: dict[int, int] = {}
         self._states: dict[int, tuple[int, int, State]] = {}
         self.until = "now" if name.startswith("reader") else None
         self.done = False
@@ -69,7 +70,7 @@ class Follower:
         rows.append(row)
 
     def _check(self, p: int, seqno: int, changes: Any) -> None:
-        newest = changes._following.session.position(p).failover_id
+        newest = self.newest[p] = changes._following.session.position(p).failover_id
         truth = self._truth.state(p, newest, seqno)
         held = self.state(p, seqno)
         if held != truth:
@@ -79,16 +80,26 @@ class Follower:
     def _undo(self, told: Rollback) -> None:
         p = told.partition
         self._states.pop(p, None)
+        gone = [row.seqno for row in self.rows[p] if row.seqno > told.seqno]
         self.rows[p] = [row for row in self.rows[p] if row.seqno <= told.seqno]
         self._counts[f"rollbacks at {self.stability}"] += 1
         # Who is away for longer than deletions are kept begins again, whoever is active.
         away = told.rule == "below_purge"
-        if self.stability == SAFE and not (self._truth.forced or away):
+        if self.stability == SAFE and not away and not self._may_lose(p, gone):
             raise Violation(f"{self.name} was rolled back: {told}")
         if told.seqno and (p, told.new_id) in self._truth.logs:
             truth = self._truth.state(p, told.new_id, told.seqno)
             if self.state(p) != truth:
                 raise Violation(f"{self.name}: what stays after {told} is {self.state(p)}")
+
+    def _may_lose(self, p: int, seqnos: list[int]) -> bool:
+        """Return whether a promotion that was forced may have lost one of its mutations."""
+        if p not in self.newest or not seqnos:
+            # It had passed rows that newer ones had replaced.
+            return any(change.forced for change in self._truth.changes)
+        log = self._truth.logs[p, self.newest[p]]
+        given = {seqno: [id_ for id_, start in log if start < seqno][-1] for seqno in seqnos}
+        return any(self._truth.may_be_lost(p, id_, seqno) for seqno, id_ in given.items())
 
     def state(self, p: int, seqno: int = 1 << 48) -> State:
         """Return what it has of a partition up to a seqno."""

@@ -18,6 +18,7 @@ import pytest
 
 from tests.simulation.calling import Channel, GrpcServer, Net
 from tests.simulation.looping import SimulatedLoop, SimulatedWorker, Timeline, running
+from upr import failpoints
 from upr.config import ServerConfig
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import Owning
@@ -51,6 +52,7 @@ def simulate(patch: pytest.MonkeyPatch, timeline: Timeline, net: Net) -> None:
             if getattr(module, "random", None) is random:
                 patch.setattr(module, "random", chance)
     patch.setattr(disk, "Worker", SimulatedWorker)
+    patch.setattr(failpoints, "hit", lambda point: running().reach(point))
     patch.setattr(grpc.aio, "insecure_channel", lambda address, options=None: Channel(net, address))
     patch.setattr(grpc.aio, "server", functools.partial(GrpcServer, net))
     # What they look at is this very process, which is not simulated.
@@ -109,6 +111,10 @@ def _close_when_killed(patch: pytest.MonkeyPatch, kind: Any) -> None:
     patch.setattr(kind, "close", closed)
 
 
+class Died(BaseException):
+    """The process ends here: nothing of it runs any more."""
+
+
 class ServerProcess:
     """One server after another on one host, with one data directory.
 
@@ -116,6 +122,7 @@ class ServerProcess:
         upstreams: what it is told to follow when it is started.
         loop: of the process that runs; None while there is none.
         disks: how often it got an empty disk.
+        dies_at: how the name of the failpoint begins at which the process dies next; empty for none.
     """
 
     def __init__(
@@ -129,6 +136,7 @@ class ServerProcess:
         self.address = f"127.0.0.1:{7001 + number}"
         self.upstreams: tuple[str, ...] = ()
         self.disks = self.boots = 0
+        self.dies_at = ""
         self.loop: SimulatedLoop | None = None
         self.server: Server | None = None
 
@@ -158,8 +166,16 @@ class ServerProcess:
         """Begin a process."""
         assert self.loop is None
         self.boots += 1
-        self.loop = SimulatedLoop(self._timeline, self.host)
-        self.loop.create_task(self._run())
+        self.loop = loop = SimulatedLoop(self._timeline, self.host)
+        loop.place = self.data.name
+
+        def reach(point: str) -> None:
+            if loop.alive and self.dies_at and point.startswith(self.dies_at):
+                self.dies_at, loop.alive = "", False
+                raise Died
+
+        loop.reach = reach
+        loop.create_task(self._run())
 
     async def _run(self) -> None:
         config = ServerConfig(

@@ -1,8 +1,8 @@
 """World of a set of servers that replicate: whole servers, the SDK, an operator, and faults, all from one seed.
 
-Servers are killed between any two of their steps, paused, cut off in one direction or both, stopped cleanly, and lose a disk;
-replicas are promoted, take over, or are forced. The power never fails, so that what was written stays. At the end all is
-well again, and compared: see ``check``.
+Servers are killed between any two of their steps and at failpoints, lose what was not synced, are paused, cut off in one
+direction or both, stopped cleanly, and lose a disk; replicas are promoted, also in the middle of a snapshot, take over, or are
+forced. At the end all is well again, and compared: see ``check``.
 """
 
 import base64
@@ -20,14 +20,29 @@ import numpy as np
 import pytest
 
 from tests.simulation.calling import Net
-from tests.simulation.looping import Timeline
+from tests.simulation.looping import Timeline, running
 from tests.simulation.people import SAFE, People
+from tests.simulation.power import Medium
 from tests.simulation.processes import ServerProcess, simulate
 from tests.simulation.truth import USED, Truth, Violation
+from upr.engine import follower
+from upr.engine.bucket import Bucket
+from upr_protocol.limits import FRAME_BYTES
 
 STEP_SECONDS = 0.25
 SETTLE_SECONDS = 400.0
 STABILITIES = ("memory", "disk", SAFE)
+DIE_AT = (
+    "journal.",
+    "flush.",
+    "merge.",
+    "recovery.",
+    "promote.",
+    "proof.",
+    "positions.",
+    "shutdown.",
+)
+"""How the names of failpoints begin at which servers die."""
 
 
 class Heard(logging.Handler):
@@ -58,6 +73,7 @@ class ReplicasWorld:
         counts: Counter[str] = Counter()
         self.counts: dict[str, int] = counts
         self.truth = Truth()
+        self.medium = Medium(counts)
         self._heard = Heard()
         self._timeline = timeline = Timeline(seed)
         self.net = Net(timeline)
@@ -68,6 +84,8 @@ class ReplicasWorld:
             "tombstone_seconds": 2.0,
             "purge_hold_seconds": 6.0,
         }
+        self._frame_bytes = self.rng.choice((FRAME_BYTES, 300))
+        self._faults = self.rng.choice((0.03, 0.08, 0.15))
         folder.mkdir()
         # A star, or a chain.
         drawn = [
@@ -84,6 +102,7 @@ class ReplicasWorld:
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.outcome = ""
+        self._received: Callable[[Bucket], None] = lambda _: None
         self._without_owner = 0.0
         self._disks_lost = 0
 
@@ -97,7 +116,17 @@ class ReplicasWorld:
         logger = logging.getLogger("upr")
         with pytest.MonkeyPatch.context() as patch:
             simulate(patch, self._timeline, self.net)
+            self.medium.watch(patch)
             self.truth.watch(patch)
+            patch.setattr(follower, "FRAME_BYTES", self._frame_bytes)
+            receive = Bucket.receive
+
+            def received(bucket: Bucket, *what: Any) -> Any:
+                outcome = receive(bucket, *what)
+                self._received(bucket)
+                return outcome
+
+            patch.setattr(Bucket, "receive", received)
             logger.addHandler(self._heard)
             try:
                 yield
@@ -111,11 +140,12 @@ class ReplicasWorld:
         """Live for so many steps under faults, and then until all is well."""
         with self.living():
             self.begin()
+            at = list(itertools.accumulate(self.rng.randint(15, 40) for _ in range(3)))
+            do = [self._fail_over, self._take_over, self._fail_over_in_a_stretch]
+            self.rng.shuffle(do)
             for step in range(steps):
-                if step == steps // 3:
-                    self._fail_over()
-                elif step == 2 * steps // 3:
-                    self._take_over()
+                if step in at:
+                    do[at.index(step)]()
                 self._fault()
                 self.pass_time()
             self.settle()
@@ -170,17 +200,18 @@ class ReplicasWorld:
     def begin(self) -> None:
         self.start()
         addresses = [server.address for server in self.servers]
-        for number, durability in enumerate((*STABILITIES, SAFE)):
-            turn = number % len(addresses)
+        first = self.rng.randrange(6)
+        for number, durability in enumerate(STABILITIES):
+            turn = (first + number) % len(addresses)
             self.people.write(durability, addresses[turn:] + addresses[:turn])
-        for number in range(5):
-            read_from = "any" if number > 2 else "active"
+        for number in range(first, first + 3):
+            read_from = "any" if number % 2 else "active"
             stability = STABILITIES[number % 3]
             turn = number % len(addresses)
-            follower = self.people.follow(
+            one = self.people.follow(
                 f"follower {number}", stability, read_from, addresses[turn:] + addresses[:turn]
             )
-            self.people.followers.append(follower)
+            self.people.followers.append(one)
 
     def in_step(self, owner: ServerProcess) -> bool:
         """Whether a server is active, and all others follow it and are in step."""
@@ -209,13 +240,19 @@ class ReplicasWorld:
         self._without_owner = 0.0 if owners else self._without_owner + STEP_SECONDS
         if self._without_owner > 4 and not self.people.operating and rng.random() < 0.2:
             self._promote(rng.choice(self.servers))
-        if rng.random() > 0.08:
+        for server in self.servers:
+            if server.loop is not None and not server.loop.alive and server.server is not None:
+                self.counts["died at a failpoint"] += 1
+                self._killed(server)
+        if rng.random() > self._faults:
             return
         server = rng.choice(owners) if owners and rng.random() < 0.5 else rng.choice(self.servers)
         other = rng.choice([s for s in self.servers if s is not server])
         kind = rng.random()
-        if kind < 0.25:
+        if kind < 0.17:
             self._crash(server)
+        elif kind < 0.25:
+            server.dies_at = rng.choice(DIE_AT)
         elif kind < 0.32:
             self._stop(server)
         elif kind < 0.45:
@@ -247,6 +284,50 @@ class ReplicasWorld:
 
         self._in(1.5, crash)
 
+    def _fail_over_in_a_stretch(self) -> None:
+        """Have a replica fall behind what is in the tail, and promote it while it catches up."""
+        owner = next((s for s in self.servers if s.active), None)
+        others = [s for s in self.servers if s is not owner and s.bucket is not None]
+        if owner is None or not others or self.people.operating:
+            return
+        behind = self.rng.choice(others)
+        cuts = self.cut_off(owner, behind)
+        self.pass_time(self.rng.choice((1.0, 3.0)))
+        if owner.loop is not None and owner.bucket is not None:
+            owner.loop.create_task(owner.bucket.flusher.flush(wanted=True))
+        self.pass_time(0.5)
+        self.net.lose(owner.host, behind.host)
+        self.net.reset(owner.host, behind.host)
+        self.net.heal(*cuts)
+        if self.stops_in_a_stretch(owner, behind, self.rng.randint(1, 4)):
+            self.counts["cut off in a stretch"] += 1
+            self._crash(owner, at_once=True)
+            # It is not in step.
+            self._promote(behind, force=True)
+
+    def stops_in_a_stretch(self, owner: ServerProcess, behind: ServerProcess, parts: int) -> bool:
+        """Let time pass until a server has so many parts of a snapshot; its upstream is dead then, and the rest is lost.
+
+        Returns: whether it came to that.
+        """
+        found = 0
+
+        def received(bucket: Bucket) -> None:
+            nonlocal found
+            table = bucket.partitions
+            if running() is behind.loop and (table.high[USED] > table.complete[USED]).any():
+                found += 1
+                if found == parts and owner.loop is not None:
+                    self.net.lose(owner.host, behind.host)
+                    owner.loop.alive = False
+
+        self._received = received
+        for _ in range(200):
+            if found < parts:
+                self.pass_time(0.02)
+        self._received = lambda _: None
+        return found >= parts
+
     def _take_over(self) -> None:
         others = [s for s in self.servers if not s.active and s.loop is not None]
         if others and not self.people.operating:
@@ -259,13 +340,19 @@ class ReplicasWorld:
         self.net.cuts.update(cuts)
         return cuts
 
-    def _crash(self, server: ServerProcess) -> None:
+    def _crash(self, server: ServerProcess, *, at_once: bool = False) -> None:
         if server.loop is None:
             return
+        if not at_once:
+            # Between any two steps of the moment that comes.
+            self._timeline.run(self._timeline.now + self.rng.random() * STEP_SECONDS / 2)
+        self._killed(server)
+
+    def _killed(self, server: ServerProcess) -> None:
         self.counts["crashes"] += 1
-        # Between any two steps of the moment that comes.
-        self._timeline.run(self._timeline.now + self.rng.random() * STEP_SECONDS / 2)
         server.kill()
+        if self.rng.random() < 0.5:
+            self.medium.lose_power(server.data, self.rng)
         self._in(self.rng.choice((0.5, 3.0, 8.0)), lambda: self._start(server))
 
     def _start(self, server: ServerProcess) -> None:
@@ -303,9 +390,6 @@ class ReplicasWorld:
     def _promote(
         self, server: ServerProcess, *, force: bool = False, takeover: bool = False
     ) -> None:
-        if force:
-            # Whatever comes of it: an owner may be active before its answer is lost.
-            self.truth.forced = 1 << 62
         self.order(server, force=force, takeover=takeover)
 
     def promoted(self, server: ServerProcess, *, force: bool = False) -> str:
@@ -337,6 +421,9 @@ class ReplicasWorld:
                 raise Violation(f"no owner at the end: {self._where()}")
             self.pass_time()
             for server in self.servers:
+                server.dies_at = ""
+                if server.loop is not None and not server.loop.alive and server.server is not None:
+                    self._killed(server)
                 if waited > 15 and server.loop is None:
                     server.start()
             owners = [s for s in self.servers if s.active]
@@ -346,7 +433,7 @@ class ReplicasWorld:
                 at += 1
                 force = waited > 150
                 self.counts["forced at the end"] += force
-                if force and not (self._disks_lost or self.truth.forced):
+                if force and not self._disks_lost:
                     raise Violation(f"nobody can be promoted: {self._where()}")
                 self._promote(self.servers[at % len(self.servers)], force=force)
         self.pass_time(3.0)
@@ -398,29 +485,45 @@ class ReplicasWorld:
 
     def _check_acknowledged(self, logs: Sequence[Any]) -> None:
         """Nothing acknowledged is missing; what was at ``disk`` only may be, and is kept aside then."""
-        undone = self._undone()
+        undone = {server.data.name: self._undone(server) for server in self.servers}
+        deleted: dict[tuple[int, bytes, str], int] = {}
+        for (p, _, seqno), one in self.truth.rows.items():
+            if one.row.value is None:
+                place = p, one.row.key, one.place
+                deleted[place] = max(deleted.get(place, 0), seqno)
         for writer in self.people.writers:
-            for place in writer.acknowledged:
-                p, given, seqno = place
-                numbered = self.truth.rows[place]
-                if logs[p].gave(given, seqno) or numbered.epoch < self.truth.forced:
+            for told in writer.acknowledged:
+                p, given, seqno = told
+                numbered = self.truth.rows[told]
+                if logs[p].gave(given, seqno):
                     continue
                 self.counts[f"undone at {writer.durability}"] += 1
                 if writer.durability == SAFE:
-                    raise Violation(f"lost: {numbered}, acknowledged to {writer.name}")
-                kept = undone.get((p, numbered.row.key), 0)
-                if writer.durability == "disk" and kept < seqno and not self._disks_lost:
+                    if not self.truth.may_be_lost(*told):
+                        raise Violation(f"lost: {numbered}, acknowledged to {writer.name}")
+                    self.counts["lost by force"] += 1
+                # A disk that was lost has taken it along.
+                there = undone.get(numbered.place)
+                if writer.durability == "memory" or there is None:
+                    continue
+                # A deletion behind it may have been purged there.
+                purged = deleted.get((p, numbered.row.key, numbered.place), 0)
+                if max(there.get((p, numbered.row.key), 0), purged) < seqno:
                     raise Violation(
                         f"undone and not kept: {numbered}, acknowledged to {writer.name}"
                     )
 
-    def _undone(self) -> dict[tuple[int, bytes], int]:
-        """Return the largest seqno that servers have undone of each key."""
+    def _undone(self, server: ServerProcess) -> dict[tuple[int, bytes], int]:
+        """Return the largest seqno that a server has undone of each key."""
+        written = {(p, *one.row) for (p, _, _), one in self.truth.rows.items()}
         found: dict[tuple[int, bytes], int] = {}
-        for server in self.servers:
-            for file in (server.data / "undone").glob("*.jsonl"):
-                for line in file.read_text().splitlines()[1:]:
-                    row = json.loads(line)
-                    place = row["partition"], base64.b64decode(row["key"])
-                    found[place] = max(found.get(place, 0), row["seqno"])
+        for file in (server.data / "undone").glob("*.jsonl"):
+            for line in file.read_text().splitlines()[1:]:
+                row = json.loads(line)
+                key, value = base64.b64decode(row["key"]), row.get("value")
+                value = None if value is None else base64.b64decode(value)
+                place = row["partition"], key
+                if (row["partition"], row["seqno"], key, value) not in written:
+                    raise Violation(f"kept what nobody wrote: {row}")
+                found[place] = max(found.get(place, 0), row["seqno"])
         return found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.simulation import worlds
 
-SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 5
+SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 8
 FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
 
 

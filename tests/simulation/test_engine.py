@@ -11,7 +11,7 @@ from tests.simulation import worlds
 from upr.engine import tail
 from upr.engine.tail import TailEntry
 
-SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "20"))
+SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "12"))
 FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
 
 
@@ -51,7 +51,7 @@ def test_every_seed_ends_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert counts[what] > 0, (what, counts)
 
 
-@pytest.mark.parametrize(("name", "seed"), [("plain", 1), ("plain", 2), ("faulty", 2)])
+@pytest.mark.parametrize(("name", "seed"), [("plain", 1), ("faulty", 2)])
 def test_a_seed_gives_the_same_run_each_time(tmp_path: Path, name: str, seed: int) -> None:
     runs = []
     for attempt in range(2):

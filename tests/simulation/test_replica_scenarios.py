@@ -1,19 +1,22 @@
 """Changes of owner step by step, in the world ``replicas``: what a random world seldom does."""
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.simulation.looping import SimulatedLoop
 from tests.simulation.processes import ServerProcess
 from tests.simulation.replicas import ReplicasWorld
-from tests.simulation.truth import USED
+from tests.simulation.truth import KEYS, USED
 from tests.simulation.worlds import prepared
 from upr.engine.bucket import Bucket
 from upr_client import AsyncClient, WriteResults
 from upr_protocol.ownership import Standing
+from upr_protocol.partitioning import partition_of
 
 STAR, CHAIN = (0, 0), (0, 1)
 Begin = Callable[..., ReplicasWorld]
@@ -81,7 +84,20 @@ def test_a_server_with_an_empty_disk_is_not_the_one_that_was_counted(begun: Begi
     end(world)
 
 
-def test_a_promise_outlives_a_crash(begun: Begin) -> None:
+class NothingStays(random.Random):
+    """Chance that leaves nothing of what was not synced."""
+
+    def random(self) -> float:
+        return 0.0
+
+    def randint(self, a: int, b: int) -> int:
+        return a
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+
+def test_a_promise_outlives_a_loss_of_power(begun: Begin) -> None:
     world = begun()
     active, candidate, other = world.servers
     # Both replicas have the same, and the active server does not hear of the promise.
@@ -94,6 +110,7 @@ def test_a_promise_outlives_a_crash(begun: Begin) -> None:
     candidate.pause(8.0)
     world.pass_time(0.5)
     other.kill()
+    world.medium.lose_power(other.data, NothingStays())
     world.net.heal(*cuts)
     other.start()
     world.until(lambda: other.owning is not None, 10, "started")
@@ -174,7 +191,6 @@ def test_a_replica_of_a_replica_that_is_forced_is_the_only_owner(begun: Begin) -
     world = begun(CHAIN)
     first, _, third = world.servers
     assert not standing(third).row.epoch
-    world.truth.forced = 1 << 62
     assert world.promoted(third, force=True) == ""
     world.until(lambda: not first.active, 30, "stepped down")
     end(world)
@@ -194,6 +210,63 @@ def flush(world: ReplicasWorld, server: ServerProcess) -> None:
     assert server.bucket is not None
     server.loop.create_task(server.bucket.flusher.flush(wanted=True))
     world.until(lambda: tail.first == tail.end, 20, "flushed")
+
+
+def test_a_promotion_in_the_middle_of_a_snapshot_goes_back_to_the_marker_before_it(
+    tmp_path: Path,
+) -> None:
+    """Cut off behind each part of it but the last one; each time the other server is the active one."""
+    keys = [key for key in KEYS if partition_of(key) == USED[0]]
+    written: list[WriteResults] = []
+    asked = [1]
+
+    async def write() -> None:
+        async with AsyncClient([s.address for s in world.servers], retry_seconds=None) as client:
+            bucket = client.bucket(producer="p")
+            while True:
+                while len(written) < asked[0]:
+                    row = keys[len(written) % len(keys)], b"%d" % len(written)
+                    written.append(await bucket.write_many([row], "disk"))
+                await asyncio.sleep(0.05)
+
+    def high(server: ServerProcess) -> int:
+        return int(engine(server).partitions.high[USED[0]])
+
+    world = ReplicasWorld(tmp_path / "world", 5, (0,))
+    world._frame_bytes = 1
+    for server in world.servers:
+        server._settings["flush_seconds"] = 1000.0
+    # A row is a block, and a frame.
+    with prepared(2), world.living():
+        world.start()
+        SimulatedLoop(world._timeline, "client").create_task(write())
+        active, replica = world.servers
+        for parts in range(1, len(keys)):
+            world.until(lambda: world.in_step(active), 60, "in step")  # noqa: B023
+            world.until(lambda: len(written) == asked[0], 30, "written")
+            world.until(lambda: high(replica) == high(active), 30, "received")  # noqa: B023
+            other = standing(replica).directory
+            world.until(lambda: {*standing(replica).row.counted} == {other}, 30, "counted")  # noqa: B023
+            marker = high(replica)
+            cuts = world.cut_off(active)
+            asked[0] += len(keys)
+            world.until(lambda: len(written) == asked[0], 30, "written without the replica")
+            flush(world, active)
+            world.net.lose(active.host, replica.host)
+            world.net.reset(active.host, replica.host)
+            world.net.heal(*cuts)
+            assert world.stops_in_a_stretch(active, replica, parts)
+            assert high(replica) == marker + parts < high(active)
+            active.kill()
+            # It is not in step, and nobody else has more.
+            assert world.promoted(replica) == "NOT_IN_STEP"
+            assert world.promoted(replica, force=True) == ""
+            table = engine(replica).partitions
+            assert (high(replica), table.logs[USED[0]].newest.seqno) == (marker, marker)
+            active.start()
+            active, replica = replica, active
+        world.until(lambda: world.in_step(active), 60, "in step at the end")
+        world.check()
 
 
 @pytest.mark.parametrize("flushed", [False, True])

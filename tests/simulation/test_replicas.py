@@ -27,6 +27,6 @@ def test_a_seed_gives_the_same_run_each_time(tmp_path: Path) -> None:
     """In what is done and when; a few steps of one moment may change places, by the order of sets of objects."""
     runs = []
     for attempt in range(2):
-        world = worlds.run("replicas", tmp_path / str(attempt), 3, 12)
+        world = worlds.run("replicas", tmp_path / str(attempt), 12, 12)
         runs.append((world.counts, world.elapsed, world.truth.rows, world.truth.logs))
     assert runs[0] == runs[1]

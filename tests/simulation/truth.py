@@ -16,10 +16,14 @@ from tests.simulation.looping import running
 from upr.engine.bucket import Bucket
 from upr.engine.partitions import Partitions
 from upr.engine.tail import Tail
+from upr.replica.owning import Owning
 from upr_protocol.failover import FailoverLog
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.ownership import Claim
 
-KEYS = [b"key%d" % i for i in range(8)]
-USED = sorted({partition_of(key) for key in KEYS})
+USED = sorted({partition_of(b"key%d" % i) for i in range(4)})
+KEYS = [key for i in range(2500) if partition_of(key := b"key%d" % i) in USED]
+"""Some in each partition, so that a snapshot has parts."""
 Log = tuple[tuple[int, int], ...]
 
 
@@ -33,30 +37,44 @@ class Numbered(NamedTuple):
     Args:
         write: producer, number, and which of its rows.
         epoch: of the server's partition then.
+        place: the disk of the server that numbered it.
     """
 
     row: Row
     write: tuple[bytes, int, int]
     epoch: int
+    place: str
+
+
+class Change(NamedTuple):
+    """A change of owner.
+
+    Args:
+        place: the disk of the new owner.
+        heard: what each server that promised held: by partition its newest id and last complete marker.
+    """
+
+    epoch: int
+    place: str
+    forced: bool
+    heard: list[dict[int, tuple[int, int]]]
 
 
 class Truth:
-    """Everything that was numbered in partitions USED.
-
-    Attributes:
-        forced: above all epochs once a promotion was forced, and 0 before; nothing is promised to ``replicated(k)`` any more.
-    """
+    """Everything that was numbered in partitions USED, and every change of owner."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[int, int, int], Numbered] = {}
         self.logs: dict[tuple[int, int], Log] = {}
-        self.forced = 0
+        self.changes: list[Change] = []
+        self._forcing: set[str] = set()
         self._states: dict[tuple[int, int], tuple[int, State]] = {}
         self._owners: dict[int, str] = {}
         self._numbering: Bucket | None = None
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Take down what engines do from now on."""
+        self._watch_owners(patch)
         patch.setattr(Bucket, "_numbered", self._before(Bucket._numbered))
         write, set_log, from_rows = Tail.write, Partitions.set_log, Partitions.from_rows
 
@@ -78,6 +96,65 @@ class Truth:
         patch.setattr(Partitions, "set_log", log_set)
         patch.setattr(Partitions, "from_rows", staticmethod(opened))
 
+    def _watch_owners(self, patch: pytest.MonkeyPatch) -> None:
+        drive, serve = Owning._drive, Owning._serve
+
+        async def driven(
+            owning: Owning, claim: Claim, answers: Any, force: bool, takeover: bool
+        ) -> Any:
+            place = running().place
+            (self._forcing.add if force else self._forcing.discard)(place)
+            return await drive(owning, claim, answers, force, takeover)
+
+        async def served(owning: Owning, claim: Claim, step: Any, versions: list[int]) -> Any:
+            place, places = running().place, range(len(versions))
+            heard = [
+                {
+                    p: (int(held["id"]), int(held["marker"]))
+                    for i in places
+                    for p in USED
+                    if (held := promise.held[i * PARTITIONS + p])["id"]
+                }
+                for promise in claim._heard.values()
+            ]
+            self.changes.append(Change(claim.row.epoch, place, place in self._forcing, heard))
+            return await serve(owning, claim, step, versions)
+
+        patch.setattr(Owning, "_drive", driven)
+        patch.setattr(Owning, "_serve", served)
+
+    def may_be_lost(self, partition: int, given: int, seqno: int) -> bool:
+        """Return whether a mutation was at no server that was heard when a promotion was forced.
+
+        It may also be of an owner that went on in its epoch, which another one was forced to have too.
+        """
+        numbered = self.rows.get((partition, given, seqno))
+        if numbered is None:
+            return False
+        forced = {change.epoch for change in self.changes if change.forced}
+        return any(
+            change.epoch in forced
+            and (
+                change.epoch > numbered.epoch
+                or (change.epoch == numbered.epoch and change.place != numbered.place)
+            )
+            and not any(
+                partition in held and self.has(partition, *held[partition], given, seqno)
+                for held in change.heard
+            )
+            for change in self.changes
+        )
+
+    def has(self, partition: int, newest: int, marker: int, given: int, seqno: int) -> bool:
+        """Return whether who has an id's history up to a marker has a mutation."""
+        log = self.logs[partition, newest]
+        ids = [one for one, _ in log]
+        if given not in ids or seqno > marker:
+            return False
+        at = ids.index(given)
+        ends = marker if at + 1 == len(log) else log[at + 1][1]
+        return log[at][1] < seqno <= ends
+
     def _before(self, number: Callable[..., Any]) -> Callable[..., Any]:
         def numbered(bucket: Bucket, runs: Any, now: int) -> Any:
             self._numbering = bucket
@@ -93,11 +170,13 @@ class Truth:
             given, epoch = int(table.newest_id[p]), int(table.epoch[p])
             if (p, given, seqno) in self.rows:
                 raise Violation(f"seqno {seqno} of partition {p} was given twice under id {given}")
-            owner = self._owners.setdefault(epoch, running().host)
-            if owner != running().host and epoch > self.forced:
-                raise Violation(f"{owner} and {running().host} are active in epoch {epoch}")
+            place = running().place
+            owner = self._owners.setdefault(epoch, place)
+            forced = any(change.forced and change.epoch == epoch for change in self.changes)
+            if owner != place and not forced:
+                raise Violation(f"{owner} and {place} are active in epoch {epoch}")
             write = producer, number, at
-            self.rows[p, given, seqno] = Numbered(Row(seqno, key, value), write, epoch)
+            self.rows[p, given, seqno] = Numbered(Row(seqno, key, value), write, epoch, place)
 
     def _logged(self, partition: int, log: FailoverLog) -> None:
         if partition in USED:

@@ -105,6 +105,9 @@ class MemoryStorage:
             Stored(name, len(self.objects[name]), self.written[name]) for name in self.names(prefix)
         ]
 
+    def is_empty(self) -> bool:
+        return not self.objects
+
     def delete(self, name: str) -> None:
         last = self._step()
         self.objects.pop(name, None)

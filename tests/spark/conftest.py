@@ -15,10 +15,11 @@ from upr_backup.repository import objects
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that uses the session."""
+    """Mark every test that uses the session; its JVM makes it one of the long ones."""
     for item in items:
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker("spark")
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="session")

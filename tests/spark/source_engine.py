@@ -59,7 +59,13 @@ class Sink:
 
 
 def model_settings(rules: Rules, starting: Any, limit: int | None) -> Settings:
-    """Return settings of a query in the model."""
+    """Return settings of a query in the model.
+
+    Args:
+        starting: the option startingOffsets; or times by partition.
+    """
+    times = starting if isinstance(starting, dict) and 0 in starting else {}
+    starting = "earliest" if times else starting
     return Settings(
         Connection("127.0.0.1:1", "default", 1, 1, 1),
         tuple(range(PARTITIONS)),
@@ -80,6 +86,7 @@ def model_settings(rules: Rules, starting: Any, limit: int | None) -> Settings:
         1000,
         0.1,
         False,
+        times,
     )
 
 

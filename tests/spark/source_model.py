@@ -221,6 +221,19 @@ class ModelServer:
             at = self.partitions[partition]
             at.frozen = at.frozen and entry.seqno > at.high
 
+    def begin_at(self, times: Mapping[int, int]) -> dict[int, Pin]:
+        """Every seqno was committed at the time of that number."""
+        self.happen()
+        begun = {}
+        for index, time in times.items():
+            at = self.partitions[index]
+            seqno = min(max(time - 1, 0), at.high)
+            begun[index] = Pin(at.log.newest.failover_id, 0 if seqno < at.purge else seqno)
+        return begun
+
+    def make_load_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
+        return self.make_cut(name, partitions, lease)
+
     def make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
         self.happen()
         pins = {

@@ -290,7 +290,7 @@ def test_bad_input_gets_one_line(small: tuple[Path, RunningServer], tmp_path: Pa
         (none, ["init", *target, "--bucket", "nobody"], 3, "no bucket 'nobody'"),
         (none, ["init", "--target", "x"], 2, "HOST:PORT"),
         (none, ["init", "--target", "127.0.0.1:1"], 5, "is the server running"),
-        (repository, ["init", *target], 2, "already"),
+        (repository, ["init", *target], 4, "already"),
         (repository, ["info", "4"], 3, "there are 1 to 3"),
         (repository, ["restore", *target, "--at", "4"], 3, "there are 1 to 3"),
         (repository, ["restore", *target, "--at", "soon"], 2, "neither a backup's number"),

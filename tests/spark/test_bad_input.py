@@ -21,7 +21,8 @@ from tests.spark.restoring import Source, source, upr_backup
 from upr_backup import export as export_module
 from upr_backup import rows as point_module
 from upr_backup.cli import entry
-from upr_backup.cli.commands import main, restore_point
+from upr_backup.cli.commands import main
+from upr_backup.cli.shared import restore_point
 from upr_backup.errors import StorageNotFoundError, StorageUnreachableError, is_damage
 from upr_backup.export import _delta_failure
 from upr_backup.repository import LocalStorage, ObjectStorage, open_storage

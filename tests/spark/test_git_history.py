@@ -109,10 +109,8 @@ def kill_in_the_middle(repository: Path, server: RunningServer, options: tuple[s
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "engine",
-    ["local", pytest.param("spark", marks=[pytest.mark.spark, pytest.mark.long])],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.spark)])
 def test_every_point_is_the_tree_at_its_commit(
     server_process: Callable[..., RunningServer],
     tmp_path: Path,

@@ -174,7 +174,6 @@ BAD_ROWS = [
     ("upsert", (b"big", bytes(20 * 2**20 + 1)), "BAD_ROW", "value of key 626967 is 20971521"),
     ("apply", ("set", b"\xab", None), "BAD_ROW", "value of key ab is null and its op is set"),
     ("apply", ("put", b"\xab", b"1"), "BAD_ROW", "op of key ab is 'put'"),
-    ("apply", (None, b"\xab", b"1"), "BAD_ROW", "op of key ab is 'None'"),
     ("apply", ("delete", None, None), "BAD_ROW", "the key of row 3 is null"),
     ("apply", ("rollback", None, None), "ROLLBACK_ROW", "newer rows of its partition never"),
 ]
@@ -337,18 +336,18 @@ def test_the_batches_of_a_query_share_names(
     place: Place, monkeypatch: pytest.MonkeyPatch, names: set[str]
 ) -> None:
     writer = with_small_chunks(stream_writer(place.options(), UPSERT, overwrite=False), 2300)
-    for batch in (*range(50), 49, 48):
+    for batch in (*range(20), 19, 18):
         as_task(
             monkeypatch, 0, **{"sql.streaming.queryId": "q", "streaming.sql.batchId": f"{batch}"}
         )
         writer.write(batches(some_rows(60, tag=batch)))
-    assert (len(names), place.mutations()) == (1, 3000)
+    assert (len(names), place.mutations()) == (1, 1200)
     # Batches that are larger have one of their own besides.
     rows = some_rows(2000, tag=50)
     as_task(monkeypatch, 0, **{"sql.streaming.queryId": "q", "streaming.sql.batchId": "50"})
     for _ in range(2):
         writer.write(batches(rows))
-    assert (len(names), place.mutations()) == (2, 5000)
+    assert (len(names), place.mutations()) == (2, 3200)
 
 
 @pytest.mark.parametrize("more", [0, 60])

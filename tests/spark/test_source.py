@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deltalake import DeltaTable
+from pyspark.sql.datasource import DataSourceRegistration
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer
+from tests.spark.test_guide import EXAMPLES as GUIDE_EXAMPLES
 from upr_client import Bucket, Change, Client
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import ADMIN_SOCKET
@@ -85,12 +88,19 @@ def _refused() -> Iterator[list[FoundError]]:
 
 
 def test_a_batch_shows_what_the_sdk_drains_and_every_action_the_same(
-    spark: Any, shared_server: RunningServer, client: Client, bucket: Bucket
+    spark: Any,
+    shared_server: RunningServer,
+    client: Client,
+    bucket: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _fill(bucket)
     expected = _drained(bucket)
-    # Another session has nothing registered: Spark finds the source by itself.
-    reader = spark.newSession().read.format("upr").option("endpoint", shared_server.target)
+    # Another session has nothing registered: Spark finds the source by itself, and would warn of a second one.
+    session = spark.newSession()
+    monkeypatch.setattr(DataSourceRegistration, "register", None)
+    register(session)
+    reader = session.read.format("upr").option("endpoint", shared_server.target)
     reader = reader.options(bucket=bucket.name, numPartitions=3)
     frame = reader.load()
 
@@ -164,14 +174,18 @@ class Sink:
 
     Args:
         die_at: a seqno; the first batch with it is taken, and then fails before Spark can commit it.
+        also: another one that takes each batch.
     """
 
-    def __init__(self, die_at: int | None = None) -> None:
+    def __init__(
+        self, die_at: int | None = None, also: Callable[[Any, int], None] | None = None
+    ) -> None:
         self.rows: dict[tuple[int, int], tuple[str, bytes]] = {}
         self.controls: list[tuple[int, int]] = []
         self.batches: list[int] = []
         self.sizes: list[int] = []
         self.die_at = die_at
+        self._also = also
 
     def take(self, frame: Any, batch: int) -> None:
         """Take one batch; one that comes again is applied again."""
@@ -187,6 +201,8 @@ class Sink:
         for row in rows:
             if row.op != "rollback":
                 self.rows[row.partition, row.seqno] = (row.failover_id, bytes(row.key))
+        if self._also is not None:
+            self._also(frame, batch)
         if self.die_at is not None and any(row.seqno == self.die_at for row in rows):
             self.die_at = None
             raise RuntimeError("dies between the log of ends and the log of commits")
@@ -270,6 +286,8 @@ def test_a_query_goes_back_to_418_when_the_server_goes_on_from_426(
 
     The batch that ends at 434 is taken by the sink, and the query dies before Spark has logged its commit, so that the
     same batch is first repeated against a server that has lost most of it.
+
+    The guide's jobs keep two Delta tables in step meanwhile.
     """
     register(spark)
     running = server_process()
@@ -284,7 +302,14 @@ def test_a_query_goes_back_to_418_when_the_server_goes_on_from_426(
         with Client(running.target) as client:
             client.bucket().write_many([(key, b"") for key in keys[first - 1 : last]])
 
-    sink = Sink(die_at=434)
+    merge, keep = (
+        example.replace("127.0.0.1:7711", running.target).replace("/lake", str(tmp_path))
+        for example in GUIDE_EXAMPLES
+        if "DeltaTable" in example
+    )
+    names: dict[str, Any] = {"spark": spark}
+    exec(keep.partition("reader =")[0], names)
+    sink = Sink(die_at=434, also=names["keep"])
     checkpoint = tmp_path / "checkpoint"
     write(1, 418)
     sink.run(reader(), checkpoint)
@@ -297,6 +322,8 @@ def test_a_query_goes_back_to_418_when_the_server_goes_on_from_426(
     with pytest.raises(Exception, match="dies between"):
         sink.run(reader(), checkpoint)
     assert max(sink.rows) == (5, 434)
+    exec(merge, names)
+    assert len(_delta(tmp_path / "newest")) == 434
     (old_id,) = {failover_id for failover_id, _ in sink.rows.values()}
 
     running.kill()
@@ -325,3 +352,22 @@ def test_a_query_goes_back_to_418_when_the_server_goes_on_from_426(
         # What was common stays; above 426 there is nothing but the new branch.
         assert failover_id == (old_id if seqno <= 418 else new_id)
         assert key == (keys[seqno - 1] if seqno <= 426 else keys[440 + seqno - 427])
+    exec(merge, names)
+    newest = {row["key"]: (row["seqno"], row["value"]) for row in _delta(tmp_path / "newest")}
+    with Client(running.target) as client:
+        assert newest == {c.key: (c.seqno, c.value) for c in _changes(client.bucket())}
+    history = _delta(tmp_path / "history")
+    assert len(history) == len(sink.rows)
+    assert {(5, row["seqno"]): (row["failover_id"], row["key"]) for row in history} == sink.rows
+    # The same rows, read once more from the beginning, and under the new branch.
+    exec(keep, names)
+    again = _delta(tmp_path / "history")
+    assert len(again) == len(history)
+    assert {(5, row["seqno"]): (new_id, row["key"]) for row in history} == {
+        (5, row["seqno"]): (row["failover_id"], row["key"]) for row in again
+    }
+
+
+def _delta(table: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = DeltaTable(table).to_pyarrow_table().to_pylist()
+    return rows

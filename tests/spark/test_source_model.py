@@ -1,11 +1,13 @@
 """Planning and reading of the data source against a server and an engine in memory; no JVM."""
 
 import json
+import socket
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
+from pyspark.sql.types import StringType
 
 from tests.spark.source_engine import Engine, model_settings
 from tests.spark.source_model import ModelServer, Weather
@@ -14,6 +16,8 @@ from upr_protocol.limits import PARTITIONS
 from upr_spark.errors import UprSparkError, find_error
 from upr_spark.options import read_connection, size
 from upr_spark.source import plan
+from upr_spark.source.columns import default_schema
+from upr_spark.source.data_source import UprDataSource
 from upr_spark.source.offsets import (
     Entry,
     Offset,
@@ -39,7 +43,14 @@ _WEATHERS = {
     "purges": Weather(lapses=True, purges=True),
     "everything": Weather(True, True, True, True),
 }
-_STARTS: tuple[Any, ...] = ("earliest", "latest", {"0": 0, "1": 0, "2": 0})
+_STARTS: tuple[Any, ...] = (
+    "earliest",
+    "latest",
+    {"0": 0, "1": 0, "2": 0},
+    {"0": -1, "1": 0, "2": -1},
+    {0: 3, 2: 1},
+)
+"""The option startingOffsets; the last one is times by partition."""
 
 
 def _run(
@@ -49,7 +60,7 @@ def _run(
     wrong, engines = 0, []
     for seed in seeds:
         engine = Engine(
-            seed, mode, weather, starting=_STARTS[seed % 3], drop_controls=drop_controls
+            seed, mode, weather, starting=_STARTS[seed % len(_STARTS)], drop_controls=drop_controls
         )
         engines.append(engine)
         engine.live()
@@ -269,6 +280,93 @@ def test_latest_is_where_the_query_first_looked_also_when_it_is_started_again() 
     assert [one.partition for one in ranges] == [0, 1]
 
 
+def test_a_query_may_begin_at_a_time_in_some_partitions_and_now_in_others() -> None:
+    server = _quiet_server()
+    server.partitions[0].high += 5
+    for starting, begun in (({0: 4}, [3, 0, 0]), ({"0": 2, "1": -1, "2": 0}, [2, None, 0])):
+        planner = _planner(server, starting=starting)
+        start = parse_offset(planner.initial())
+        now = server.partitions[1].high
+        assert [one.seqno for one in start.entries.values()] == [
+            now if b is None else b for b in begun
+        ]
+        # It begins there again when its first batch was interrupted.
+        assert start.anchor
+        end = parse_offset(planner.latest(planner.latest(planner.initial(), None), None))
+        at_end = [one.partition for one in plan_ranges(start, end)]
+        assert at_end == [p for p, b in enumerate(begun) if b is not None]
+
+
+def test_the_lag_is_what_the_newest_batch_leaves() -> None:
+    server = _quiet_server()
+    planner = Planner(server, model_settings(Rules(), "earliest", 1))
+    start = planner.initial()
+    assert planner.lag() is None
+    highs = [partition.high for partition in server.partitions]
+
+    end = planner.latest(start, 1)
+    assert planner.lag() == {"seqnos": sum(highs), "behind": sum(highs[1:]), "partitionsBehind": 2}
+    end = planner.latest(planner.latest(end, None), None)
+    assert planner.lag() == {"seqnos": sum(highs), "behind": 0, "partitionsBehind": 0}
+    server.write(server.partitions[1])
+    planner.latest(end, None)
+    assert (planner.lag() or {})["behind"] == 0
+    assert len(json.dumps(planner.lag())) < 100
+
+
+def test_a_table_of_sql_has_its_options_with_its_columns() -> None:
+    told = {
+        "endpoint": "127.0.0.1:1",
+        "keyEncoding": "utf8",
+        "writeMode": "apply",
+        "leaseTtl": "9s",
+    }
+    properties = {"provider": "upr", "owner": "me", "path": "file:/warehouse/t", "foo": "property"}
+    repeated = {f"option.{name}".lower(): value for name, value in told.items()}
+    schema = UprDataSource(properties | told | repeated).schema()
+
+    assert schema["key"].dataType == StringType()
+    # What Spark gives then is the schema alone, and whatever the query says itself.
+    reader: Any = UprDataSource({"leasettl": "8s"}).reader(schema)
+    assert (reader._settings.load_lease, reader._settings.key_text) == (8.0, True)
+    writer: Any = UprDataSource({}).writer(schema, False)
+    assert "127.0.0.1:1" in repr(vars(writer))
+    # A frame that is written elsewhere comes with the columns of its table.
+    other: Any = UprDataSource({"endpoint": "127.0.0.1:2"}).reader(schema)
+    assert (other._settings.load_lease, other._settings.key_text) == (300.0, False)
+
+    with pytest.raises(UprSparkError, match="a table would show it"):
+        UprDataSource(properties | {"option.token": "s3cret"}).schema()
+    with pytest.raises(UprSparkError, match="option foo: is unknown"):
+        UprDataSource(properties | {"option.foo": "1"}).schema()
+    with pytest.raises(UprSparkError, match="CREATE TABLE has no list of columns"):
+        UprDataSource({}).reader(default_schema(False, False))
+
+
+def test_a_host_without_an_address_is_refused_before_anything_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    pauses: list[float] = []
+
+    def look(host: str, port: object) -> object:
+        asked.append(host)
+        if host == "here":
+            return []
+        raise socket.gaierror(socket.EAI_AGAIN if host == "slow" else socket.EAI_NONAME, "no")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look)
+    monkeypatch.setattr("upr_spark.options.time.sleep", pauses.append)
+    for endpoint, tries in (("nohost:1", 1), ("nohost:1,[::1]:2", 2), ("slow:1", 3)):
+        asked.clear()
+        with pytest.raises(UprSparkError, match="no address is known") as raised:
+            read_connection({"endpoint": endpoint}).open()
+        assert (raised.value.code, len(asked)) == ("UNAVAILABLE", tries)
+    assert len(pauses) == 2
+    for endpoint in ("nohost:1,here:1", "dns:///nohost:1"):
+        read_connection({"endpoint": endpoint}).open().close()
+
+
 def test_starts_of_a_query_that_cannot_go_on_leave_no_cuts() -> None:
     server = _quiet_server()
     end = _read_up_to_now(server)
@@ -441,8 +539,17 @@ def test_groups_are_of_about_the_same_weight() -> None:
         ({"batchbytes": "1"}, "batchBytes"),
         ({"leasettl": "31d"}, "leaseTtl"),
         ({"minpollinterval": "soon"}, "minPollInterval"),
-        ({"startingoffsets": '{"5": 434}'}, "startingOffsets"),
-        ({"startingoffsets": '{"5": -1}'}, "startingOffsets"),
+        ({"startingoffsets": '{"5": 434}', "partitions": "6"}, "startingOffsets"),
+        ({"startingoffsets": '{"5": -3}'}, "startingOffsets"),
+        ({"endingoffsets": '{"5": -2}'}, "endingOffsets"),
+        ({"startingtimestamp": "2026-05-01T12:00:00"}, "startingTimestamp"),
+        ({"startingtimestamp": "8796093022208000"}, "startingTimestamp"),
+        ({"startingtimestamp": "1", "startingoffsets": "earliest"}, "startingTimestamp"),
+        ({"startingoffsetsbytimestamp": '{"5": "1"}'}, "startingOffsetsByTimestamp"),
+        (
+            {"startingoffsetsbytimestamp": '{"5": 1}', "partitions": "6"},
+            "startingOffsetsByTimestamp",
+        ),
         ({"startingoffsets": '{"5": true}', "partitions": "5"}, "startingOffsets"),
         ({"startingoffsets": '{"5": 1, "05": 1}', "partitions": "5"}, "startingOffsets"),
         ({"startingoffsets": "yesterday"}, "startingOffsets"),
@@ -468,17 +575,30 @@ def test_options_take_their_values() -> None:
     settings = read_settings(
         {
             "ENDPOINT": "127.0.0.1:1",
-            "minpartitions": "3",
+            "minpartitions": "30",
             "leasettl": "90s",
             "batchbytes": "2m",
-            "partitions": "5",
-            "startingoffsets": '{"05": 434}',
+            "partitions": "4-7",
+            "startingoffsets": '{"05": 434, "6": -2, "7": -1}',
+            "endingoffsets": '{"4": 9, "5": -1}',
             "token": "s3cret",
         }
     )
 
-    assert (settings.tasks, settings.lease, settings.batch_bytes) == (3, 90.0, 2 << 20)
-    assert settings.starting == {"5": 434}
+    assert (settings.tasks, settings.lease, settings.batch_bytes) == (30, 90.0, 2 << 20)
+    assert settings.load_lease == 90.0
+    assert settings.starting == {"4": 0, "5": 434, "6": 0, "7": -1}
+    assert settings.ending == {"4": 9, "5": -1, "6": -1, "7": -1}
+    assert settings.begins_late
+    assert settings.ends_late
+    few = {"endpoint": "127.0.0.1:1", "minpartitions": "3", "partitions": "5,6"}
+    assert read_settings(few).tasks == 8
+    assert (read_settings(few).lease, read_settings(few).load_lease) == (3600.0, 300.0)
+    for time, micros in (("1777636800123", 123_000), ("2026-05-01T14:00:00.5+02:00", 500_000)):
+        begun = read_settings(few | {"startingTimestamp": time}).starting_times
+        assert begun == dict.fromkeys((5, 6), 1_777_636_800_000_000 + micros)
+    by_partition = read_settings(few | {"startingOffsetsByTimestamp": '{"06": 1.5}'})
+    assert by_partition.starting_times == {6: 1500}
     assert "s3cret" not in repr(settings)
     assert read_connection({"endpoint": "127.0.0.1:1", "other": "1"}).bucket == "default"
     assert size(1, 1 << 30)("1GiB") == size(1, 1 << 30)("1g") == 1 << 30

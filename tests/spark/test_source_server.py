@@ -4,20 +4,27 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from pyspark.sql.datasource import EqualTo, GreaterThan, LessThan, StringStartsWith
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import RunningServer, wait_until
 from tests.service import test_dead_partitions as dead
 from upr_client import Bucket, Client
+from upr_protocol.limits import BACKUP_CUTS_NAME, CUTS_HALF
+from upr_protocol.partitioning import partition_of
 from upr_spark.errors import UprSparkError
-from upr_spark.source.data_source import UprDataSource, UprStreamReader
+from upr_spark.source import data_source
+from upr_spark.source.data_source import FilteringReader, UprDataSource, UprStreamReader
 from upr_spark.source.offsets import parse_offset
+from upr_spark.source.task import RangeReader
 
 _ALL = ReadAllAvailable()
 
@@ -56,7 +63,7 @@ def _stream(server: RunningServer, bucket: Bucket, /, **options: str) -> UprStre
     return reader
 
 
-def _rows(reader: Any, tasks: list[Any]) -> list[dict[str, Any]]:
+def _rows(reader: Any, tasks: Sequence[Any]) -> list[dict[str, Any]]:
     # Tasks and readers go to other processes.
     reader, tasks = pickle.loads(pickle.dumps((reader, tasks)))
     return [row for task in tasks for batch in reader.read(task) for row in batch.to_pylist()]
@@ -190,10 +197,150 @@ def test_a_batch_says_when_what_it_pinned_is_gone(
     assert {row["key"] for row in _rows(reader, tasks)} == keys
     for cut in client.admin.cuts(bucket):
         client.admin.release_cut(bucket, cut.name)
+    # Without its cut it is read as long as nothing was merged over it.
+    assert {row["key"] for row in _rows(reader, reader.partitions())} == keys
+    bucket.write_many((key, b"later") for key in sorted(keys))
+    server.terminate()
+    server.start()
     with pytest.raises(UprSparkError) as raised:
-        reader.partitions()
+        _rows(reader, reader.partitions())
     assert raised.value.code == "SNAPSHOT_GONE"
     assert "load()" in raised.value.hint
+
+
+def test_loads_take_the_place_of_those_that_nobody_reads(
+    server: RunningServer, client: Client, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = _write(bucket, 0, 100)
+    client.admin.create_cut(bucket, "mine")
+    reader = _stream(server, bucket)
+    reader.latestOffset(reader.initialOffset(), _ALL)
+    monkeypatch.setattr("upr_spark.source.server.UNUSED_SECONDS", 1000.0)
+    first = _source(server, bucket, leasename="nightly")
+    schema = first.schema()
+    # One machine has half of a bucket's cuts.
+    while len(client.admin.cuts(bucket)) < CUTS_HALF:
+        _source(server, bucket).schema()
+    with pytest.raises(UprSparkError) as raised:
+        _source(server, bucket, retrytimeout="50ms").schema()
+    assert raised.value.code == "TOO_MANY"
+    kept = {cut.name for cut in client.admin.cuts(bucket)}
+
+    monkeypatch.setattr("upr_spark.source.server.UNUSED_SECONDS", 0.0)
+    for _ in range(3):
+        last = _source(server, bucket)
+        last.schema()
+        client.admin.create_cut(bucket, f"{BACKUP_CUTS_NAME}{len(kept)}", lease=1)
+        client.admin.release_cut(bucket, f"{BACKUP_CUTS_NAME}{len(kept)}")
+    left = {cut.name for cut in client.admin.cuts(bucket)}
+    gone = kept - left
+    assert len(gone) == 3
+    assert all(name.startswith("upr-spark-") and name.endswith("-load") for name in gone)
+    assert {
+        row["key"] for row in _rows(last.reader(schema), last.reader(schema).partitions())
+    } == keys
+    with pytest.raises(UprSparkError) as raised:
+        # Those of other names stay.
+        _source(server, bucket, leasename="weekly", retrytimeout="50ms").schema()
+    assert raised.value.code == "TOO_MANY"
+    reader.stop()
+
+
+def test_a_task_renews_its_cut_also_while_nobody_asks_for_rows(
+    server: RunningServer, client: Client, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(bucket, 0, 100)
+    monkeypatch.setattr("upr_spark.source.task.UNUSED_SECONDS", 0.03)
+    source = _source(server, bucket, numpartitions="1")
+    reader = source.reader(source.schema())
+    (task,) = reader.partitions()
+    rows: Any = reader.read(task)
+    next(rows)
+
+    def ends() -> int:
+        (cut,) = client.admin.cuts(bucket)
+        return cut.expires_time
+
+    before = ends()
+    wait_until(lambda: ends() > before, "a renewed cut")
+    rows.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "upr-renew"]
+
+
+def test_a_batch_begins_at_a_time(server: RunningServer, client: Client, bucket: Bucket) -> None:
+    old = _write(bucket, 0, 1000)
+    newest = max(row["time"] for row in _read(server, bucket))
+    moment = newest + timedelta(microseconds=1)
+    new = _write(bucket, 1000, 1100)
+
+    # One that has both.
+    one = min({partition_of(key) for key in new} & {partition_of(key) for key in old})
+    everything = _read(server, bucket)
+    after = _read(
+        server, bucket, startingoffsetsbytimestamp=json.dumps({one: moment.timestamp() * 1000})
+    )
+    assert len(after) < len(everything)
+    of_one = [row for row in everything if row["partition"] == one]
+    assert len(everything) - len(after) == len([r for r in of_one if r["key"] in old])
+    begun = _read(server, bucket, startingtimestamp=moment.isoformat())
+    assert {row["key"] for row in begun} == new
+    later = _read(server, bucket, startingtimestamp="2100-01-01T00:00:00Z")
+    assert later == []
+    ends = json.dumps({one: min(row["seqno"] for row in of_one) - 1, 3: -1})
+    left = _read(server, bucket, endingoffsets=ends)
+    assert {row["partition"] for row in everything} - {row["partition"] for row in left} == {one}
+
+
+def _read(server: RunningServer, bucket: Bucket, **options: str) -> list[dict[str, Any]]:
+    source = _source(server, bucket, **options)
+    reader = source.reader(source.schema())
+    return _rows(reader, list(reader.partitions()))
+
+
+def test_what_conditions_leave_out_is_not_sent(
+    server: RunningServer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = _write(bucket, 0, 300)
+    used = []
+    real = RangeReader
+
+    def spied(server: Any, settings: Any, *rest: Any) -> Any:
+        used.append(settings)
+        return real(server, settings, *rest)
+
+    monkeypatch.setattr(data_source, "RangeReader", spied)
+    source = _source(server, bucket, filterpushdown="true", keyprefix="k1")
+    schema = source.schema()
+    now = datetime.now(UTC)
+
+    def read(*conditions: Any) -> set[bytes]:
+        reader = source.reader(schema)
+        assert isinstance(reader, FilteringReader)
+        left = list(reader.pushFilters(list(conditions)))
+        assert left == [one for one in conditions if one.attribute != ("partition",)]
+        return {row["key"] for row in _rows(reader, list(reader.partitions()))}
+
+    mine = {key for key in keys if key.startswith(b"k1")}
+    assert read() == mine
+    assert read(EqualTo(("key",), b"k17")) == {key for key in mine if key.startswith(b"k17")}
+    assert read(StringStartsWith(("key",), "k12"), StringStartsWith(("key",), "k1")) == {
+        key for key in mine if key.startswith(b"k12")
+    }
+    assert read(StringStartsWith(("key",), "k2")) == set()
+    assert read(StringStartsWith(("value",), "k2")) == mine
+    hour = timedelta(hours=1)
+    assert read(GreaterThan(("time",), now - hour)) == mine
+    assert used[-1].starting_times == dict.fromkeys(range(1024), used[-1].starting_times[0])
+    # An hour more is read, for a server whose clock is behind.
+    assert read(GreaterThan(("time",), now + hour / 2)) == mine
+    assert read(GreaterThan(("time",), now + 2 * hour)) == set()
+    assert read(LessThan(("time",), now - 2 * hour)) == mine
+
+    assert all(one.include_values for one in used)
+    narrow = StructType([StructField("key", StringType())])
+    rows = _rows(source.reader(narrow), list(source.reader(narrow).partitions()))
+    assert {row["key"].encode() for row in rows} == mine
+    assert not used[-1].include_values
 
 
 def test_what_does_not_belong_together_is_refused(

@@ -14,18 +14,20 @@ from upr.cli.admin_commands.consumers import consumers
 from upr.cli.admin_commands.cut import cut
 from upr.cli.admin_commands.purge import purge
 from upr.cli.admin_commands.restore_copy import restore_copy
-from upr.cli.admin_commands.status import status, storage
+from upr.cli.admin_commands.status import status, storage, top
 from upr.cli.admin_commands.topology import promote, takeover, topology
 from upr.cli.admin_commands.undone import undone
 from upr_cli_kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, client_options, one_list
 from upr_cli_kit.output import (
     Group,
+    add_examples,
     columns,
     json_option,
     print_json,
     problem_document,
     verbose_option,
 )
+from upr_cli_kit.screen import watch_option
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
@@ -55,6 +57,7 @@ def main() -> None:
 @_PARTITIONS_ARGUMENT
 @client_options
 @json_option
+@watch_option
 @verbose_option
 def failover_log(
     partitions: tuple[list[int], ...], client: "Client", bucket: str, as_json: bool
@@ -73,6 +76,7 @@ def failover_log(
 @_PARTITIONS_ARGUMENT
 @client_options
 @json_option
+@watch_option
 @verbose_option
 def partitions_command(
     partitions: tuple[list[int], ...], client: "Client", bucket: str, as_json: bool
@@ -113,6 +117,7 @@ main.add_command(restore_copy)
 main.add_command(status)
 main.add_command(storage)
 main.add_command(token)
+main.add_command(top)
 main.add_command(promote)
 main.add_command(takeover)
 main.add_command(topology)
@@ -187,3 +192,64 @@ def _ask(client: "Client", bucket_name: str, partition: int) -> "ServerSide":
             reason="PARTITION_NOT_ACTIVE",
         )
     return ServerSide(log, info.high_seqno, info.purge_seqno, info.state == "active")
+
+
+add_examples(
+    main,
+    {
+        "": ("status", "top", "consumers --bucket orders", "partitions 0-63 --json"),
+        "accept-loss": ("accept-loss /var/lib/upr 5,17 --bucket orders",),
+        "bucket": ("bucket", "bucket create orders"),
+        "bucket list": ("bucket list", "bucket list --watch 2"),
+        "bucket create": ("bucket create orders --compression zstd --quota 10GiB",),
+        "bucket quota": ("bucket quota orders 10GiB", "bucket quota orders 0"),
+        "bucket drop": ("bucket drop orders --data /var/lib/upr",),
+        "check": ("check /var/lib/upr", "check /backup/upr --partitions 0-63"),
+        "consumers": ("consumers", "consumers show indexer"),
+        "consumers list": ("consumers list --bucket orders", "consumers list --watch 2"),
+        "consumers show": ("consumers show indexer", "consumers show indexer --json"),
+        "consumers reset": (
+            "consumers reset indexer --to beginning --data /var/lib/upr",
+            "consumers reset indexer --to '2h ago' --partitions 0-63 --yes",
+        ),
+        "consumers forget": ("consumers forget indexer --data /var/lib/upr",),
+        "context": ("context", "context use production"),
+        "context add": (
+            "context add production --target db1:7711,db2:7711 --tls-ca ca.pem --token-file token",
+        ),
+        "context use": ("context use production",),
+        "context list": ("context list",),
+        "context remove": ("context remove production",),
+        "cut": ("cut", "cut create nightly"),
+        "cut create": ("cut create nightly --lease 2h --bucket orders",),
+        "cut list": ("cut list", "cut list --partitions --json"),
+        "cut renew": ("cut renew nightly --lease 1d",),
+        "cut release": ("cut release nightly",),
+        "explain": (
+            "explain 5 --id 1f00ca11ab1e0005 --seqno 434 --markers 350,418",
+            "explain 5 --log log.json --high 500",
+        ),
+        "failover-log": ("failover-log 5", "failover-log 0-63,512 --json"),
+        "partitions": ("partitions", "partitions 5 --watch 1"),
+        "promote": ("promote --target 127.0.0.1:7712", "promote --target db2:7711 --force"),
+        "purge": ("purge --dry-run", "purge 5 --bucket orders"),
+        "restore-copy": ("restore-copy /srv/copy-of-upr",),
+        "status": ("status", "status --data /var/lib/upr --watch 2"),
+        "storage": ("storage --bucket orders",),
+        "takeover": ("takeover --to db2:7711",),
+        "token": ("token list --tokens /etc/upr/identities",),
+        "token add": (
+            "token add indexer --role read:orders --tokens /etc/upr/identities",
+            "token add web --role write --certificate web.example --tokens /etc/upr/identities",
+        ),
+        "token list": ("token list --tokens /etc/upr/identities",),
+        "token revoke": ("token revoke indexer --tokens /etc/upr/identities",),
+        "top": ("top", "top --every 5 --data /var/lib/upr"),
+        "topology": ("topology", "topology forget db3:7711"),
+        "topology show": ("topology show --target db1:7711,db2:7711",),
+        "topology forget": ("topology forget db3:7711 --target db1:7711",),
+        "undone": ("undone list /var/lib/upr",),
+        "undone list": ("undone list /var/lib/upr", "undone list /var/lib/upr --rows"),
+        "undone apply": ("undone apply /var/lib/upr/undone/FILE --if-unchanged",),
+    },
+)

@@ -7,7 +7,7 @@ from upr.cli.bench import bench
 from upr.cli.follow import follow
 from upr.cli.keys import delete, dump, get, set_
 from upr.cli.load import load
-from upr_cli_kit.output import Group, verbose_option
+from upr_cli_kit.output import Group, add_examples, verbose_option
 
 
 @click.group("upr-cat", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,3 +19,24 @@ def main() -> None:
 
 for command in (follow, get, set_, delete, dump, load, bench):
     main.add_command(command)
+add_examples(
+    main,
+    {
+        "": ("set user:1 Ada", "get user:1", "follow --from-now"),
+        "follow": (
+            "follow --until-now",
+            "follow --position /var/lib/app/position --bucket orders",
+            "follow --from-time '2h ago' --key-prefix user: -f '%o %k\\n'",
+        ),
+        "get": ("get user:1", "get user:1 --raw > value"),
+        "set": ("set user:1 Ada", "set -- temperature -5", "set picture - < picture.png"),
+        "delete": ("delete user:1",),
+        "dump": ("dump > keys.jsonl", "dump --key-prefix user: --bucket orders"),
+        "load": ("load jsonl keys.jsonl", "load git ."),
+        "load jsonl": ("load jsonl keys.jsonl", "load jsonl - < keys.jsonl"),
+        "load csv": ("load csv people.csv --key-field id",),
+        "load parquet": ("load parquet people.parquet --key-field id",),
+        "bench": ("bench", "bench --rows 1000 --bucket scratch --json"),
+        "load git": ("load git .", "load git ~/src/project --bucket project"),
+    },
+)

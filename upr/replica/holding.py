@@ -66,14 +66,17 @@ class Holding:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
+    def _hosts(self) -> dict[int, BucketService]:
+        return {host.bucket.identity.version: host for host in self._catalog.hosts}
+
     def now(self) -> dict[int, Held]:
         """Return what is durable here, by bucket version."""
-        return {host.bucket.identity.version: held_of(host) for host in self._catalog.hosts}
+        return {version: held_of(host) for version, host in self._hosts().items()}
 
     def named(self, version: int) -> str:
         """Return a bucket's name; its version where it could not be made here."""
-        names = {h.bucket.identity.version: h.bucket.identity.name for h in self._catalog.hosts}
-        return names.get(version, f"{version:016x}")
+        host = self._hosts().get(version)
+        return f"{version:016x}" if host is None else host.bucket.identity.name
 
     def lacking(
         self, answer: Answer, versions: Sequence[int], only: Mapping[int, Sequence[int]] | None
@@ -97,9 +100,9 @@ class Holding:
 
     def _followings(self, versions: Iterable[int]) -> dict[int, Following]:
         return {
-            host.bucket.identity.version: host.following
-            for host in self._catalog.hosts
-            if host.following is not None and host.bucket.identity.version in versions
+            version: host.following
+            for version, host in self._hosts().items()
+            if host.following is not None and version in versions
         }
 
     def has_tables(self, answer: Answer, versions: Iterable[int]) -> bool:
@@ -131,11 +134,11 @@ class Holding:
 
     def _dead_here(self, lacking: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
         """Return those partitions that are dead at this server, which takes nothing of them."""
-        states = {h.bucket.identity.version: h.bucket.partitions.state for h in self._catalog.hosts}
+        hosts = self._hosts()
         dead = {
-            version: [p for p in partitions if states[version][p] == DEAD]
+            version: [p for p in partitions if hosts[version].bucket.partitions.state[p] == DEAD]
             for version, partitions in lacking.items()
-            if version in states
+            if version in hosts
         }
         return {version: partitions for version, partitions in dead.items() if partitions}
 
@@ -151,13 +154,13 @@ class Holding:
 
     def short_of(self, lost: Iterable[Lost]) -> list[tuple[str, int, int, int]]:
         """Return what was given up of partitions: bucket, partition, from, to."""
-        hosts = {host.bucket.identity.version: host.bucket for host in self._catalog.hosts}
-        found = []
+        hosts, found = self._hosts(), []
         for version, partition, marker, failover_id in lost:
             # A bucket that could not be made here has no name here, and where branches part may be unknown.
             name, here = f"{version:016x}", 0
             if version in hosts:
-                name, table = hosts[version].identity.name, hosts[version].partitions
+                bucket = hosts[version].bucket
+                name, table = bucket.identity.name, bucket.partitions
                 if failover_id in (log := table.logs[partition]):
                     # What is here above the place where the branches part is not theirs.
                     parts = log.next_after(failover_id)
@@ -170,8 +173,8 @@ class Holding:
     def known_highs(self) -> dict[int, U64]:
         """Return the newest seqnos that the upstream told of, by bucket version."""
         return {
-            host.bucket.identity.version: host.following.highs.copy()
-            for host in self._catalog.hosts
+            version: host.following.highs.copy()
+            for version, host in self._hosts().items()
             if host.following is not None
         }
 

@@ -712,7 +712,13 @@ class Owning:
 
     async def _resume(self) -> None:
         """Serve again after a restart, when those that are counted let it."""
-        standing = self.standing
+        standing, upstreams = self.standing, self._config.replicate_from
+        if upstreams and standing.row.epoch == 1:
+            raise UprError(
+                f"this server is the first active one of its set, and is told to follow {', '.join(upstreams)}; nobody is"
+                " known to be promoted since",
+                hint="start it without --replicate-from, or promote another one, which it follows by itself",
+            )
         others = standing.row.counted - {standing.directory}
         met = {d for d in others if d in self.meeting.met}
         if self.served() == standing.row.epoch and (met or not others):

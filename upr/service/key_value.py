@@ -15,6 +15,7 @@ import numpy as np
 from upr.engine.bucket import Written
 from upr.engine.partitions import ACTIVE, Partitions
 from upr.engine.producers import ProducerCall
+from upr.service.access.rules import PERMIT
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.calls import answering, parsed, read_open
@@ -24,6 +25,7 @@ from upr.service.overload.process import SAMPLE_SECONDS, LoopDelays
 from upr.service.sight import tracing
 from upr.service.sight.counting import count_reason, refusals
 from upr.service.trouble import words_of
+from upr.storage.read import all_begin_with
 from upr.storage.search import Lookup, StoreSearch, TailSearch
 from upr_protocol.block import U64, Block
 from upr_protocol.errors import (
@@ -371,7 +373,7 @@ class KeyValueMethods:
         host = self._catalog.of(opening)
         producer = None
         if opening.producer:
-            name = check_name(opening.producer, "producer").encode()
+            name = PERMIT.get().producer(check_name(opening.producer, "producer"))
             producer = await host.producers.open(name)
         call = _WriteCall(self, host, context, self._intake, producer, opening.results_together)
         opened = wire.WriteOpened(
@@ -420,6 +422,7 @@ class _WriteCall:
         self._peer = peer_of(context.peer())
         self._producer = producer
         self._together = together
+        self._permit = PERMIT.get()
         self._pending: deque[_Pending] = deque()
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
@@ -584,7 +587,10 @@ class _WriteCall:
                 raise self._gone
             if self._producer is not None:
                 self._producer.check(write.number, write.previous_number)
-            return pending, block_of_write(write)
+            block = block_of_write(write)
+            if self._permit.prefixes and not all_begin_with(block, self._permit.prefixes):
+                raise self._permit.refused_keys()
+            return pending, block
         except UprError as error:
             # The call does not carry this write, so it refuses later writes that name it as predecessor.
             pending.error = error.with_traceback(None)

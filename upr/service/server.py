@@ -40,7 +40,7 @@ from upr.service.overload.callers import Callers, Turns
 from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake, abort
 from upr.service.overload.process import LoopDelays, share_free_memory
-from upr.service.sight import feed, metrics, web
+from upr.service.sight import tracing, web
 from upr.service.text.port import TextPort
 from upr.service.trouble import words_of
 from upr.storage.directory import DataDirectory
@@ -272,6 +272,7 @@ class Server:
         """Import modules that libraries import on first use, when there may be no descriptor left."""
         importlib.import_module("numpy.ma")  # np.unique
         zstd_available()
+        tracing.prepare()
 
     def _room(self) -> int:
         """Return the largest number of connections for each listen address."""
@@ -289,6 +290,9 @@ class Server:
         return max(count, 1)
 
     def _web_port(self, process: Process, loopback: bool) -> web.WebPort:
+        # With all that they import, they are for those who have the port.
+        from upr.service.sight import feed, metrics
+
         turns = Turns()
         found = metrics.Metrics(self._catalog, process, self._is_ready, turns)
         topology = None if self._sets is None else self._sets.topology

@@ -322,7 +322,7 @@ def merge_slice(
     merged.rows = len(order)
     sorted_rows = SortedRows(
         keys.take(pa.array(order)),
-        _values_of(used, rows).take(pa.array(sorting)),
+        _values_of(used, rows, sorting),
         ops[order],
         seqnos[order],
         times[order],
@@ -356,14 +356,17 @@ def merge_slice(
     return merged
 
 
-def _values_of(used: Sequence[tuple[Chunk, int, int]], rows: I64) -> Any:
-    """Return the values of rows, ascending, which are counted through the parts of the chunks."""
+def _values_of(used: Sequence[tuple[Chunk, int, int]], rows: I64, sorting: I64) -> Any:
+    """Return the values of rows, ascending and counted through the parts of the chunks, in the order of a sorting."""
+    if len(used) == 1:
+        ((chunk, low, _),) = used
+        return chunk.values(rows[sorting] + low)
     found, first = [], 0
     for chunk, low, high in used:
         own = slice(*np.searchsorted(rows, (first, first + high - low)))
         found.append(chunk.values(rows[own] - first + low))
         first += high - low
-    return pa.concat_arrays(found)
+    return pa.concat_arrays(found).take(pa.array(sorting))
 
 
 class _Torn(NamedTuple):

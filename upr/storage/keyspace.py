@@ -324,6 +324,11 @@ def producer_key(producer: bytes, slot: int | None = None) -> bytes:
     return producer + (b"\0" if slot is None else b"\0" + _PARTITION_KEY.pack(slot))
 
 
+def producer_slot(key: bytes) -> int | None:
+    """Return the slot of a producer's key; None for the one of its ProducerSeen."""
+    return None if len(key) < 4 or key[-3] else int(_PARTITION_KEY.unpack(key[-2:])[0])
+
+
 def pack_producer(key: bytes, table: npt.NDArray[np.void]) -> bytes:
     """Pack a producer's numbers in the partitions of one slot; see PRODUCER."""
     return seal(table.tobytes(), key)

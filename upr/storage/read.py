@@ -10,6 +10,7 @@ run of more than PLAIN_RUN_BYTES becomes several that share its horizon.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import numpy as np
 import pyarrow as pa
@@ -212,6 +213,15 @@ def with_prefix(block: Block, prefix: bytes) -> Block:
             times=_taken(block.times, "<i8", rows),
         )
     )
+
+
+def all_begin_with(block: Block, prefixes: Sequence[bytes]) -> bool:
+    """Return whether each key of a block begins with one of some prefixes, of which there is at least one."""
+    if not block.rows:
+        return True
+    keys = _taken_cells(block.key_offsets, block.keys)
+    found = [pc.starts_with(keys, pattern=prefix) for prefix in prefixes]
+    return bool(pc.all(reduce(pc.or_, found)).as_py())
 
 
 def _seqno_offsets(block: Block, bounds: I64) -> I64:

@@ -42,11 +42,12 @@ class Stored:
         return standing.owns and standing.row.counted <= {standing.directory}
 
 
-def read_standing(folder: Path, directory: str, *, replica: bool) -> Stored:
+def read_standing(folder: Path, directory: str, *, replica: bool, meets: bool = True) -> Stored:
     """Return what is stored in a data directory; without the file a server is alone, or a replica that knows nobody.
 
     Args:
-        replica: whether the server is told to follow. One that was promoted since stays the owner.
+        replica: whether the server is told to follow. One that is the owner stays it.
+        meets: whether it can ask who was promoted since. Where it cannot, the first owner follows whom it is told to.
 
     Raises:
         DataDirectoryError: the file is malformed, or of another format.
@@ -66,8 +67,7 @@ def read_standing(folder: Path, directory: str, *, replica: bool) -> Stored:
             row["epoch"], row["revision"], row["owner"], row["epoch"] > 0, frozenset(row["counted"])
         )
         standing = Standing(directory, known, text["promised"], text["candidate"])
-        if replica and standing.owns and known.epoch == 1:
-            # It was never promoted: it is told to follow now.
+        if replica and not meets and standing.owns and known.epoch == 1:
             standing = replace(standing, row=NO_ROW)
         # A file of before this was stored has none.
         sure = known.counted.intersection(text.get("known", ()))

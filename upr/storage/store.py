@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -358,6 +358,7 @@ class Store:
         producers: Iterable[tuple[bytes, ProducerNumbers]] = (),
         accepted: Iterable[int] = (),
         released: Iterable[bytes] = (),
+        undone: Collection[int] = (),
     ) -> None:
         """Write the rows and blocks made at recovery, and a proof, in one transaction.
 
@@ -366,6 +367,7 @@ class Store:
             cut_off: by partition the seqno above which stored blocks are removed in it.
             accepted: partitions whose aside blocks are removed.
             released: names of the cuts to remove.
+            undone: further partitions in which producers' numbers go whose seqnos are not on the log.
         """
 
         def counts(partition: int, failover_id: int, end: int) -> bool:
@@ -379,6 +381,7 @@ class Store:
                 txn.delete(keyspace.block_key(partition, end), db=self._hashes)
             for name, numbers in producers:
                 self._put_producer(txn, name, numbers, counts)
+            self._drop_undone(txn, {*cut_off, *undone}, counts)
             self._put_partitions(txn, rows)
             for partition in accepted:
                 first = keyspace.aside_key(partition, 0, 0)
@@ -715,6 +718,28 @@ class Store:
         row = ProducerSeen(last, time)
         if row != seen:
             txn.put(key, keyspace.pack_producer_seen(key, row), db=self._producers)
+
+    def _drop_undone(self, txn: Any, partitions: Collection[int], counts: Counts) -> None:
+        """Remove the numbers of all producers in partitions that do not count; damaged rows stay."""
+        slots = {partition // PRODUCER_SLOT for partition in partitions}
+        with txn.cursor(db=self._producers) as cursor:
+            more = bool(slots) and cursor.first()
+            while more:
+                slot = keyspace.producer_slot(key := bytes(cursor.key()))
+                table = cursor_table(cursor) if slot in slots else None
+                if table is not None:
+                    keep = np.array(
+                        [
+                            p not in partitions or counts(p, i, end)
+                            for p, _, i, _, end in table.tolist()
+                        ]
+                    )
+                    if not keep.any():
+                        more = cursor.delete() and bool(cursor.key())
+                        continue
+                    if not keep.all():
+                        cursor.put(key, keyspace.pack_producer(key, table[keep]))
+                more = cursor.next()
 
     def _seen(self, txn: Any, key: bytes) -> ProducerSeen | None:
         value = txn.get(key, db=self._producers)

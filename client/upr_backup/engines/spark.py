@@ -82,7 +82,7 @@ class _Job:
 
         self._context = session.sparkContext
         self._group = f"upr-backup-{tasks[0].attempt}"
-        self._repository = Repository.open(open_storage(tasks[0].location))
+        self._repository = Repository.open(open_storage(tasks[0].location), tasks[0].key)
         self._pending = {task.index: task for task in tasks}
         self._tasks_done = 0
         self._ended: queue.SimpleQueue[list[Any] | BaseException] = queue.SimpleQueue()

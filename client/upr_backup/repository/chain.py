@@ -9,8 +9,9 @@ it: whether a merged base serves a restore point is computed from the cuts betwe
 the base, and from then on no cut of that partition does.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Self, overload
 
 from upr_backup.errors import BackupNotFoundError, RepositoryDamagedError
@@ -158,13 +159,18 @@ class Chain(Sequence[Manifest]):
             BackupNotFoundError: there is no backup of that number, or it has expired.
             RepositoryDamagedError: no base serves it.
         """
+        base = self.base_number(number)
+        return self.merged[base] if base in self.merged else self._load(base)
+
+    def base_number(self, number: int) -> int:
+        """Return the number of that base; raises what ``base`` raises."""
         self.link(number)
         base = self._bases[number]
         if base is None:
             raise RepositoryDamagedError(
                 f"backup {number} cannot be restored: no full backup and no merged one is beneath it"
             )
-        return self.merged[base] if base in self.merged else self._load(base)
+        return base
 
     def is_base(self, number: int) -> bool:
         """Return whether a full backup or a merged base is at a number."""
@@ -292,17 +298,20 @@ def segments_of(wanted: Iterable[Manifest]) -> dict[int, list[Segment]]:
     """Return the same of what ``needed`` gave."""
     counted: dict[int, list[Segment]] = {}
     for manifest in wanted:
-        for partition, entry in manifest.entries.items():
-            parts = counted.setdefault(partition, [])
-            if entry.cut is not None:
-                parts[:] = [
-                    part._replace(high=min(part.high, entry.cut))
-                    for part in parts
-                    if part.low < entry.cut
-                ]
-            if entry.file is not None:
-                parts.append(Segment(manifest.files[entry.file], entry.start, entry.end))
+        for partition in manifest.entries:
+            add_segment(counted.setdefault(partition, []), manifest, partition)
     return {partition: parts for partition, parts in counted.items() if parts}
+
+
+def add_segment(parts: list[Segment], manifest: Manifest, partition: int) -> None:
+    """Have what counts of a partition at one backup be what counts at the next one."""
+    entry = manifest.entries[partition]
+    if entry.cut is not None:
+        parts[:] = [
+            part._replace(high=min(part.high, entry.cut)) for part in parts if part.low < entry.cut
+        ]
+    if entry.file is not None:
+        parts.append(Segment(manifest.files[entry.file], entry.start, entry.end))
 
 
 def sizes_of(wanted: Iterable[Manifest]) -> dict[int, int]:
@@ -317,15 +326,20 @@ def sizes_of(wanted: Iterable[Manifest]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which restore points are to stay: those that one of the two keeps, and the newest in any case.
+    """Which restore points are to stay: those that one of these keeps, and the newest in any case.
 
     Args:
         last: so many of the newest, 1 or more; None: not by number.
         within: those not older than so many microseconds; None: not by age.
+        grid: by "hourly", "daily", "weekly" and "monthly", of how many of the newest hours, days, weeks and months that
+            have a backup the last one stays; in UTC.
+        pinned: numbers that somebody wants to stay.
     """
 
     last: int | None
     within: int | None
+    grid: Mapping[str, int] = field(default_factory=dict)
+    pinned: Collection[int] = ()
 
     def oldest(self, chain: Chain, now: int) -> int:
         """Return the oldest number that stays, of a chain that is not empty.
@@ -339,7 +353,20 @@ class Keep:
             kept.add(max(chain.last - self.last + 1, chain.first))
         if self.within is not None:
             kept.update(link.number for link in chain.links if link.cut_time >= now - self.within)
+        for unit, count in self.grid.items():
+            # The last backup of each period: a later one takes the place of those before.
+            periods = {_period(unit, link.cut_time): link.number for link in chain.links}
+            kept.update(sorted(periods.values())[-count:])
+        kept.update(number for number in self.pinned if number >= chain.first)
         return min(kept)
+
+
+PERIODS: Final = {"hourly": "%Y%m%d%H", "daily": "%Y%m%d", "weekly": "%G%V", "monthly": "%Y%m"}
+"""Periods of a grid: how ``strftime`` tells one from the next."""
+
+
+def _period(unit: str, micros: int) -> str:
+    return datetime.fromtimestamp(micros / 1e6, UTC).strftime(PERIODS[unit])
 
 
 def number_at(chain: Chain, at: Any) -> int:

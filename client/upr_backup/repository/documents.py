@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, NamedTuple, Self
 
 from upr_backup.errors import RepositoryDamagedError, RepositoryError
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import PARTITIONS, SEQNO_MAX
 
 
 def now_micros() -> int:
@@ -34,7 +34,12 @@ FORMAT = 2
 _HEAD: Final = re.compile(rb"(upr-backup ([1-9][0-9]{0,8}) )([0-9a-f]{64})\n")
 _FIRST_FORMAT: Final = b'{"content":'
 _GZIP: Final = 16 + zlib.MAX_WBITS
-_TEXT_BYTES_MAX: Final = 2**30
+_TEXT_BYTES_MAX: Final = 64 * 2**20
+"""Of a document that is unpacked: twice what 1024 partitions with failover logs of 1000 records take."""
+_COUNT_MAX: Final = 2**60
+_NUMBER_MAX: Final = 9_999_999_999
+MICROS_MAX: Final = 253_402_214_400_000_000
+"""The last day of the year 9999, which is as far as dates go."""
 
 
 def canonical(value: object) -> bytes:
@@ -101,6 +106,9 @@ Kind = Literal["full", "incremental", "merged"]
 
 _KINDS: Final = ("full", "incremental", "merged")
 _PARENT: Final = re.compile(r"[0-9a-f]{64}(\+[0-9]{1,10})?")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_FILE: Final = re.compile(r"(data/[0-9]{10}|merged/[0-9]{10}-[0-9a-f]{16})/[0-9a-f]{16}\.parquet")
+"""The only names that a manifest may give to what is read."""
 
 
 class FileRef(NamedTuple):
@@ -241,23 +249,26 @@ class Manifest:
         """
         try:
             manifest = cls(
-                content["number"],
+                number_from_json(content["number"], "number", _NUMBER_MAX, 1),
                 content["kind"],
-                content["repository"],
-                content["parent"],
-                content["cut"]["name"],
-                content["cut"]["time"],
-                content["started"],
-                content["finished"],
+                text_from_json(content["repository"], "repository"),
+                text_from_json(content["parent"], "parent"),
+                text_from_json(content["cut"]["name"], "the cut's name"),
+                number_from_json(content["cut"]["time"], "the cut's time", MICROS_MAX),
+                number_from_json(content["started"], "started", MICROS_MAX),
+                number_from_json(content["finished"], "finished", MICROS_MAX),
                 tuple(file_from_json(file) for file in content["files"]),
                 {int(p): entry_from_json(e) for p, e in sorted(content["partitions"].items())},
-                tuple(RolledBack(*rollback) for rollback in content["rollbacks"]),
+                tuple(rolled_back_from_json(rollback) for rollback in content["rollbacks"]),
                 # A repository may have manifests of before there was this field.
-                {int(p): words for p, words in content.get("left_out", {}).items()},
+                {
+                    int(p): text_from_json(words, "left_out")
+                    for p, words in content.get("left_out", {}).items()
+                },
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RepositoryDamagedError(f"{name} is no manifest: {error!r}") from error
-        wrong = _what_is_wrong(manifest)
+            wrong = _what_is_wrong(manifest)
+        except NOT_WRITTEN_HERE as error:
+            raise RepositoryDamagedError(f"{name} is no manifest: {_short(error)}") from error
         if wrong:
             raise RepositoryDamagedError(f"{name} is no manifest: {wrong}")
         return manifest
@@ -293,18 +304,69 @@ class Expiry:
             RepositoryDamagedError: a field is missing.
         """
         try:
+            number_from_json(content["number"], "number", _NUMBER_MAX, 1)
+            number_from_json(content["time"], "time", MICROS_MAX)
+            for text in ("repository", "sha256", "base"):
+                text_from_json(content[text], text)
             return cls(*(content[one.name] for one in fields(cls)))
-        except KeyError as error:
-            raise RepositoryDamagedError(f"{name} is no expiry: {error!r}") from error
+        except NOT_WRITTEN_HERE as error:
+            raise RepositoryDamagedError(f"{name} is no expiry: {_short(error)}") from error
 
 
 _ENTRY: Final = ("from", "to", "cut", "rows", "data_bytes", "file", "position")
 """Fields of an entry in JSON."""
 
 
+NOT_WRITTEN_HERE: Final = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What is raised where a document that somebody else wrote is taken apart."""
+
+
+def number_from_json(value: object, name: str, high: int, low: int = 0) -> int:
+    """Return an integer in a range; ValueError for anything else, also for a bool or 1.0."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} is {str(value)[:40]}; must be an integer from {low} to {high}")
+    return value
+
+
+def text_from_json(value: object, name: str) -> str:
+    """Return a text; ValueError for anything else."""
+    if type(value) is not str:
+        raise ValueError(f"{name} is {str(value)[:40]}; must be a text")
+    return value
+
+
+def _short(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)[:200]
+
+
 def file_from_json(document: Mapping[str, Any]) -> FileRef:
-    """Return the data file whose ``_asdict`` this was."""
-    return FileRef(*(document[name] for name in FileRef._fields))
+    """Return the data file whose ``_asdict`` this was.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none, or not one of a repository.
+    """
+    file = FileRef(*(document[name] for name in FileRef._fields))
+    if type(file.path) is not str or not _FILE.fullmatch(file.path):
+        raise ValueError(f"{str(file.path)[:60]!r} is no name of a data file")
+    if type(file.sha256) is not str or not _DIGEST.fullmatch(file.sha256):
+        raise ValueError(f"the SHA-256 of {file.path} is {str(file.sha256)[:70]!r}")
+    number_from_json(file.bytes, "a file's bytes", _COUNT_MAX)
+    number_from_json(file.rows, "a file's rows", _COUNT_MAX, 1)
+    return file
+
+
+def rolled_back_from_json(values: Any) -> RolledBack:
+    """Return the rollback that was stored as a list.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    found = RolledBack(*values)
+    number_from_json(found.partition, "a partition", PARTITIONS - 1)
+    number_from_json(found.from_seqno, "a seqno", SEQNO_MAX)
+    number_from_json(found.seqno, "a seqno", SEQNO_MAX)
+    text_from_json(found.words, "why it was rolled back")
+    return found
 
 
 def entry_to_json(entry: Entry) -> Json:
@@ -313,8 +375,25 @@ def entry_to_json(entry: Entry) -> Json:
 
 
 def entry_from_json(document: Mapping[str, Any]) -> Entry:
-    """Return the entry that ``entry_to_json`` gave."""
-    return Entry(*(document[name] for name in _ENTRY))
+    """Return the entry that ``entry_to_json`` gave.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    entry = Entry(*(document[name] for name in _ENTRY))
+    number_from_json(entry.end, "to", SEQNO_MAX)
+    number_from_json(entry.start, "from", entry.end)
+    number_from_json(entry.rows, "rows", entry.end - entry.start)
+    number_from_json(entry.data_bytes, "data_bytes", _COUNT_MAX)
+    if entry.cut is not None:
+        number_from_json(entry.cut, "cut", SEQNO_MAX)
+    if entry.file is not None:
+        number_from_json(entry.file, "file", _COUNT_MAX)
+    if entry.position is not None:
+        text_from_json(entry.position["failover_id"], "failover_id")
+        if not all(type(marker) is int for marker in entry.position["markers"]):
+            raise ValueError("a marker is no integer")
+    return entry
 
 
 def _what_is_wrong(manifest: Manifest) -> str:
@@ -325,8 +404,6 @@ def _what_is_wrong(manifest: Manifest) -> str:
     for partition, entry in manifest.entries.items():
         if not 0 <= partition < PARTITIONS:
             return f"it names partition {partition}"
-        if not 0 <= entry.start <= entry.end:
-            return f"partition {partition} has a range from {entry.start} to {entry.end}"
         if (entry.file is None) != (entry.rows == 0):
             return f"partition {partition} has {entry.rows} rows and file {entry.file}"
         if entry.file is not None and not 0 <= entry.file < len(manifest.files):

@@ -18,12 +18,14 @@ from typing import Protocol, Self
 
 from upr_backup.errors import LockedError
 from upr_backup.repository import Storage
-from upr_backup.repository.documents import canonical
+from upr_backup.repository.documents import NOT_WRITTEN_HERE, canonical
 from upr_protocol.errors import UprError
 
 _FOLDER = "locks/"
 _SECONDS = 600.0
 _LOOK_SECONDS = 5.0
+_HOST_SHOWN = 64
+_PID_MAX = 2**31
 _LOCK = re.compile(r"locks/([0-9]{10})\.json")
 
 
@@ -65,7 +67,8 @@ class Lock:
             if holder:
                 raise LockedError(
                     f"the repository is locked by {holder}",
-                    hint=f"wait for that run; a lock is given up {self._seconds:.0f} s after its run was killed",
+                    hint=f"wait for that run; a lock is given up {self._seconds:.0f} s after its run was killed, "
+                    "or with 'unlock'",
                 )
             if self._create(number + 1) and self._newest_number() == self._number:
                 self._forget_older()
@@ -84,6 +87,24 @@ class Lock:
             with suppress(OSError, UprError):
                 if self._create(self._number + 1, released=True):
                     self._forget_older()
+
+    def force(self) -> str:
+        """Release the lock whoever has it, and return who had it; "" for nobody.
+
+        What is committed stays right: the other run finds out within seconds, and before it commits.
+
+        Raises:
+            LockedError: a process of this machine has it, which can be ended.
+        """
+        number, holder = self._newest()
+        if holder.endswith(_here()):
+            raise LockedError(
+                f"the repository is locked by {holder}, which runs here",
+                hint="end that process: then the lock is free by itself",
+            )
+        if holder and self._create(number + 1, released=True):
+            self._forget_older()
+        return holder
 
     def keep(self, now: bool = False) -> None:
         """Look every few seconds whether the lock is still this one's; renew it when a third of its time has passed.
@@ -128,9 +149,11 @@ class Lock:
         number = self._newest_number()
         try:
             holder = json.loads(self._storage.read(_name(number)))
-            host, pid, expires = holder["host"], int(holder["pid"]), float(holder["expires"])
-            token, began = holder["token"], str(holder["began"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            host, pid = str(holder["host"])[:_HOST_SHOWN], int(holder["pid"])
+            expires, token, began = float(holder["expires"]), holder["token"], str(holder["began"])
+        except (FileNotFoundError, RecursionError, *NOT_WRITTEN_HERE):
+            return number, ""
+        if not 0 < pid < _PID_MAX or not host.isprintable():
             return number, ""
         # It is this one's own where releasing it failed, or was done and not answered.
         if expires < self._clock() or token == self._token:
@@ -143,6 +166,10 @@ class Lock:
         for name in self._storage.names(_FOLDER):
             if _LOCK.fullmatch(name) and name < _name(self._number):
                 self._storage.delete(name)
+
+
+def _here() -> str:
+    return f" on {socket.gethostname()[:_HOST_SHOWN]}"
 
 
 def _name(number: int) -> str:

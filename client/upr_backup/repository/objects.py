@@ -23,7 +23,7 @@ from upr_backup.errors import (
     StorageTimeoutError,
     StorageUnreachableError,
 )
-from upr_backup.repository.storage import Stored
+from upr_backup.repository.storage import Stored, check_size
 from upr_protocol.errors import InvalidArgumentError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class ObjectStorage:
 
     def read(self, name: str) -> bytes:
         """Return a whole object."""
-        return self._ask(name, lambda store: bytes(_obstore().get(store, name).bytes()))
+        return self._ask(name, lambda store: _whole(store, name))
 
     def open(self, name: str) -> BinaryIO:
         """Open an object for reading; what is not asked for is not fetched."""
@@ -333,6 +333,10 @@ class ObjectStorage:
         """Return the objects below a prefix."""
         found = self._ask(prefix, lambda store: _listed(store, prefix))
         return sorted(one for one in found if one.name.startswith(prefix))
+
+    def is_empty(self) -> bool:
+        """Return whether there is no object below the prefix."""
+        return self._ask("", lambda store: not any(_obstore().list(store, chunk_size=1)))
 
     def delete(self, name: str) -> None:
         """Remove an object."""
@@ -521,6 +525,12 @@ def _put_new(store: "ObjectStore", name: str, data: bytes, token: str) -> bool:
     except AlreadyExistsError:
         return False
     return True
+
+
+def _whole(store: "ObjectStore", name: str) -> bytes:
+    found = _obstore().get(store, name)
+    check_size(name, int(found.meta["size"]))
+    return bytes(found.bytes())
 
 
 def _token(store: "ObjectStore", name: str) -> str:

@@ -7,6 +7,9 @@
 ``merged/0000000012-<attempt>.json``    a merged base, or that the attempt at one was voided; its files are in the
                                         folder of the same name
 ``expired/0000000012.json``             what is before this number has expired
+``index/0000000160.json``               what a listing shows of the backups up to there; a cache
+``tags/release-7.json``                 which backup has the name, and whether it does not expire
+``aside/0000000012-<random>.json``      a manifest that ``repair`` took out of the chain
 
 What a killed run left is removed only after the number's manifest is committed: from then on no other run can commit
 files that are not in it, however long it was paused. An attempt at a merged base is voided before its files are
@@ -19,29 +22,43 @@ reading. So one that a backup overtook, whose run did not know of it, takes noth
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Self
 
-from upr_backup.errors import RepositoryDamagedError, RepositoryError
-from upr_backup.repository import Storage
+from upr_backup.errors import BackupNotFoundError, RepositoryDamagedError, RepositoryError
+from upr_backup.repository import Storage, index
 from upr_backup.repository.chain import Chain, Link
 from upr_backup.repository.documents import (
+    NOT_WRITTEN_HERE,
     Entry,
     Expiry,
     Json,
     Manifest,
     check_link,
+    number_from_json,
     seal,
     sha256,
+    text_from_json,
     unseal,
 )
+from upr_backup.repository.encryption import EncryptedStorage, check_key, mark
+from upr_backup.repository.index import manifest_name
+from upr_protocol.errors import AlreadyExistsError
 
 _OWN = "repository.json"
+_ID = re.compile(r"[0-9a-f]{32}")
+_VERSION = re.compile(r"[0-9a-f]{16}")
 CHAIN = "chain/"
 DATA = "data/"
 STAGING = "staging/"
 MERGED = "merged/"
 EXPIRED = "expired/"
+ASIDE = "aside/"
+TAGS = "tags/"
+TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names of tags."""
 _MANIFEST = re.compile(r"chain/([0-9]{10})\.json")
 _MERGED = re.compile(r"merged/([0-9]{10})-[0-9a-f]{16}\.json")
 _EXPIRED = re.compile(r"expired/([0-9]{10})\.json")
@@ -62,37 +79,71 @@ class Attempt:
     plan: Json
 
 
+class Tag(NamedTuple):
+    """What a name stands for.
+
+    Args:
+        number: of a backup.
+        sha256: of its manifest: after a repair another backup may have its number.
+        pin: whether the backup does not expire.
+    """
+
+    number: int
+    sha256: str
+    pin: bool
+
+
 class Repository:
     """A repository that was opened.
 
     Attributes:
-        storage: where its objects are.
+        storage: where its objects are; of an encrypted one what encrypts them.
+        key: of an encrypted one, 32 bytes; else None.
         id: random, 32 hex digits.
         bucket: the bucket's name.
         bucket_version: its random id, 16 hex digits.
         target: where the server was when the repository was made.
     """
 
-    def __init__(self, storage: Storage, data: bytes) -> None:
+    def __init__(self, storage: Storage, data: bytes, key: bytes | None = None) -> None:
         content = unseal(data, _OWN)
-        self.storage = storage
+        check_key(content, key, storage.location)
+        self.key = key
+        self.storage: Storage = storage if key is None else EncryptedStorage(storage, key)
         try:
-            self.id = str(content["id"])
-            self.bucket = str(content["bucket"])
-            self.bucket_version = str(content["bucket_version"])
-            self.target = str(content["target"])
+            self.id = text_from_json(content["id"], "id")
+            self.bucket = text_from_json(content["bucket"], "bucket")
+            self.bucket_version = text_from_json(content["bucket_version"], "bucket_version")
+            self.target = text_from_json(content["target"], "target")
         except KeyError as error:
             raise RepositoryDamagedError(f"{_OWN} lacks the field {error}") from error
+        except ValueError as error:
+            raise RepositoryDamagedError(f"{_OWN}: {error}") from error
+        # Parts of names at the server.
+        if not _ID.fullmatch(self.id) or not _VERSION.fullmatch(self.bucket_version):
+            raise RepositoryDamagedError(f"{_OWN}: id or bucket_version is not in hex digits")
         self._sha256 = sha256(data)
 
     @classmethod
     def create(
-        cls, storage: Storage, bucket: str, bucket_version: int, target: str, created: int
+        cls,
+        storage: Storage,
+        bucket: str,
+        bucket_version: int,
+        target: str,
+        created: int,
+        key: bytes | None = None,
     ) -> Self:
         """Make a new repository for a bucket.
 
+        Args:
+            storage: where.
+            bucket, bucket_version, target: what it is for.
+            created: now, in microseconds since the epoch.
+            key: 32 bytes, to encrypt it with; None leaves it readable for everybody.
+
         Raises:
-            RepositoryError: there is one.
+            AlreadyExistsError: there is one.
         """
         content = {
             "id": secrets.token_hex(16),
@@ -101,17 +152,32 @@ class Repository:
             "target": target,
             "created": created,
         }
+        if key is not None:
+            content["encryption"] = mark(content, key)
         data = seal(content)
         if not storage.put_if_absent(_OWN, data):
-            raise RepositoryError("there is a repository here already")
-        return cls(storage, data)
+            raise AlreadyExistsError("there is a repository here already")
+        return cls(storage, data, key)
+
+    @staticmethod
+    def is_at(storage: Storage) -> bool:
+        """Return whether there is a repository, whole or not."""
+        try:
+            storage.size(_OWN)
+        except (FileNotFoundError, NotADirectoryError):
+            return bool(storage.names(CHAIN))
+        return True
 
     @classmethod
-    def open(cls, storage: Storage) -> Self:
+    def open(cls, storage: Storage, key: bytes | None = None) -> Self:
         """Open a repository.
 
+        Args:
+            storage: where its objects are.
+            key: of an encrypted one.
+
         Raises:
-            RepositoryError: there is none, or it is of another format.
+            RepositoryError: there is none, it is of another format, or the key is not the one of it.
             RepositoryDamagedError: its document is damaged, or missing below the rest.
         """
         try:
@@ -123,25 +189,36 @@ class Repository:
                 f"there is no repository here: {storage.location}",
                 hint="make one: upr-backup REPOSITORY init",
             ) from None
-        return cls(storage, data)
+        return cls(storage, data, key)
 
     # The chain.
 
-    def chain(self, on_damage: Callable[[str], Any] | None = None) -> Chain:
+    def chain(
+        self, on_damage: Callable[[str], Any] | None = None, *, indexed: bool = False
+    ) -> Chain:
         """Return the backups that have not expired, each checked against the one before it, and their merged bases.
 
         Args:
             on_damage: called with each thing that is wrong, instead of an error; what is behind it is left out.
+            indexed: whether manifests that the index knows are not read before they are asked for. Each is then
+                compared with what the index told of it.
 
         Raises:
             RepositoryDamagedError: a document is missing, damaged, or not the one that belongs there.
         """
         damage: dict[str, None] = {}
-        numbers = self._numbers()
+        known: Mapping[int, Link] = {}
+        if indexed:
+            sizes = self._sizes()
+            numbers, known = set(sizes), index.read_index(self.storage, self.id, sizes)
+        else:
+            numbers = self._numbers()
+        if not numbers:
+            self._check_new(damage.setdefault)
         # The newest one first; the one before it only where it does not count, and nothing was removed for it.
         expiries: list[Expiry | None] = [None, *self.expiries(damage.setdefault)]
         for expiry in reversed(expiries):
-            chain = self._chain(expiry, numbers, damage.setdefault)
+            chain = self._chain(expiry, numbers, damage.setdefault, known)
             if expiry is None or chain.whole or expiry.number - 1 not in numbers:
                 break
         for words in damage:
@@ -163,7 +240,11 @@ class Repository:
         return chain
 
     def _chain(
-        self, expiry: Expiry | None, numbers: set[int], on_damage: Callable[[str], Any]
+        self,
+        expiry: Expiry | None,
+        numbers: set[int],
+        on_damage: Callable[[str], Any],
+        known: Mapping[int, Link] = MappingProxyType({}),
     ) -> Chain:
         """Return the chain that an expiry leaves, as far as it is whole."""
         links: list[Link] = []
@@ -175,11 +256,19 @@ class Repository:
             for number in range(first, max(numbers, default=0) + 1):
                 if number not in numbers:
                     raise _gap(number)
+                if number in known and number not in bases:
+                    if expiry and not links and known[number].sha256 != expiry.sha256:
+                        raise _misplaced(manifest_name(number))
+                    links.append(known[number])
+                    before = None
+                    continue
                 if expiry and not links:
                     manifest, digest = self._first(expiry)
                 else:
                     parent = links[-1].sha256 if links else self._sha256
                     manifest, digest = self._manifest(number, parent)
+                    if links and before is None:
+                        before = self._loaded(links[-1])
                     check_link(before, manifest)
                 links.append(Link.of(manifest, digest))
                 base = self._base(bases.get(number, ()), manifest, digest, on_damage)
@@ -194,8 +283,8 @@ class Repository:
             on_damage(
                 f"{expiry.base} is missing: what is before backup {first} was to go because of it"
             )
-        digests = {link.number: link.sha256 for link in links}
-        return Chain(links, lambda number: self._loaded(number, digests[number]), merged)
+        by_number = {link.number: link for link in links}
+        return Chain(links, lambda number: self._loaded(by_number[number]), merged)
 
     def newest(self) -> tuple[Manifest | None, str]:
         """Return the newest backup, and what the next manifest has to name as its parent.
@@ -219,6 +308,7 @@ class Repository:
                 raise _gap(number)
         if expiry is None:
             if not numbers:
+                self._check_new()
                 return None, self._sha256
             return self._manifest(last, self._digest(last - 1) if last > 1 else self._sha256)
         if last < expiry.number:
@@ -230,21 +320,82 @@ class Repository:
             newest, digest = self._manifest(last, before)
         return _horizon(newest, first if expiry.base else None), f"{digest}+{expiry.number}"
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of all manifests that are there, in the chain or not."""
+        return sorted(self._numbers())
+
     def _numbers(self) -> set[int]:
         """Return the numbers of all manifests; what else somebody put there is none."""
         found = map(_MANIFEST.fullmatch, self.storage.names(CHAIN))
         return {int(one[1]) for one in found if one}
 
+    def _sizes(self) -> dict[int, int]:
+        """Return the bytes of all manifests, by number."""
+        found = ((_MANIFEST.fullmatch(one.name), one.bytes) for one in self.storage.stored(CHAIN))
+        return {int(name[1]): size for name, size in found if name}
+
+    def _check_new(self, on_damage: Callable[[str], Any] | None = None) -> None:
+        """Check that a repository without manifests never had one: a folder that is gone is no empty one."""
+        lost = self.lost_manifests(0)
+        if lost and not self._numbers():
+            words = f"{lost[-1]} is missing, and every other manifest: there is data of backups"
+            if on_damage is None:
+                raise RepositoryDamagedError(words, hint="put the folder chain back from a copy")
+            on_damage(words)
+
+    def write_index(self) -> None:
+        """Have the next listing read few manifests; called once in a while after a commit, with the lock held.
+
+        Raises:
+            RepositoryDamagedError: a manifest is damaged.
+        """
+        sizes = self._sizes()
+        known = index.read_index(self.storage, self.id, sizes)
+        first = max(known, default=min(sizes, default=1) - 1) + 1
+        links = list(known.values())
+        before = self._loaded(links[-1]) if links else None
+        for number in range(first, min(max(sizes, default=0) + 1, first + index.AT_ONCE)):
+            manifest, digest = self._read_manifest(number)
+            if before is not None:
+                if manifest.parent_sha256 != links[-1].sha256:
+                    raise _misplaced(manifest_name(number))
+                check_link(before, manifest)
+            links.append(Link.of(manifest, digest))
+            before = manifest
+        if len(links) > len(known):
+            index.write_index(self.storage, self.id, links, sizes)
+
+    def set_aside(self, first: int) -> list[int]:
+        """Take the manifests from a number on out of the chain, so that it can be gone on with; returns their numbers.
+
+        Their data stays until there are other backups of their numbers. What can be read of a manifest is kept.
+        """
+        numbers = sorted(number for number in self._numbers() if number >= first)
+        index.remove_index(self.storage)
+        # The newest first: broken off in between, the rest of the chain is damaged where it was.
+        for number in reversed(numbers):
+            name = manifest_name(number)
+            with suppress(RepositoryDamagedError):
+                data = self.storage.read(name)
+                self.storage.put_if_absent(
+                    f"{ASIDE}{number:010d}-{secrets.token_hex(8)}.json", data
+                )
+            self.storage.delete(name)
+        return numbers
+
     def _digest(self, number: int) -> str:
-        return sha256(self.storage.read(_manifest_name(number)))
+        return sha256(self.storage.read(manifest_name(number)))
 
     def _read_manifest(self, number: int) -> tuple[Manifest, str]:
-        name = _manifest_name(number)
+        name = manifest_name(number)
         try:
             data = self.storage.read(name)
         except FileNotFoundError:
             raise _gap(number) from None
-        manifest = Manifest.from_json(unseal(data, name), name)
+        try:
+            manifest = Manifest.from_json(unseal(data, name), name)
+        except RepositoryDamagedError as error:
+            raise RepositoryDamagedError(error.message, hint=_REPAIR) from error
         if manifest.repository != self.id or manifest.number != number or manifest.kind == "merged":
             raise _misplaced(name)
         return manifest, sha256(data)
@@ -252,25 +403,25 @@ class Repository:
     def _manifest(self, number: int, parent: str) -> tuple[Manifest, str]:
         manifest, digest = self._read_manifest(number)
         if manifest.parent_sha256 != parent:
-            raise _misplaced(_manifest_name(number))
+            raise _misplaced(manifest_name(number))
         return manifest, digest
 
     def _first(self, expiry: Expiry) -> tuple[Manifest, str]:
         """Return the manifest that an expiry leaves as the first one."""
         manifest, digest = self._read_manifest(expiry.number)
         if digest != expiry.sha256:
-            raise _misplaced(_manifest_name(expiry.number))
+            raise _misplaced(manifest_name(expiry.number))
         return manifest, digest
 
-    def _loaded(self, number: int, expected: str) -> Manifest:
-        manifest, digest = self._read_manifest(number)
-        if digest != expected:
-            raise _misplaced(_manifest_name(number))
+    def _loaded(self, expected: Link) -> Manifest:
+        manifest, digest = self._read_manifest(expected.number)
+        if Link.of(manifest, digest) != expected:
+            raise _misplaced(manifest_name(expected.number))
         return manifest
 
     def commit(self, manifest: Manifest) -> bool:
         """Make a backup count; False when its number is taken."""
-        return self.storage.put_if_absent(_manifest_name(manifest.number), seal(manifest.to_json()))
+        return self.storage.put_if_absent(manifest_name(manifest.number), seal(manifest.to_json()))
 
     # Merged bases.
 
@@ -370,18 +521,64 @@ class Repository:
             raise _misplaced(name)
         return expiry
 
+    # Tags.
+
+    def add_tag(self, name: str, tag: Tag) -> bool:
+        """Give a backup a name; False when the name is taken."""
+        document = {**tag._asdict(), "repository": self.id}
+        return self.storage.put_if_absent(_tag_name(name), seal(document))
+
+    def remove_tag(self, name: str) -> None:
+        """Take a name away; nothing when there is none."""
+        self.storage.delete(_tag_name(name))
+
+    def tag(self, name: str) -> Tag:
+        """Return what a name stands for.
+
+        Raises:
+            BackupNotFoundError: nothing.
+            RepositoryDamagedError: its document is damaged.
+        """
+        path = _tag_name(name)
+        try:
+            content = unseal(self.storage.read(path), path)
+            number = number_from_json(content["number"], "number", 9_999_999_999, 1)
+            tag = Tag(number, text_from_json(content["sha256"], "sha256"), content["pin"] is True)
+        except FileNotFoundError:
+            raise BackupNotFoundError(
+                f"there is no tag {name!r}", hint="'list' shows all"
+            ) from None
+        except NOT_WRITTEN_HERE as error:
+            raise RepositoryDamagedError(f"{path} is no tag: {error}") from error
+        if content.get("repository") != self.id:
+            raise _misplaced(path)
+        return tag
+
+    def tags(self, chain: Chain) -> dict[str, Tag]:
+        """Return the tags of the backups of a chain, by name; what cannot be read is left out."""
+        found = {}
+        for path in self.storage.names(TAGS):
+            name = path.removeprefix(TAGS).removesuffix(".json")
+            if TAG.fullmatch(name) and path == _tag_name(name):
+                with suppress(BackupNotFoundError, RepositoryDamagedError):
+                    tag = self.tag(name)
+                    if chain.link(tag.number).sha256 == tag.sha256:
+                        found[name] = tag
+        return found
+
     # Data files.
 
     def new_data_name(self, number: int) -> str:
         """Return a name that no other data file has."""
         return f"{DATA}{number:010d}/{secrets.token_hex(8)}.parquet"
 
-    def lost_manifests(self, chain: Chain) -> list[str]:
-        """Return the manifests behind the end of the chain whose data is there, and that no run is under way for."""
+    def lost_manifests(self, last: int) -> list[str]:
+        """Return the manifests behind a number whose data is there, and that no run is under way for."""
         numbers = {number_in(name) for name in self.storage.names(DATA)}
         staged = {number_in(name) for name in self.storage.names(STAGING)}
-        lost = (numbers - staged) | set(self._merged_names())
-        return [_manifest_name(n) for n in sorted(lost) if n > chain.last]
+        aside = {number_in(name) for name in self.storage.names(ASIDE)}
+        lost = (numbers - staged - aside) | set(self._merged_names())
+        return [manifest_name(n) for n in sorted(lost) if n > last]
 
     # Staging.
 
@@ -439,8 +636,8 @@ class Repository:
         return removed
 
 
-def _manifest_name(number: int) -> str:
-    return f"{CHAIN}{number:010d}.json"
+def _tag_name(name: str) -> str:
+    return f"{TAGS}{name}.json"
 
 
 def _folder(attempt: Attempt) -> str:
@@ -488,14 +685,18 @@ def _without_markers(entry: Entry, end: int) -> Entry:
     return entry._replace(position={**entry.position, "markers": markers})
 
 
+_REPAIR: Final = "put it back from a copy; else 'repair' has the chain end before it; older ones are restored with --at ID"
+
+
 def _misplaced(name: str) -> RepositoryDamagedError:
     return RepositoryDamagedError(
-        f"{name} does not belong behind the one before it: one of the two was changed or swapped"
+        f"{name} does not belong behind the one before it: one of the two was changed or swapped",
+        hint=_REPAIR,
     )
 
 
 def _gap(number: int) -> RepositoryDamagedError:
     return RepositoryDamagedError(
-        f"{_manifest_name(number)} is missing: the chain has a gap",
-        hint="put it back from a copy; restore --at an older backup still works",
+        f"{manifest_name(number)} is missing: the chain has a gap",
+        hint=_REPAIR,
     )

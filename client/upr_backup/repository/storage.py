@@ -3,11 +3,17 @@
 import hashlib
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Final, NamedTuple, Protocol
+
+from upr_backup.errors import RepositoryDamagedError
+
+READ_BYTES_MAX: Final = 64 * 2**20
+"""Largest object that is read whole. Documents are far below; what is larger was not written by this program."""
 
 
 class Stored(NamedTuple):
@@ -45,7 +51,7 @@ class Storage(Protocol):
         """What ``open_storage`` opens the same storage with, in this process or another."""
 
     def read(self, name: str) -> bytes:
-        """Return a whole object; FileNotFoundError when there is none."""
+        """Return a whole object of at most READ_BYTES_MAX bytes; FileNotFoundError when there is none."""
 
     def open(self, name: str) -> BinaryIO:
         """Open an object for reading; FileNotFoundError when there is none."""
@@ -65,6 +71,9 @@ class Storage(Protocol):
     def stored(self, prefix: str) -> list[Stored]:
         """Return the objects whose names begin with a prefix that is empty or ends in a slash, sorted by name."""
 
+    def is_empty(self) -> bool:
+        """Return whether there is no object, and nothing of anybody else's."""
+
     def delete(self, name: str) -> None:
         """Remove an object; nothing when there is none."""
 
@@ -74,10 +83,15 @@ class Storage(Protocol):
 
 _TEMPORARY = ".tmp"
 _TEMPORARY_SECONDS = 3600.0
+_NOBODYS = {_TEMPORARY, "lost+found"}
+# Without waiting: a FIFO in a file's place would be waited for until somebody writes to it.
+_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class LocalStorage:
     """Objects as files below a folder. A file appears whole, by a link, or is written under a name of its own.
+
+    Whoever wrote the folder is not trusted: only plain files are read, and no link is followed below it.
 
     Args:
         root: the folder; made with the first object.
@@ -85,6 +99,7 @@ class LocalStorage:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._root = str(root).rstrip("/")
 
     @property
     def location(self) -> str:
@@ -93,21 +108,45 @@ class LocalStorage:
 
     def read(self, name: str) -> bytes:
         """Return a whole file."""
-        return (self.root / name).read_bytes()
+        with self._plain(name) as file:
+            data = file.read(READ_BYTES_MAX + 1)
+        check_size(name, len(data))
+        return data
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for reading."""
-        return (self.root / name).open("rb")
+        return self._plain(name)
+
+    def _plain(self, name: str) -> BinaryIO:
+        path = self._inside(name)
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise _not_plain(name)
+        return os.fdopen(os.open(path, _PLAIN), "rb")
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""
-        return (self.root / name).stat().st_size
+        status = os.lstat(self._inside(name))
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_plain(name)
+        return status.st_size
+
+    def _inside(self, name: str) -> str:
+        """Return the path of a name, which must not lead out of the folder."""
+        path = self._root
+        *folders, last = name.split("/")
+        for folder in folders:
+            path = f"{path}/{folder}"
+            if folder in ("", ".", "..") or os.path.islink(path):
+                raise _not_plain(path.removeprefix(f"{self._root}/"))
+        if last == "..":
+            raise _not_plain(name)
+        return f"{path}/{last}"
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Create a file by linking one that is whole and synced."""
         temporary = self.root / _TEMPORARY / secrets.token_hex(8)
         _make_folder(temporary.parent)
-        path = self.root / name
+        path = Path(self._inside(name))
         _make_folder(path.parent)
         try:
             with _named(temporary), temporary.open("xb") as file:
@@ -126,18 +165,19 @@ class LocalStorage:
 
     def create(self, name: str) -> "LocalSink":
         """Begin a new file."""
-        path = self.root / name
+        path = Path(self._inside(name))
         _make_folder(path.parent)
         return LocalSink(path)
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder."""
         found = []
-        for folder, folders, files in os.walk(self.root / prefix, onerror=_raise_unless_gone):
-            below = Path(folder).relative_to(self.root)
-            if not below.parts and _TEMPORARY in folders:
+        top = self._inside(prefix).rstrip("/") or "/"
+        for folder, folders, files in os.walk(top, onerror=_raise_unless_gone):
+            below = folder[len(self._root) + 1 :]
+            if not below and _TEMPORARY in folders:
                 folders.remove(_TEMPORARY)
-            found += [(below / file).as_posix() for file in files]
+            found += [f"{below}/{file}" if below else file for file in files]
         return sorted(found)
 
     def stored(self, prefix: str) -> list[Stored]:
@@ -145,13 +185,22 @@ class LocalStorage:
         found = []
         for name in self.names(prefix):
             with suppress(FileNotFoundError):
-                status = (self.root / name).stat()
+                status = os.lstat(f"{self._root}/{name}")
                 found.append(Stored(name, status.st_size, status.st_mtime))
         return found
 
+    def is_empty(self) -> bool:
+        """Return whether there is no file, folder or link, but for what a file system or a killed run left."""
+        try:
+            found = set(os.listdir(self.root)) - _NOBODYS
+        except FileNotFoundError:
+            return True
+        # A folder for locks is left where the storage was tried, and not found good enough.
+        return not found or (found == {"locks"} and not self.names("locks/"))
+
     def delete(self, name: str) -> None:
         """Remove a file, and the folders above that are then empty."""
-        path = self.root / name
+        path = Path(self._inside(name))
         path.unlink(missing_ok=True)
         # Not the topmost ones: another process may be about to create a file there.
         with suppress(OSError):
@@ -211,6 +260,21 @@ class LocalSink:
         """Close the file."""
         with _named(self._path):
             self._file.close()
+
+
+def check_size(name: str, size: int) -> None:
+    """Raise RepositoryDamagedError where an object is larger than what is read whole."""
+    if size > READ_BYTES_MAX:
+        raise RepositoryDamagedError(
+            f"{name} is damaged: it has more than {READ_BYTES_MAX} bytes, which no document has"
+        )
+
+
+def _not_plain(name: str) -> RepositoryDamagedError:
+    return RepositoryDamagedError(
+        f"{name} is not used: it leads out of the repository, or is no plain file",
+        hint="a repository has plain files and folders only, and no links",
+    )
 
 
 def _raise_unless_gone(error: OSError) -> None:

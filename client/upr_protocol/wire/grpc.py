@@ -4,7 +4,8 @@ The status carries the error's reason, retriable, message and hint as a Problem 
 it (a proxy, another server) the code alone decides.
 """
 
-from typing import Any
+import re
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -83,6 +84,34 @@ def error_of(problem: types_pb2.Problem) -> UprError:
     return error
 
 
+_ADDRESS: Final = re.compile(r"(?:ipv[46]:|errors resolving |failed for )(\S+?):?(?: |$)")
+_ANOTHER = "is this the address that the server's --listen says, and not that of another port?"
+_CAUSES: Final = (
+    ("connection refused", "nothing listens there", "is the server running at this address?"),
+    ("errors resolving", "the name of the host is not known", "is it spelled as you mean it?"),
+    ("dns resolution failed", "the name of the host is not known", "is it spelled as you mean it?"),
+    ("failed parsing http/2", "what listens there is no upr-server", _ANOTHER),
+    ("http1.x server", "what listens there is no upr-server", _ANOTHER),
+    ("http2 header with status", "what listens there is no upr-server", _ANOTHER),
+    ("network is unreachable", "there is no way to it", "is the network up?"),
+    ("no route to host", "there is no way to it", "is the network up?"),
+    ("certificate_verify_failed", "its certificate is not trusted", "is --tls-ca its authority?"),
+    ("wrong_version_number", "what listens there speaks no TLS", "leave TLS out?"),
+)
+"""Words in gRPC's details of a call that was not made, what they mean, and what to ask oneself."""
+
+
+def _cause_of(details: str) -> tuple[str, str]:
+    """Return what gRPC's details mean, and a hint; both empty where it is not known."""
+    lower = details.lower()
+    for words, cause, hint in _CAUSES:
+        if words in lower:
+            found = _ADDRESS.search(details)
+            where = f"{found[1]}: " if found else ""
+            return where.replace("%5B", "[").replace("%5D", "]") + cause, hint
+    return "", ""
+
+
 def error_from_call(error: grpc.RpcError) -> UprError:
     """Return the domain error behind a failed call, sync or asyncio."""
     trailing: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
@@ -94,9 +123,13 @@ def error_from_call(error: grpc.RpcError) -> UprError:
                 # Not one of ours, whatever it is: the code alone decides.
                 break
     code = error.code() if hasattr(error, "code") else None
-    words = f"{code.name if code else 'error'}: {error.details() if hasattr(error, 'details') else error}"
+    details = str(error.details() if hasattr(error, "details") else error)
+    words = f"{code.name if code else 'error'}: {details}"
+    cause, hint = _cause_of(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return errors.UnavailableError(words, hint="is the server running at this address?")
+        return errors.UnavailableError(
+            cause or words, hint=hint or "is the server running at this address?"
+        )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.UnavailableError(words, hint="the server did not answer in time")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -105,7 +138,7 @@ def error_from_call(error: grpc.RpcError) -> UprError:
         return errors.UnauthenticatedError(words)
     if code is grpc.StatusCode.PERMISSION_DENIED:
         return errors.PermissionDeniedError(words)
-    return UprError(words)
+    return UprError(cause or words, hint=hint)
 
 
 COMMON: list[tuple[str, int]] = [

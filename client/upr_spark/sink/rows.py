@@ -13,7 +13,7 @@ from upr_spark.sink.options import APPLY
 
 IGNORED: Final = frozenset({"partition", "seqno", "failover_id", "marker", "time"})
 """Columns of the source that say where a row was; the server that is written to gives its own."""
-_OPS: Final = pa.array(["set", "delete"])
+_OPS: Final = pa.array(["set", "delete", None])
 _KEY_BYTES_SHOWN: Final = 16
 
 
@@ -84,7 +84,8 @@ def _obeyed(keys: pa.Array, values: pa.Array, ops: pa.Array) -> pa.Array:
     known = pc.is_in(ops, value_set=_OPS)
     if not pc.all(known, min_count=0).as_py():
         _refuse_op(keys, ops, pc.invert(known))
-    deletes = pc.equal(ops, "delete")
+    # INSERT INTO a table gives null for the columns that it does not name.
+    deletes = pc.fill_null(pc.equal(ops, "delete"), False)
     missing = pc.and_(values.is_null(), pc.invert(deletes))
     if pc.any(missing, min_count=0).as_py():
         raise _bad_row(

@@ -1,8 +1,10 @@
 """The classes that Spark calls."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Final
 
 from pyspark.sql.datasource import (
@@ -18,6 +20,7 @@ from pyspark.sql.datasource import (
     InputPartition,
     LessThan,
     LessThanOrEqual,
+    StringStartsWith,
 )
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
@@ -27,14 +30,16 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import CLOCK_JUMP_SECONDS, KEY_BYTES_MAX, PARTITIONS
 from upr_spark.errors import bad_option
+from upr_spark.options import Option
+from upr_spark.sink.options import APPLY, WRITE_OPTIONS
 from upr_spark.source.columns import Columns, check_schema, default_schema
 from upr_spark.source.offsets import parse_offset
-from upr_spark.source.options import Settings, read_settings
+from upr_spark.source.options import READING_OPTIONS, Settings, read_settings
 from upr_spark.source.plan import Planner, Range, grouped, pin_now, plan_batch, plan_ranges
-from upr_spark.source.server import Server
-from upr_spark.source.task import RangeReader, Reading, Rows
+from upr_spark.source.server import CutPoint, Server
+from upr_spark.source.task import RangeReader, Reading, Rows, renewed
 
 NAME: Final = "upr"
 
@@ -42,7 +47,7 @@ NAME: Final = "upr"
 class UprDataSource(DataSource):
     """Reads and writes a bucket: ``spark.read.format("upr")``, and the same for streams and writers."""
 
-    _pinned: str | None = None
+    _pinned: CutPoint | None = None
 
     @classmethod
     def name(cls) -> str:
@@ -50,20 +55,28 @@ class UprDataSource(DataSource):
         return NAME
 
     def schema(self) -> StructType:
-        """Return the columns; pins what is there, so that all actions of one DataFrame see the same."""
+        """Return the columns; pins what is there, so that all actions of one DataFrame see the same.
+
+        A table is no DataFrame: each query pins what is there then.
+        """
+        if "provider" in self.options:
+            return _table_schema(self.options)
         settings = read_settings(self.options)
-        if settings.ending == "latest":
+        if settings.ends_late:
             # Spark keeps this object for the life of the DataFrame, and asks for the schema once.
             with closing(Server(settings.connection)) as server:
-                self._pinned = pin_now(server, settings).name
+                self._pinned = pin_now(server, settings)
         return default_schema(settings.key_text, settings.value_text)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return what reads a batch."""
-        settings = read_settings(self.options)
-        if settings.starting == "latest":
+        settings = read_settings(_options(self.options, schema, WRITE_OPTIONS, READING_OPTIONS))
+        if settings.begins_late:
             raise bad_option(
-                "startingOffsets", "latest", "a batch read cannot begin where it ends", "earliest"
+                "startingOffsets",
+                None,
+                "a batch read cannot begin where it ends",
+                "earliest, or -2",
             )
         check_schema(schema)
         kind = FilteringReader if settings.pushdown else UprReader
@@ -71,7 +84,7 @@ class UprDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return what plans and reads a stream."""
-        settings = read_settings(self.options)
+        settings = read_settings(_options(self.options, schema, WRITE_OPTIONS, READING_OPTIONS))
         check_schema(schema)
         if settings.ending != "latest":
             raise bad_option("endingOffsets", None, "a stream has no end", "leave it out")
@@ -81,13 +94,67 @@ class UprDataSource(DataSource):
         """Return what writes a batch."""
         from upr_spark.sink import batch_writer
 
-        return batch_writer(dict(self.options), schema, overwrite)
+        options = _options(self.options, schema, READING_OPTIONS, WRITE_OPTIONS)
+        return batch_writer(options, schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:
         """Return what writes a stream."""
         from upr_spark.sink import stream_writer
 
-        return stream_writer(dict(self.options), schema, overwrite)
+        options = _options(self.options, schema, READING_OPTIONS, WRITE_OPTIONS)
+        return stream_writer(options, schema, overwrite)
+
+
+# Spark gives the options of a table to schema() alone, when it is made. So they are kept with its columns.
+
+_KEPT: Final = "upr"
+"""Key of the options in the metadata of a table's first column."""
+_DECLARED: Final = "option."
+"""Beginning of the names under which Spark tells what a CREATE TABLE has as OPTIONS, among its own properties."""
+
+
+def _table_schema(properties: Mapping[str, str]) -> StructType:
+    """Return the columns of a table that is made, with its options."""
+    options = {
+        name.removeprefix(_DECLARED): value
+        for name, value in properties.items()
+        if name.startswith(_DECLARED)
+    }
+    if "token" in options:
+        raise bad_option(
+            "token", None, "a table would show it", "give a tokenFile, which is read when needed"
+        )
+    settings = read_settings(_without(options, WRITE_OPTIONS, READING_OPTIONS))
+    schema = default_schema(settings.key_text, settings.value_text)
+    schema.fields[0].metadata = {_KEPT: json.dumps(options)}
+    return schema
+
+
+def _options(
+    given: Mapping[str, str], schema: StructType, other: Iterable[Option], own: Iterable[Option]
+) -> dict[str, str]:
+    """Return the options of a use; where they name no server, with those of the table that the schema is of.
+
+    Args:
+        other, own: those of the other use and of this one.
+    """
+    options = dict(given)
+    if "endpoint" in options or not schema.fields:
+        return options
+    kept = schema.fields[0].metadata.get(_KEPT)
+    if kept is None:
+        return options
+    table = json.loads(kept)
+    # It has the column op, which the other mode refuses.
+    table.setdefault("writemode", APPLY)
+    return _without(table, other, own) | options
+
+
+def _without(
+    options: Mapping[str, str], other: Iterable[Option], own: Iterable[Option]
+) -> dict[str, str]:
+    names = {one.name.lower() for one in other} - {one.name.lower() for one in own}
+    return {name: value for name, value in options.items() if name.lower() not in names}
 
 
 @dataclass
@@ -112,10 +179,15 @@ def _read(
     if not isinstance(task, Task):
         # Spark runs one task when there is nothing to read.
         return
+    if "value" not in schema.names:
+        settings = replace(settings, include_values=False)
+    lease = settings.load_lease if in_batch else settings.lease
     columns = Columns(schema, task.ranges, settings.include_deletes)
     reading = Reading(task.ranges, settings.rules, in_batch)
-    with closing(Server(settings.connection)) as server:
-        followed = RangeReader(server, settings, task.bucket_version, task.ranges, task.cut)
+    server = Server(settings.connection)
+    # Closed before the renewing ends: it may wait for an answer.
+    with renewed(server, task.cut, lease), closing(server):
+        followed = RangeReader(server, settings, task.bucket_version, task.ranges)
         for item in reading.read(followed):
             if isinstance(item, Rows):
                 yield columns.rows(item.content, cut_off=item.cut_off)
@@ -132,7 +204,7 @@ class UprReader(DataSourceReader):
         pinned: the cut that was made for this DataFrame; None where each action pins what is there.
     """
 
-    def __init__(self, settings: Settings, schema: StructType, pinned: str | None) -> None:
+    def __init__(self, settings: Settings, schema: StructType, pinned: CutPoint | None) -> None:
         self._settings = settings
         self._schema = schema
         self._pinned = pinned
@@ -154,18 +226,55 @@ class UprReader(DataSourceReader):
 
 
 class FilteringReader(UprReader):
-    """Reads a batch of fewer partitions where conditions allow it."""
+    """Reads less where conditions allow it: fewer partitions, keys with a prefix, or what is not too old."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:
-        """Take conditions on the column partition, and return the others."""
+        """Take conditions on the column partition, and return the others, which Spark looks at again."""
         wanted = set(range(PARTITIONS))
+        settings = self._settings
         for one in filters:
             allowed = _allowed(one)
-            if allowed is None:
-                yield one
-            else:
+            if allowed is not None:
                 wanted &= allowed
+                continue
+            prefix = _prefix(one)
+            if prefix.startswith(settings.key_prefix):
+                settings = replace(settings, key_prefix=prefix)
+            elif not settings.key_prefix.startswith(prefix):
+                wanted = set()
+            settings = _with_beginning(settings, one)
+            yield one
         self._wanted = frozenset(wanted)
+        self._settings = settings
+
+
+def _prefix(condition: Filter) -> bytes:
+    """Return what keys begin with that a condition lets through; nothing when it is about something else."""
+    if getattr(condition, "attribute", None) != ("key",) or not isinstance(
+        condition, EqualTo | EqualNullSafe | StringStartsWith
+    ):
+        return b""
+    value: Any = condition.value
+    prefix = value.encode() if isinstance(value, str) else value
+    return prefix[:KEY_BYTES_MAX] if isinstance(prefix, bytes) else b""
+
+
+def _with_beginning(settings: Settings, condition: Filter) -> Settings:
+    """Return settings that leave out what a condition on the time calls too old.
+
+    Times of commits go back where a server takes over whose clock is behind. So an hour more is read: a server complains
+    about a clock that differs by more.
+    """
+    if getattr(condition, "attribute", None) != ("time",) or not isinstance(
+        condition, EqualTo | EqualNullSafe | GreaterThan | GreaterThanOrEqual
+    ):
+        return settings
+    value: Any = condition.value
+    if settings.starting != "earliest" or not isinstance(value, datetime) or value.tzinfo is None:
+        return settings
+    moment = max(0, int((value.timestamp() - CLOCK_JUMP_SECONDS) * 1_000_000))
+    since = {p: max(moment, settings.starting_times.get(p, 0)) for p in settings.partitions}
+    return replace(settings, starting_times=since)
 
 
 def _allowed(condition: Filter) -> set[int] | None:
@@ -200,7 +309,7 @@ class UprStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         pinned: a cut that was made when the schema was asked for, of no use here.
     """
 
-    def __init__(self, settings: Settings, schema: StructType, pinned: str | None) -> None:
+    def __init__(self, settings: Settings, schema: StructType, pinned: CutPoint | None) -> None:
         self._settings = settings
         self._schema = schema
         self._pinned = pinned
@@ -215,7 +324,7 @@ class UprStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._server = Server(self._settings.connection)
             self._planner = Planner(self._server, self._settings)
             if self._pinned is not None:
-                self._server.release(self._pinned)
+                self._server.release(self._pinned.name)
         return self._planner
 
     def initialOffset(self) -> dict[str, Any]:
@@ -247,6 +356,10 @@ class UprStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Yield Arrow record batches."""
         return _read(self._settings, self._schema, partition, in_batch=False)
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        """Return what a query's progress shows as its latest offset: how much there is, and how much of it is left."""
+        return None if self._planner is None else self._planner.lag()
 
     def commit(self, end: dict[str, Any]) -> None:
         """Do nothing: what is committed shows where the next batch begins."""

@@ -1,12 +1,13 @@
 """The options of reading, in one table, and the settings they give."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Final, Literal
 
 from upr_protocol.failover import check_partition, check_seqno
-from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, KEY_BYTES_MAX, PARTITIONS
+from upr_protocol.limits import CUT_LEASE_SECONDS, CUT_LEASE_SECONDS_MAX, KEY_BYTES_MAX, PARTITIONS
 from upr_spark.errors import bad_option
 from upr_spark.options import (
     CONNECTION_OPTIONS,
@@ -28,9 +29,15 @@ _BOTH: Final = "batch stream"
 _ROWS_MAX: Final = 1 << 20
 _NAME_CHARACTERS_MAX: Final = 100
 _DIGITS_MAX: Final = 9
+_LOAD_LEASE_SECONDS: Final = 300.0
+_MILLISECONDS_MAX: Final = 2**43 * 1000 - 1
+LATEST: Final = -1
+"""Seqno of options that stands for what is there now."""
+_EARLIEST: Final = -2
+"""Seqno of options that stands for the beginning."""
 
 
-def _offsets(*words: str) -> Any:
+def _offsets(words: tuple[str, ...], *signs: int) -> Callable[[str], str | dict[str, Any]]:
     def parse(value: str) -> str | dict[str, Any]:
         stripped = value.strip()
         if stripped.lower() in words:
@@ -41,23 +48,60 @@ def _offsets(*words: str) -> Any:
             document = None
         if not isinstance(document, dict) or not document:
             raise ValueError(f"must be {', '.join(words)}, an offset, or seqnos as " + '{"5": 434}')
-        return document if "v" in document else _seqnos(document)
+        return document if "v" in document else _by_partition(document, seqno)
+
+    def seqno(value: Any) -> int:
+        if isinstance(value, bool):
+            raise ValueError(f"{json.dumps(value)} is not a seqno")
+        return value if value in signs else check_seqno(value)
 
     return parse
 
 
-def _seqnos(document: Mapping[str, Any]) -> dict[str, Any]:
-    seqnos: dict[str, Any] = {}
-    for partition, seqno in document.items():
+def _by_partition(document: Mapping[str, Any], take: Callable[[Any], int]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for partition, value in document.items():
         if not (partition.isascii() and partition.isdigit()) or len(partition) > _DIGITS_MAX:
             raise ValueError(f"{partition[:60]!r} is not a partition")
         number = check_partition(int(partition))
-        if str(number) in seqnos:
+        if str(number) in values:
             raise ValueError(f"partition {number} is there twice")
-        if isinstance(seqno, bool):
-            raise ValueError(f"{json.dumps(seqno)} is not a seqno")
-        seqnos[str(number)] = check_seqno(seqno)
-    return seqnos
+        values[str(number)] = take(value)
+    return values
+
+
+def _time(value: str) -> int:
+    """Return a time in microseconds since the epoch."""
+    words = value.strip()
+    if words.isascii() and words.isdigit():
+        return _milliseconds(int(words[:20]))
+    try:
+        moment = datetime.fromisoformat(words)
+    except ValueError:
+        moment = datetime.min
+    if moment.tzinfo is None:
+        raise ValueError(
+            "must be milliseconds since the epoch, or a time with its zone as 2026-05-01T12:00:00Z"
+        )
+    return _milliseconds(moment.timestamp() * 1000)
+
+
+def _milliseconds(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{json.dumps(value)[:60]} is not a time in milliseconds since the epoch")
+    if not 0 <= value <= _MILLISECONDS_MAX:
+        raise ValueError(f"{value} is a time; must be 0 to {_MILLISECONDS_MAX} milliseconds")
+    return round(value * 1000)
+
+
+def _times(value: str) -> dict[str, Any]:
+    try:
+        document = json.loads(value)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or not document:
+        raise ValueError('must be milliseconds since the epoch as {"5": 1777636800000}')
+    return _by_partition(document, _milliseconds)
 
 
 def _name(value: str) -> str:
@@ -84,15 +128,32 @@ READING_OPTIONS: Final = (
         "startingOffsets",
         "earliest",
         _BOTH,
-        'where a query without a checkpoint begins: earliest; latest (streams only); an offset; or seqnos as {"5": 434}',
-        _offsets("earliest", "latest"),
+        'where a query without a checkpoint begins: earliest; latest (streams only); an offset; or seqnos as {"5": 434}, '
+        "where -2 is earliest and -1 latest, and a partition that is not named begins at its earliest",
+        _offsets(("earliest", "latest"), _EARLIEST, LATEST),
+    ),
+    Option(
+        "startingTimestamp",
+        None,
+        _BOTH,
+        "instead of startingOffsets: the first mutation committed at or after a time, in milliseconds since the epoch "
+        "or as 2026-05-01T12:00:00Z; where there is none, what comes from now on",
+        _time,
+    ),
+    Option(
+        "startingOffsetsByTimestamp",
+        None,
+        _BOTH,
+        'the same by partition, as {"5": 1777636800000}; a partition that is not named begins at its earliest',
+        _times,
     ),
     Option(
         "endingOffsets",
         "latest",
         "batch",
-        'where a batch read ends: latest, pinned once for each load(); an offset; or seqnos as {"5": 434}',
-        _offsets("latest"),
+        'where a batch read ends: latest, pinned once for each load(); an offset; or seqnos as {"5": 434}, where -1 is '
+        "latest, as for a partition that is not named",
+        _offsets(("latest",), LATEST),
     ),
     Option(
         "numPartitions",
@@ -101,7 +162,13 @@ READING_OPTIONS: Final = (
         "how many tasks read side by side at most",
         whole(1, PARTITIONS),
     ),
-    Option("minPartitions", None, _BOTH, "another name of numPartitions", whole(1, PARTITIONS)),
+    Option(
+        "minPartitions",
+        None,
+        _BOTH,
+        "how many at least, where as many partitions have something to read; more than numPartitions then",
+        whole(1, PARTITIONS),
+    ),
     Option(
         "maxOffsetsPerTrigger",
         None,
@@ -134,9 +201,9 @@ READING_OPTIONS: Final = (
     Option("leaseName", "upr-spark", _BOTH, "how the names of this query's cuts begin", _name),
     Option(
         "leaseTtl",
-        "1h",
+        None,
         _BOTH,
-        "how long the end of a batch stays pinned after it was last renewed",
+        "how long an end stays pinned after it was last renewed: 1h for the end of a micro-batch, 5m for that of a load()",
         duration(1, CUT_LEASE_SECONDS_MAX),
     ),
     Option("includeValue", "true", _BOTH, "whether values are read; else value is null", flag),
@@ -176,7 +243,8 @@ READING_OPTIONS: Final = (
         "filterPushdown",
         "false",
         "batch",
-        "whether conditions on partition narrow what is read; needs spark.sql.python.filterPushdown.enabled=true",
+        "whether conditions on partition, key and time narrow what is read; needs "
+        "spark.sql.python.filterPushdown.enabled=true",
         flag,
     ),
 )
@@ -212,12 +280,15 @@ class Settings:
 
     Args:
         partitions: to be followed, ascending.
-        starting, ending: a word, an offset's document, or seqnos by partition.
+        starting, ending: a word, an offset's document, or the seqno of each partition, LATEST for what is there now.
         tasks: how many input partitions at most.
         max_offsets: of one batch; None for no limit.
         rules: about changed histories.
         cut_name: how names of cuts begin.
+        lease: of a micro-batch's end.
+        load_lease: of a load's.
         credit_bytes: of one task.
+        starting_times: where partitions begin that do not begin at ``starting``, microseconds since the epoch.
     """
 
     connection: Connection
@@ -239,6 +310,22 @@ class Settings:
     credit_bytes: int
     poll_seconds: float
     pushdown: bool
+    starting_times: Mapping[int, int] = field(default_factory=dict)
+    load_lease: float = _LOAD_LEASE_SECONDS
+
+    @property
+    def begins_late(self) -> bool:
+        """Whether a partition begins at what is there now."""
+        return _is_late(self.starting)
+
+    @property
+    def ends_late(self) -> bool:
+        """Whether a partition ends at what is there now."""
+        return _is_late(self.ending)
+
+
+def _is_late(offsets: str | Mapping[str, Any]) -> bool:
+    return offsets == "latest" or (not isinstance(offsets, str) and LATEST in offsets.values())
 
 
 def read_settings(options: Mapping[str, str]) -> Settings:
@@ -252,20 +339,22 @@ def read_settings(options: Mapping[str, str]) -> Settings:
     """
     check_known(options, OPTIONS, _RENAMED)
     values = read_options(READING_OPTIONS, options)
-    for name in ("startingOffsets", "endingOffsets"):
+    for name, rest in (("startingOffsets", 0), ("endingOffsets", LATEST)):
         if isinstance(values[name], dict) and "v" not in values[name]:
             _check_named(name, values[name], values["partitions"])
+            named = {p: 0 if seqno == _EARLIEST else seqno for p, seqno in values[name].items()}
+            values[name] = dict.fromkeys(map(str, values["partitions"]), rest) | named
     rules = Rules(values["onRollback"], values["failOnDataLoss"], values["markerHistory"])
     return Settings(
         read_connection(options),
         values["partitions"],
         values["startingOffsets"],
         values["endingOffsets"],
-        values["minPartitions"] or values["numPartitions"],
+        max(values["minPartitions"] or 1, values["numPartitions"]),
         values["maxOffsetsPerTrigger"],
         rules,
         values["leaseName"],
-        values["leaseTtl"],
+        values["leaseTtl"] or CUT_LEASE_SECONDS,
         values["includeValue"],
         values["includeDeletions"],
         values["keyPrefix"],
@@ -276,19 +365,32 @@ def read_settings(options: Mapping[str, str]) -> Settings:
         values["flowControlBytes"],
         values["minPollInterval"],
         values["filterPushdown"],
+        _starting_times(options, values),
+        values["leaseTtl"] or _LOAD_LEASE_SECONDS,
     )
 
 
-def _check_named(name: str, seqnos: Mapping[str, int], partitions: tuple[int, ...]) -> None:
-    named = {int(partition) for partition in seqnos}
-    missing = sorted(set(partitions) - named)
-    other = sorted(named - set(partitions))
-    if missing or other:
-        wrong = f"{len(missing)} are missing, the first is {missing[0]}" if missing else ""
-        wrong = wrong or f"partition {other[0]} is not read"
+def _starting_times(options: Iterable[str], values: Mapping[str, Any]) -> dict[int, int]:
+    ways = ("startingOffsets", "startingTimestamp", "startingOffsetsByTimestamp")
+    names = {name.lower() for name in options}
+    given = [name for name in ways if name.lower() in names]
+    if len(given) > 1:
+        raise bad_option(
+            given[1], None, f"{given[0]} is given too; must be one of the two", "give one of them"
+        )
+    if values["startingTimestamp"] is not None:
+        return dict.fromkeys(values["partitions"], values["startingTimestamp"])
+    by_partition = values["startingOffsetsByTimestamp"] or {}
+    _check_named("startingOffsetsByTimestamp", by_partition, values["partitions"])
+    return {int(partition): time for partition, time in by_partition.items()}
+
+
+def _check_named(name: str, named: Iterable[str], partitions: tuple[int, ...]) -> None:
+    other = sorted({int(partition) for partition in named} - set(partitions))
+    if other:
         raise bad_option(
             name,
             None,
-            f"must name each partition that is read: {wrong}",
-            "set the option partitions to those that it names",
+            f"partition {other[0]} is not read; must be one of the option partitions",
+            "add it to the option partitions, or leave it out",
         )

@@ -8,6 +8,7 @@ again.
 
 import heapq
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
@@ -17,8 +18,8 @@ from upr_protocol.failover import format_failover_id
 from upr_protocol.handshake import Pin
 from upr_spark.errors import UprSparkError, bad_option
 from upr_spark.source.offsets import Entry, Offset, format_partitions, parse_offset
-from upr_spark.source.options import Rules, Settings
-from upr_spark.source.server import Answer, CutPoint, bucket_mismatch
+from upr_spark.source.options import LATEST, Rules, Settings
+from upr_spark.source.server import LOAD, Answer, CutPoint, bucket_mismatch
 
 UNKNOWN_ID: Final = "unknown_id"
 BELOW_PURGE: Final = "below_purge"
@@ -317,8 +318,14 @@ class ServerPort(Protocol):
     def ask(self, ids: Mapping[int, int | None], *, whole: bool) -> dict[int, Answer]:
         """Say hello."""
 
+    def begin_at(self, times: Mapping[int, int]) -> dict[int, Pin]:
+        """Return where partitions begin that begin at a time."""
+
     def make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
         """Pin partitions."""
+
+    def make_load_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
+        """Pin partitions for a load."""
 
     def find_cut(self, name: str, lease: float) -> CutPoint | None:
         """Return a cut, renewed."""
@@ -345,17 +352,19 @@ def starting_offset(server: ServerPort, settings: Settings, cut: CutPoint | None
         UprSparkError: UPR_BAD_OPTION or UPR_BUCKET_MISMATCH, the option startingOffsets does not fit.
     """
     starting, partitions = settings.starting, settings.partitions
+    begins: Mapping[int, Pin] = {}
     if isinstance(starting, dict) and "v" in starting:
         offset = parse_offset(starting)
         check_followed(offset, settings, "startingOffsets")
         # Its cuts are of the query that it was taken from, which alone renews and releases them.
         return replace(offset, cut=None, earlier_cut=None)
     answers = server.ask(dict.fromkeys(partitions), whole=False)
-    if starting == "latest" and cut is not None:
-        pins = cut.pins
-        entries = {p: _holding_nothing(pins[p].failover_id, pins[p].seqno) for p in partitions}
-        return Offset(server.bucket_version, entries, cut.name, anchor=True)
-    if isinstance(starting, dict):
+    late = {} if cut is None else cut.pins
+    if settings.starting_times:
+        begins = server.begin_at(settings.starting_times)
+    elif starting == "latest":
+        begins = late
+    elif isinstance(starting, dict):
         for partition, answer in answers.items():
             if starting[str(partition)] > answer.high:
                 raise bad_option(
@@ -364,13 +373,20 @@ def starting_offset(server: ServerPort, settings: Settings, cut: CutPoint | None
                     f"partition {partition} begins at {starting[str(partition)]}; must be at most its high seqno {answer.high}",
                     "a seqno that the partition has, or latest",
                 )
-        entries = {p: _holding_nothing(answers[p].newest_id, starting[str(p)]) for p in partitions}
-        return Offset(server.bucket_version, entries, anchor=True)
-    return Offset(server.bucket_version, {p: Entry(None, 0) for p in partitions})
+        seqnos = {p: starting[str(p)] for p in partitions}
+        begins = {
+            p: late[p] if seqno == LATEST else Pin(answers[p].newest_id, seqno)
+            for p, seqno in seqnos.items()
+        }
+    entries = {p: _holding_nothing(begins.get(p)) for p in partitions}
+    name = None if cut is None else cut.name
+    return Offset(server.bucket_version, entries, name, anchor=bool(begins))
 
 
-def _holding_nothing(failover_id: int | None, seqno: int) -> Entry:
-    return Entry(failover_id, seqno, base=seqno) if seqno else Entry(None, 0)
+def _holding_nothing(at: Pin | None) -> Entry:
+    if at is None or not at.seqno:
+        return Entry(None, 0)
+    return Entry(at.failover_id, at.seqno, base=at.seqno)
 
 
 def check_followed(offset: Offset, settings: Settings, option: str = "partitions") -> None:
@@ -412,6 +428,8 @@ class Planner:
         self._anchored = True
         self._asked = -settings.poll_seconds
         self._fruitless: dict[int, tuple[int, int]] = {}
+        self._highs: dict[int, int] = {}
+        self._planned: Offset | None = None
 
     def prepare_available_now(self) -> None:
         """Have everything end at what is there now."""
@@ -422,7 +440,7 @@ class Planner:
         """Return where the query begins; the same each time it is asked."""
         if self._initial is None:
             cut = None
-            if self._settings.starting == "latest":
+            if self._settings.begins_late:
                 cut = self._cut = self._cut or self._make_cut()
             try:
                 offset = starting_offset(self._server, self._settings, cut)
@@ -458,12 +476,31 @@ class Planner:
         except UprSparkError as error:
             self._give_up(error, offset)
             raise
+        self._planned = offset if end is None else end
         return start if end is None else end.to_json()
+
+    def lag(self) -> dict[str, int] | None:
+        """Return how far the server was when it was asked last, and how much of that is left behind the newest batch.
+
+        All are numbers over all partitions; None before the server was asked.
+        """
+        if self._planned is None:
+            return None
+        left = [
+            max(self._highs[partition] - entry.seqno, 0)
+            for partition, entry in self._planned.entries.items()
+        ]
+        return {
+            "seqnos": sum(self._highs.values()),
+            "behind": sum(left),
+            "partitionsBehind": sum(seqnos > 0 for seqnos in left),
+        }
 
     def _next(self, start: Offset, limit: int | None) -> Offset | None:
         """Return the next offset, None when there is nothing to do."""
         for _ in range(_ATTEMPTS):
             answers = self._server.ask(start.ids, whole=False)
+            self._highs = {partition: answer.high for partition, answer in answers.items()}
             self._check_bucket(start)
             self._keep(start)
             known = set(self._held)
@@ -588,22 +625,26 @@ def _all_reached(start: Offset, cut: CutPoint) -> bool:
     return all(has_reached(entry, cut.pins[p]) for p, entry in start.entries.items())
 
 
-_BATCH_ATTEMPTS = 5
+_BATCH_ATTEMPTS: Final = 5
+_HOST_CHARACTERS: Final = 60
 
 
 def pin_now(server: ServerPort, settings: Settings) -> CutPoint:
     """Pin the partitions as they are now, under a new name."""
-    name = f"{settings.cut_name}-{random_token()}"
-    return server.make_cut(name, settings.partitions, settings.lease)
+    # Drivers share the name of an option's default; the host says whose room it takes at the server.
+    host = socket.gethostname()[:_HOST_CHARACTERS]
+    name = f"{settings.cut_name}-{host}-{random_token()}{LOAD}"
+    return server.make_load_cut(name, settings.partitions, settings.load_lease)
 
 
 def plan_batch(
-    server: ServerPort, settings: Settings, cut_name: str | None
+    server: ServerPort, settings: Settings, pinned: CutPoint | None
 ) -> tuple[list[Range], str | None]:
     """Return what a batch read reads, and the name of the cut at which it ends.
 
     Args:
-        cut_name: the cut that was made when the DataFrame was; None makes one now, where one is needed.
+        pinned: the cut that was made when the DataFrame was; None makes one now, where one is needed. One whose lease
+            has ended is read as long as the server can show what there was.
 
     Raises:
         UprSparkError: UPR_SNAPSHOT_GONE, what was pinned is not any more; UPR_BAD_OPTION, startingOffsets or
@@ -612,41 +653,44 @@ def plan_batch(
     start = starting_offset(server, settings, None)
     _check_bucket(server, start)
     for _ in range(_BATCH_ATTEMPTS):
-        cut = _end(server, settings, cut_name)
+        cut = _end(server, settings, pinned)
         answers = server.ask(start.ids, whole=True)
         if all(cut.pins[p].failover_id == answers[p].newest_id for p in settings.partitions):
             break
-        if cut_name is not None:
-            raise _gone(f"the server's history changed since the cut {cut_name!r} was made")
+        if pinned is not None:
+            raise _gone(f"the server's history changed since the cut {pinned.name!r} was made")
         if cut.name:
             server.release(cut.name)
     else:
         raise _gone("the server's history changes while the read is planned")
-    if settings.ending != "latest":
-        _check_order(start, cut)
     try:
+        if settings.ending != "latest":
+            _check_order(start, cut)
         end = next_offset(start, answers, cut, settings.rules)
     except UprSparkError:
-        if cut_name is None and cut.name:
+        if pinned is None and cut.name:
             server.release(cut.name)
         raise
     return ([] if end is None else plan_ranges(start, end)), cut.name or None
 
 
-def _end(server: ServerPort, settings: Settings, cut_name: str | None) -> CutPoint:
+def _end(server: ServerPort, settings: Settings, pinned: CutPoint | None) -> CutPoint:
+    named: Mapping[int, Pin] = {}
     if isinstance(settings.ending, dict):
-        return _explicit_end(server, settings, settings.ending)
-    if cut_name is None:
-        return pin_now(server, settings)
-    cut = server.find_cut(cut_name, settings.lease)
-    if cut is None:
-        raise _gone(f"the lease of the cut {cut_name!r} has ended")
-    return cut
+        named = _named_ends(server, settings, settings.ending)
+    if not settings.ends_late:
+        return CutPoint("", named)
+    if pinned is None:
+        pinned = pin_now(server, settings)
+    else:
+        server.renew(pinned.name, settings.load_lease)
+    return CutPoint(pinned.name, {**pinned.pins, **named})
 
 
-def _explicit_end(server: ServerPort, settings: Settings, ending: Mapping[str, object]) -> CutPoint:
-    """Return the end that the option names, under the newest ids."""
-    ids: dict[int, int | None] = dict.fromkeys(settings.partitions)
+def _named_ends(
+    server: ServerPort, settings: Settings, ending: Mapping[str, object]
+) -> dict[int, Pin]:
+    """Return the ends that the option names, under the newest ids."""
     if "v" in ending:
         offset = parse_offset(ending)
         check_followed(offset, settings, "endingOffsets")
@@ -654,7 +698,8 @@ def _explicit_end(server: ServerPort, settings: Settings, ending: Mapping[str, o
         ids = offset.ids
         seqnos = {p: entry.seqno for p, entry in offset.entries.items()}
     else:
-        seqnos = {int(p): int(str(seqno)) for p, seqno in ending.items()}
+        seqnos = {int(p): int(str(seqno)) for p, seqno in ending.items() if seqno != LATEST}
+        ids = dict.fromkeys(seqnos)
     answers = server.ask(ids, whole=False)
     for partition, answer in answers.items():
         seqno = seqnos[partition]
@@ -667,7 +712,7 @@ def _explicit_end(server: ServerPort, settings: Settings, ending: Mapping[str, o
                 f"partition {partition} ends at {seqno}; must be at most its high seqno {answer.high}",
                 f"the newest failover id is {format_failover_id(answer.newest_id)}",
             )
-    return CutPoint("", {p: Pin(answers[p].newest_id, seqnos[p]) for p in seqnos})
+    return {p: Pin(answers[p].newest_id, seqno) for p, seqno in seqnos.items()}
 
 
 def _check_order(start: Offset, cut: CutPoint) -> None:
@@ -694,6 +739,6 @@ def _gone(words: str) -> UprSparkError:
     return UprSparkError(
         "SNAPSHOT_GONE",
         words,
-        hint="load() again, which pins what is there then; leaseTtl says how long a cut holds without being read",
+        hint="load() again, which pins what is there then; leaseTtl says how long that holds without being read",
         details={"reason": CutNotFoundError.default_reason},
     )

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from upr_protocol.errors import (
@@ -11,6 +12,7 @@ from upr_protocol.errors import (
     BucketNotFoundError,
     CutNotFoundError,
     TooManyError,
+    UnavailableError,
     UprError,
 )
 from upr_protocol.handshake import Pin
@@ -23,9 +25,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LOAD: Final = "-load"
+"""Ending of the names of cuts that loads make; no other cut of this package has it."""
+UNUSED_SECONDS: Final = 15.0
+"""Time after which a load's cut may be given up for another one: three renewals of a task."""
 _TOO_MANY_HINT: Final = (
-    "each DataFrame of a batch read holds a cut for leaseTtl: make that shorter, or release cuts that are not needed "
-    "with upr-admin cut release"
+    "release cuts that are not needed with upr-admin cut release; loads give up their own once they are not read for a "
+    "while"
 )
 _PAUSES: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -138,6 +144,77 @@ class Server:
             )
             for a in answers
         }
+
+    def begin_at(self, times: Mapping[int, int]) -> dict[int, Pin]:
+        """Return the seqno of each partition right below its first mutation committed at or after a time.
+
+        Args:
+            times: by partition, microseconds since the epoch. Each different one is a call of its own.
+
+        Raises:
+            UprSparkError: as the server refused.
+        """
+        begun: dict[int, Pin] = {}
+        for time_ in sorted(set(times.values())):
+            chosen = [partition for partition, one in times.items() if one == time_]
+            begun |= self._retried(partial(self._begin_at, chosen, time_))
+        return begun
+
+    def _begin_at(self, partitions: Sequence[int], moment: int) -> dict[int, Pin]:
+        from upr_client import Only, Tuning
+
+        patience = self._connection.retry_timeout
+        following = self.bucket.changes(
+            # Half a microsecond more, so that it is not rounded down to the one before.
+            start=(moment + 0.5) / 1e6,
+            only=Only(partitions, keys_only=True),
+            tuning=Tuning(credit_bytes=1, retry_seconds=patience),
+            on_rollback="event",
+        )
+        with following:
+            if not following.ready(patience):
+                raise UnavailableError(f"the server did not answer within {patience:g} s")
+            positions = following.positions()
+        return {p: Pin(one.failover_id, one.seqno) for p, one in positions.items()}
+
+    def make_load_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
+        """Pin partitions for a load, waiting for room.
+
+        Where the server takes no further cut, the one goes that was not used for the longest time, of the loads whose
+        cuts are named alike. Who reads it later may find that it is gone.
+
+        Args:
+            name: one that ends with a part of its own and LOAD; what is before these is alike.
+
+        Raises:
+            UprSparkError: UPR_TOO_MANY, after ``retryTimeout``; or as the server refused.
+        """
+        began = self.now()
+        alike = name.removesuffix(LOAD).rpartition("-")[0] + "-"
+        while True:
+            try:
+                return self.make_cut(name, partitions, lease)
+            except UprSparkError as error:
+                waited = self.now() - began
+                if error.code != TooManyError.default_reason or (
+                    waited > self._connection.retry_timeout
+                ):
+                    raise
+                self.pause(0.05 if self._give_up_unused(alike, waited) else 1.0)
+
+    def _give_up_unused(self, alike: str, waited: float) -> bool:
+        cuts = self._retried(lambda: self.client.admin.cuts(self.bucket))
+        used = {cut.name: cut.expires_time / 1e6 - cut.lease_seconds for cut in cuts}
+        mine = [name for name in used if name.startswith(alike) and name.endswith(LOAD)]
+        if not mine:
+            return False
+        # Only the server's clock dates them, and nothing is as late as the newest use but what came since.
+        now = max(used.values()) + waited
+        oldest = min(mine, key=used.__getitem__)
+        if now - used[oldest] < UNUSED_SECONDS:
+            return False
+        self.release(oldest)
+        return True
 
     def make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
         """Pin partitions.

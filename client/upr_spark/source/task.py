@@ -5,9 +5,9 @@ batch of a stream begins from the planned end, so it finds out by itself and tak
 partition just ends. A batch read has no next one, and "fail" does not want one.
 """
 
-import time
+import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -21,7 +21,7 @@ from upr_spark.errors import UprSparkError
 from upr_spark.source.offsets import Entry
 from upr_spark.source.options import Rules, Settings
 from upr_spark.source.plan import BELOW_PURGE, Control, Range, data_loss, rollback_required
-from upr_spark.source.server import Answer, Server, bucket_mismatch
+from upr_spark.source.server import LOAD, UNUSED_SECONDS, Answer, Server, bucket_mismatch
 
 _GONE_HINT: Final = (
     "the end of this batch was not pinned any more: let leaseTtl be longer than a query is away or a batch takes. "
@@ -220,24 +220,16 @@ class RangeReader:
         settings: of the query.
         bucket_version: the one that the ranges are of.
         ranges: at most one a partition.
-        cut: the cut at which they end, renewed while this reads; None for none.
     """
 
     def __init__(
-        self,
-        server: Server,
-        settings: Settings,
-        bucket_version: int,
-        ranges: Sequence[Range],
-        cut: str | None,
+        self, server: Server, settings: Settings, bucket_version: int, ranges: Sequence[Range]
     ) -> None:
         self._server = server
         self._settings = settings
         self._version = bucket_version
         self._pins = {one.partition: Pin(one.end_id, one.end_seqno) for one in ranges}
         self._positions = {one.partition: _position(bucket_version, one) for one in ranges}
-        self._cut = cut
-        self._renewed = time.monotonic()
 
     def reached(self, partition: int) -> int:
         """Return up to which seqno a partition was read."""
@@ -302,21 +294,39 @@ class RangeReader:
                     or gathered.size >= self._settings.batch_bytes
                 ):
                     yield from gathered.take()
-                    self._renew()
         except SnapshotGoneError:
             # What was gathered counts as read by now, and reading may go on behind it.
             yield from gathered.take()
             raise
         yield from gathered.take()
 
-    def _renew(self) -> None:
-        lease = self._settings.lease
-        if self._cut is None or time.monotonic() - self._renewed < lease / 3:
-            return
-        self._renewed = time.monotonic()
-        # One that is gone shows when the rest cannot be served as of its end.
-        with suppress(UprError):
-            self._server.client.admin.renew_cut(self._server.bucket, self._cut, lease)
+
+@contextmanager
+def renewed(server: Server, cut: str | None, lease: float) -> Iterator[None]:
+    """Renew a cut meanwhile, also while nobody asks for rows.
+
+    Args:
+        cut: its name; None for none.
+    """
+    if cut is None:
+        yield
+        return
+    client, bucket, ended = server.client, server.bucket, threading.Event()
+    pause = min(lease, UNUSED_SECONDS if cut.endswith(LOAD) else lease) / 3
+
+    def renew() -> None:
+        while not ended.wait(pause):
+            # One that is gone shows when the rest cannot be served as of its end.
+            with suppress(UprError):
+                client.admin.renew_cut(bucket, cut, lease)
+
+    thread = threading.Thread(target=renew, name="upr-renew", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class _Gathered:

@@ -27,7 +27,10 @@ Outcome = WriteResult | UprError
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(6))
-async def test_each_write_has_its_own_outcome_whatever_goes_wrong(seed: int) -> None:
+async def test_each_write_has_its_own_outcome_whatever_goes_wrong(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upr_client.backoff.FIRST_SECONDS", 0.005)
     draw = random.Random(seed)
     keys = [b"%d" % writer for writer in range(WRITERS)]
     replica = {partition_of(key): PartitionNotActiveError("a replica") for key in keys[:3]}

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr.cli.admin_commands.restore_copy import on_terminal, open_directory
+from upr.cli.admin_commands.restore_copy import open_directory
 from upr_cli_kit.options import PARTITION_SET, one_list
-from upr_cli_kit.output import json_option, note, print_json, verbose_option
+from upr_cli_kit.output import confirm, json_option, note, print_json, verbose_option
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import BucketNotFoundError, InvalidArgumentError, UprError
 from upr_protocol.failover import format_failover_id
@@ -252,17 +252,16 @@ def accept_loss(
     there, and is active again at the next start. Cuts that pin what is given up are released. Without a terminal, --yes
     is needed.
     """
-    if not yes and not on_terminal():
-        raise click.UsageError("nobody can be asked here: give --yes to accept the loss")
     data = open_directory(directory)
     try:
         found = _find(data.buckets(), bucket)
         try:
             losses = found.look(one_list(partitions) or [])
-            for loss in losses:
-                note(_words(loss))
-            if not yes:
-                click.confirm(_QUESTION, abort=True, err=True)
+            words = "\n".join(map(_words, losses))
+            if yes:
+                note(words)
+            else:
+                confirm(_QUESTION, "accept the loss", words)
             document = found.accept(losses)
         finally:
             found.close()

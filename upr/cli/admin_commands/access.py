@@ -15,7 +15,15 @@ from upr.service.access.identities import (
 )
 from upr_cli_kit.contexts import CONTEXT_FIELDS, contexts_path, read_contexts, write_contexts
 from upr_cli_kit.options import TARGET
-from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
+from upr_cli_kit.output import (
+    Group,
+    columns,
+    json_option,
+    note,
+    print_done,
+    print_json,
+    verbose_option,
+)
 from upr_protocol.errors import UprError
 from upr_protocol.limits import check_name
 
@@ -48,7 +56,7 @@ def _parse_roles(
     return found
 
 
-@click.group("token")
+@click.group("token", cls=Group)
 @verbose_option
 def token() -> None:
     """Add, list and revoke the identities of a server's callers."""
@@ -76,14 +84,23 @@ def token() -> None:
     type=_FILE,
     help="Put the token into a new file, which only you can read, and print nothing.",
 )
+@click.option(
+    "--key-prefix",
+    "prefixes",
+    multiple=True,
+    help="Its roles are for keys that begin with this; give it several times.",
+)
 @_tokens_option
+@json_option
 @verbose_option
 def add(
     name: str,
     roles: dict[str, set[str] | None],
     certificate: str,
     out: Path | None,
+    prefixes: tuple[str, ...],
     tokens: Path,
+    as_json: bool,
 ) -> None:
     """Add the identity NAME, and print its new token, this once: the file keeps a hash of it.
 
@@ -96,18 +113,18 @@ def add(
         # Before the identity is there: without a place for its token nobody could use it.
         with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             try:
-                file.write(add_identity(tokens, name, roles) + "\n")
+                file.write(add_identity(tokens, name, roles, prefixes=prefixes) + "\n")
             except BaseException:
                 out.unlink()
                 raise
-        note(f"the token of {name!r} is in {out}")
+        print_done(as_json, "added", name, f"its token is in {out}", token_file=str(out))
         return
-    made = add_identity(tokens, name, roles, certificate)
-    if made:
+    made = add_identity(tokens, name, roles, certificate, prefixes)
+    if as_json or not made:
+        print_done(as_json, "added", name, "known by its certificate", token=made or None)
+    else:
         note(f"the token of {name!r}, which is shown only now:")
         click.echo(made)
-    else:
-        note(f"added {name!r}, known by its certificate")
 
 
 @token.command("list")
@@ -123,6 +140,8 @@ def list_tokens(tokens: Path, as_json: bool) -> None:
             document: dict[str, Any] = {"name": one.name, "certificate": one.certificate or None}
             for role, among in one.roles.items():
                 document[role] = True if among is None else sorted(among)
+            if one.prefixes:
+                document["key_prefixes"] = [prefix.decode() for prefix in one.prefixes]
             documents.append(document)
         print_json(documents)
         return
@@ -130,15 +149,17 @@ def list_tokens(tokens: Path, as_json: bool) -> None:
     for one in found:
         cells = ["all" if b is None else ", ".join(sorted(b)) for b in one.roles.values()]
         words = "; ".join(f"{role}: {cell}" for role, cell in zip(one.roles, cells, strict=True))
-        rows.append((one.name, one.certificate or "(token)", words or "-"))
-    click.echo(columns(("name", "known by", "roles"), rows))
+        keys = ", ".join(f"{prefix.decode()}*" for prefix in one.prefixes) or "all"
+        rows.append((one.name, one.certificate or "(token)", words or "-", keys))
+    click.echo(columns(("name", "known by", "roles", "keys"), rows))
 
 
 @token.command("revoke")
 @click.argument("name")
 @_tokens_option
+@json_option
 @verbose_option
-def revoke(name: str, tokens: Path) -> None:
+def revoke(name: str, tokens: Path, as_json: bool) -> None:
     """Remove the identity NAME. Its open streams end within a second or so."""
     if not revoke_identity(tokens, name):
         raise UprError(
@@ -146,13 +167,13 @@ def revoke(name: str, tokens: Path) -> None:
             reason="NOT_FOUND",
             hint="'upr-admin token list' shows them",
         )
-    note(f"revoked {name!r}")
+    print_done(as_json, "revoked", name)
 
 
-@click.group("context")
+@click.group("context", cls=Group, bare="list")
 @verbose_option
 def context() -> None:
-    """Keep servers and credentials under names, for yourself.
+    """Keep servers and credentials under names, for yourself. Alone it is 'context list'.
 
     A command without --target uses the current context, and with --context NAME that one.
     """
@@ -171,8 +192,9 @@ def context() -> None:
     is_flag=True,
     help="Read the token from stdin, and keep it in a file of its own.",
 )
+@json_option
 @verbose_option
-def add_context(name: str, token_stdin: bool, **fields: Any) -> None:
+def add_context(name: str, token_stdin: bool, as_json: bool, **fields: Any) -> None:
     """Add the context NAME, or replace it. The first one becomes the current one."""
     check_name(name, "context")
     current, contexts = read_contexts()
@@ -188,7 +210,7 @@ def add_context(name: str, token_stdin: bool, **fields: Any) -> None:
         if fields[key]
     }
     write_contexts(current or name, contexts)
-    note(f"context {name!r}: {fields['target']}")
+    print_done(as_json, "added", name, fields["target"], target=fields["target"])
 
 
 def _kept_token(name: str) -> Path:
@@ -218,10 +240,12 @@ def _keep_token(name: str, text: str) -> Path:
 
 @context.command("use")
 @click.argument("name")
+@json_option
 @verbose_option
-def use_context(name: str) -> None:
+def use_context(name: str, as_json: bool) -> None:
     """Make NAME the current context."""
     write_contexts(name, _with(name))
+    print_done(as_json, "current", name)
 
 
 @context.command("list")
@@ -248,14 +272,16 @@ def list_contexts(as_json: bool) -> None:
 
 @context.command("remove")
 @click.argument("name")
+@json_option
 @verbose_option
-def remove_context(name: str) -> None:
+def remove_context(name: str, as_json: bool) -> None:
     """Remove the context NAME. A file that --token-stdin made goes with it."""
     contexts = _with(name)
     _drop_token(name, contexts)
     del contexts[name]
     current, _ = read_contexts()
     write_contexts("" if current == name else current, contexts)
+    print_done(as_json, "removed", name)
 
 
 def _with(name: str) -> dict[str, dict[str, Any]]:

@@ -1,20 +1,22 @@
 """``upr-admin bucket``: list, create and drop buckets, and set their quotas."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from upr_cli_kit.options import client_option
 from upr_cli_kit.output import (
+    Group,
     columns,
+    confirm,
     json_option,
-    note,
+    print_done,
     print_json,
     problem_document,
     size_text,
     verbose_option,
 )
+from upr_cli_kit.screen import watch_option
 from upr_cli_kit.times import size
 from upr_protocol.errors import BucketGoneError, BucketNotFoundError
 
@@ -36,15 +38,16 @@ def _parse_version(
     return int(value, 16)
 
 
-@click.group("bucket")
+@click.group("bucket", cls=Group, bare="list")
 @verbose_option
 def bucket() -> None:
-    """List, create and drop buckets, and set their quotas."""
+    """List, create and drop buckets, and set their quotas. Alone it is 'bucket list'."""
 
 
 @bucket.command("list")
 @client_option
 @json_option
+@watch_option
 @verbose_option
 def list_command(client: "Client", as_json: bool) -> None:
     """Show all buckets; those that could not be opened too, with their problem."""
@@ -114,8 +117,9 @@ def quota_command(name: str, quota: int, client: "Client", as_json: bool) -> Non
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @client_option
+@json_option
 @verbose_option
-def drop(name: str, version: int | None, yes: bool, client: "Client") -> None:
+def drop(name: str, version: int | None, yes: bool, client: "Client", as_json: bool) -> None:
     """Remove the bucket NAME with all its data.
 
     Whoever follows it or writes to it is told that it is gone. Without a terminal, --yes is needed. The bucket "default" exists from the start: once
@@ -124,17 +128,12 @@ def drop(name: str, version: int | None, yes: bool, client: "Client") -> None:
     if not yes:
         version = _confirmed(client, name, version)
     dropped = client.admin.drop_bucket(name, version)
-    click.echo(f"dropped: {name}, version {dropped:016x}")
-
-
-def _can_ask() -> bool:
-    return sys.stdin.isatty()
+    text = f"{dropped:016x}"
+    print_done(as_json, "dropped", name, f"version {text}", version=text)
 
 
 def _confirmed(client: "Client", name: str, version: int | None) -> int:
     """Ask whether to drop the bucket that is there now, and return its version."""
-    if not _can_ask():
-        raise click.UsageError("nobody can be asked here: give --yes to drop the bucket")
     info = next((info for info in client.admin.buckets() if info.name == name), None)
     if info is None:
         raise BucketNotFoundError(
@@ -144,8 +143,11 @@ def _confirmed(client: "Client", name: str, version: int | None) -> int:
         raise BucketGoneError(
             f"bucket {name!r} has version {info.version:016x}, not {version:016x}"
         )
-    note(f"bucket {name!r}, version {info.version:016x}: {_contents(info)}")
-    click.confirm("Drop it? Its data cannot be brought back", abort=True, err=True)
+    confirm(
+        "Drop it? Its data cannot be brought back",
+        "drop the bucket",
+        f"bucket {name!r}, version {info.version:016x}: {_contents(info)}",
+    )
     return info.version
 
 

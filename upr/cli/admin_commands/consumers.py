@@ -1,6 +1,5 @@
 """``upr-admin consumers``: who follows, how far they are, and who of a group owns what."""
 
-import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -8,8 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, client_options, refuse_options
-from upr_cli_kit.output import columns, json_option, print_json, verbose_option
+from upr_cli_kit.options import PARTITION_SET, client_options
+from upr_cli_kit.output import (
+    Group,
+    columns,
+    confirm,
+    json_option,
+    print_done,
+    print_json,
+    verbose_option,
+)
+from upr_cli_kit.screen import watch_option
 from upr_cli_kit.times import format_micros, parse_time
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
@@ -34,37 +42,24 @@ _POSITION_COLUMNS = (
 )
 
 
-@click.group("consumers", invoke_without_command=True)
-@click.option("--partitions", is_flag=True, help="Show the position in every partition.")
-@client_options
-@json_option
+@click.group("consumers", cls=Group, bare="list")
 @verbose_option
-@click.pass_context
-def consumers(
-    context: click.Context, partitions: bool, client: "Client", bucket: str, as_json: bool
-) -> None:
-    """Show the registered consumers and the members of groups; show, reset or forget one.
+def consumers() -> None:
+    """Show the registered consumers and the members of groups; reset or forget one. Alone it is 'consumers list'.
 
     A consumer with a name is registered by its first acknowledgement, or by the first position that it saves in the
     server. Tombstones that it has not passed are not purged before the hold limit.
     """
-    if context.invoked_subcommand is not None:
-        refuse_options(context)
-        return
-    _list(client, bucket, partitions=partitions, as_json=as_json)
 
 
 @consumers.command("list")
 @click.option("--partitions", is_flag=True, help="Show the position in every partition.")
 @client_options
 @json_option
+@watch_option
 @verbose_option
 def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool) -> None:
-    """Show all consumers, as without a subcommand."""
-    _list(client, bucket, partitions=partitions, as_json=as_json)
-
-
-def _list(client: "Client", bucket: str, *, partitions: bool, as_json: bool) -> None:
+    """Show all consumers."""
     found = client.admin.consumers(bucket, with_positions=partitions)
     if as_json:
         print_json([_document(info, partitions) for info in found])
@@ -82,6 +77,7 @@ def _list(client: "Client", bucket: str, *, partitions: bool, as_json: bool) -> 
 @click.argument("name")
 @client_options
 @json_option
+@watch_option
 @verbose_option
 def show(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     """Show consumer NAME: its members, and partition by partition who owns it and where it stands."""
@@ -144,9 +140,7 @@ def reset(
         words = place.isoformat(timespec="seconds")
     where = "all partitions" if partitions is None else f"{len(partitions)} partitions"
     if not yes:
-        if not _can_ask():
-            raise click.UsageError("nobody can be asked here: give --yes to reset the positions")
-        click.confirm(f"Reset {where} of consumer {name!r} to {words}?", abort=True, err=True)
+        confirm(f"Reset {where} of consumer {name!r} to {words}?", "reset the positions")
     stored = client.admin.reset_consumer(bucket, name, place, partitions=partitions, create=create)
     if as_json:
         print_json({"name": name, "to": words, "positions": list(map(_place, stored.items()))})
@@ -154,29 +148,26 @@ def reset(
         click.echo(f"reset: {name}, {where} to {words}; {len(stored)} positions stored")
 
 
-def _can_ask() -> bool:
-    return sys.stdin.isatty()
-
-
 @consumers.command("forget")
 @click.argument("name")
 @client_options
+@json_option
 @verbose_option
-def forget(name: str, client: "Client", bucket: str) -> None:
+def forget(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     """Forget the positions of consumer NAME, so that they hold no purging up any more.
 
     One that is connected is registered again by its next acknowledgement, or the next position that it saves.
     """
     if not client.admin.forget_consumer(bucket, name):
         raise _not_found(name)
-    click.echo(f"forgotten: {name}")
+    print_done(as_json, "forgotten", name)
 
 
 def _not_found(name: str) -> UprError:
     return UprError(
         f"there is no consumer {name!r}",
         reason="NOT_FOUND",
-        hint="'upr-admin consumers' lists them",
+        hint="'upr-admin consumers' shows them",
     )
 
 

@@ -7,13 +7,16 @@ import click
 
 from upr_cli_kit.options import PARTITION_SET, client_options
 from upr_cli_kit.output import (
+    Group,
     columns,
     json_option,
     note,
+    print_done,
     print_json,
     problem_document,
     verbose_option,
 )
+from upr_cli_kit.screen import watch_option
 from upr_cli_kit.times import duration, format_micros
 from upr_protocol.errors import CutNotFoundError
 from upr_protocol.failover import format_failover_id
@@ -33,10 +36,13 @@ _lease_option = click.option(
 )
 
 
-@click.group("cut")
+@click.group("cut", cls=Group, bare="list")
 @verbose_option
 def cut() -> None:
-    """Pin the bucket as it is at one instant, so that it can be read as of then again and again."""
+    """Pin the bucket as it is at one instant, so that it can be read as of then again and again.
+
+    Alone it is 'cut list'.
+    """
 
 
 @cut.command("create")
@@ -71,7 +77,7 @@ def create(
         print_json(document)
     else:
         expires = format_micros(made.expires_time)
-        click.echo(f"{made.name}: {len(made.pins)} partitions pinned until {expires}")
+        click.echo(f"created: {made.name}, {len(made.pins)} partitions pinned until {expires}")
         for why in made.left_out.values():
             note(f"warning: left out: {why.message}")
 
@@ -80,6 +86,7 @@ def create(
 @click.option("--partitions", is_flag=True, help="Show the pinned marker of every partition.")
 @client_options
 @json_option
+@watch_option
 @verbose_option
 def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool) -> None:
     """Show the cuts whose lease has not ended, oldest first."""
@@ -101,25 +108,30 @@ def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool)
 @click.argument("name")
 @_lease_option
 @client_options
+@json_option
 @verbose_option
-def renew(name: str, lease: float | None, client: "Client", bucket: str) -> None:
+def renew(name: str, lease: float | None, client: "Client", bucket: str, as_json: bool) -> None:
     """Have the lease of cut NAME begin anew, with its length or another one."""
     info = client.admin.renew_cut(bucket, name, lease)
-    click.echo(f"{info.name}: pinned until {format_micros(info.expires_time)}")
+    if as_json:
+        print_json(_document(info, with_pins=False))
+    else:
+        click.echo(f"renewed: {info.name}, pinned until {format_micros(info.expires_time)}")
 
 
 @cut.command("release")
 @click.argument("name")
 @client_options
+@json_option
 @verbose_option
-def release(name: str, client: "Client", bucket: str) -> None:
+def release(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     """Give cut NAME up: what it pinned may be merged away."""
     if not client.admin.release_cut(bucket, name):
         raise CutNotFoundError(
             f"there is no cut {name!r}, or its lease has ended",
             hint="'upr-admin cut list' shows those there are",
         )
-    click.echo(f"released: {name}")
+    print_done(as_json, "released", name)
 
 
 def _id(failover_id: int | None) -> str | None:

@@ -1,13 +1,12 @@
 """``upr-admin restore-copy``: make an old copy of a data directory fit to be served."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from upr_cli_kit.options import DirectoryPath
-from upr_cli_kit.output import json_option, note, print_json, verbose_option
+from upr_cli_kit.output import confirm, json_option, note, print_json, verbose_option
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import FAILOVER_LOG_MAX
@@ -20,11 +19,6 @@ _QUESTION = (
     "Every client of this copy will be rolled back to what the copy holds. "
     "This must be a copy, and the original must not be served any more. Go on?"
 )
-
-
-def on_terminal() -> bool:
-    """Whether there is somebody who can answer a question."""
-    return sys.stdin.isatty()
 
 
 def _restore(folder: Path) -> dict[str, Any]:
@@ -125,9 +119,7 @@ def restore_copy(directory: Path, yes: bool, as_json: bool) -> None:
     data = open_directory(directory)
     try:
         if not yes:
-            if not on_terminal():
-                raise click.UsageError("nobody can be asked here: give --yes to change the copy")
-            click.confirm(_QUESTION, abort=True, err=True)
+            confirm(_QUESTION, "change the copy")
         data.is_another()
         documents = [_restore(folder) for folder in data.buckets()]
     finally:

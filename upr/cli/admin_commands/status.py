@@ -1,7 +1,9 @@
-"""``upr-admin status`` and ``upr-admin storage``: what a server process uses, and what a bucket takes on disk."""
+"""``upr-admin status``, ``top`` and ``storage``: what a server process uses and does, and what a bucket takes on disk."""
 
-from collections.abc import Iterator
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,10 +17,12 @@ from upr_cli_kit.output import (
     size_text,
     verbose_option,
 )
+from upr_cli_kit.screen import has_screen, interval, watch, watch_option
+from upr_protocol.errors import UprError
 
 if TYPE_CHECKING:
     from upr_client import Client
-    from upr_client.admin import BucketStatus, ServerStatus, StorageInfo
+    from upr_client.admin import BucketInfo, BucketStatus, ConsumerInfo, ServerStatus, StorageInfo
 
 
 _STATUS_COLUMNS = (
@@ -41,6 +45,7 @@ _REPLICA_COLUMNS = ("bucket", "replica", "directory", "registered", "lag")
 @click.command("status")
 @client_option
 @json_option
+@watch_option
 @verbose_option
 def status(client: "Client", as_json: bool) -> None:
     """Show memory, open calls, and for each bucket its tail, streams, cuts and damage."""
@@ -70,14 +75,20 @@ def status(client: "Client", as_json: bool) -> None:
         click.echo(f"problem           {problem}")
     click.echo()
     click.echo(columns(_STATUS_COLUMNS, map(_row, found.buckets)))
+    for line in _replication(found):
+        click.echo(line)
+
+
+def _replication(found: "ServerStatus") -> Iterator[str]:
+    """Yield what a server follows, and what follows it."""
     following = [_upstream_row(bucket) for bucket in found.buckets if bucket.upstream is not None]
     if following:
-        click.echo()
-        click.echo(columns(_UPSTREAM_COLUMNS, following))
+        yield ""
+        yield columns(_UPSTREAM_COLUMNS, following)
     replicas = [row for bucket in found.buckets for row in _replica_rows(bucket)]
     if replicas:
-        click.echo()
-        click.echo(columns(_REPLICA_COLUMNS, replicas))
+        yield ""
+        yield columns(_REPLICA_COLUMNS, replicas)
 
 
 def _delays(found: "ServerStatus") -> str:
@@ -161,6 +172,7 @@ def _status_document(found: "ServerStatus") -> dict[str, Any]:
 @click.command("storage")
 @client_options
 @json_option
+@watch_option
 @verbose_option
 def storage(client: "Client", bucket: str, as_json: bool) -> None:
     """Show space, and what journal, flushes and merges wrote since the server was started."""
@@ -206,3 +218,135 @@ def _storage_document(found: "StorageInfo") -> dict[str, Any]:
     document["bucket_version"] = f"{found.bucket_version:016x}"
     document["write_amplification"] = found.write_amplification
     return document
+
+
+_TOP_BUCKETS = ("bucket", "writes/s", "mutations", "tail", "used", "streams", "problem")
+_TOP_CONSUMERS = ("consumer", "lag", "lag/s", "members", "bucket")
+_NAME_WIDTH = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What ``top`` asked at one moment.
+
+    Args:
+        at: the seconds of a clock that does not jump.
+        status: of the server.
+        buckets: those that were listed.
+        consumers: by bucket's name, as far as the caller may see them.
+        problems: why some could not be seen.
+    """
+
+    at: float
+    status: "ServerStatus"
+    buckets: "Sequence[BucketInfo]"
+    consumers: "Mapping[str, Sequence[ConsumerInfo]]"
+    problems: Sequence[UprError] = ()
+
+
+@click.command("top")
+@click.option(
+    "--every",
+    **interval(default="1", show_default=True, help="Ask the server each so many seconds."),
+)
+@client_option
+@verbose_option
+def top(client: "Client", every: float) -> None:
+    """Show what the server does now: writes, consumers and their lag, replicas; until q or Ctrl-C."""
+    if not has_screen():
+        raise click.UsageError(
+            "stdout is no terminal that top could draw on; 'upr-admin status --watch 1' prints anywhere"
+        )
+    before: Look | None = None
+
+    def text() -> str:
+        nonlocal before
+        now = _look(client)
+        shown = top_text(before, now)
+        before = now
+        return f"upr-admin top, {datetime.now():%H:%M:%S} (q ends it)\n{shown}"
+
+    watch(every, text)
+
+
+def _look(client: "Client") -> Look:
+    status, buckets = client.admin.status(), client.admin.buckets()
+    consumers, problems = {}, []
+    for one in buckets:
+        try:
+            consumers[one.name] = client.admin.consumers(one.name)
+        except UprError as error:
+            # Of a bucket that is damaged, was dropped just now, or is not the caller's to read.
+            if error.retriable:
+                raise
+            problems.append(error)
+    return Look(time.monotonic(), status, buckets, consumers, problems)
+
+
+def top_text(before: Look | None, now: Look) -> str:
+    """Return what happens on a server, for people; without a look before there are no rates."""
+    found = now.status
+    lines = [
+        f"server {found.server_version}, up {_duration(found.uptime_seconds)}, "
+        f"memory {size_text(found.anonymous_bytes)}, mapped {size_text(found.mapped_bytes)}",
+        f"{found.follow_calls} follow calls, {found.write_calls} write calls, "
+        f"longest loop delay {found.longest_loop_delay_seconds * 1e3:.0f} ms",
+        *(f"problem: {problem}" for problem in (*found.problems, *now.problems)),
+        *(f"clock: {words}" for words in _clock(found)),
+    ]
+    rate = _rates(before, now)
+    at_work = {one.name: one for one in found.buckets}
+    lines += ["", columns(_TOP_BUCKETS, [_top_row(one, at_work, rate) for one in now.buckets])]
+    consumers = [(one, name) for name, ones in now.consumers.items() for one in ones]
+    if consumers:
+        # Those that need somebody first.
+        consumers.sort(key=lambda pair: -pair[0].lag)
+        rows = [
+            (
+                one.name[:_NAME_WIDTH],
+                one.lag,
+                rate("lag", (name, one.name), one.lag),
+                len(one.members) or ("1" if one.connected else "away"),
+                name[:_NAME_WIDTH],
+            )
+            for one, name in consumers
+        ]
+        lines += ["", columns(_TOP_CONSUMERS, rows)]
+    return "\n".join([*lines, *_replication(found)])
+
+
+def _rates(before: Look | None, now: Look) -> Callable[[str, object, int], str]:
+    """Return a function that says by how much a number changed in a second, "-" where that is not known."""
+    known: dict[tuple[str, object], int] = {}
+    if before is not None:
+        known |= {("mutations", one.version): one.mutations for one in before.buckets}
+        known |= {
+            ("lag", (name, one.name)): one.lag
+            for name, ones in before.consumers.items()
+            for one in ones
+        }
+    seconds = 0.0 if before is None else now.at - before.at
+
+    def rate(what: str, of: object, count: int) -> str:
+        earlier = known.get((what, of))
+        return "-" if earlier is None or not seconds else f"{(count - earlier) / seconds:.0f}"
+
+    return rate
+
+
+def _top_row(
+    one: "BucketInfo",
+    at_work: "dict[str, BucketStatus]",
+    rate: Callable[[str, object, int], str],
+) -> tuple[object, ...]:
+    working = at_work.get(one.name)
+    problem = one.problem or (working.problem if working is not None else None)
+    return (
+        one.name[:_NAME_WIDTH],
+        rate("mutations", one.version, one.mutations),
+        one.mutations,
+        "-" if working is None else f"{working.tail_bytes / working.tail_limit_bytes:.0%}",
+        size_text(one.used_bytes),
+        0 if working is None else working.streams,
+        "-" if problem is None else problem.message,
+    )

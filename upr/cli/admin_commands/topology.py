@@ -5,14 +5,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from upr_cli_kit.options import (
-    ADDRESS,
-    login_options,
-    open_client,
-    refuse_options,
-    target_option,
+from upr_cli_kit.options import ADDRESS, login_options, open_client, target_option
+from upr_cli_kit.output import (
+    Group,
+    columns,
+    confirm,
+    json_option,
+    note,
+    print_done,
+    print_json,
+    verbose_option,
 )
-from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
+from upr_cli_kit.screen import watch_option
 from upr_cli_kit.times import duration
 
 if TYPE_CHECKING:
@@ -29,16 +33,19 @@ _seconds_option = click.option(
 )
 
 
-@click.group("topology", invoke_without_command=True)
+@click.group("topology", cls=Group, bare="show")
+@verbose_option
+def topology() -> None:
+    """Show who is in the set of servers, or forget one. Alone it is 'topology show'."""
+
+
+@topology.command("show")
 @target_option
 @json_option
+@watch_option
 @verbose_option
-@click.pass_context
-def topology(context: click.Context, target: str, as_json: bool) -> None:
-    """Show who is active, who is counted, and who is behind, as far as the server knows; forget one."""
-    if context.invoked_subcommand is not None:
-        refuse_options(context)
-        return
+def show(target: str, as_json: bool) -> None:
+    """Show who is active, who is counted, and who is behind, as far as the server knows."""
     with open_client(target) as client:
         found = client.admin.topology()
     if as_json:
@@ -69,8 +76,9 @@ def topology(context: click.Context, target: str, as_json: bool) -> None:
 @topology.command("forget")
 @click.argument("server")
 @target_option
+@json_option
 @verbose_option
-def forget(server: str, target: str) -> None:
+def forget(server: str, target: str, as_json: bool) -> None:
     """Count SERVER no more, which will not come back: its directory, or HOST:PORT. Ask the active server.
 
     While a counted server is away it holds purging up, and keeps new ones from counting. Remove its data directory: if it
@@ -78,7 +86,7 @@ def forget(server: str, target: str) -> None:
     """
     with open_client(target) as client:
         directory = client.admin.forget_server(server)
-    click.echo(f"forgotten: {directory}")
+    print_done(as_json, "forgotten", directory)
 
 
 def _change_of(found: "Topology") -> str:
@@ -114,10 +122,9 @@ def promote(force: bool, yes: bool, seconds: float, target: str, as_json: bool) 
     refused, and nothing is changed; --force goes on without it.
     """
     if force and not yes:
-        click.confirm(
+        confirm(
             "What only servers have that cannot be reached is undone when they come back. Go on?",
-            abort=True,
-            err=True,
+            "promote the server",
         )
     _promote(target, seconds, as_json, force=force)
 

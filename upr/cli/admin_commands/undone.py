@@ -37,14 +37,14 @@ def undone() -> None:
 @verbose_option
 def list_command(directory: Path, rows: bool, as_json: bool) -> None:
     """Show what was undone in the data directory DIR; its server may be running."""
+    from upr.storage.directory import read_mark
     from upr.storage.undone import undone_files
 
+    # Anything else would have nothing in it that was undone.
+    read_mark(directory)
     documents = [_document(one, with_rows=rows or as_json) for one in undone_files(directory)]
     if as_json:
         print_json(documents)
-        return
-    if not documents:
-        click.echo("nothing was undone")
         return
     told = [tuple(document[column] for column in _COLUMNS) for document in documents]
     click.echo(columns(_COLUMNS, told))

@@ -9,8 +9,8 @@ is ``true`` only: a replica drops buckets that its upstream does not show. No ro
 common name or an alternative name of client certificates that are this identity; an identity may have a token, a
 certificate or both.
 
-There are no roles for key prefixes. Seqnos, snapshot markers, positions and cuts are of whole partitions, and tell of keys
-that such a caller must not see.
+``key_prefixes`` is a list of texts: ``read`` and ``write`` are for keys that begin with one of them. Such a caller sees
+seqnos and markers, which are of whole partitions, and nothing else of other keys.
 """
 
 import fcntl
@@ -18,20 +18,22 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from upr.storage.journal import replace_durably
-from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_protocol.limits import check_name
+from upr_protocol.errors import AlreadyExistsError, InvalidArgumentError, UprError
+from upr_protocol.limits import PREFIXES_MAX, check_name
 
 ROLES: Final = ("read", "write", "replicate", "admin")
 FILE_BYTES_MAX: Final = 4 * 2**20
 """Largest file of identities."""
 _TOKEN_PREFIX: Final = "upr_"
-_FIELDS: Final = {"name", "token_sha256", "certificate", *ROLES}
+_FIELDS: Final = {"name", "token_sha256", "certificate", "key_prefixes", *ROLES}
+_WHOLE: Final = ("replicate", "admin")
+"""Roles that cannot be for some keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +44,35 @@ class Identity:
         roles: by role, the buckets that it is for; None for all.
         digest: SHA-256 of its token, in hex; empty for none.
         certificate: a name in its certificates; empty for none.
+        prefixes: beginnings of the keys that its roles are for; empty for all keys.
     """
 
     name: str
     roles: Mapping[str, frozenset[str] | None]
     digest: str = ""
     certificate: str = ""
+    prefixes: tuple[bytes, ...] = ()
 
     def may(self, roles: Iterable[str], bucket: str) -> bool:
-        """Return whether it has one of the roles for a bucket, whether or not there is such a bucket."""
+        """Return whether it has one of the roles for a whole bucket, whether or not there is such a bucket."""
+        return not self.prefixes and self.may_partly(roles, bucket)
+
+    def may_partly(self, roles: Iterable[str], bucket: str) -> bool:
+        """Return whether it has one of the roles for a bucket, or for some keys of it."""
         return any(
             role in self.roles and ((buckets := self.roles[role]) is None or bucket in buckets)
             for role in roles
         )
 
     def may_somewhere(self, roles: Collection[str]) -> bool:
-        """Return whether it has one of the roles for any bucket."""
+        """Return whether it has one of the roles for any bucket, or for some keys of one."""
         return not self.roles.keys().isdisjoint(roles)
 
     def may_everywhere(self, roles: Iterable[str]) -> bool:
         """Return whether it has one of the roles for all buckets."""
-        return any(role in self.roles and self.roles[role] is None for role in roles)
+        return not self.prefixes and any(
+            role in self.roles and self.roles[role] is None for role in roles
+        )
 
 
 def everything(name: str) -> Identity:
@@ -162,6 +172,17 @@ def _identity(found: Mapping[str, Any]) -> Identity:
                 roles[role] = frozenset(buckets)
         elif buckets is not False:
             raise _malformed(f"{role} of {name!r} must be true or a list of buckets")
+    prefixes = found.get("key_prefixes", [])
+    if not isinstance(prefixes, list) or not all(isinstance(x, str) and x for x in prefixes):
+        raise _malformed(f"key_prefixes of {name!r} must be a list of texts that are not empty")
+    if len(prefixes) > PREFIXES_MAX:
+        raise _malformed(
+            f"key_prefixes of {name!r} are {len(prefixes)}; must be at most {PREFIXES_MAX}"
+        )
+    if prefixes and not roles.keys().isdisjoint(_WHOLE):
+        raise _malformed(
+            f"{name!r} has key_prefixes and the role {' or '.join(_WHOLE)}; must be read and write only"
+        )
     digest, certificate = found.get("token_sha256", ""), found.get("certificate", "")
     if not isinstance(certificate, str):
         raise _malformed(f"certificate of {name!r} must be a text")
@@ -170,7 +191,7 @@ def _identity(found: Mapping[str, Any]) -> Identity:
         raise _malformed(f"token_sha256 of {name!r} must be 64 hex digits")
     if not digest and not certificate:
         raise _malformed(f"{name!r} has neither a token nor a certificate")
-    return Identity(name, roles, digest, certificate)
+    return Identity(name, roles, digest, certificate, tuple(x.encode() for x in prefixes))
 
 
 def read_identities(path: Path) -> Identities:
@@ -194,23 +215,32 @@ def read_identities(path: Path) -> Identities:
 
 
 def add_identity(
-    path: Path, name: str, roles: Mapping[str, Collection[str] | None], certificate: str = ""
+    path: Path,
+    name: str,
+    roles: Mapping[str, Collection[str] | None],
+    certificate: str = "",
+    prefixes: Sequence[str] = (),
 ) -> str:
     """Add an identity to a file, which is made when it is not there; return its new token.
 
     Args:
         roles: as those of ``Identity``.
         certificate: with one, the identity has no token, and "" is returned.
+        prefixes: beginnings of the keys that the roles are for; empty for all keys.
 
     Raises:
-        UprError: there is one of that name, or a value is out of its range.
+        AlreadyExistsError: there is one of that name.
+        UprError: the file is malformed, or a value is out of its range.
     """
     token = "" if certificate else _TOKEN_PREFIX + secrets.token_urlsafe(32)
     line: dict[str, Any] = {"name": name}
     line |= {"certificate": certificate} if certificate else {"token_sha256": digest_of(token)}
     line |= {role: True if among is None else sorted(among) for role, among in roles.items()}
+    line |= {"key_prefixes": list(prefixes)} if prefixes else {}
 
     def added(text: str) -> str:
+        if any((one := _parsed(x)) is not None and one.name == name for x in text.splitlines()):
+            raise AlreadyExistsError(f"there is an identity {name!r} already")
         return text + ("" if not text or text.endswith("\n") else "\n") + json.dumps(line) + "\n"
 
     _change(path, added)

@@ -4,12 +4,15 @@ The gate asks for a permit before it reads anything of a call, and has the permi
 is parsed. A call with many requests has it checked with its first one, the Open.
 """
 
+import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import filterfalse
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +29,7 @@ from upr_protocol.errors import (
     UnauthenticatedError,
     UnavailableError,
     UprError,
+    shown,
 )
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream
 
@@ -36,6 +40,8 @@ ANYONE: Final = everything("anyone")
 VIEWERS: Final = ("read", "admin")
 """Roles that see a bucket on the HTTP port; any of them is enough."""
 _BEARER: Final = "bearer"
+_PREFIXES_SHOWN: Final = 3
+_ROLES_HINT: Final = "'upr-admin token list' shows the roles of each identity"
 _HEALTH_BUCKET: Final = "bucket/"
 
 
@@ -58,6 +64,8 @@ class Rule:
         needs: returns the roles that a request asks for, where they depend on it.
         destroys: returns whether a request takes away what nothing brings back, or lets its caller do so later.
         is_open: whether it needs no credentials, unless it names a bucket.
+        keys: returns the keys, or beginnings of keys, that a request asks for; None where it asks for more than keys. Without
+            this the method is about whole buckets, and not for roles with key prefixes.
     """
 
     roles: frozenset[str]
@@ -66,6 +74,7 @@ class Rule:
     needs: Callable[[Any], frozenset[str]] | None = None
     destroys: Callable[[Any], bool] = lambda request: False
     is_open: bool = False
+    keys: Callable[[Any], Iterable[bytes] | None] | None = None
 
 
 def _of(roles: str, **rest: Any) -> Rule:
@@ -82,13 +91,23 @@ def _follower_roles(opening: Any) -> frozenset[str]:
     return frozenset(("replicate" if opening.kind in kinds else "read",))
 
 
+def _follower_keys(opening: Any) -> Iterable[bytes] | None:
+    # A name is of the bucket: whoever has it holds up purging there, and moves where it resumes.
+    return None if opening.consumer or opening.member else (opening.key_prefix,)
+
+
+def _no_keys(request: Any) -> Iterable[bytes]:
+    # Seqnos and failover logs; a Write call has each of its writes checked.
+    return ()
+
+
 _ADMIN: Final = "/upr.v1.AdminService/"
 _STREAM: Final = "/upr.v1.ChangeStreamService/"
 _KEYS: Final = "/upr.v1.KeyValueService/"
 _SETS: Final = "/upr.v1.ReplicaService/"
 _HEALTH: Final = _of("read admin", bucket="service", is_open=True)
 RULES: Final[Mapping[str, Rule]] = {
-    f"{_ADMIN}GetPartitions": _of("read write admin"),
+    f"{_ADMIN}GetPartitions": _of("read write admin", keys=_no_keys),
     f"{_ADMIN}GetStatus": _of("read replicate admin", scope=Scope.SOME),
     f"{_ADMIN}GetStorage": _of("read admin"),
     f"{_ADMIN}Purge": _of("admin"),
@@ -99,17 +118,17 @@ RULES: Final[Mapping[str, Rule]] = {
     f"{_ADMIN}CreateBucket": _of("admin", bucket="name"),
     f"{_ADMIN}DropBucket": _of("admin", bucket="name", destroys=_always),
     f"{_ADMIN}SetBucketQuota": _of("admin"),
-    f"{_STREAM}Hello": _of("read"),
-    f"{_STREAM}GetFailoverLog": _of("read admin"),
-    f"{_STREAM}Follow": _of("read replicate", needs=_follower_roles),
+    f"{_STREAM}Hello": _of("read", keys=_no_keys),
+    f"{_STREAM}GetFailoverLog": _of("read admin", keys=_no_keys),
+    f"{_STREAM}Follow": _of("read replicate", needs=_follower_roles, keys=_follower_keys),
     f"{_STREAM}CreateCut": _of("read"),
     f"{_STREAM}RenewCut": _of("read"),
     f"{_STREAM}ReleaseCut": _of("read"),
     f"{_STREAM}ListCuts": _of("read admin"),
     f"{_STREAM}LoadPositions": _of("read"),
     f"{_STREAM}SavePositions": _of("read"),
-    f"{_KEYS}Write": _of("write"),
-    f"{_KEYS}Get": _of("read"),
+    f"{_KEYS}Write": _of("write", keys=_no_keys),
+    f"{_KEYS}Get": _of("read", keys=lambda request: request.keys),
     f"{_SETS}GetTopology": _of("read replicate admin", scope=Scope.SOME),
     f"{_SETS}Promote": _of("admin", scope=Scope.SERVER, destroys=lambda request: request.force),
     f"{_SETS}ForgetServer": _of("admin", scope=Scope.SERVER, destroys=_always),
@@ -163,6 +182,23 @@ class Permit:
         """Whether the caller may be a replica, and so sees all buckets."""
         return self._identity.may_everywhere(("replicate",))
 
+    @property
+    def prefixes(self) -> tuple[bytes, ...]:
+        """Beginnings of the keys that the caller may read and write; empty for all keys."""
+        return self._identity.prefixes
+
+    def producer(self, name: str) -> bytes:
+        """Return the name under which a caller's producer is kept.
+
+        Who may write some keys has producers of its own: numbers that it used up in another's name would have that one's next
+        writes taken for repetitions.
+        """
+        if not self._identity.prefixes:
+            return name.encode()
+        # Names have no null byte.
+        both = f"{self._identity.name}\0{name}".encode()
+        return hashlib.blake2b(both, digest_size=16).hexdigest().encode()
+
     def check(self, request: Any) -> None:
         """Check a request, or the Open of a call with many, which is parsed and nothing more.
 
@@ -179,18 +215,41 @@ class Permit:
         if rule.is_open:
             name = getattr(request, rule.bucket)
             if name.startswith(_HEALTH_BUCKET):
-                self._check_bucket(name.removeprefix(_HEALTH_BUCKET), rule.roles)
+                self._check_bucket(name.removeprefix(_HEALTH_BUCKET), rule.roles, request)
         elif rule.scope is Scope.BUCKET:
             roles = rule.roles if rule.needs is None else rule.needs(request)
-            self._check_bucket(getattr(request, rule.bucket), roles)
+            self._check_bucket(getattr(request, rule.bucket), roles, request)
 
-    def _check_bucket(self, bucket: str, roles: Collection[str]) -> None:
-        if not self._identity.may(roles, bucket):
+    def _check_keys(self, request: Any) -> None:
+        asked = None if self._rule.keys is None else self._rule.keys(request)
+        if asked is None:
+            raise self._refused(
+                "takes a role for the whole bucket, without key prefixes",
+                _ROLES_HINT
+                if self._rule.keys is None
+                else "leave out the consumer's name, and keep positions in a file",
+            )
+        begins = methodcaller("startswith", self._identity.prefixes)
+        if next(filterfalse(begins, asked), None) is not None:
+            raise self.refused_keys()
+
+    def refused_keys(self) -> UprError:
+        """Return the error of a caller that asks for a key, or writes one, that its roles are not for; log it."""
+        few = " or ".join(shown(x.decode()) for x in self._identity.prefixes[:_PREFIXES_SHOWN])
+        return self._refused(
+            "asks for keys that the caller's roles are not for",
+            f"ask for keys that begin with {few}; a follower gives that as its key prefix",
+        )
+
+    def _check_bucket(self, bucket: str, roles: Collection[str], request: Any) -> None:
+        if not self._identity.may_partly(roles, bucket):
             # The same words whether or not there is such a bucket: the catalog was not looked at.
             raise self._refused(
                 f"takes the role {' or '.join(sorted(roles))} for this bucket",
-                "'upr-admin token list' shows the roles of each identity",
+                _ROLES_HINT,
             )
+        if self._identity.prefixes:
+            self._check_keys(request)
         self._checked = bucket, roles
 
     def check_beginning(self) -> None:
@@ -208,7 +267,7 @@ class Permit:
             needed = " or ".join(sorted(rule.roles))
             raise self._refused(
                 f"takes the role {needed} for {'all buckets' if everywhere else 'a bucket'}",
-                "'upr-admin token list' shows the roles of each identity",
+                _ROLES_HINT,
             )
 
     def _refused(self, why: str, hint: str) -> PermissionDeniedError | UnauthenticatedError:
@@ -233,8 +292,8 @@ class Permit:
         new, checked = identities.named(old.name), self._checked
         if (
             new is not None
-            and (new.digest, new.certificate) == (old.digest, old.certificate)
-            and (checked is None or new.may(checked[1], checked[0]))
+            and replace(new, roles=old.roles) == old
+            and (checked is None or new.may_partly(checked[1], checked[0]))
         ):
             self._identity = new
         elif not self.ended and self._end is not None:

@@ -214,6 +214,7 @@ class BucketService:
                 result.highs,
                 result.producers,
                 released=released,
+                undone=self._undo or (),
             )
             failpoints.hit("recovery.after_records")
         if self._config.data_moved:

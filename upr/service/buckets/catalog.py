@@ -191,15 +191,18 @@ class Catalog:
         self._on_failure: Callable[[], Awaitable[None]] | None = None
         self._waiting = WaitingRoom()
         self._reopening: dict[str, DamagedBucket] = {}
+        told = bool(config.replicate_from)
         self.standing = read_standing(
-            directory.path, directory.id, replica=bool(config.replicate_from)
+            directory.path, directory.id, replica=told, meets=config.meets
         )
         if config.is_unreachable and not (self.standing.alone or config.anonymous):
             raise ListenError(
                 f"listen address is {config.listen}; must be one that the other servers of the set reach, or be advertised",
                 hint="give --advertise HOST:PORT with an address of this host",
             )
-        self.replica = not (self.standing.alone and self._serves())
+        # The first owner, told to follow, asks whether one was promoted since: alone it would not.
+        asks = told and self.standing.standing.row.epoch == 1
+        self.replica = asks or not (self.standing.alone and self._serves())
         self.listed: frozenset[int] = frozenset()
         """Versions of the buckets that the upstream listed last."""
         self.owner = ""

@@ -147,7 +147,7 @@ def tame_collector() -> None:
     served."""
     if _set_aside not in gc.callbacks:
         gc.callbacks.append(_set_aside)
-    gc.collect()
+    gc.freeze()
 
 
 async def collect_garbage() -> None:

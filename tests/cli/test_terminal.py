@@ -1,0 +1,155 @@
+"""What the commands do on a terminal, with a closed stdout, and again and again: ``top`` and ``--watch``."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
+from upr.cli.admin import main
+from upr_cli_kit.screen import fitting
+from upr_client import Client, MemoryPositions
+
+LEFT = b"\x1b[?1049l"
+
+
+class Terminal:
+    """A program on a terminal of its own.
+
+    Args:
+        arguments: of ``upr-admin``.
+        lines, columns: the terminal's size.
+    """
+
+    def __init__(self, *arguments: str, lines: int, columns: int) -> None:
+        self._screen, self._program = pty.openpty()
+        self.resize(lines, columns)
+        self._before = termios.tcgetattr(self._program)
+        self._shown = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "upr.cli", "admin", *arguments],
+            stdin=self._program,
+            stdout=self._program,
+            stderr=self._program,
+            env={**os.environ, "TERM": "xterm"},
+            start_new_session=True,
+        )
+
+    def resize(self, lines: int, columns: int) -> None:
+        fcntl.ioctl(self._program, termios.TIOCSWINSZ, struct.pack("4H", lines, columns, 0, 0))
+
+    def wait_for(self, pattern: bytes) -> None:
+        """Wait until something is shown that was not shown before."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (found := re.search(pattern, self._shown, re.DOTALL)):
+            assert time.monotonic() < deadline, self._shown[-2000:]
+            if select.select([self._screen], [], [], 1)[0]:
+                self._shown += os.read(self._screen, 65536)
+        self._shown = self._shown[found.end() :]
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._screen, keys)
+
+    def end(self) -> int:
+        """Wait for the end, with the terminal as it was before; return the status."""
+        self.wait_for(re.escape(LEFT))
+        status = self.process.wait(WAIT_SECONDS)
+        assert termios.tcgetattr(self._program) == self._before
+        return status
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._screen)
+        os.close(self._program)
+
+
+def test_top_shows_writes_and_consumers_as_they_go(target: str) -> None:
+    with Client(target) as client:
+        bucket = client.bucket()
+        bucket.write_many([(b"key %d" % i, b"v") for i in range(500)])
+        with bucket.changes(resume=MemoryPositions(), until="now", consumer="indexer") as changes:
+            assert sum(batch.rows for batch in changes.batches()) == 500
+        terminal = Terminal("top", "--every", "0.3", "--target", target, lines=14, columns=50)
+        try:
+            terminal.wait_for(rb"upr-admin top.*server \d")
+            terminal.wait_for(rb"default +- +500 ")
+            terminal.wait_for(rb"default +0 +500 ")
+            bucket.write_many([(b"key %d" % i, b"w") for i in range(300)])
+            terminal.wait_for(rb"default +[1-9]\d* +800 ")
+            terminal.wait_for(rb"indexer +300 ")
+            # What does not fit is counted, and the size may change while it runs.
+            terminal.resize(5, 50)
+            terminal.process.send_signal(signal.SIGWINCH)
+            terminal.wait_for(rb"\.\.\. and \d+ lines more\x1b\[K\x1b\[J")
+            terminal.press(b"xq")
+            assert terminal.end() == 0
+        finally:
+            terminal.close()
+
+
+def test_a_listing_is_watched_until_ctrl_c_also_while_the_server_is_away(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    terminal = Terminal("bucket", "--watch", "0.2", "--target", server.target, lines=24, columns=80)
+    try:
+        terminal.wait_for(rb"upr-admin bucket list, \d\d:\d\d:\d\d \(q ends it\)")
+        server.kill()
+        terminal.wait_for(rb"error: .*default ")
+        server.start()
+        terminal.wait_for(rb"ends it\)\x1b\[K\r\n\x1b\[K\r\nname .*default ")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == 0
+    finally:
+        terminal.close()
+
+
+def test_without_a_terminal_a_listing_is_printed_again_and_top_is_refused(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("upr_cli_kit.screen.time.sleep", sleep)
+    there = ("--target", target)
+    done = CliRunner().invoke(main, ["bucket", "--watch", "1.5", *there])
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.count("name     version") == 3
+    assert pauses == [1.5] * 3
+    refused = CliRunner().invoke(main, ["top", *there])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "'upr-admin status --watch 1'" in refused.stderr
+
+
+def test_nothing_that_is_shown_moves_the_cursor() -> None:
+    assert fitting("a\x1b[2J\tb\nc\n", 2) == ["a?[2J?b", "c"]
+    assert fitting("1\n2\n3\n4", 3) == ["1", "2", "... and 2 lines more"]
+    assert fitting("1\n2\n3", 1) == ["... and 3 lines more"]
+
+
+def test_output_that_cannot_be_written_is_a_line(target: str, tmp_path: Path) -> None:
+    with Client(target) as client:
+        client.bucket().set(b"key", b"value")
+    command = f"{sys.executable} -m upr.cli cat get key --target {target}"
+    for where, words in ((">&-", "stdout is closed"), ("> /dev/full", "No space left on device")):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {where}"], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {words}\n")
