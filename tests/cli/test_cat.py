@@ -321,6 +321,7 @@ def test_a_position_file_is_looked_at_first_and_used_by_one(target: str, tmp_pat
         (("follow", "--group", "g", "--position", "p"), 2, "go without --group"),
         (("follow", "--group", "g", "--until-now"), 2, "must be left out with a group"),
         (("follow", "--member", "m"), 2, "--member goes with --group"),
+        (("follow", "-f", "raw", "--keys-only"), 2, "-f raw prints values"),
         # As of a variable that is not set.
         (("follow", "--group", ""), 2, "group '' is 0 bytes"),
         (("follow", "--group", "g", "--member", ""), 2, "member '' is 0 bytes"),

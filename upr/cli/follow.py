@@ -247,6 +247,8 @@ def follow(
         raise click.UsageError(
             "--position and --from-start go without --group, whose positions 'upr-admin consumers' shows and resets"
         )
+    if keys_only and layout is _PARTS["v"]:
+        raise click.UsageError("-f raw prints values, and --keys-only leaves them out")
     if member is not None and group is None:
         raise click.UsageError("--member goes with --group")
     from upr_client import Group, Only, Tuning
