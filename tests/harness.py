@@ -16,6 +16,8 @@ from unittest import mock
 
 WAIT_SECONDS = 90.0
 """For what comes in an instant on an idle machine: a wait that ends is a failure, on a busy one as well."""
+STAMPS = "UPR_TEST_STAMPS"
+"""Environment variable of a forked server: the file for its stamps, see ``tests/cluster/stamps.py``."""
 _POLL_SECONDS = 0.01
 _T = TypeVar("_T")
 
@@ -83,6 +85,10 @@ def _serve(
     gc.freeze()
     # They were read when the module was imported.
     failpoints.arm(os.environ.get("UPR_FAILPOINTS", ""))
+    if path := os.environ.get(STAMPS):
+        from tests.cluster.stamps import stamp_answers
+
+        stamp_answers(path)
     main()
 
 

@@ -2,7 +2,7 @@
 
 Needs Python 3.11 and git and nothing else: it uses the standard library only, and makes the environment that the
 rest needs in ``.venv`` (and, for the code generator, which pins another protobuf, in ``.venv-codegen``). All tests
-together need Java, Node and Chromium as well, which it installs when it may.
+together need Java, Node, Chromium and etcd as well, which it installs when it may.
 """
 
 from __future__ import (
@@ -200,6 +200,16 @@ def chromium_version() -> int:
     return int(found[1]) if done.returncode == 0 and found else 0
 
 
+def etcd_version() -> int:
+    """The major version of etcd; 0 when there is none that runs."""
+    try:
+        done = subprocess.run(["etcd", "--version"], capture_output=True, text=True)
+    except OSError:
+        return 0
+    found = re.search(r"etcd Version: (\d+)", done.stdout)
+    return int(found[1]) if done.returncode == 0 and found else 0
+
+
 @dataclass(frozen=True)
 class Program:
     """A program that is not Python's, and that some tests need.
@@ -268,6 +278,7 @@ CHROMIUM = Program(
     chromium_version,
     ("chromium",),
 )
+ETCD = Program("etcd", "the tests of clusters", "etcd", 3, etcd_version, ("etcd-server",))
 
 
 def node_packages() -> None:
@@ -316,6 +327,7 @@ def test(arguments: list[str]) -> None:
             NODE.bring()
             node_packages()
             CHROMIUM.bring()
+            ETCD.bring()
             REFERENCE.make()
         lint()
         # Half of them wait for something most of the time. Whatever the machine has, three are what the tests are
@@ -355,6 +367,8 @@ def bench(arguments: list[str]) -> None:
 def soak(kind: str, arguments: list[str]) -> None:
     """Run one of the long tests."""
     setup()
+    if kind == "cluster":
+        ETCD.bring()
     MAIN.run(f"soak, {kind}", ["-m", f"tools.soak_{kind}", *arguments])
 
 
@@ -416,6 +430,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_const",
         const="replicas",
         help="three servers, SDK clients: held links, SIGKILL, promotions",
+    )
+    kinds.add_argument(
+        "--cluster",
+        dest="kind",
+        action="store_const",
+        const="cluster",
+        help="three servers and an etcd: SIGKILL, SIGSTOP, no etcd; nobody promotes",
     )
     soaking.add_argument("--minutes", default="10", help="how long (default: 10)")
     soaking.add_argument("--seed", help="to have the same choices again")

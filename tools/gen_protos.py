@@ -1,11 +1,12 @@
-"""Generate the wire code from ``protos/`` into ``client/upr_protocol/wire/v1``.
+"""Generate the wire code from ``protos/``: ``protos/upr/v1`` into ``client/upr_protocol/wire/v1``, and the part of etcd's API
+in ``protos/etcd`` into ``upr/cluster/wire``.
 
 ``python tools/gen_protos.py`` writes, ``--check`` compares whole texts and the set of files and exits 1 when
 they differ. The generator is the oldest one supported, pinned in pyproject's group "codegen": a protobuf
 runtime refuses code from a newer generator, so its version is the users' lower bound.
 
-protoc writes ``from upr.v1 import x_pb2``, which would be this project's server package; that one pattern is
-rewritten to a relative import.
+protoc writes ``from upr.v1 import x_pb2``, which would be this project's server package; imports of that kind are
+rewritten to relative ones.
 """
 
 import argparse
@@ -16,13 +17,16 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "client" / "upr_protocol" / "wire" / "v1"
-IMPORT = re.compile(r"^from upr\.v1 import (\w+)", re.MULTILINE)
-INIT = '"""Generated from protos/upr/v1 by tools/gen_protos.py. Never edited."""\n'
+TARGETS = {
+    "upr/v1": ROOT / "client" / "upr_protocol" / "wire" / "v1",
+    "etcd": ROOT / "upr" / "cluster" / "wire",
+}
+"""Folder of the code by folder of the protos."""
+IMPORT = re.compile(r"^(?:from (?:upr\.v1|etcd) )import (\w+)", re.MULTILINE)
 
 
-def generate() -> dict[str, str]:
-    """Run protoc in a temporary folder and return file name -> text."""
+def generate() -> dict[Path, str]:
+    """Run protoc in a temporary folder and return file -> text."""
     protos = sorted((ROOT / "protos").rglob("*.proto"))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
@@ -34,12 +38,15 @@ def generate() -> dict[str, str]:
         # protoc finds its plugins on the PATH, where a virtual environment that is not activated is missing.
         path = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
         subprocess.run([*command, *map(str, protos)], check=True, env=path)
-        texts = {"__init__.py": INIT}
-        for file in sorted((out / "upr" / "v1").iterdir()):
-            text = IMPORT.sub(r"from . import \1", file.read_text())
-            if "_pb2_grpc" in file.name and "Stub" not in text:
-                continue
-            texts[file.name] = text
+        texts = {}
+        for source, target in TARGETS.items():
+            words = f"Generated from protos/{source} by tools/gen_protos.py. Never edited."
+            texts[target / "__init__.py"] = f'"""{words}"""\n'
+            for file in sorted((out / source).iterdir()):
+                text = IMPORT.sub(r"from . import \1", file.read_text())
+                if "_pb2_grpc" in file.name and "Stub" not in text:
+                    continue
+                texts[target / file.name] = text
     return texts
 
 
@@ -48,19 +55,24 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
     options = parser.parse_args()
     texts = generate()
-    present = {file.name: file.read_text() for file in TARGET.glob("*.py*") if file.is_file()}
+    present = {
+        file: file.read_text()
+        for target in TARGETS.values()
+        for file in target.glob("*.py*")
+        if file.is_file()
+    }
     differing = sorted(
-        name for name in texts.keys() | present.keys() if texts.get(name) != present.get(name)
+        file for file in texts.keys() | present.keys() if texts.get(file) != present.get(file)
     )
     if options.check:
-        for name in differing:
-            print(f"not fresh: {TARGET.relative_to(ROOT) / name}", file=sys.stderr)
+        for file in differing:
+            print(f"not fresh: {file.relative_to(ROOT)}", file=sys.stderr)
         return 1 if differing else 0
-    TARGET.mkdir(parents=True, exist_ok=True)
-    for name in present.keys() - texts.keys():
-        (TARGET / name).unlink()
-    for name, text in texts.items():
-        (TARGET / name).write_text(text)
+    for file in present.keys() - texts.keys():
+        file.unlink()
+    for file, text in texts.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     print(f"{len(texts)} files, {len(differing)} changed", file=sys.stderr)
     return 0
 

@@ -1,4 +1,4 @@
-"""Check the naming and comment rules of ``protos/``, on what protoc understood of them.
+"""Check the naming and comment rules of ``protos/``, on what protoc understood of them. What is etcd's has etcd's names.
 
 Runs where the code generator is installed (``.venv-codegen``); needs no network.
 
@@ -40,8 +40,8 @@ Place = tuple[int, ...]
 
 
 def describe(protos: Path) -> FileDescriptorSet:
-    """Return what protoc understands of all files under a folder, with their comments."""
-    files = sorted(str(file) for file in protos.rglob("*.proto"))
+    """Return what protoc understands of all files of our own under a folder, with their comments."""
+    files = sorted(str(file) for file in (protos / "upr").rglob("*.proto"))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "set"
         subprocess.run(

@@ -32,7 +32,7 @@ class Option:
     """One option of ``upr-server``.
 
     Attributes:
-        kind: how it is written: address, addresses, count, directory, duration, file, flag or size; or the words to
+        kind: how it is written: address, addresses, cluster, count, directory, duration, file, flag or size; or the words to
             choose from with "|" in between.
         words: what it does.
         name: without its dashes; empty where it is that of the field.
@@ -238,6 +238,34 @@ class ServerConfig:
         metadata=_option(
             "flag",
             "As a replica, do not register with the upstream: hold nothing up there, and count for nothing.",
+        ),
+    )
+    cluster: str = field(
+        default="",
+        metadata=_option(
+            "cluster",
+            "etcd://HOST:PORT[,HOST:PORT...]/NAME: the servers of the cluster NAME say by themselves who is active.",
+        ),
+    )
+    cluster_ca: Path | None = field(
+        default=None,
+        metadata=_option(
+            "file",
+            "PEM file of the authorities of etcd's certificates: etcd is called with TLS, with --tls-cert where that is given.",
+        ),
+    )
+    cluster_user: Path | None = field(
+        default=None,
+        metadata=_option(
+            "file", "File with NAME:PASSWORD of the user of etcd.", name="cluster-user-file"
+        ),
+    )
+    min_copies: int = field(
+        default=0,
+        metadata=_option(
+            "count",
+            "Take writes only while so many counted replicas are connected and in step.",
+            high=3,
         ),
     )
     peer_ca: Path | None = field(

@@ -115,6 +115,19 @@ class Row:
             return None
         return replace(self, revision=self.revision + 1, counted=left)
 
+    def shrunk(self, silent: Iterable[str], needed: U64, holding: Mapping[str, U64]) -> "Row":
+        """Return the row without one of the counted that say nothing; the owner counts itself where that could lose something.
+
+        One at a time: an owner that does not know whether its last change was made knows then what it may be.
+
+        Args:
+            needed, holding: as in ``without``.
+        """
+        for directory in sorted((self.counted - {self.owner}).intersection(silent)):
+            without = self.without(directory, needed, holding, self.counted)
+            return without or self.forgetting(directory)
+        return self
+
 
 def first_row(directory: str) -> Row:
     """Return the row of a server that was alone until now: its own owner, and all that is counted."""
@@ -192,24 +205,25 @@ class Standing:
         """
         return serves and epoch >= self.epoch
 
-    def claim(self, *, above: int = 0, force: bool = False) -> Row:
+    def claim(self, *, above: int = 0, force: bool = False, basis: Row | None = None) -> Row:
         """Return the row that claims the ownership for this server.
 
         Args:
             above: an epoch that another promised; the claim goes above it.
             force: whether an operator answers for a server that is not counted.
+            basis: the row that is claimed; None for the newest that this server knows.
 
         Raises:
             UprError: NOT_COUNTED, it may lack what was acknowledged.
         """
-        row = self.row
+        row = self.row if basis is None else basis
         if not force and self.directory not in row.counted and row.owner != self.directory:
             raise UprError(
                 f"this server ({self.directory}) is not counted, so it may lack what was acknowledged",
                 reason="NOT_COUNTED",
                 hint="promote one of those that 'upr-admin topology' shows as counted, or use --force",
             )
-        return row.claimed(self.directory, max(self.epoch, above) + 1)
+        return row.claimed(self.directory, max(self.epoch, row.epoch, above) + 1)
 
     def confirms(self, claim: Row, served: int) -> bool:
         """Return whether this server proves to a candidate that nothing is missing but what it has.
@@ -219,6 +233,80 @@ class Standing:
                 started without the proof of a clean shutdown.
         """
         return bool(served) and claim.previous == Served(self.directory, served)
+
+
+GRANT_SECONDS = 3.0
+"""Time for which a server that gave a grant promises nothing to others."""
+GRANTED_SECONDS = 2.5
+"""Time for which an owner relies on a grant, from when it asked for it: clocks may differ by a tenth in their rate."""
+
+
+class Grants:
+    """Grants that one server has given, and those that it was given as the owner of its set.
+
+    A grant is a counted server's word that it promises no higher epoch for a while. A change of owner needs the promises
+    of all that are counted, so the grant of any of them keeps the owner the only one, without anybody else being asked.
+    An owner that counts itself needs none. All times are seconds of the server's own clock, which goes on while a machine
+    sleeps.
+
+    Args:
+        directory: the server's own.
+        free: until when a grant may hold that it gave before it was started.
+
+    Attributes:
+        wanted: an epoch that a candidate asks for; 0 for none. Lower ones are granted no more.
+        counted: the sets that may be the counted ones: several while it is not known whether a change was made.
+    """
+
+    def __init__(self, directory: str, free: float) -> None:
+        self.directory = directory
+        self.wanted = 0
+        self.counted: tuple[frozenset[str], ...] = ()
+        self._free = free
+        self._asked: dict[str, float] = {}
+        self._epoch = 0
+
+    def give(self, epoch: int, owner: str, standing: Standing, now: float) -> bool:
+        """Give a grant to an owner, unless another epoch is promised, known or wanted; return whether it is given."""
+        if epoch < max(standing.epoch, self.wanted):
+            return False
+        if epoch == standing.promised and owner != standing.candidate:
+            return False
+        self._free = now + GRANT_SECONDS
+        return True
+
+    def left(self, now: float) -> float:
+        """Return for how many seconds a grant that was given still holds; not above 0 when none does."""
+        return self._free - now
+
+    def begin(self, row: Row) -> None:
+        """Own in the row's epoch from now on: what was given in another one counts no more."""
+        self._asked.clear()
+        self._epoch, self.counted = row.epoch, (row.counted,)
+
+    def resume(self, row: Row) -> None:
+        """Own a row that was stored before a start: the last change of it may have been made and not stored."""
+        self.begin(row)
+        less = [row.counted - {one} for one in sorted(row.counted)]
+        self.counted = (row.counted, *filter(None, less))
+
+    def given(self, directory: str, epoch: int, asked: float) -> None:
+        """Take a grant that was asked for at a time."""
+        if epoch == self._epoch:
+            self._asked[directory] = max(asked, self._asked.get(directory, asked))
+
+    def end(self) -> None:
+        """Own no more: nothing that was given counts."""
+        self._asked.clear()
+        self._epoch = 0
+
+    def may_serve(self, now: float) -> bool:
+        """Return whether nobody else can be the owner at a time."""
+        if not self._epoch:
+            return False
+        since = now - GRANTED_SECONDS
+        fresh = {self.directory, *(d for d, asked in self._asked.items() if asked > since)}
+        return not any(counted.isdisjoint(fresh) for counted in self.counted)
 
 
 HELD = np.dtype([("epoch", "<u8"), ("id", "<u8"), ("marker", "<u8"), ("high", "<u8")])

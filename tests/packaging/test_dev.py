@@ -145,7 +145,7 @@ def test_steps_do_not_see_another_environment_s_modules(
     dev.step("ask", [sys.executable, "-c", ask])
 
 
-def test_all_the_tests_bring_node_chromium_and_the_reference_as_well(
+def test_all_the_tests_bring_all_programs_and_the_reference_as_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
@@ -157,7 +157,7 @@ def test_all_the_tests_bring_node_chromium_and_the_reference_as_well(
     dev.test([])
     assert done == ["Java", "lint", "tests"]
     dev.test(["--all"])
-    brought = ["Java", "Node", "packages of Node", "Chromium", ".venv-reference"]
+    brought = ["Java", "Node", "packages of Node", "Chromium", "etcd", ".venv-reference"]
     assert done[3:] == [*brought, "lint", "tests"]
 
 
@@ -271,3 +271,11 @@ def test_root_is_brought_java_and_others_are_told(
     # One that is there and new enough is left alone.
     dev.JAVA.bring()
     assert capfd.readouterr().err == ""
+
+
+def test_the_version_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lines, version in (("echo 'etcd Version: 3.4.23'; echo Go", 3), ("exit 1", 0)):
+        monkeypatch.setenv("PATH", _programs(tmp_path / "bin", etcd=lines))
+        assert dev.etcd_version() == version
+    (tmp_path / "bin" / "etcd").unlink()
+    assert dev.etcd_version() == 0

@@ -7,10 +7,13 @@ import pytest
 
 from upr_protocol.errors import UprError
 from upr_protocol.ownership import (
+    GRANT_SECONDS,
+    GRANTED_SECONDS,
     HELD,
     Ask,
     Claim,
     Follow,
+    Grants,
     Held,
     Outdated,
     Promise,
@@ -261,3 +264,108 @@ def test_the_owner_counts_in_the_place_of_one_that_is_gone_for_good() -> None:
     assert row.owner == A
     forgot = row.forgetting(C)
     assert (forgot.counted, forgot.age > row.age) == (frozenset({A, B}), True)
+
+
+def granted(*directories: str, counted: frozenset[str], at: float = 10.0) -> Grants:
+    grants = Grants(A, 0.0)
+    grants.begin(replace(SERVED, counted=counted))
+    for directory in directories:
+        grants.given(directory, SERVED.epoch, at)
+    return grants
+
+
+def test_one_grant_of_a_counted_server_lets_the_owner_serve_for_a_while() -> None:
+    grants = granted(B, counted=frozenset({B, C}))
+    assert grants.may_serve(10.0 + GRANTED_SECONDS - 0.01)
+    assert not grants.may_serve(10.0 + GRANTED_SECONDS)
+    # An older question answered later, a server that does not count, and another epoch change nothing.
+    grants.given(B, SERVED.epoch, 9.0)
+    assert grants.may_serve(12.0)
+    assert not granted("d", counted=frozenset({B})).may_serve(10.0)
+    for epoch in (SERVED.epoch - 1, SERVED.epoch + 1):
+        other = granted(counted=frozenset({B}))
+        other.given(B, epoch, 10.0)
+        assert not other.may_serve(10.0)
+    # One that counts itself cannot be replaced without it.
+    assert granted(counted=frozenset({A, B})).may_serve(10.0)
+
+
+def test_who_steps_down_or_owns_anew_has_no_grant() -> None:
+    grants = granted(B, counted=frozenset({B}))
+    grants.end()
+    assert not grants.may_serve(10.0)
+    assert not Grants(A, 0.0).may_serve(10.0)
+    grants = granted(B, counted=frozenset({B}))
+    grants.begin(replace(SERVED, epoch=9, counted=frozenset({B})))
+    assert not grants.may_serve(10.0)
+
+
+def test_while_a_change_of_the_counted_ones_is_in_doubt_grants_must_do_for_either() -> None:
+    grants = granted(B, counted=frozenset({B, C}))
+    grants.counted = (frozenset({B, C}), frozenset({C}))
+    assert not grants.may_serve(10.0)
+    grants.given(C, SERVED.epoch, 10.0)
+    assert grants.may_serve(10.0)
+
+
+@pytest.mark.parametrize(
+    ("counted", "enough", "too_few"),
+    [
+        ({B, C}, {B, C}, {B}),
+        ({A, B}, {B}, set()),
+        ({A}, set(), None),
+        ({B}, {B}, set()),
+        ({B, C, "d"}, {B, C}, {"d"}),
+    ],
+)
+def test_an_owner_that_resumes_may_not_have_stored_the_last_change(
+    counted: set[str], enough: set[str], too_few: set[str] | None
+) -> None:
+    """One less may be counted than it knows."""
+    for given, serves in ((enough, True), (too_few, False)):
+        if given is not None:
+            grants = Grants(A, 0.0)
+            grants.resume(replace(SERVED, counted=frozenset(counted)))
+            for directory in given:
+                grants.given(directory, SERVED.epoch, 10.0)
+            assert grants.may_serve(10.0) == serves
+
+
+def test_a_grant_is_given_to_no_older_epoch_and_holds_for_its_time() -> None:
+    standing = Standing(B, SERVED, promised=SERVED.epoch, candidate=A)
+    grants = Grants(B, 5.0)
+    assert grants.left(4.0) == 1.0
+    assert not grants.give(SERVED.epoch - 1, A, standing, 10.0)
+    assert not grants.give(SERVED.epoch, C, standing, 10.0)
+    assert grants.left(10.0) < 0
+    assert grants.give(SERVED.epoch, A, standing, 10.0)
+    assert grants.left(10.0) == GRANT_SECONDS
+    promised = standing.promise(SERVED.epoch + 1, C)
+    assert promised is not None
+    assert not grants.give(SERVED.epoch, A, promised, 10.0)
+    grants.wanted = SERVED.epoch + 1
+    assert not grants.give(SERVED.epoch, A, standing, 10.0)
+    assert grants.give(SERVED.epoch + 1, C, promised, 10.0)
+    # The margin is what clocks may differ.
+    assert GRANTED_SECONDS * 1.1 < GRANT_SECONDS
+
+
+def test_a_silent_server_is_counted_no_more_when_nothing_is_lost_by_that() -> None:
+    row = replace(SERVED, counted=frozenset({B, C}))
+    needed = seqnos(5, 7)
+    whole, less = seqnos(5, 9), seqnos(5, 6)
+    assert row.shrunk({B}, needed, {C: whole}).counted == {C}
+    # The owner has everything.
+    assert row.shrunk({B}, needed, {C: less}).counted == {A, C}
+    assert row.shrunk({B}, needed, {}).counted == {A, C}
+    assert replace(row, counted=frozenset({B})).shrunk({B}, needed, {}).counted == {A}
+    # One at a time, and never the owner.
+    assert len(row.shrunk({B, C}, needed, {C: whole, B: whole}).counted) == 1
+    kept = replace(row, counted=frozenset({A, B}))
+    assert kept.shrunk({A, "d"}, needed, {}) == kept
+
+
+def test_a_claim_is_above_the_row_that_it_claims() -> None:
+    begun = SERVED.claimed(C, 9)
+    row = Standing(B, SERVED).claim(basis=begun)
+    assert (row.epoch, row.previous, row.counted) == (10, Served(A, 3), SERVED.counted)

@@ -15,9 +15,9 @@ from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
 from upr.replica import owning, replication
-from upr.replica.holding import Holding
+from upr.replica.holding import Holding, Promoted
 from upr.replica.methods import ReplicaMethods
-from upr.replica.owning import Owning, Promoted
+from upr.replica.owning import Owning
 from upr.replica.replication import Replication
 from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
@@ -197,7 +197,7 @@ async def test_an_owner_that_gave_way_in_vain_becomes_active_again(
 ) -> None:
     old, new = await start_set(start)
     with monkeypatch.context() as patched:
-        patched.setattr(old.owning, "served", lambda: 0)
+        patched.setattr(old.owning.holding, "served", lambda: 0)
         with pytest.raises(UprError) as refused:
             await new.owning.promote(takeover=True)
     assert refused.value.reason == "NOT_CONFIRMED"
@@ -227,7 +227,7 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
 
     monkeypatch.setattr(third.owning, "held", more)
     # The former owner does not confirm, so each of the others counts.
-    monkeypatch.setattr(old.owning, "served", lambda: 0)
+    monkeypatch.setattr(old.owning.holding, "served", lambda: 0)
     with pytest.raises(UprError) as refused:
         await new.owning.promote()
     assert refused.value.reason == "NOT_HEARD"

@@ -19,6 +19,8 @@ import pytest
 from tests.simulation.calling import Channel, GrpcServer, Net
 from tests.simulation.looping import SimulatedLoop, SimulatedWorker, Timeline, running
 from upr import failpoints
+from upr.cluster.keeper import replicate
+from upr.cluster.registry import Registry
 from upr.config import ServerConfig
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import Owning
@@ -120,6 +122,7 @@ class ServerProcess:
 
     Attributes:
         upstreams: what it is told to follow when it is started.
+        registry: of its cluster; None for none.
         loop: of the process that runs; None while there is none.
         disks: how often it got an empty disk.
         dies_at: how the name of the failpoint begins at which the process dies next; empty for none.
@@ -135,6 +138,7 @@ class ServerProcess:
         self.host = f"server {number}"
         self.address = f"127.0.0.1:{7001 + number}"
         self.upstreams: tuple[str, ...] = ()
+        self.registry: Registry | None = None
         self.disks = self.boots = 0
         self.dies_at = ""
         self.loop: SimulatedLoop | None = None
@@ -183,11 +187,13 @@ class ServerProcess:
             self.address,
             open_admin=True,
             replicate_from=self.upstreams,
+            cluster="" if self.registry is None else "etcd://etcd/simulated",
             **self._settings,
         )
         loop = running()
         try:
-            server = self.server = Server(config, None, ReplicaMethods)
+            part = functools.partial(replicate, registry=self.registry)
+            server = self.server = Server(config, None, part)
             await server.start()
         except Exception as error:
             loop.broken = error

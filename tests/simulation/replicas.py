@@ -127,6 +127,7 @@ class ReplicasWorld:
                 return outcome
 
             patch.setattr(Bucket, "receive", received)
+            self.patched(patch)
             logger.addHandler(self._heard)
             try:
                 yield
@@ -135,6 +136,9 @@ class ReplicasWorld:
                 for server in self.servers:
                     server.kill()
                 self._timeline.close()
+
+    def patched(self, patch: pytest.MonkeyPatch) -> None:
+        """Change more of the servers; here nothing."""
 
     def run(self, steps: int) -> None:
         """Live for so many steps under faults, and then until all is well."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from tests.simulation.clustered import ClusterWorld
 from tests.simulation.cutting import CutWorld
 from tests.simulation.damaged import DamagedWorld
 from tests.simulation.dropped import DroppedWorld
@@ -58,6 +59,7 @@ KINDS = {
     "groups": Kind(GroupWorld, 500),
     "damaged": Kind(DamagedWorld, 500),
     "replicas": Kind(ReplicasWorld, 120),
+    "cluster": Kind(ClusterWorld, 120),
 }
 
 

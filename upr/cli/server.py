@@ -66,11 +66,11 @@ def main(ctx: click.Context, /, print_config: bool, **values: Any) -> int:
     # Looking for garbage among what is imported finds none, and takes a tenth of the start.
     gc.disable()
     # grpc, lmdb and pyarrow cost a third of a second, which --help and a wrong option should not pay.
-    from upr.replica.methods import ReplicaMethods
+    from upr.cluster.keeper import replicate
     from upr.service.server import serve
 
     gc.enable()
-    return asyncio.run(serve(config, ReplicaMethods))
+    return asyncio.run(serve(config, replicate))
 
 
 add_examples(

@@ -18,8 +18,9 @@ from typing import Any, Final, TypeVar, cast
 import click
 from click.core import ParameterSource
 
+from upr.cluster.registry import Place
 from upr.config import OPTIONS, Option, ServerConfig
-from upr_cli_kit.options import ADDRESS, TARGET, DirectoryPath
+from upr_cli_kit.options import ADDRESS, TARGET, DirectoryPath, Parsed
 from upr_cli_kit.times import duration, size
 from upr_protocol.limits import (
     DURATION_SECONDS_MAX,
@@ -35,8 +36,18 @@ PREFIX: Final = "UPR_SERVER"
 # Kubernetes sets them in every container for a service whose name begins with upr-server.
 _OF_KUBERNETES: Final = re.compile(rf"{PREFIX}_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
 _FILE: Final = click.Path(dir_okay=False, path_type=Path)
-_METAVARS: Final = {"address": "HOST:PORT", "addresses": "HOST:PORT[,...]"}
+_METAVARS: Final = {
+    "address": "HOST:PORT",
+    "addresses": "HOST:PORT[,...]",
+    "cluster": "etcd://HOST:PORT[,...]/NAME",
+}
 _DEFAULTS: Final = {one.name: one.default for one in fields(ServerConfig)}
+
+
+def _checked_cluster(text: str) -> str:
+    if text:
+        Place.parse(text)
+    return text
 
 
 def _type_of(name: str, option: Option) -> Any:
@@ -52,6 +63,7 @@ def _type_of(name: str, option: Option) -> Any:
     if "|" in option.kind:
         return click.Choice(option.kind.split("|"))
     kinds = {"address": ADDRESS, "addresses": TARGET, "directory": DirectoryPath(), "file": _FILE}
+    kinds["cluster"] = Parsed("cluster", _checked_cluster)
     return kinds[option.kind]
 
 

@@ -1,6 +1,7 @@
 """Holding: what this server has of its buckets, and what it lacks of what another server promised."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,13 +11,33 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.following import Following
 from upr_protocol.block import U64
+from upr_protocol.errors import UprError, shown
 from upr_protocol.limits import PARTITIONS
-from upr_protocol.ownership import HELD, Held
+from upr_protocol.ownership import HELD, Held, Row
 
 Buckets = Mapping[int, Held]
 """Columns of what a server holds, by bucket version."""
 Lost = tuple[int, int, int, int]
 """Part that was given up: bucket version, partition, marker and newest failover id there."""
+
+
+@dataclass(slots=True)
+class Promoted:
+    """Outcome of a promotion.
+
+    Attributes:
+        row: the row of the set now.
+        records: partitions that got a failover record.
+        without: counted directories that were given up.
+        lost: what the former owner was known to have above what is here: bucket, partition, from, to.
+        tables: buckets whose newest consumers and cuts were given up.
+    """
+
+    row: Row
+    records: int = 0
+    without: frozenset[str] = frozenset()
+    lost: list[tuple[str, int, int, int]] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
 
 
 def held_of(host: BucketService) -> Held:
@@ -190,3 +211,35 @@ class Holding:
                     for p in np.flatnonzero(told > here).tolist()
                 ]
         return found
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was received since the small tables were last whole, in each bucket, also before a restart."""
+        hosts = self._catalog.hosts
+        return bool(hosts) and not any(
+            h.following is not None and h.following.joining is not False for h in hosts
+        )
+
+    def served(self) -> int:
+        """Return the epoch in which this server served last; 0 if it cannot tell that nothing is missing."""
+        epochs = set()
+        for host in self._catalog.hosts:
+            table = host.bucket.partitions
+            epochs |= set(table.served_epoch[table.state != DEAD].tolist())
+        return int(epochs.pop()) if len(epochs) == 1 else 0
+
+    def not_given(self, who: str, lacking: Mapping[int, Sequence[int]], why: str) -> UprError:
+        """Return the error of a promotion to which a server does not give what only it has."""
+        parts = [
+            f"of bucket {shown(self.named(version))} "
+            f"partition {partitions[0]}{f' and {len(partitions) - 1} others' if len(partitions) > 1 else ''}"
+            for version, partitions in lacking.items()
+        ]
+        what = "; ".join(parts) or "consumers and cuts"
+        return UprError(
+            f"{who} has more than is here, and it does not come: {what}: {why}",
+            reason="NOT_HEARD",
+            hint="mend what is said to be wrong, promote another server, or use --force to go on without what only"
+            " that one has",
+            retriable=True,
+        )

@@ -205,6 +205,16 @@ class Meeting:
             return self._address()
         return self.addresses.get(directory) or f"directory {directory}"
 
+    def not_heard(self, missing: Iterable[str]) -> UprError:
+        """Return the error of a promotion that must hear servers, and cannot."""
+        names = ", ".join(sorted(map(self.named, missing)))
+        return UprError(
+            f"counted servers that cannot be reached: {names}; they may have what is missing here",
+            reason="NOT_HEARD",
+            hint="start them, or use --force to go on without what only they have",
+            retriable=True,
+        )
+
     def members_to_tell(self, standing: Standing) -> list[wire.SetMember]:
         """Return the members of which others are told: one that is gone for good is forgotten by all then."""
         told = self.met.keys() | standing.row.counted | {standing.row.owner, standing.directory}
@@ -345,6 +355,9 @@ class Meeting:
     async def reach(self, directories: Iterable[str]) -> dict[str, Met]:
         """Meet servers at once, and return those that answered."""
         chosen = [d for d in directories if d in self.addresses]
+        if not self._catalog.replica_set:
+            # It joins when it follows: until then all would refuse it.
+            return {}
         if not self._meets:
             if chosen and not self._told_alone:
                 self._told_alone = True
@@ -394,10 +407,26 @@ class Meeting:
         else:
             log.info("a server of the set can be asked again", extra={"who": who})
 
+    async def ask_grant(self, directory: str, epoch: int) -> bool:
+        """Ask a server for a grant; False if it does not give one, or cannot be reached."""
+        request = wire.GrantRequest(
+            replica_set=self._catalog.replica_set, owner=self.member, epoch=epoch
+        )
+        try:
+            stub = await self._stub(self.addresses.get(directory, ""))
+            answer = await stub.Grant(request, timeout=ANSWER_SECONDS)
+        except (grpc.aio.AioRpcError, UprError) as error:
+            self._tell(directory, error if isinstance(error, UprError) else error_from_call(error))
+            return False
+        return bool(answer.granted) and answer.member.directory == directory
+
     async def ask_promises(
-        self, claim: Row, directories: Iterable[str]
+        self, claim: Row, directories: Iterable[str], *, released: bool = False
     ) -> dict[str, Outdated | Answer]:
         """Ask servers for their promise at once; those that cannot be reached are left out.
+
+        Args:
+            released: whether the server that served last has promised already.
 
         Returns: by directory its promise, or what outdates the claim.
         """
@@ -408,6 +437,7 @@ class Meeting:
             candidate=self.member,
             previous_directory="" if previous is None else previous.directory,
             previous_epoch=0 if previous is None else previous.epoch,
+            released=released,
         )
         chosen = [d for d in directories if d in self.addresses]
         answers = await asyncio.gather(*(self._ask(d, request) for d in chosen))

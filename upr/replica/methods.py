@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from upr.config import ServerConfig
+from upr.replica.agreeing import Rows
 from upr.replica.meeting import held_to_messages, row_of_message, row_to_message
 from upr.replica.owning import Owning
 from upr.service.buckets.catalog import Catalog, finish_even_if_cancelled
@@ -24,29 +25,67 @@ async def _whole(work: Coroutine[Any, Any, _T]) -> _T:
     return await finish_even_if_cancelled(asyncio.create_task(work))
 
 
+class Cluster(Protocol):
+    """What says who is active in a cluster, without an operator: the map, and who changes it when."""
+
+    @property
+    def rows(self) -> Rows:
+        """Where the row is changed."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the server takes no part, in words; empty while it does."""
+
+    async def run(self, owning: Owning) -> None:
+        """Take part until cancelled."""
+
+
 class ReplicaMethods:
-    """Methods of ReplicaService, and the task behind them.
+    """Methods of ReplicaService, and the tasks behind them.
 
     Args:
         address: returns HOST:PORT where this server can be reached.
+        cluster: that the server belongs to; None for none.
     """
 
-    def __init__(self, catalog: Catalog, config: ServerConfig, address: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        config: ServerConfig,
+        address: Callable[[], str],
+        cluster: Cluster | None = None,
+    ) -> None:
         self._catalog = catalog
-        self._owning = Owning(catalog, config, address)
+        self._cluster = cluster
+        self._owning = Owning(catalog, config, address, None if cluster is None else cluster.rows)
 
     async def run(self) -> None:
         """Meet, follow and serve until cancelled."""
+        owning = self._owning
         try:
-            await self._owning.run()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(owning.run())
+                if self._cluster is not None and owning.agreeing is not None:
+                    tasks.create_task(owning.agreeing.run())
+                    tasks.create_task(self._cluster.run(owning))
         finally:
-            await self._owning.meeting.close()
+            await owning.meeting.close()
 
     @property
     def serves(self) -> bool:
         """Whether this server is active, or a replica that is in step."""
         owning, own = self._owning, self._owning.standing.directory
-        return owning.active or (owning.in_step and owning.standing.row.owner != own)
+        if owning.active:
+            return self._catalog.may_serve()
+        return owning.in_step and owning.standing.row.owner != own
+
+    @property
+    def _trouble(self) -> str:
+        """What is wrong with its part in the cluster, in words."""
+        agreeing, cluster = self._owning.agreeing, self._cluster
+        if agreeing is None or cluster is None:
+            return ""
+        return agreeing.trouble or cluster.trouble
 
     def _check_set(self, replica_set: str) -> None:
         own = self._catalog.replica_set
@@ -55,6 +94,8 @@ class ReplicaMethods:
                 f"the set of servers is {shown(replica_set)}; must be {own!r}",
                 reason="WRONG_REPLICA_SET",
                 hint="a server of another set is at this address",
+                # One that has not joined yet may do so in a moment.
+                retriable=not own,
             )
 
     @answering
@@ -75,7 +116,7 @@ class ReplicaMethods:
             row=row_to_message(standing.row),
             promised=standing.promised,
             members=[self._status(member) for member in meeting.members],
-            waiting=owning.waiting,
+            waiting=owning.waiting or self._trouble,
             candidate=standing.candidate,
             claiming=owning.is_claiming(standing.candidate),
         )
@@ -162,8 +203,10 @@ class ReplicaMethods:
         owning = self._owning
         owning.meeting.heard(request.candidate)
         previous = Served(request.previous_directory, request.previous_epoch)
-        claim = Row(request.epoch, 0, request.candidate.directory, False, frozenset(), previous)
-        answer = await _whole(owning.promise(request.epoch, request.candidate.directory, claim))
+        directory = request.candidate.directory
+        claim = Row(request.epoch, 0, directory, False, frozenset(), previous)
+        promising = owning.promise(request.epoch, directory, claim, released=request.released)
+        answer = await _whole(promising)
         standing = owning.standing
         return wire.PromiseResponse(
             member=owning.meeting.member,
@@ -173,3 +216,11 @@ class ReplicaMethods:
             confirmed=answer is not None and answer.confirmed,
             held=[] if answer is None else held_to_messages(answer.held, answer.changes),
         )
+
+    @answering
+    async def Grant(self, request: wire.GrantRequest, context: Context) -> wire.GrantResponse:
+        """Promise nothing to others for a while; a server without a cluster grants nothing."""
+        self._check_set(request.replica_set)
+        agreeing, owner = self._owning.agreeing, request.owner
+        granted = agreeing is not None and agreeing.give(request.epoch, owner.directory)
+        return wire.GrantResponse(member=self._owning.meeting.member, granted=granted)

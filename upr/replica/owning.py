@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import lmdb
 import numpy as np
@@ -18,7 +18,16 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, DEAD
 from upr.engine.recovery import Undo
-from upr.replica.holding import Holding, Lost, by_version, given_up, highs_as_held, in_one_order
+from upr.replica.agreeing import Agreeing, Rows, is_released
+from upr.replica.holding import (
+    Holding,
+    Lost,
+    Promoted,
+    by_version,
+    given_up,
+    highs_as_held,
+    in_one_order,
+)
 from upr.replica.links import Links
 from upr.replica.meeting import MEET_SECONDS, Answer, Meeting
 from upr.replica.replication import Replication
@@ -59,33 +68,24 @@ CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
 
 
-@dataclass(slots=True)
-class Promoted:
-    """Outcome of a promotion.
-
-    Attributes:
-        row: the row of the set now.
-        records: partitions that got a failover record.
-        without: counted directories that were given up.
-        lost: what the former owner was known to have above what is here: bucket, partition, from, to.
-        tables: buckets whose newest consumers and cuts were given up.
-    """
-
-    row: Row
-    records: int = 0
-    without: frozenset[str] = frozenset()
-    lost: list[tuple[str, int, int, int]] = field(default_factory=list)
-    tables: list[str] = field(default_factory=list)
-
-
 class Owning:
     """Part of one server in the ownership of its set.
 
     Args:
         address: returns HOST:PORT where this server can be reached.
+        rows: where the row is changed by one at a time; None for a set without a cluster.
+
+    Attributes:
+        agreeing: of a server in a cluster; None otherwise.
     """
 
-    def __init__(self, catalog: Catalog, config: ServerConfig, address: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        config: ServerConfig,
+        address: Callable[[], str],
+        rows: Rows | None = None,
+    ) -> None:
         self._catalog = catalog
         self._config = config
         self._address = address
@@ -94,6 +94,7 @@ class Owning:
             catalog, address, self._links, meets=config.meets, upstreams=config.replicate_from
         )
         self.holding = Holding(catalog)
+        self.agreeing = None if rows is None else Agreeing(rows, catalog, self.meeting)
         catalog.servers = self._servers
         catalog.is_newest = self._is_newest
         self.active = not catalog.replica
@@ -102,6 +103,7 @@ class Owning:
         # Held while buckets change their role: a promise waits for an activation, and sees it.
         self._changing = asyncio.Lock()
         self._storing = asyncio.Lock()
+        self._counting = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self._replication: Replication | None = None
         # Whom it follows, and whether anonymously.
@@ -113,6 +115,8 @@ class Owning:
         self._known = catalog.standing.known
         if self.active:
             self._note_floor()
+            if self.agreeing is not None:
+                self.agreeing.begin(self.standing.row, resumed=True)
         self._tell_owner()
 
     @property
@@ -136,14 +140,6 @@ class Owning:
         )
 
     @property
-    def is_whole(self) -> bool:
-        """Whether nothing was received since the small tables were last whole, in each bucket, also before a restart."""
-        hosts = self._catalog.hosts
-        return bool(hosts) and not any(
-            h.following is not None and h.following.joining is not False for h in hosts
-        )
-
-    @property
     def claiming(self) -> bool:
         """Whether it is about to become the active one."""
         return self._claiming.locked()
@@ -157,14 +153,6 @@ class Owning:
     def held(self) -> dict[int, Held]:
         """Return what is durable here, by bucket version."""
         return self.holding.now()
-
-    def served(self) -> int:
-        """Return the epoch in which this server served last; 0 if it cannot tell that nothing is missing."""
-        epochs = set()
-        for host in self._catalog.hosts:
-            table = host.bucket.partitions
-            epochs |= set(table.served_epoch[table.state != DEAD].tolist())
-        return int(epochs.pop()) if len(epochs) == 1 else 0
 
     def _servers(self) -> list[str]:
         """Return HOST:PORT of the servers of the set, for clients, as many as they keep; none of one that is alone."""
@@ -234,6 +222,8 @@ class Owning:
         """Take no more writes; what is numbered is on disk when this returns. See ``BucketService.step_down``."""
         # Whoever owns next may count others.
         self._known = frozenset()
+        if fenced and self.agreeing is not None:
+            self.agreeing.end()
         hosts = self._catalog.hosts
         # Of buckets that were to become active together, some may be.
         if not (self.active or any((h.bucket.partitions.state == ACTIVE).any() for h in hosts)):
@@ -244,6 +234,8 @@ class Owning:
         await self._catalog.settled()
         late = [host for host in self._catalog.hosts if host not in hosts]
         await asyncio.gather(*(host.step_down(fenced=fenced) for host in late))
+        if self.agreeing is not None:
+            self.agreeing.end()
 
     # Following
 
@@ -306,19 +298,34 @@ class Owning:
     # Promising
 
     async def promise(
-        self, epoch: int, candidate: str, claim: Row, *, force: bool = False
+        self,
+        epoch: int,
+        candidate: str,
+        claim: Row,
+        *,
+        force: bool = False,
+        released: bool = False,
     ) -> Answer | None:
         """Promise an epoch to a candidate; None when it cannot be promised.
 
-        Everything is durable before this returns: the promise, the states, and what was numbered here.
+        Everything is durable before this returns: the promise, the states, and what was numbered here. In a cluster it
+        waits until no grant holds that was given, unless the server that served last has promised.
 
         Args:
             force: whether an operator goes on without the buckets that are damaged here.
+            released: whether that server has promised.
 
         Raises:
             UprError: a bucket is damaged; nobody can tell what only this server has of it.
         """
-        async with self._changing:
+        if self.standing.promise(epoch, candidate) is None:
+            return None
+        async with (
+            contextlib.nullcontext()
+            if self.agreeing is None
+            else self.agreeing.freed(epoch, released),
+            self._changing,
+        ):
             await self._catalog.settled()
             self._check_whole(force=force)
             known = self.standing.row
@@ -331,7 +338,7 @@ class Owning:
             await self.step_down(fenced=False)
             await self._settle(force=force)
             changes = {h.bucket.identity.version: h.table_changes for h in self._catalog.hosts}
-            return Answer(known, self.held(), after.confirms(claim, self.served()), changes)
+            return Answer(known, self.held(), after.confirms(claim, self.holding.served()), changes)
 
     async def _settle(self, *, force: bool) -> None:
         """Wait until everything that was numbered or begun here is durable, in all buckets."""
@@ -376,13 +383,14 @@ class Owning:
         async with self._claiming:
             if self.active and not force:
                 return Promoted(self.standing.row)
-            if not (self.in_step or self.is_whole or force):
+            if not (self.in_step or self.holding.is_whole or force):
                 raise UprError(
                     "this server is not in step, so producers' numbers and positions may be missing",
                     reason="NOT_IN_STEP",
                     hint="promote another one that 'upr-admin topology' shows in step, or use --force",
                 )
-            self.standing.claim(force=force)
+            basis = None if self.agreeing is None else await self.agreeing.rows.read()
+            self.standing.claim(force=force, basis=basis)
             self._paused = True
             becoming = self._catalog.becoming = asyncio.Event()
             try:
@@ -412,12 +420,14 @@ class Owning:
     async def _check_reached(self, *, takeover: bool) -> None:
         """Raise before anything is changed, if somebody who must be heard cannot be."""
         row = self.standing.row
-        reached = await self.meeting.reach(row.counted | {row.owner})
+        # In a cluster a server that was stopped is one that answers late.
+        asked = {row.owner} if takeover or self.agreeing is None else set()
+        reached = await self.meeting.reach(row.counted | asked)
         await asyncio.gather(*(self.learned(one.row, one.epoch) for one in reached.values()))
         row = self.standing.row
         missing = row.counted - set(reached) - {self.standing.directory}
         if missing:
-            raise self._not_heard(missing)
+            raise self.meeting.not_heard(missing)
         if takeover and row.owner not in reached and row.owner != self.standing.directory:
             raise UprError(
                 f"the active server {self.meeting.named(row.owner)} cannot be reached",
@@ -425,28 +435,23 @@ class Owning:
                 hint="'upr-admin promote' goes on without it",
             )
 
-    def _not_heard(self, missing: Iterable[str]) -> UprError:
-        names = ", ".join(sorted(map(self.meeting.named, missing)))
-        return UprError(
-            f"counted servers that cannot be reached: {names}; they may have what is missing here",
-            reason="NOT_HEARD",
-            hint="start them, or use --force to go on without what only they have",
-            retriable=True,
-        )
-
     async def _claim(self, *, force: bool, takeover: bool) -> Promoted:
         # A server that never heard of a row knows the epochs of what it has.
         epochs = [int(host.bucket.partitions.epoch.max()) for host in self._catalog.hosts]
         above = max(epochs, default=0)
         for _ in range(CLAIMS_MAX):
-            basis = self.standing.row
-            row = self.standing.claim(above=above, force=force)
+            basis = self.standing.row if self.agreeing is None else await self.agreeing.rows.read()
+            row = self.standing.claim(above=above, force=force, basis=basis)
             known = self.holding.known_highs()
-            me = self.standing.directory
-            own = await self.promise(row.epoch, me, row, force=force)
+            me, claim = self.standing.directory, Claim(basis, row)
+            if self.agreeing is not None and not await self.agreeing.rows.swap(basis, row):
+                continue
+            answers = {} if self.agreeing is None else await self.agreeing.ask_previous(claim)
+            released = is_released(row, answers)
+            own = await self.promise(row.epoch, me, row, force=force, released=released)
             failpoints.hit("promote.after_claim")
             if own is not None:
-                end = await self._drive(Claim(basis, row), {me: own}, force, takeover)
+                end = await self._drive(claim, {**answers, me: own}, force, takeover)
                 if isinstance(end, Promoted):
                     end.lost = sorted({*end.lost, *self.holding.lost(known)})
                     return end
@@ -479,7 +484,7 @@ class Owning:
                 if asked and force:
                     claim.give_up(claim.missing)
                 elif asked:
-                    raise self._not_heard(claim.missing)
+                    raise self.meeting.not_heard(claim.missing)
                 asked = bool(claim.missing)
                 claim.asked(step.directories)
                 refused = await self._ask(claim, step.directories - {me}, answers)
@@ -518,7 +523,8 @@ class Owning:
         self, claim: Claim, directories: Iterable[str], answers: dict[str, Answer]
     ) -> Outdated | None:
         """Ask servers for their promise at once, and keep the answers; return what outdates the claim."""
-        outcomes = await self.meeting.ask_promises(claim.row, directories)
+        released = is_released(claim.row, answers)
+        outcomes = await self.meeting.ask_promises(claim.row, directories, released=released)
         for directory, outcome in outcomes.items():
             if isinstance(outcome, Outdated):
                 return outcome
@@ -574,9 +580,10 @@ class Owning:
             matching.cancel()
             if only is not None:
                 await self._stop_taking()
+        error = self.holding.not_given(self.meeting.named(directory), lacking, why)
         if not force:
-            raise self._not_given(directory, lacking, why)
-        log.warning("given up", extra={"what": str(self._not_given(directory, lacking, why))})
+            raise error
+        log.warning("given up", extra={"what": str(error)})
         if not tables:
             tables_lost |= {v for v in versions if not self.holding.has_tables(answer, [v])}
         return given_up(answer, lacking)
@@ -587,26 +594,11 @@ class Owning:
         await self._catalog.settled()
         await asyncio.gather(*map(self._durable, self._catalog.hosts))
 
-    def _not_given(
-        self, directory: str, lacking: Mapping[int, Sequence[int]], why: str
-    ) -> UprError:
-        parts = [
-            f"of bucket {shown(self.holding.named(version))} "
-            f"partition {partitions[0]}{f' and {len(partitions) - 1} others' if len(partitions) > 1 else ''}"
-            for version, partitions in lacking.items()
-        ]
-        what = "; ".join(parts) or "consumers and cuts"
-        return UprError(
-            f"{self.meeting.named(directory)} has more than is here, and it does not come: {what}: {why}",
-            reason="NOT_HEARD",
-            hint="mend what is said to be wrong, promote another server, or use --force to go on without what only"
-            " that one has",
-            retriable=True,
-        )
-
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
         """Store that this server serves, then the records, then be active."""
         given_up = claim.row.counted - step.row.counted
+        if self.agreeing is not None and not await self.agreeing.rows.swap(claim.row, step.row):
+            raise UnavailableError("another server claims the ownership too", hint="try again")
         async with self._becoming_active():
             await self.store(lambda standing: standing.learned(step.row))
             failpoints.hit("promote.after_row")
@@ -651,9 +643,11 @@ class Owning:
                 hint="'upr-admin topology' shows who is active",
             )
 
-    async def _begin_to_serve(self) -> None:
+    async def _begin_to_serve(self, *, resumed: bool = False) -> None:
         """Be active: the buckets are. A higher epoch that was met while they became so ends it at once."""
         self.active, self._catalog.replica, self.waiting = True, False, ""
+        if self.agreeing is not None:
+            self.agreeing.begin(self.standing.row, resumed=resumed)
         self._tell_owner()
         self._note_floor()
         if not self.standing.owns:
@@ -721,17 +715,17 @@ class Owning:
             )
         others = standing.row.counted - {standing.directory}
         met = {d for d in others if d in self.meeting.met}
-        if self.served() == standing.row.epoch and (met or not others):
+        if self.holding.served() == standing.row.epoch and (met or not others):
             # One that promised nothing higher is enough: nobody was promoted without it.
             async with self._becoming_active():
                 if self.standing != standing or self.active or self._paused:
                     return
                 for host in self._catalog.hosts:
                     await host.activate(standing.row.epoch, {})
-                await self._begin_to_serve()
+                await self._begin_to_serve(resumed=True)
             return
         if others - met:
-            raise self._not_heard(others - met)
+            raise self.meeting.not_heard(others - met)
         await self.promote()
 
     def _is_left_alone(self, promised: int) -> bool:
@@ -754,14 +748,35 @@ class Owning:
 
     async def _count(self) -> None:
         """Count the replicas that are in step, and count this server no more when another has all that it had."""
-        await self._recount()
-        before = self.standing.row
-        await self.store(lambda standing: standing.learned(self._next_row(standing)))
-        if before != self.standing.row:
-            # At once: until they have stored it, a promotion waits for servers that are counted no more.
-            await self.meeting.meet_all(self.standing)
-        if self.active and self.standing.owns:
-            await self._count_copies()
+        try:
+            await self._recount()
+            before = self.standing.row
+            await self._change_row(self._next_row)
+            if before != self.standing.row:
+                # At once: until they have stored it, a promotion waits for servers that are counted no more.
+                await self.meeting.meet_all(self.standing)
+        finally:
+            # Also where the row cannot be changed now.
+            if self.active and self.standing.owns:
+                await self._count_copies()
+
+    async def _change_row(self, change: Callable[[Standing], Row]) -> None:
+        """Change this owner's row: in the map, where there is one, and then here."""
+        if self.agreeing is None:
+            await self.store(lambda standing: standing.learned(change(standing)))
+            return
+
+        def changed() -> Row:
+            row = change(self.standing)
+            # At once: who may be counted no more acknowledges nothing that counts.
+            self._known &= row.counted
+            for host in self._catalog.hosts:
+                host.bucket.count(self._known, host.bucket.copies.ready)
+            return row
+
+        async with self._counting:
+            row = await self.agreeing.next_row(self.standing.row, changed)
+            await self.store(lambda standing: standing.learned(row))
 
     def _next_row(self, standing: Standing) -> Row:
         """Return the row with the replicas that are in step, or without this server when another has all that it had."""
@@ -769,6 +784,10 @@ class Owning:
         for directory, one in sorted(met.items()):
             if one.in_step and directory not in row.counted and self.meeting.registered(directory):
                 row = row.counting(directory)
+        if row == standing.row and self.agreeing is not None:
+            row = self.agreeing.shrunk(row, self._floor)
+            if row.owner in row.counted - standing.row.counted:
+                self._note_floor()
         if row != standing.row:
             return row
         floor = in_one_order(
@@ -791,7 +810,7 @@ class Owning:
 
         if lost := fallen & self.standing.row.counted:
             self._note_floor()
-            await self.store(lambda standing: standing.learned(counting(standing.row)))
+            await self._change_row(lambda standing: counting(standing.row))
             log.warning(
                 "a counted server has less than it acknowledged: this one is counted too until another has all",
                 extra={"servers": ", ".join(sorted(map(self.meeting.named, lost)))},
@@ -819,23 +838,26 @@ class Owning:
                 hint="stop it first, and remove its data directory",
             )
 
-        def change(standing: Standing) -> Standing | None:
-            if not (self.active and standing.owns):
-                return None
-            if directory not in standing.row.counted:
-                return standing
+        refused = False
+
+        def change(standing: Standing) -> Row:
+            nonlocal refused
+            refused = not (self.active and standing.owns)
+            if refused or directory not in standing.row.counted:
+                return standing.row
             # What it acknowledges counts no more before the floor: what is stable by it alone lies below that.
             self._known -= {directory}
             for host in self._catalog.hosts:
                 host.bucket.count(self._known, host.bucket.copies.ready)
             self._note_floor()
-            return standing.learned(standing.row.forgetting(directory))
+            return standing.row.forgetting(directory)
 
         try:
-            after = await self.store(change)
-            if after is None:
+            await self._change_row(change)
+            if refused or directory in self.standing.row.counted:
                 self._catalog.check_active()
                 self._check_owns()
+                raise UnavailableError("the row is being changed", hint="say it again")
             # The others stop telling of it when they know the row.
             await self.meeting.meet_all(self.standing)
             for host in hosts:
@@ -862,6 +884,9 @@ class Owning:
         others = row.counted - {row.owner}
         stored = {d for d, one in met.items() if one.row.age >= row.age}
         known = others if others <= stored else self._known & others
+        if self.agreeing is not None:
+            # Everybody who claims reads the row where it was changed.
+            known = others & self.agreeing.sure
         if known != self._known:
             self._known = known
             # After a restart one that is away does not keep the others from counting.

@@ -322,6 +322,8 @@ class KeyValueMethods:
         try:
             async with self._turns:
                 response = await _get(host, list(request.keys))
+            if not request.any_server:
+                self._catalog.check_active()
             response.servers.extend(self._catalog.servers())
             return response
         except (OSError, lmdb.Error) as error:
@@ -658,9 +660,15 @@ class _WriteCall:
         return results
 
     def _is_durable(self, pending: _Pending) -> bool:
-        """Return whether a write is where it is to be before it is acknowledged; a refused one is nowhere."""
+        """Return whether a write is where it is to be before it is acknowledged, and this server may say so; a refused one
+        is nowhere.
+        """
         written, bucket = pending.written, self._host.bucket
-        if written is None or pending.copies == _MEMORY:
+        if written is None:
+            return True
+        if not self._host.serving.may():
+            return False
+        if pending.copies == _MEMORY:
             return True
         if written.entry >= bucket.tail.durable:
             return False
@@ -671,11 +679,12 @@ class _WriteCall:
         try:
             async with asyncio.timeout(left):
                 await self._host.durable(written.entry)
-                if pending.copies:
+                if pending.copies > 0:
                     await self._host.replicated(written, pending.copies)
+                await self._host.serving.until_answered(written)
         except TimeoutError:
             seconds, where = WRITE_OUTCOME_SECONDS, "durable"
-            if pending.copies:
+            if pending.copies > 0:
                 seconds = REPLICATED_SECONDS
                 where = f"durable here and at {pending.copies} of the counted replicas"
             pending.error = UnknownOutcomeError(

@@ -134,6 +134,7 @@ RULES: Final[Mapping[str, Rule]] = {
     f"{_SETS}ForgetServer": _of("admin", scope=Scope.SERVER, destroys=_always),
     f"{_SETS}Meet": _of("replicate", scope=Scope.SERVER, destroys=_always),
     f"{_SETS}Promise": _of("replicate", scope=Scope.SERVER, destroys=_always),
+    f"{_SETS}Grant": _of("replicate", scope=Scope.SERVER, destroys=_always),
     "/grpc.health.v1.Health/Check": _HEALTH,
     "/grpc.health.v1.Health/Watch": _HEALTH,
     # Its answer has the names of all buckets.

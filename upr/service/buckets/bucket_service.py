@@ -46,6 +46,7 @@ from upr.service.buckets.room import (
     check_map,
     merge_room,
 )
+from upr.service.buckets.serving import Serving, not_active
 from upr.service.clock import Clock
 from upr.service.trouble import words_of
 from upr.storage.journal import Commit, NumberedWrite
@@ -58,7 +59,6 @@ from upr_protocol.errors import (
     BucketGoneError,
     InvalidArgumentError,
     NoRoomError,
-    PartitionNotActiveError,
     ShuttingDownError,
     StorageFailedError,
     UnavailableError,
@@ -79,16 +79,6 @@ _QUOTA_SECONDS = 1.0
 def new_failover_id() -> int:
     """Draw a failover id: 64 random bits, never 0."""
     return 1 + secrets.randbelow(FAILOVER_ID_MAX)
-
-
-def not_active(owner: str) -> PartitionNotActiveError:
-    """Return the refusal of what only the active server does; ``owner`` is its HOST:PORT, empty if it is not known."""
-    return PartitionNotActiveError(
-        "this server is not the active one of its set",
-        hint="ask the active one, which 'upr-admin topology' shows, or read with read_from=\"any\"",
-        retriable=True,
-        owner=owner,
-    )
 
 
 def only_deletes(block: Block) -> bool:
@@ -155,6 +145,7 @@ class BucketService:
         self._quota_at = 0.0
         self.undone = 0
         self.bucket = bucket = self._recover(disk.identity)
+        self.serving = Serving(bucket, disk)
         self.following = self._new_following() if self._replica else None
         positions = bucket.consumer_positions
         positions.load(disk.store.consumers())
@@ -336,7 +327,7 @@ class BucketService:
                 if bucket.known(call, number, block.runs, stored).seen.all():
                     # A repeated write numbers nothing, so it needs neither room nor the removal of the proof.
                     return bucket.write(block, name, call, number, now(), stored, copies)
-            waited = bucket.proven or self._is_short_of(needed)
+            waited = bucket.proven or self._is_short_of(needed) or self._is_lapsed
             if waited and not self.disk.stopping and bucket.failure is None:
                 with self.waiting(needed):
                     await self._until_room(needed)
@@ -350,6 +341,7 @@ class BucketService:
         if bucket.failure is None:
             check_map(self.disk.store, before + needed, is_full=self.flusher.map_full)
             self._check_quota(block, before + needed)
+        copies = max(copies, self._config.min_copies)
         written = bucket.write(block, name, call, number, now(), stored, copies)
         self.disk.room.take(bucket.tail.bytes - before)
         self._taken(block)
@@ -480,6 +472,11 @@ class BucketService:
             await self.acknowledged.save()
         await self.cuts.finish()
 
+    @property
+    def _is_lapsed(self) -> bool:
+        """Whether it is active here, and may be active elsewhere."""
+        return not (self._replica or self.serving.may())
+
     def check_active(self) -> None:
         """Raise PartitionNotActiveError on a replica: what it stored by itself would be nowhere else."""
         if self._replica:
@@ -502,6 +499,8 @@ class BucketService:
                 await self.disk.next_change()
             elif self.bucket.proven:
                 await self._clear_proof()
+            elif self._is_lapsed:
+                await self.serving.until_may()
             else:
                 break
 

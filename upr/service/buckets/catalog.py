@@ -23,9 +23,9 @@ from upr.service.buckets.bucket_service import (
     LOST_HINT,
     BucketService,
     new_failover_id,
-    not_active,
 )
 from upr.service.buckets.room import DiskRoom, WaitingRoom
+from upr.service.buckets.serving import not_active
 from upr.service.clock import Clock
 from upr.service.overload.process import buckets_max
 from upr.service.trouble import words_of
@@ -33,7 +33,7 @@ from upr.storage.blocks import COMPRESSIONS
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
-from upr.storage.standing import Stored, read_standing, write_standing
+from upr.storage.standing import NAME, Stored, read_standing, write_standing
 from upr.storage.store import Identity, Store
 from upr.storage.undone import keep_bucket
 from upr_protocol.errors import (
@@ -191,7 +191,9 @@ class Catalog:
         self._on_failure: Callable[[], Awaitable[None]] | None = None
         self._waiting = WaitingRoom()
         self._reopening: dict[str, DamagedBucket] = {}
-        told = bool(config.replicate_from)
+        # In a cluster the map says who begins.
+        begins = config.cluster and not (directory.path / NAME).exists()
+        told = bool(config.replicate_from or begins)
         self.standing = read_standing(
             directory.path, directory.id, replica=told, meets=config.meets
         )
@@ -213,6 +215,8 @@ class Catalog:
         """Returns HOST:PORT of the servers of the set, as far as they are known; none where this one is alone."""
         self.is_newest: Callable[[], bool] = lambda: not self.replica
         """Returns whether no other server can be the active one, as far as the others are met."""
+        self.may_serve: Callable[[], bool] = lambda: True
+        """Returns whether nobody else can be the active one at this moment; false means: not known."""
         if not self.replica and not directory.cluster:
             directory.join(secrets.token_hex(8))
         try:
@@ -278,6 +282,7 @@ class Catalog:
                 hint="move one of them out of the data directory",
             )
         self._hosts[name] = host
+        host.serving.may = lambda: self.may_serve()
         host.bucket.partitions.owner = self.owner
         self._raise_epoch(host)
 
@@ -315,6 +320,8 @@ class Catalog:
 
     def check_active(self) -> None:
         """Raise PartitionNotActiveError, which names the active server, where this one is not: clients go there."""
+        if not (self.replica or self.may_serve()):
+            raise not_active("")
         if self.replica:
             upstream = self._config.replicate_from
             # A replica that nobody meets knows this one server, which names the active one if it is another.

@@ -492,6 +492,7 @@ class PromiseRequest(_message.Message):
     CANDIDATE_FIELD_NUMBER: _builtins.int
     PREVIOUS_DIRECTORY_FIELD_NUMBER: _builtins.int
     PREVIOUS_EPOCH_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     replica_set: _builtins.str
     """The id of the set; of another one the call is refused."""
     epoch: _builtins.int
@@ -500,6 +501,8 @@ class PromiseRequest(_message.Message):
     """Directory of the server that served last."""
     previous_epoch: _builtins.int
     """The epoch in which it did."""
+    released: _builtins.bool
+    """Whether that server has promised already, so that no grant to it holds any more."""
     @_builtins.property
     def candidate(self) -> Global___SetMember:
         """Who claims it."""
@@ -512,10 +515,11 @@ class PromiseRequest(_message.Message):
         candidate: Global___SetMember | None = ...,
         previous_directory: _builtins.str = ...,
         previous_epoch: _builtins.int = ...,
+        released: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate", "epoch", b"epoch", "previous_directory", b"previous_directory", "previous_epoch", b"previous_epoch", "replica_set", b"replica_set"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate", "epoch", b"epoch", "previous_directory", b"previous_directory", "previous_epoch", b"previous_epoch", "released", b"released", "replica_set", b"replica_set"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -568,3 +572,63 @@ class PromiseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromiseResponse: _TypeAlias = PromiseResponse  # noqa: Y015
+
+@_typing.final
+class GrantRequest(_message.Message):
+    """Who asks for a grant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_SET_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    replica_set: _builtins.str
+    """The id of the set; of another one the call is refused."""
+    epoch: _builtins.int
+    """The epoch in which it is active."""
+    @_builtins.property
+    def owner(self) -> Global___SetMember:
+        """The active server."""
+
+    def __init__(
+        self,
+        *,
+        replica_set: _builtins.str = ...,
+        owner: Global___SetMember | None = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "owner", b"owner", "replica_set", b"replica_set"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantRequest: _TypeAlias = GrantRequest  # noqa: Y015
+
+@_typing.final
+class GrantResponse(_message.Message):
+    """The grant, or not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    GRANTED_FIELD_NUMBER: _builtins.int
+    granted: _builtins.bool
+    """Whether it promises no higher epoch within the next three seconds of its own clock."""
+    @_builtins.property
+    def member(self) -> Global___SetMember:
+        """Who answers."""
+
+    def __init__(
+        self,
+        *,
+        member: Global___SetMember | None = ...,
+        granted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "member", b"member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantResponse: _TypeAlias = GrantResponse  # noqa: Y015

@@ -60,6 +60,11 @@ class ReplicaServiceStub(object):
                 request_serializer=upr_dot_v1_dot_replica__service__pb2.PromiseRequest.SerializeToString,
                 response_deserializer=upr_dot_v1_dot_replica__service__pb2.PromiseResponse.FromString,
                 _registered_method=True)
+        self.Grant = channel.unary_unary(
+                '/upr.v1.ReplicaService/Grant',
+                request_serializer=upr_dot_v1_dot_replica__service__pb2.GrantRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_replica__service__pb2.GrantResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServiceServicer(object):
@@ -101,6 +106,13 @@ class ReplicaServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Grant(self, request, context):
+        """The active server of a cluster asks a counted one to promise nothing to others for a while.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.Promise,
                     request_deserializer=upr_dot_v1_dot_replica__service__pb2.PromiseRequest.FromString,
                     response_serializer=upr_dot_v1_dot_replica__service__pb2.PromiseResponse.SerializeToString,
+            ),
+            'Grant': grpc.unary_unary_rpc_method_handler(
+                    servicer.Grant,
+                    request_deserializer=upr_dot_v1_dot_replica__service__pb2.GrantRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_replica__service__pb2.GrantResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +283,33 @@ class ReplicaService(object):
             '/upr.v1.ReplicaService/Promise',
             upr_dot_v1_dot_replica__service__pb2.PromiseRequest.SerializeToString,
             upr_dot_v1_dot_replica__service__pb2.PromiseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Grant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.ReplicaService/Grant',
+            upr_dot_v1_dot_replica__service__pb2.GrantRequest.SerializeToString,
+            upr_dot_v1_dot_replica__service__pb2.GrantResponse.FromString,
             options,
             channel_credentials,
             insecure,

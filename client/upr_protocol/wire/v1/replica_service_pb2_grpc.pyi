@@ -43,6 +43,8 @@ class ReplicaServiceStub:
     """Two servers tell each other what they know of the owner; each learns the newer row."""
     Promise: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.PromiseRequest, _replica_service_pb2.PromiseResponse]
     """Asks a server to take and give nothing of an older epoch any more, and what it holds."""
+    Grant: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.GrantRequest, _replica_service_pb2.GrantResponse]
+    """The active server of a cluster asks a counted one to promise nothing to others for a while."""
 
 @_typing.type_check_only
 class ReplicaServiceAsyncStub(ReplicaServiceStub):
@@ -59,6 +61,8 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """Two servers tell each other what they know of the owner; each learns the newer row."""
     Promise: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.PromiseRequest, _replica_service_pb2.PromiseResponse]  # type: ignore[assignment]
     """Asks a server to take and give nothing of an older epoch any more, and what it holds."""
+    Grant: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.GrantRequest, _replica_service_pb2.GrantResponse]  # type: ignore[assignment]
+    """The active server of a cluster asks a counted one to promise nothing to others for a while."""
 
 class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
     """For operators, and for the servers of a set among each other."""
@@ -102,5 +106,13 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_service_pb2.PromiseResponse, _abc.Awaitable[_replica_service_pb2.PromiseResponse]]:
         """Asks a server to take and give nothing of an older epoch any more, and what it holds."""
+
+    @_abc_1.abstractmethod
+    def Grant(
+        self,
+        request: _replica_service_pb2.GrantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_service_pb2.GrantResponse, _abc.Awaitable[_replica_service_pb2.GrantResponse]]:
+        """The active server of a cluster asks a counted one to promise nothing to others for a while."""
 
 def add_ReplicaServiceServicer_to_server(servicer: ReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

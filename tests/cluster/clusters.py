@@ -1,0 +1,131 @@
+"""Clusters of real servers and a real etcd, for tests of failover without an operator."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS, RunningServer
+from tests.replica.sets import is_active, wait_for, wait_until_counted
+
+NAME = "test"
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on; etcd cannot choose them by itself."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+class RunningEtcd:
+    """One etcd of some members, each a process of its own on this machine.
+
+    Args:
+        folder: an empty folder, for data and logs.
+        members: 1 or 3.
+    """
+
+    def __init__(self, folder: Path, members: int = 1) -> None:
+        self._folder = folder
+        clients, peers = _free_ports(members), _free_ports(members)
+        self.endpoints = [f"127.0.0.1:{port}" for port in clients]
+        self._peers = [f"http://127.0.0.1:{port}" for port in peers]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def processes(self) -> list["subprocess.Popen[bytes]"]:
+        """Those of the members that run."""
+        return list(self._processes.values())
+
+    @property
+    def cluster(self) -> str:
+        """What servers are given as --cluster."""
+        return f"etcd://{','.join(self.endpoints)}/{NAME}"
+
+    def start(self) -> None:
+        """Start the members that do not run, and wait until they are ready."""
+        together = ",".join(f"m{n}={peer}" for n, peer in enumerate(self._peers))
+        for n, endpoint in enumerate(self.endpoints):
+            if n in self._processes:
+                continue
+            url, peer = f"http://{endpoint}", self._peers[n]
+            command = ["etcd", "--name", f"m{n}", "--data-dir", str(self._folder / f"m{n}")]
+            command += ["--listen-client-urls", url, "--advertise-client-urls", url]
+            command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+            command += ["--initial-cluster", together, "--log-level", "error"]
+            # What is synced is not tested here, and disks of test machines are slow.
+            command += ["--heartbeat-interval", "100", "--election-timeout", "1000"]
+            with (self._folder / f"m{n}.log").open("ab") as log:
+                self._processes[n] = subprocess.Popen(
+                    command, stdout=log, stderr=log, start_new_session=True
+                )
+        for endpoint in self.endpoints:
+            wait_for(lambda at=endpoint: _is_ready(at), f"etcd at {endpoint}")  # type: ignore[misc]
+
+    def kill(self) -> None:
+        """SIGKILL all members."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait(WAIT_SECONDS)
+        self._processes.clear()
+
+
+def _is_ready(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), 1.0) as connection:
+            connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            return b'"true"' in connection.recv(4096)
+    except OSError:
+        return False
+
+
+@contextmanager
+def running_etcd(folder: Path, members: int = 1) -> Iterator[RunningEtcd]:
+    """Give an etcd that runs; none is left after the body."""
+    folder.mkdir(parents=True, exist_ok=True)
+    etcd = RunningEtcd(folder, members)
+    try:
+        etcd.start()
+        yield etcd
+    finally:
+        etcd.kill()
+
+
+def start_cluster(start: StartServer, etcd: RunningEtcd, count: int = 3) -> list[RunningServer]:
+    """Start servers of a cluster; the first is active, and all know that the others are counted."""
+    options = ("--cluster", etcd.cluster, "--flush-seconds", "600")
+    servers = [start(*options)]
+    wait_for(lambda: is_active(servers[0]), "the first server to be active")
+    servers += [start(*options) for _ in range(count - 1)]
+    wait_until_counted(servers, servers[0])
+    return servers
+
+
+def owner_of(servers: Sequence[RunningServer], seconds: float = WAIT_SECONDS) -> RunningServer:
+    """Wait until one of the servers is active, and return it."""
+    deadline = time.monotonic() + seconds
+    while True:
+        for server in servers:
+            if server.running and is_active(server):
+                return server
+        assert time.monotonic() < deadline, "nobody became active"
+        time.sleep(0.01)
+
+
+def stop(server: RunningServer) -> None:
+    """SIGSTOP."""
+    os.kill(server.pid, signal.SIGSTOP)
+
+
+def go_on(server: RunningServer) -> None:
+    """SIGCONT."""
+    os.kill(server.pid, signal.SIGCONT)

@@ -1,0 +1,88 @@
+"""What a cluster keeps in etcd, and how it is named."""
+
+import json
+from typing import Any
+
+import pytest
+
+from upr.cluster.registry import Map, Place, decode_node, encode_node
+from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.ownership import Row, Served
+
+A, B, C = "a" * 16, "b" * 16, "c" * 16
+KNOWN = Map(C, Row(3, 2, A, False, frozenset({A, B}), Served(B, 2)))
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoints", "name"),
+    [
+        ("etcd://h1/x", ("h1:2379",), "x"),
+        ("etcd://h1,h2:1,[::1],h1:2379/A.b-c_9", ("h1:2379", "h2:1", "[::1]:2379"), "A.b-c_9"),
+    ],
+)
+def test_a_place_is_where_and_which(text: str, endpoints: tuple[str, ...], name: str) -> None:
+    place = Place.parse(text)
+    assert (place.endpoints, place.name) == (endpoints, name)
+    assert place.prefix == f"/upr/{name}/".encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "h1/x",
+        "etcd://h1",
+        "etcd://h1/",
+        "etcd:///x",
+        "etcd://h1,/x",
+        "etcd://h1:0/x",
+        "etcd://h1:65536/x",
+        "etcd://h1/x/y",
+        "etcd://h1/ü",
+        "http://h1/x",
+        "etcd://unix:a/x",
+        f"etcd://{','.join(f'h{n}' for n in range(17))}/x",
+    ],
+)
+def test_what_is_no_place_is_refused_in_words(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"cluster is .*; must be etcd://HOST:PORT"):
+        Place.parse(text)
+
+
+def test_a_map_is_read_as_it_was_written() -> None:
+    assert Map.decode(KNOWN.encode()) == KNOWN
+    begun = Map(C, Row(1, 0, A, True, frozenset({A})))
+    assert Map.decode(begun.encode()) == begun
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("format",), 2),
+        (("replica_set",), "x"),
+        (("row", "epoch"), -1),
+        (("row", "revision"), "1"),
+        (("row", "owner"), None),
+        (("row", "counted"), ["a"]),
+        (("row", "counted"), [f"{n:016x}" for n in range(65)]),
+        (("row", "previous"), [B]),
+        (("row",), []),
+    ],
+)
+def test_a_map_that_cannot_be_is_not_believed(where: tuple[str, ...], value: object) -> None:
+    text: Any = json.loads(KNOWN.encode())
+    inside = text
+    for name in where[:-1]:
+        inside = inside[name]
+    inside[where[-1]] = value
+    with pytest.raises(UprError, match="the map of the cluster cannot be read") as caught:
+        Map.decode(json.dumps(text).encode())
+    assert caught.value.reason == "MAP_UNREADABLE"
+    for data in (b"", b"\xff", b"[]", b"null"):
+        with pytest.raises(UprError):
+            Map.decode(data)
+
+
+def test_a_node_that_cannot_be_read_has_no_address() -> None:
+    assert decode_node(encode_node("h:1", "0.1")) == "h:1"
+    for data in (b"", b"{}", b'{"address": 1}', b'{"address": "' + b"x" * 300 + b'"}'):
+        assert decode_node(data) == ""

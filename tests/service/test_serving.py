@@ -1,0 +1,96 @@
+"""What an owner does while it does not know whether another server is the active one."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import WAIT_SECONDS
+from tests.service.test_host import TURNS, Script, config, opening, rows, started
+from upr.service.buckets import serving
+from upr.service.buckets.catalog import Catalog
+from upr.service.key_value import KeyValueMethods
+from upr.service.overload.intake import Intake
+from upr.storage.directory import DataDirectory
+from upr_protocol.block import Block
+from upr_protocol.errors import PartitionNotActiveError, UnknownOutcomeError
+from upr_protocol.wire.v1 import types_pb2 as types
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    directory = DataDirectory(tmp_path / "data")
+    yield Catalog(directory, config(tmp_path / "data"))
+    directory.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("durability", [types.DURABILITY_MEMORY, types.DURABILITY_DISK])
+async def test_a_write_is_neither_numbered_nor_answered_while_another_may_serve(
+    catalog: Catalog, durability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = await started(catalog.find("default"))
+    may, high = True, host.bucket.partitions.high
+    catalog.may_serve = lambda: may
+    context: Any = Script(opening("p"))
+    call = asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context))
+    assert (await context.said.get()).HasField("opened")
+
+    async def rest() -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+    # It is numbered, and then it is not known any more who serves.
+    take, numbered = host._taken, asyncio.Event()
+
+    def taken(block: Block) -> None:
+        nonlocal may
+        may = False
+        take(block)
+        numbered.set()
+
+    monkeypatch.setattr(host, "_taken", taken)
+    context.send(1, rows(b"a"), durability=durability)
+    async with asyncio.timeout(WAIT_SECONDS):
+        await numbered.wait()
+        await host.durable(0)
+    await rest()
+    early = not context.said.empty()
+    # The next one is not even numbered.
+    context.send(2, rows(b"b"), durability=durability)
+    await rest()
+    given = int(high.sum())
+    monkeypatch.setattr(host, "_taken", take)
+    may = True
+    host.disk.changed()
+    async with asyncio.timeout(WAIT_SECONDS):
+        told = [(await context.said.get()).result for _ in range(2)]
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await host.close()
+    assert not early, "it was answered while another server may have been the active one"
+    assert given == 1
+    assert [bool(result.runs) for result in told] == [True, True]
+
+
+@pytest.mark.asyncio
+async def test_what_lasts_is_refused_and_what_was_numbered_is_unknown_after_a_step_down(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "WAIT_SECONDS", 0.05)
+    host = await started(catalog.find("default"))
+    written = await host.write(rows(b"a"), b"", None, 0)
+    catalog.may_serve = lambda: False
+    with pytest.raises(PartitionNotActiveError):
+        await host.write(rows(b"b"), b"", None, 0)
+    with pytest.raises(PartitionNotActiveError):
+        catalog.check_active()
+    waiting = asyncio.create_task(host.serving.until_answered(written))
+    await asyncio.sleep(0)
+    await host.step_down(fenced=False)
+    async with asyncio.timeout(WAIT_SECONDS):
+        with pytest.raises(UnknownOutcomeError, match="stepped down"):
+            await waiting
+    await host.close()

@@ -1,0 +1,210 @@
+"""World of a cluster: the set of servers of ``replicas`` without an operator, and an etcd that fails in its own ways.
+
+Besides what happens to servers there, etcd is away, cannot be reached by some, or makes a change of which the answer is
+lost, at once or later. Clocks of servers differ in their rate. What is checked beyond ``replicas``: an owner that may
+serve is never older than one that might before, and the cluster mends itself.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.looping import SimulatedLoop, Timeline, running
+from tests.simulation.processes import ServerProcess
+from tests.simulation.replicas import STEP_SECONDS, ReplicasWorld
+from tests.simulation.truth import Violation
+from upr.cluster.registry import Entry, Found
+from upr.replica import agreeing
+from upr.replica.agreeing import Agreeing
+from upr_protocol.errors import UnavailableError
+
+CALL_SECONDS = 2.0
+HEAL_SECONDS = 90.0
+
+
+class FakeEtcd:
+    """An etcd of the simulation: one store, that all servers reach in their own way.
+
+    Attributes:
+        down: whether nobody reaches it.
+        cut: hosts that do not reach it.
+        lossy: how many of the answers to changes are lost, 0.0 to 1.0.
+        late: seconds after which a change is made whose answer is lost; 0 where none is.
+        swaps: changes that were asked for.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._rng = timeline.drawn("etcd")
+        self._loop = SimulatedLoop(timeline, "etcd")
+        self._entries: dict[bytes, Entry] = {}
+        self._ends: dict[bytes, float] = {}
+        self._revision = 1
+        self.down = False
+        self.cut: set[str] = set()
+        self.lossy = 0.0
+        self.late = 0.0
+        self.swaps = 0
+
+    def heal(self) -> None:
+        """Have everybody reach it; leases begin anew, as after a restart."""
+        self.down, self.lossy, self.late = False, 0.0, 0.0
+        self.cut.clear()
+        for key in self._ends:
+            self._ends[key] = self._timeline.now + 5.0
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(0.001 + self._rng.random() * 0.01)
+        if self.down or running().host in self.cut:
+            await asyncio.sleep(CALL_SECONDS * self._rng.choice((0.01, 1.0)))
+            raise UnavailableError("etcd is away")
+        if not self.down:
+            for key in [k for k, end in self._ends.items() if end < self._timeline.now]:
+                del self._entries[key], self._ends[key]
+                self._revision += 1
+
+    def _set(self, key: bytes, value: bytes) -> None:
+        self._revision += 1
+        self._entries[key] = Entry(value, self._revision)
+
+    async def read(self, prefix: bytes) -> Found:
+        """See ``Registry``."""
+        await self._reach()
+        found = {key: one for key, one in self._entries.items() if key.startswith(prefix)}
+        return Found(found, self._revision)
+
+    def _swap(self, key: bytes, value: bytes, revision: int) -> bool:
+        known = self._entries.get(key)
+        if self.down or (known.revision if known else 0) != revision:
+            return False
+        self._set(key, value)
+        return True
+
+    async def swap(self, key: bytes, value: bytes, revision: int) -> bool:
+        """See ``Registry``."""
+        self.swaps += 1
+        await self._reach()
+        if self.late:
+            self._loop.call_later(self.late, self._swap, key, value, revision)
+            raise UnavailableError("no answer of etcd")
+        if self._rng.random() < self.lossy:
+            kind = self._rng.random()
+            if kind < 0.4:
+                self._swap(key, value, revision)
+            elif kind < 0.8:
+                # On its way for a while.
+                later = self._rng.random() * 6.0
+                self._loop.call_later(later, self._swap, key, value, revision)
+            raise UnavailableError("no answer of etcd")
+        return self._swap(key, value, revision)
+
+    async def session(self, key: bytes, value: bytes, seconds: int) -> None:
+        """See ``Registry``."""
+        await self._reach()
+        self._set(key, value)
+        own = self._entries[key]
+        self._ends[key] = self._timeline.now + seconds
+        while self._entries.get(key) == own:
+            await asyncio.sleep(seconds / 4)
+            try:
+                await self._reach()
+            except UnavailableError:
+                continue
+            if self._entries.get(key) == own:
+                self._ends[key] = self._timeline.now + seconds
+
+    async def changed(self, prefix: bytes, after: int) -> None:
+        """See ``Registry``."""
+        for _ in range(10):
+            await self._reach()
+            if self._revision > after:
+                return
+            await asyncio.sleep(0.2)
+
+
+class ClusterWorld(ReplicasWorld):
+    """One run.
+
+    Attributes:
+        etcd: of the cluster.
+        rates: seconds of a host's own clock in a second.
+    """
+
+    def __init__(self, folder: Path, seed: int, servers: int | None = None) -> None:
+        number = servers or (3 if seed % 3 else 2 + seed % 2 * 2)
+        super().__init__(folder, seed, [0] * (number - 1))
+        self.etcd = FakeEtcd(self._timeline)
+        self._newest = 0
+        rng = self._timeline.drawn("clocks")
+        self.rates = {server.host: rng.uniform(0.96, 1.04) for server in self.servers}
+        for server in self.servers:
+            server.upstreams, server.registry = (), self.etcd
+
+    def patched(self, patch: pytest.MonkeyPatch) -> None:
+        """Have clocks of different rates, and look at each answer to whether an owner may serve."""
+        patch.setattr(
+            agreeing, "boot_seconds", lambda: self._timeline.now * self.rates[running().host]
+        )
+        may_serve = Agreeing.may_serve
+
+        def looked(one: Agreeing) -> bool:
+            answer = may_serve(one)
+            standing = one._catalog.standing.standing
+            if answer and not one._catalog.replica:
+                if standing.row.epoch < self._newest:
+                    host = running().host
+                    raise Violation(f"{host} serves in {standing.row.epoch} after {self._newest}")
+                self._newest = standing.row.epoch
+            return answer
+
+        patch.setattr(Agreeing, "may_serve", looked)
+
+    # Faults
+
+    def _fault(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.02:
+            kind = rng.random()
+            if kind < 0.4:
+                self.counts["outages of etcd"] += 1
+                self.etcd.down = True
+            elif kind < 0.7:
+                self.counts["cuts from etcd"] += 1
+                self.etcd.cut.add(rng.choice(self.servers).host)
+            else:
+                self.counts["losses of etcd"] += 1
+                self.etcd.lossy = 0.5
+            self._in(rng.choice((1.0, 4.0, 12.0)), self.etcd.heal)
+        self._without_owner = 0.0
+        super()._fault()
+
+    def _promote(
+        self, server: ServerProcess, *, force: bool = False, takeover: bool = False
+    ) -> None:
+        """Have the operator take over at times; who is active is not his business otherwise."""
+        if takeover:
+            super()._promote(server, takeover=True)
+
+    def _lose_disk(self, server: ServerProcess) -> None:
+        super()._lose_disk(server)
+        server.upstreams = ()
+
+    def settle(self) -> None:
+        """Mend everything, and wait until the cluster has an owner that all follow."""
+        self.net.heal()
+        self.etcd.heal()
+        self.until(lambda: all(server.loop for server in self.servers), 15, "started")
+        began = self._timeline.now
+        while not any(map(self.in_step, self.servers)):
+            if self._timeline.now - began > HEAL_SECONDS:
+                if not self._disks_lost:
+                    raise Violation(f"no owner by itself: {self._where()}")
+                # Only who is gone for good may have what is missing.
+                self.counts["forced at the end"] += 1
+                alive = [s for s in self.servers if s.owning and s.owning.standing.epoch]
+                self.order(self.rng.choice(alive), force=True)
+                self.until(lambda: not self.people.operating, 40, "answered")
+                began = self._timeline.now
+            self.pass_time(STEP_SECONDS)
+        super().settle()

@@ -1,0 +1,118 @@
+"""A cluster in the simulation: a few seeds under faults, and what those seldom do, step by step."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import worlds
+from tests.simulation.clustered import ClusterWorld
+from tests.simulation.processes import ServerProcess
+from upr_protocol.ownership import Standing
+
+SEEDS = max(int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 30, 1)
+FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
+
+
+def standing(server: ServerProcess) -> Standing:
+    assert server.owning is not None
+    return server.owning.standing
+
+
+def test_a_cluster_ends_on_one_history_with_all_that_was_promised(tmp_path: Path) -> None:
+    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
+        counts = worlds.run("cluster", tmp_path / str(seed), seed).counts
+        assert counts["acknowledged at disk"] > 0
+        assert counts["acknowledged at replicated(1)"] > 0
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[ClusterWorld]:
+    """Return a world of three servers, the first of which is active and counts the others only."""
+    with worlds.prepared(0):
+        found = ClusterWorld(tmp_path / "world", 5, servers=3)
+        with found.living():
+            found.begin()
+            found.until(lambda: counted(found) == {1, 2}, 30, "counted")
+            yield found
+
+
+def counted(world: ClusterWorld, by: int = 0) -> set[int]:
+    """Return the numbers of the servers that one of them counts."""
+    known = standing(world.servers[by]).row.counted
+    return {s.number for s in world.servers if standing(s).directory in known}
+
+
+def active(world: ClusterWorld) -> list[int]:
+    """Return the numbers of the servers that may serve."""
+    found = []
+    for server in world.servers:
+        if server.active and server.owning is not None and server.loop is not None:
+            agreeing = server.owning.agreeing
+            assert agreeing is not None
+            now = world.elapsed / 1e6 + 1000.0
+            if agreeing.grants.may_serve(now * world.rates[server.host]):
+                found.append(server.number)
+    return found
+
+
+def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
+    world: ClusterWorld,
+) -> None:
+    first, second, third = world.servers
+    epoch = standing(first).row.epoch
+    # Its key is gone, and the others hear it.
+    world.etcd.cut.add(first.host)
+    world.pass_time(12.0)
+    assert active(world) == [0]
+    # Nobody hears it, and its key is there; so it goes on alone.
+    world.etcd.heal()
+    cuts = world.cut_off(first)
+    world.until(lambda: counted(world) == {0}, 30, "the only one that is counted")
+    assert active(world) == [0]
+    assert standing(first).row.epoch == epoch
+    world.net.heal(*cuts)
+    world.until(lambda: counted(world) == {1, 2}, 30, "counted again")
+    # A third one is promised to nobody before its grant has run out, although it hears the owner.
+    world.cut_off(first, second)
+    world.pass_time(1.0)
+    assert active(world) == [0]
+    asked = world.elapsed
+    world.order(second)
+    world.until(lambda: second.active, 12, "promoted", step=0.05)
+    assert world.elapsed - asked > 2_000_000
+    world.net.heal()
+    world.until(lambda: world.in_step(second), 30, "followed")
+    # Its key is gone, and nobody hears it.
+    world.cut_off(second)
+    world.etcd.cut.add(second.host)
+    began = world.elapsed
+    world.until(lambda: first.active or third.active, 15, "replaced")
+    assert world.elapsed - began > 3_000_000
+    world.etcd.heal()
+    world.net.heal()
+    world.settle()
+    world.check()
+
+
+def test_a_change_that_etcd_makes_later_is_not_taken_for_none(world: ClusterWorld) -> None:
+    """The owner does not hear whether a server is counted no more, and that one alone would grant it to go on."""
+    first, second, third = world.servers
+    for writer in world.people.writers:
+        # So that the third one has all that there is, and may be counted alone.
+        writer.stopping = True
+    world.pass_time(3.0)
+    world.cut_off(first, second)
+    asked = world.etcd.swaps
+    world.etcd.late = 6.0
+    world.until(lambda: world.etcd.swaps > asked, 20, "asked")
+    world.net.heal()
+    world.cut_off(first, third)
+    # From the second one, which may be counted no more, it hears again.
+    world.pass_time(3.2)
+    assert active(world) == []
+    world.etcd.heal()
+    world.net.heal()
+    world.settle()
+    world.check()

@@ -1,0 +1,225 @@
+"""etcd: the four operations of a registry over etcd's API, version 3. No locks and no elections of etcd's are used.
+
+Every call has a deadline, because a server of etcd that was stopped answers nothing and keeps the connection. A call that
+fails is not made again here, but the next one goes to the next server.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from upr.cluster.registry import Entry, Found
+from upr.cluster.wire import etcd_pb2 as wire
+from upr.cluster.wire import etcd_pb2_grpc as stubs
+from upr_client.endpoints import Login
+from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError
+from upr_protocol.limits import SET_MEMBERS_MAX
+
+_T = TypeVar("_T")
+
+CALL_SECONDS: Final = 2.0
+"""Longest wait for an answer."""
+RENEWALS: Final = 4
+"""Number of times that a lease is kept alive within its length."""
+KEYS_MAX: Final = 4 * SET_MEMBERS_MAX
+"""Keys that are read of a cluster."""
+_EQUAL, _MOD = 0, 2
+_OPTIONS: Final = (
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+def end_of(prefix: bytes) -> bytes:
+    """Return the first key behind all keys with a prefix, which must not end in the largest byte."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def read_user(path: Path) -> tuple[str, str]:
+    """Return name and password of the file of a user.
+
+    Raises:
+        InvalidArgumentError: it has no NAME:PASSWORD.
+        OSError: it cannot be read.
+    """
+    name, colon, password = path.read_text(encoding="utf-8").strip().partition(":")
+    if not (name and colon and password):
+        raise InvalidArgumentError(f"{path} must have one line NAME:PASSWORD")
+    return name, password
+
+
+class Etcd:
+    """Client of etcd.
+
+    Args:
+        endpoints: HOST:PORT of its servers.
+        ca, cert, key: PEM files; without ``ca`` nothing is encrypted.
+        user: file of a user; None for none.
+
+    Raises:
+        UprError, OSError: a file cannot be read.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        ca: Path | None = None,
+        cert: Path | None = None,
+        key: Path | None = None,
+        user: Path | None = None,
+    ) -> None:
+        self._endpoints = list(endpoints)
+        self._at = 0
+        self._login = Login.of(False, ca, cert, key, None)
+        self._user = None if user is None else read_user(user)
+        self._token = ""
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def _channel(self) -> grpc.aio.Channel:
+        endpoint = self._endpoints[self._at % len(self._endpoints)]
+        if endpoint not in self._channels:
+            credentials = self._login.credentials
+            if credentials is None:
+                made = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+            else:
+                made = grpc.aio.secure_channel(endpoint, credentials, options=_OPTIONS)
+            self._channels[endpoint] = made
+        return self._channels[endpoint]
+
+    async def _call(self, do: Callable[[grpc.aio.Channel, Any], Awaitable[_T]]) -> _T:
+        """Call the server of etcd that answered last.
+
+        Args:
+            do: makes the call, given a channel and metadata.
+
+        Raises:
+            UnavailableError: it did not answer, or refused; whether it did anything is not known.
+        """
+        endpoint = self._endpoints[self._at % len(self._endpoints)]
+        channel = self._channel()
+        try:
+            # Beside the deadline of gRPC, so that nothing waits longer.
+            async with asyncio.timeout(CALL_SECONDS + 0.5):
+                if self._user is not None and not self._token:
+                    asked = wire.AuthenticateRequest(name=self._user[0], password=self._user[1])
+                    auth: Any = stubs.AuthStub(channel)
+                    answer = await auth.Authenticate(asked, timeout=CALL_SECONDS)
+                    self._token = answer.token
+                return await do(channel, (("token", self._token),) if self._token else None)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            self._at += 1
+            # It may have run out.
+            self._token = ""
+            timeout = isinstance(error, TimeoutError)
+            words = "no answer in time" if timeout else error.details() or error.code().name  # type: ignore[union-attr]
+            raise UnavailableError(f"etcd at {endpoint}: {words}") from None
+
+    async def read(self, prefix: bytes) -> Found:
+        """Return all keys with a prefix."""
+        request = wire.RangeRequest(key=prefix, range_end=end_of(prefix), limit=KEYS_MAX)
+
+        async def do(channel: grpc.aio.Channel, metadata: Any) -> Any:
+            kv: Any = stubs.KVStub(channel)
+            return await kv.Range(request, timeout=CALL_SECONDS, metadata=metadata)
+
+        answer = await self._call(do)
+        if answer.more:
+            raise UprError(
+                f"keys of the cluster in etcd are more than {KEYS_MAX}",
+                hint="give the cluster a name that nobody else uses",
+            )
+        entries = {one.key: Entry(one.value, one.mod_revision) for one in answer.kvs}
+        return Found(entries, answer.header.revision)
+
+    async def swap(self, key: bytes, value: bytes, revision: int) -> bool:
+        """Set a key if its newest change is of this revision."""
+        compare = wire.Compare(result=_EQUAL, target=_MOD, key=key, mod_revision=revision)
+        return await self._put([compare], wire.PutRequest(key=key, value=value))
+
+    async def _put(self, compare: list[wire.Compare], put: wire.PutRequest) -> bool:
+        request = wire.TxnRequest(compare=compare, success=[wire.RequestOp(request_put=put)])
+
+        async def do(channel: grpc.aio.Channel, metadata: Any) -> Any:
+            kv: Any = stubs.KVStub(channel)
+            return await kv.Txn(request, timeout=CALL_SECONDS, metadata=metadata)
+
+        return bool((await self._call(do)).succeeded)
+
+    async def session(self, key: bytes, value: bytes, seconds: int) -> None:
+        """Keep a key with a lease until that is lost; cancelled, the key stays until the lease ends by itself."""
+
+        async def grant(channel: grpc.aio.Channel, metadata: Any) -> Any:
+            lease: Any = stubs.LeaseStub(channel)
+            asked = wire.LeaseGrantRequest(ttl=seconds)
+            return await lease.LeaseGrant(asked, timeout=CALL_SECONDS, metadata=metadata)
+
+        made = await self._call(grant)
+        await self._put([], wire.PutRequest(key=key, value=value, lease=made.id))
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while loop.time() < until:
+            await asyncio.sleep(seconds / RENEWALS)
+            with contextlib.suppress(UnavailableError):
+                if not await self._renew(made.id):
+                    return
+                until = loop.time() + seconds
+
+    async def _renew(self, lease: int) -> bool:
+        async def do(channel: grpc.aio.Channel, metadata: Any) -> Any:
+            stub: Any = stubs.LeaseStub(channel)
+            call = stub.LeaseKeepAlive(timeout=CALL_SECONDS, metadata=metadata)
+            try:
+                await call.write(wire.LeaseKeepAliveRequest(id=lease))
+                return await _next(call)
+            finally:
+                call.cancel()
+
+        return bool((await self._call(do)).ttl > 0)
+
+    async def changed(self, prefix: bytes, after: int) -> None:
+        """Wait for a change of a key with a prefix; at most some seconds."""
+        begin = wire.WatchCreateRequest(
+            key=prefix, range_end=end_of(prefix), start_revision=after + 1
+        )
+
+        async def do(channel: grpc.aio.Channel, metadata: Any) -> None:
+            watch: Any = stubs.WatchStub(channel)
+            call = watch.Watch(timeout=CALL_SECONDS, metadata=metadata)
+            try:
+                await call.write(wire.WatchRequest(create_request=begin))
+                while True:
+                    told = await _next(call)
+                    if told.events or told.canceled:
+                        return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise
+            finally:
+                call.cancel()
+
+        await self._call(do)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+async def _next(call: Any) -> Any:
+    """Return the next message of a call, or raise what ended it."""
+    message = await call.read()
+    if message is grpc.aio.EOF:
+        code, words = await call.code(), await call.details()
+        if code is grpc.StatusCode.OK:
+            code, words = grpc.StatusCode.UNAVAILABLE, "the call ended"
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), words)
+    return message

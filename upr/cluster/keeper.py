@@ -1,0 +1,311 @@
+"""Keeper: takes a server's part in its cluster, so that the set has an owner without an operator.
+
+It keeps the server's key in etcd, reads the map whenever that changes, and claims the ownership when two witnesses say that
+the owner is gone: its key in etcd, and this server, which it has asked for no grant. What happens then is a promotion like
+any other (``upr.replica.owning``). While etcd is away nothing changes, and whoever owns goes on.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+
+from upr import __version__
+from upr.cluster.etcd import Etcd
+from upr.cluster.registry import Found, Map, Place, Registry, decode_node, encode_node
+from upr.config import ServerConfig
+from upr.replica.methods import ReplicaMethods
+from upr.replica.owning import RESUME_SECONDS, Owning
+from upr.service.buckets.catalog import DEFAULT_BUCKET, Catalog
+from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError, shown
+from upr_protocol.ownership import GRANT_SECONDS, Row, first_row
+from upr_protocol.wire.v1.replica_service_pb2 import SetMember
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 5
+"""Time after which the key of a server is gone that is not heard any more."""
+LOOK_SECONDS = 0.25
+"""Interval at which a server looks whether it is to do something."""
+TURN_SECONDS = 1.0
+"""Time that each further counted server waits before it claims."""
+STALE_SECONDS = 10.0
+"""Age of what was read of etcd above which it counts no more."""
+
+
+class MapRows:
+    """The row in the map of a cluster.
+
+    Args:
+        registry: where it is kept.
+        place: of the cluster.
+    """
+
+    def __init__(self, registry: Registry, place: Place) -> None:
+        self._registry = registry
+        self._prefix = place.prefix
+        self._key = place.prefix + b"map"
+
+    async def found(self) -> tuple[Found, Map | None]:
+        """Return all that is kept of the cluster, and its map; None where there is none yet."""
+        found = await self._registry.read(self._prefix)
+        entry = found.entries.get(self._key)
+        return found, None if entry is None else Map.decode(entry.value)
+
+    async def read(self) -> Row:
+        """Return the row; see ``Rows``."""
+        _, known = await self.found()
+        if known is None:
+            raise UnavailableError("there is no map of the cluster in etcd")
+        return known.row
+
+    async def swap(self, old: Row, new: Row) -> bool:
+        """Change the row; see ``Rows``."""
+        found, known = await self.found()
+        if known is None or known.row not in (old, new):
+            return False
+        if known.row == new:
+            return True
+        changed = Map(known.replica_set, new).encode()
+        if await self._registry.swap(self._key, changed, found.entries[self._key].revision):
+            return True
+        # It may have been changed so by a call whose answer was lost.
+        return await self.read() == new
+
+    async def begin(self, first: Map) -> bool:
+        """Make the map, if there is none; return whether it was made by this."""
+        return await self._registry.swap(self._key, first.encode(), 0)
+
+
+class Keeper:
+    """Part of one server in its cluster.
+
+    Args:
+        address: returns HOST:PORT where the server can be reached.
+    """
+
+    def __init__(
+        self, catalog: Catalog, registry: Registry, place: Place, address: Callable[[], str]
+    ) -> None:
+        self.rows = MapRows(registry, place)
+        self._catalog = catalog
+        self._registry = registry
+        self._place = place
+        self._address = address
+        self._found: Found | None = None
+        self._map: Map | None = None
+        self._read_at = 0.0
+        self._tried_at = -RESUME_SECONDS
+        self._claimed: Row | None = None
+        self._told: dict[str, str] = {}
+        # A server that is the first of its set, or was killed while it became that.
+        self._is_first = not catalog.hosts and not catalog.damaged
+
+    async def run(self, owning: Owning) -> None:
+        """Take part until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_key())
+            tasks.create_task(self._watch())
+            tasks.create_task(self._decide(owning))
+
+    def _tell(self, what: str, error: UprError | None = None) -> None:
+        """Say in the log once that something fails, and once that it does no more."""
+        words = "" if error is None else str(error)
+        if bool(words) != bool(self._told.get(what)):
+            if words:
+                log.warning(f"{what} fails", extra={"error": words})
+            else:
+                log.info(f"{what} goes on")
+        self._told[what] = words
+
+    # etcd
+
+    async def _keep_key(self) -> None:
+        """Keep the key that says that this server is there."""
+        key = self._place.prefix + b"nodes/" + self._catalog.directory_id.encode()
+        while True:
+            try:
+                value = encode_node(self._address(), __version__)
+                await self._registry.session(key, value, LEASE_SECONDS)
+            except UprError as error:
+                self._tell("the session with etcd", error)
+            else:
+                self._tell("the session with etcd")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _watch(self) -> None:
+        """Read all that is kept of the cluster whenever it changes."""
+        while True:
+            try:
+                self._found, self._map = await self.rows.found()
+                self._read_at = asyncio.get_running_loop().time()
+                self._tell("reading from etcd")
+                await self._registry.changed(self._place.prefix, self._found.revision)
+            except UprError as error:
+                self._tell("reading from etcd", error)
+                await asyncio.sleep(LOOK_SECONDS)
+
+    @property
+    def trouble(self) -> str:
+        """Why this server takes no part in its cluster, in words; empty while it does."""
+        return next(filter(None, self._told.values()), "")
+
+    # Deciding
+
+    async def _decide(self, owning: Owning) -> None:
+        """Do what the map asks of this server."""
+        while True:
+            try:
+                await self._look(owning)
+            except UprError as error:
+                self._tell("taking part in the cluster", error)
+            else:
+                self._tell("taking part in the cluster")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look(self, owning: Owning) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._found is None or now - self._read_at > STALE_SECONDS or owning.claiming:
+            return
+        if self._map is None:
+            await self._begin(owning)
+            return
+        own = self._catalog.replica_set
+        if own and own != self._map.replica_set:
+            raise UprError(
+                f"the cluster {shown(self._place.name)} is the set of servers {self._map.replica_set}; this server"
+                f" belongs to {own}",
+                reason="WRONG_REPLICA_SET",
+                hint="give --cluster another name, or --data an empty directory",
+            )
+        row = self._map.row
+        owning.meeting.heard_of(
+            SetMember(directory=directory, address=address)
+            for directory, address in self._nodes().items()
+        )
+        if row.serving:
+            await owning.learned(row, row.epoch)
+        if not own and row.owner == owning.standing.directory:
+            # It was killed while it made the map.
+            self._catalog.join(self._map.replica_set)
+        await self._act(owning, row, now)
+
+    async def _act(self, owning: Owning, row: Row, now: float) -> None:
+        """Claim the ownership, or have it back, if it is this server's turn."""
+        if owning.active and self._is_first:
+            self._is_first = False
+            if not self._catalog.hosts:
+                await self._catalog.create(DEFAULT_BUCKET)
+        if now - self._tried_at < RESUME_SECONDS or owning.claiming:
+            return
+        if owning.active:
+            # Who claimed died before it served, and counted servers wait for it.
+            is_due = row.epoch > owning.standing.row.epoch and row.owner not in self._nodes()
+            if is_due and not row.serving:
+                self._tried_at = now
+                await owning.step_down(fenced=False)
+                await owning.promote()
+        elif self._may_claim(owning, row):
+            # What was read may be old by now.
+            _, known = await self.rows.found()
+            if known is not None and known.row == row:
+                self._tried_at = now
+                if row != self._claimed:
+                    who = owning.meeting.named(row.owner)
+                    log.warning("this server claims: the owner is gone", extra={"owner": who})
+                self._claimed = row
+                await owning.promote()
+
+    def _nodes(self) -> dict[str, str]:
+        """Return HOST:PORT of the servers that have a key, by directory."""
+        assert self._found is not None
+        prefix = self._place.prefix + b"nodes/"
+        return {
+            key.removeprefix(prefix).decode("ascii", "replace"): decode_node(entry.value)
+            for key, entry in self._found.entries.items()
+            if key.startswith(prefix)
+        }
+
+    def _may_claim(self, owning: Owning, row: Row) -> bool:
+        """Return whether this server is to claim: the owner is gone, for both witnesses, and others had their turn."""
+        own = owning.standing.directory
+        if not (owning.in_step or owning.holding.is_whole):
+            return False
+        if row.owner == own:
+            # A claim of its own failed; an owner that restarts resumes by itself.
+            return not row.serving
+        if own not in row.counted or row.owner in self._nodes() or owning.agreeing is None:
+            return False
+        turn = sorted(row.counted - {row.owner}).index(own)
+        return owning.agreeing.unasked_seconds >= GRANT_SECONDS + turn * TURN_SECONDS
+
+    async def _begin(self, owning: Owning) -> None:
+        """Make the map, where there is none: of the row of who serves, or of a first server that has no set yet."""
+        standing = owning.standing
+        if owning.active:
+            row = standing.row
+        elif not standing.epoch:
+            row = first_row(standing.directory)
+        else:
+            raise UprError(
+                "there is no map of the cluster in etcd",
+                reason="NO_MAP",
+                hint="it is made again when the server that was active is started",
+            )
+        first = Map(self._catalog.replica_set or secrets.token_hex(8), row)
+        if await self.rows.begin(first):
+            log.warning("the map of the cluster was made", extra={"set": first.replica_set})
+            if not self._catalog.replica_set:
+                self._catalog.join(first.replica_set)
+            await owning.store(lambda standing: standing.learned(row))
+
+
+def check_cluster(config: ServerConfig) -> Place:
+    """Return the place of the cluster that settings name.
+
+    Raises:
+        InvalidArgumentError: it is malformed, or does not fit the other settings.
+    """
+    place = Place.parse(config.cluster)
+    if config.replicate_from or config.anonymous:
+        raise InvalidArgumentError(
+            "--cluster is given with --replicate-from or --anonymous; must be without",
+            hint="the map of the cluster says whom a server follows",
+        )
+    if not config.meets:
+        raise InvalidArgumentError(
+            "--cluster is given without identities; must be with --tokens, --tls-client-ca or --open-admin",
+            hint="with --open-admin everybody who can connect may say who is active",
+        )
+    if config.is_unreachable:
+        raise InvalidArgumentError(
+            f"--listen is {config.listen} with --cluster; must be one that the other servers reach, or be advertised",
+            hint="give --advertise HOST:PORT with an address of this host",
+        )
+    return place
+
+
+def replicate(
+    catalog: Catalog,
+    config: ServerConfig,
+    address: Callable[[], str],
+    registry: Registry | None = None,
+) -> ReplicaMethods:
+    """Return a server's part in its set, and in its cluster if it has one.
+
+    Args:
+        address: returns HOST:PORT where the server can be reached.
+        registry: of the cluster; by default etcd.
+
+    Raises:
+        UprError: the settings do not fit, or a file cannot be read.
+    """
+    if not config.cluster:
+        return ReplicaMethods(catalog, config, address)
+    place = check_cluster(config)
+    if registry is None:
+        files = {"ca": config.cluster_ca, "user": config.cluster_user}
+        if config.cluster_ca is not None:
+            files |= {"cert": config.tls_cert, "key": config.tls_key}
+        registry = Etcd(place.endpoints, **files)
+    return ReplicaMethods(catalog, config, address, Keeper(catalog, registry, place, address))

@@ -1,0 +1,1 @@
+"""Generated from protos/etcd by tools/gen_protos.py. Never edited."""

@@ -1,0 +1,269 @@
+"""Agreeing: what a server of a cluster does so that nobody but its owner serves, and that the map says who that is.
+
+A set without a cluster has none of this: there an operator's word takes the place of the map.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from upr.replica.holding import highs_as_held, in_one_order
+from upr.replica.meeting import Answer, Meeting
+from upr.service.buckets.catalog import Catalog
+from upr_protocol.block import U64
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.ownership import GRANT_SECONDS, GRANTED_SECONDS, Claim, Grants, Row
+
+log = logging.getLogger(__name__)
+
+ASK_SECONDS = 0.5
+"""Interval at which an owner asks for grants."""
+SILENT_SECONDS = 5.0
+"""Time after which a counted server that gives no grant, or does not follow, is counted no more."""
+LAST_SECONDS = 10.0
+"""As above, for the last one besides the owner."""
+
+
+PREVIOUS_SECONDS = 1.0
+"""Shortest wait for the promise of the server that served last: with it nobody else has to wait."""
+
+
+def boot_seconds() -> float:
+    """Return the time since the machine was started, with the time that it slept."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) / 1e9
+
+
+def is_released(row: Row, answers: Mapping[str, Answer]) -> bool:
+    """Return whether the server that served last has promised, or is the one that claims."""
+    return row.previous is not None and row.previous.directory in {row.owner, *answers}
+
+
+class Rows(Protocol):
+    """The map of a cluster, where the row of its set is changed by one at a time."""
+
+    async def read(self) -> Row:
+        """Return the newest row.
+
+        Raises:
+            UprError: it cannot be read now.
+        """
+
+    async def swap(self, old: Row, new: Row) -> bool:
+        """Change the row if it is the old one; return whether it is the new one. May be repeated.
+
+        Raises:
+            UprError: it is not known whether it was changed.
+        """
+
+
+class Agreeing:
+    """Grants and row of one server of a cluster.
+
+    Args:
+        rows: where the row is changed.
+        meeting: calls the other servers.
+
+    Attributes:
+        grants: those that it gave and has.
+        trouble: why an owner does not serve now, in words; empty while it does.
+    """
+
+    def __init__(self, rows: Rows, catalog: Catalog, meeting: Meeting) -> None:
+        self.rows = rows
+        self.trouble = ""
+        self._catalog = catalog
+        self._meeting = meeting
+        # One that knows of no epoch was never counted.
+        before = catalog.standing.standing.epoch
+        self.grants = Grants(
+            catalog.directory_id, boot_seconds() + GRANT_SECONDS if before else 0.0
+        )
+        self._began = 0.0
+        self._seen: dict[str, float] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._doubt: Row | None = None
+        self._unsettled = False
+        catalog.may_serve = self.may_serve
+
+    def may_serve(self) -> bool:
+        """Return whether nobody else can be the owner now."""
+        return self.grants.may_serve(boot_seconds())
+
+    # Owning
+
+    def begin(self, row: Row, *, resumed: bool) -> None:
+        """Own a row from now on.
+
+        Args:
+            resumed: whether it was stored before the start: then the last change of it may have been made since.
+        """
+        self._doubt, self._unsettled, self._began = None, resumed, boot_seconds()
+        self._seen.clear()
+        if resumed:
+            self.grants.resume(row)
+        else:
+            self.grants.begin(row)
+
+    def end(self) -> None:
+        """Own no more: nothing is taken or answered from this step on."""
+        self.grants.end()
+        self.trouble = ""
+
+    async def run(self) -> None:
+        """Ask for grants while this server owns, until cancelled."""
+        try:
+            while True:
+                for directory in self._others():
+                    task = self._asking.get(directory)
+                    if task is None or task.done():
+                        self._asking[directory] = asyncio.create_task(self._ask(directory))
+                self._tell()
+                await asyncio.sleep(ASK_SECONDS)
+        finally:
+            for task in self._asking.values():
+                task.cancel()
+
+    def _others(self) -> frozenset[str]:
+        standing = self._catalog.standing.standing
+        owns = standing.owns and not self._catalog.replica
+        return standing.row.counted - {standing.directory} if owns else frozenset()
+
+    async def _ask(self, directory: str) -> None:
+        epoch = self._catalog.standing.standing.row.epoch
+        asked = boot_seconds()
+        if not await self._meeting.ask_grant(directory, epoch):
+            return
+        before = self.may_serve()
+        self.grants.given(directory, epoch, asked)
+        hosts = self._catalog.hosts
+        if all(directory in host.bucket.copies.connected for host in hosts):
+            self._seen[directory] = boot_seconds()
+        if not before and self.may_serve():
+            for host in hosts:
+                host.disk.changed()
+
+    def _tell(self) -> None:
+        """Say once that an owner does not serve, and once that it does again."""
+        since = boot_seconds() - self._began
+        lapsed = since > GRANTED_SECONDS and bool(self._others()) and not self.may_serve()
+        if lapsed and not self.trouble:
+            self.trouble = "no counted server grants it"
+            log.warning("the owner takes and answers nothing", extra={"why": self.trouble})
+        elif self.trouble and not lapsed:
+            self.trouble = ""
+            log.info("the owner serves again")
+
+    def silent(self, row: Row) -> set[str]:
+        """Return the counted servers that have been silent for so long that they are to be counted no more."""
+        now, others = boot_seconds(), row.counted - {row.owner}
+        longest = LAST_SECONDS if len(row.counted) == 1 else SILENT_SECONDS
+        return {one for one in others if now - self._seen.setdefault(one, now) > longest}
+
+    def shrunk(self, row: Row, floor: Mapping[int, U64]) -> Row:
+        """Return the row without a counted server that has been silent for too long.
+
+        Args:
+            floor: by bucket version, what the owner had when it began to serve.
+        """
+        silent = self.silent(row)
+        if not silent:
+            return row
+        none = np.zeros(PARTITIONS, np.uint64)
+        needed = {}
+        for host in self._catalog.hosts:
+            version = host.bucket.identity.version
+            highs = np.maximum(floor.get(version, none), host.bucket.copies.stable(1))
+            needed[version] = highs_as_held(highs)
+        met = self._meeting.met
+        holding = {d: in_one_order(one.held, needed)["marker"] for d, one in met.items()}
+        return row.shrunk(silent, in_one_order(needed, needed)["high"], holding)
+
+    @property
+    def sure(self) -> frozenset[str]:
+        """The servers that are counted whether the change that is under way was made or not."""
+        sets = self.grants.counted
+        return frozenset.intersection(*sets) if sets else frozenset()
+
+    async def next_row(self, own: Row, change: Callable[[], Row]) -> Row:
+        """Change this owner's row in the map, if it is to be changed; return what it is now.
+
+        A change of which it is not known whether it was made is finished before the next one.
+
+        Args:
+            change: returns what the row is to be, and makes nothing count that does not count then.
+
+        Raises:
+            UprError: it is not known what the row is: it may be either.
+        """
+        if self._unsettled:
+            return await self._settled(own)
+        new = change() if self._doubt is None or own.age >= self._doubt.age else self._doubt
+        if new == own:
+            self._doubt, self.grants.counted = None, (own.counted,)
+            return own
+        self._doubt, self.grants.counted = new, (own.counted, new.counted)
+        row = new if await self.rows.swap(own, new) else own
+        self._doubt, self.grants.counted = None, (row.counted,)
+        return row
+
+    async def _settled(self, own: Row) -> Row:
+        """Find out whether the last change before a start was made; by a change, so that it is not made later."""
+        row = await self.rows.read()
+        if (row.owner, row.epoch) == (own.owner, own.epoch) and row.age > own.age:
+            return row
+        new = replace(own, revision=own.revision + 1)
+        if not await self.rows.swap(own, new):
+            return own
+        self._unsettled, self.grants.counted = False, (new.counted,)
+        return new
+
+    # Claiming
+
+    async def ask_previous(self, claim: Claim) -> dict[str, Answer]:
+        """Ask who served last for its promise, no longer than a grant to it holds here."""
+        last = "" if claim.row.previous is None else claim.row.previous.directory
+        if last in ("", claim.row.owner):
+            return {}
+        left = self.grants.left(boot_seconds())
+        asking = asyncio.create_task(self._meeting.ask_promises(claim.row, [last]))
+        try:
+            await asyncio.wait({asking}, timeout=max(left, PREVIOUS_SECONDS))
+        finally:
+            asking.cancel()
+        if not asking.done():
+            claim.asked([last])
+            return {}
+        return {d: one for d, one in asking.result().items() if isinstance(one, Answer)}
+
+    # Giving
+
+    def give(self, epoch: int, owner: str) -> bool:
+        """Answer an owner that asks for a grant."""
+        return self.grants.give(epoch, owner, self._catalog.standing.standing, boot_seconds())
+
+    @contextlib.asynccontextmanager
+    async def freed(self, epoch: int, released: bool) -> AsyncIterator[None]:
+        """Run the body when no grant holds that was given; none is given below an epoch until its end.
+
+        Args:
+            released: whether the owner that has them needs none any more.
+        """
+        self.grants.wanted = max(self.grants.wanted, epoch)
+        try:
+            while not released and (left := self.grants.left(boot_seconds())) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(left)
+            yield
+        finally:
+            if self.grants.wanted == epoch:
+                self.grants.wanted = 0
+
+    @property
+    def unasked_seconds(self) -> float:
+        """Time since a grant was last given to an owner, or since this server was started."""
+        return GRANT_SECONDS - self.grants.left(boot_seconds())
