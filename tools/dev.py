@@ -413,8 +413,9 @@ def parser() -> argparse.ArgumentParser:
     demonstration = commands.add_parser(
         "demo", help="writes that a crash undoes; a git history through a server that is killed"
     )
-    demonstration.add_argument("--repo", type=Path, help="only the history of this git repository")
-    demonstration.add_argument(
+    stories = demonstration.add_mutually_exclusive_group()
+    stories.add_argument("--repo", type=Path, help="only the history of this git repository")
+    stories.add_argument(
         "--failover", action="store_true", help="a replica takes over, a follower undoes"
     )
     tests = commands.add_parser(

@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import signal
 import socket
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from upr.cli import cat
 from upr.cli.follow import layout_of
 from upr.cli.keys import values_of
 from upr.cli.rows import read_rows
-from upr_client import Change, ChangeBatch, Client, Rollback, WriteToken
-from upr_protocol.errors import InvalidArgumentError
+from upr_client import Bucket, Change, ChangeBatch, Client, Rollback, WriteToken
+from upr_protocol.errors import InvalidArgumentError, UnavailableError
 from upr_protocol.partitioning import partition_of
 
 
@@ -253,10 +255,37 @@ def test_a_bench_leaves_no_key_behind(target: str) -> None:
     assert said(target, "dump") == ""
 
 
+def test_a_bench_that_ends_early_deletes_what_it_wrote(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    write_many = Bucket.write_many
+
+    def noted(self: Bucket, rows: Iterable[Any], *arguments: Any, **options: Any) -> Any:
+        if len(written) == 2:
+            written.append(0)
+            raise UnavailableError("gone")
+        taken = list(rows)
+        written.append(len(taken))
+        return write_many(self, taken, *arguments, **options)
+
+    monkeypatch.setattr(Bucket, "write_many", noted)
+    ended = run_cat(target, "bench", "--rows", "90000000", "--value-bytes", "20000")
+    assert ended.exit_code == 5
+    assert ended.stderr.endswith("error: gone\n")
+    # Two portions and the one that failed; first those of single keys.
+    assert written[3:] == [200, written[0], written[0], written[0]]
+    assert said(target, "dump") == ""
+
+
 def test_a_position_file_is_looked_at_first_and_used_by_one(target: str, tmp_path: Path) -> None:
     said(target, "set", "k", "v")
-    file, damaged = tmp_path / "position", tmp_path / "damaged"
+    file, damaged, other = (tmp_path / name for name in ("position", "damaged", "other"))
     damaged.write_text("nonsense")
+    os.mkfifo(tmp_path / "fifo")
+    with Client(target) as client:
+        client.admin.create_bucket("another")
+    assert follow(target, "--bucket", "another", "--position", str(other)) == []
     follower = popen_cat(target, "follow", "--position", str(file))
     assert follower.stdout is not None
     assert json.loads(follower.stdout.readline())["key"] == "k"
@@ -264,6 +293,8 @@ def test_a_position_file_is_looked_at_first_and_used_by_one(target: str, tmp_pat
         (file, "is used by another follower"),
         (damaged, f"{damaged} is damaged"),
         (tmp_path / "none" / "position", "No such file or directory"),
+        (tmp_path / "fifo", "is no plain file"),
+        (other, "'another'; must be 'default'"),
     ):
         refused = run_cat(target, "follow", "-f", "csv", "--position", str(path))
         assert (refused.exit_code, refused.stdout) == (2, "")
@@ -291,6 +322,10 @@ def test_a_position_file_is_looked_at_first_and_used_by_one(target: str, tmp_pat
         (("follow", "--group", "g", "--position", "p"), 2, "go without --group"),
         (("follow", "--group", "g", "--until-now"), 2, "must be left out with a group"),
         (("follow", "--member", "m"), 2, "--member goes with --group"),
+        (("follow", "-f", "raw", "--keys-only"), 2, "-f raw prints values"),
+        # As of a variable that is not set.
+        (("follow", "--group", ""), 2, "group '' is 0 bytes"),
+        (("follow", "--group", "g", "--member", ""), 2, "member '' is 0 bytes"),
         (("load", "parquet", __file__), 2, "test_cat.py: not Parquet"),
         (("load", "csv", __file__), 2, 'test_cat.py:1: the column "key" is there 0 times'),
         (("bench", "--rows", "0"), 2, "0 is not in the range"),

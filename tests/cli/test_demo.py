@@ -96,7 +96,9 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     demo.send_signal(signal.SIGINT)
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 130
-    assert errors == "interrupted; everything is put away\n"
+    # On a slow machine how far it was stands before.
+    assert errors.endswith("interrupted; everything is put away\n")
+    assert "Traceback" not in errors
     assert list(temporary.iterdir()) == []
 
 

@@ -176,6 +176,19 @@ def test_a_pipe_that_pauses_holds_no_row_of_csv_back() -> None:
         assert next(portions) == [(b"c", b"3")]
 
 
+class Halves(io.BytesIO):
+    """Gives pieces that end inside the quoted cell of a row."""
+
+    def read1(self, size: int | None = -1, /) -> bytes:
+        """Two lines: the end of a row and the beginning of the next one."""
+        return self.readline() + self.readline()
+
+
+def test_rows_of_csv_are_not_held_while_pieces_end_inside_the_next_one() -> None:
+    portions = read_csv(Halves(b"key,value\n" + b'a,"\n"\n' * 9), "f", None)
+    assert [len(portion) for portion in portions] == [2, 2, 2, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("text", "key_field", "words"),
     [
@@ -189,6 +202,7 @@ def test_a_pipe_that_pauses_holds_no_row_of_csv_back() -> None:
         (b"deleted,key,value\nno,a,1\n", None, r"^f:2: .*\"deleted\" 'no'"),
         (b'key,value\na,"1\n', None, r"^f:\d: not CSV"),
         (b"id,v\n7,\xff\n", "id", r"^f:2: text that is not UTF-8"),
+        (b"id,v,v\n7,1,2\n", "id", r'^f:1: the column "v" is there 2 times'),
     ],
 )
 def test_bad_csv_says_what_is_wrong(text: bytes, key_field: str | None, words: str) -> None:
@@ -232,11 +246,28 @@ def test_bad_records_say_what_is_wrong(record: dict[str, Any], words: str) -> No
         (b'{"id": "\\udcff"}', "surrogate"),
         (b'{"id": null}', "must be text or a whole number"),
         (b'{"id": ""}', "key is 0 bytes"),
+        (b'{"id": 1, "x": [NaN]}', "NaN is no number"),
     ],
 )
 def test_bad_objects_say_what_is_wrong(line: bytes, words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         parse_record(line, "id")
+
+
+def test_a_cell_of_parquet_that_cannot_be_read_is_named_after_what_precedes_it(
+    tmp_path: Path,
+) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    file = tmp_path / "f.parquet"
+    # The last has nanoseconds, which no time of Python has.
+    moments = pa.array([0, 1000, 1001], pa.time64("ns"))
+    parquet.write_table(pa.table({"id": ["a", "b", "c"], "at": moments}), file)
+    portions = read_parquet(file, "id")
+    assert [key for key, _ in next(portions)] == [b"a", b"b"]
+    with pytest.raises(InvalidArgumentError, match=r"f.parquet:3: it cannot be read: Nano"):
+        next(portions)
 
 
 def test_parquet_needs_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:

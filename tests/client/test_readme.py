@@ -91,6 +91,8 @@ class Terminal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # Of the server, once it listens.
+        self.target = TARGET
         self._ready = folder / "ready"
         programs = Path(sys.executable).parent
         variables = {
@@ -113,11 +115,13 @@ class Terminal:
     def type(self, line: str) -> str:
         """Type a line and return what is printed; of a server, wait until it serves."""
         self._ready.unlink(missing_ok=True)
-        printed = self._typed(line.replace("/tmp/", f"{self._folder}/"))
+        printed = self._typed(
+            line.replace("/tmp/", f"{self._folder}/").replace(TARGET, self.target)
+        )
         if line.startswith("upr-server "):
             wait_until(self._ready.exists, "the server of the README")
-            target = self._ready.read_text().strip()
-            self._typed(f"export UPR_SERVER_LISTEN={target} UPR_TARGET={target}")
+            self.target = self._ready.read_text().strip()
+            self._typed(f"export UPR_SERVER_LISTEN={self.target} UPR_TARGET={self.target}")
         return printed
 
     def _typed(self, line: str) -> str:
@@ -133,11 +137,6 @@ class Terminal:
         assert ended[1] == "0", (line, printed)
         return printed[: ended.start()]
 
-    @property
-    def target(self) -> str:
-        """Where the server listens."""
-        return self._typed("echo $UPR_TARGET").strip()
-
     def close(self) -> None:
         """End the shell, and the server that it may have started."""
         os.killpg(self._shell.pid, signal.SIGKILL)
@@ -148,7 +147,7 @@ class Terminal:
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
     """A shell in a folder that is a git repository, as the README's is."""
     repo = RepoBuilder(tmp_path / "repo")
-    repo.commit({b"upr/a": b"1", b"upr/b": b"2", b"upr/c": b"3", b"d": b"4"})
+    repo.commit({b"upr/a": b"1", b"upr/b": b"2", b"upr/c": b"3", b"user:1": b"4", b"user:2": b"5"})
     repo.make()
     (tmp_path / "repo" / ".git").rename(tmp_path / ".git")
     opened = Terminal(tmp_path)
@@ -172,7 +171,7 @@ def test_five_minutes_print_what_the_readme_shows(
     """All commands and the example, from the top to the bottom, in one shell and on one data directory."""
     monkeypatch.chdir(tmp_path)
     part = README.partition("\n## Five minutes\n")[2].partition("\n## ")[0]
-    compared = 0
+    compared, before = 0, ""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", part, re.MULTILINE | re.DOTALL):
         if language == "python":
             example = block.replace(TARGET, terminal.target).replace("/tmp/", f"{tmp_path}/")
@@ -184,7 +183,13 @@ def test_five_minutes_print_what_the_readme_shows(
             if line.startswith((". ", "pip ")):
                 # They are in the PATH already.
                 continue
-            printed = terminal.type(line)
+            if before.startswith("upr-server "):
+                # Whoever pastes the lines does not wait as the terminal here does.
+                assert line.startswith("until upr-admin status ")
+            before = line
+            # What the commands take for the target without one is another port here; upr-backup takes none.
+            asked = f"env -u UPR_TARGET {line}" if line.startswith("upr-backup ") else line
+            printed = terminal.type(asked)
             # What depends on the repository is not shown.
             if expected.strip():
                 assert without_ids(printed) == without_ids(expected), line

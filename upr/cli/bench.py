@@ -14,7 +14,7 @@ from upr.cli.keys import bucket_there
 from upr.cli.load import Durability, durability_option
 from upr_cli_kit.options import open_client, server_options
 from upr_cli_kit.output import Progress, json_option, print_json, verbose_option
-from upr_protocol.errors import UnavailableError
+from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.limits import VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -47,15 +47,16 @@ def bench(
     prefix = b"upr-bench:%s:" % secrets.token_hex(4).encode()
     with open_client(target, retry_seconds=_RETRY_SECONDS) as client:
         source = bucket_there(client, bucket)
+        written = [range(_SINGLES)]
         try:
             measured = {
-                **_measure_rows(source, prefix, rows, value_bytes, durability),
+                **_measure_rows(source, prefix, rows, value_bytes, durability, written),
                 "set_ms": _each(lambda key: source.set(key, b"1", durability), prefix),
                 "get_ms": _each(source.get, prefix),
             }
         finally:
-            for keys in _portions(prefix, max(rows, _SINGLES), 0):
-                source.write_many([(key, None) for key in keys], "memory")
+            for part in written:
+                source.write_many([(_key(prefix, number), None) for number in part], "memory")
     if as_json:
         print_json({"rows": rows, "value_bytes": value_bytes, "durability": durability, **measured})
         return
@@ -68,17 +69,26 @@ def bench(
         print(f"{number:>10} {words}")
 
 
-def _portions(prefix: bytes, rows: int, value_bytes: int) -> Iterator[list[bytes]]:
-    """Yield the keys of all rows, in portions of which one is written at a time."""
-    count = max(1, min(_PORTION_ROWS, _PORTION_BYTES // (len(prefix) + 8 + value_bytes)))
+def _key(prefix: bytes, number: int) -> bytes:
+    return b"%s%08d" % (prefix, number)
+
+
+def _portions(rows: int, row_bytes: int) -> Iterator[range]:
+    """Yield the numbers of all rows, in portions of which one is written at a time."""
+    count = max(1, min(_PORTION_ROWS, _PORTION_BYTES // row_bytes))
     for first in range(0, rows, count):
-        yield [b"%s%08d" % (prefix, number) for number in range(first, min(first + count, rows))]
+        yield range(first, min(first + count, rows))
 
 
 def _measure_rows(
-    bucket: "Bucket", prefix: bytes, rows: int, value_bytes: int, durability: Durability
+    bucket: "Bucket",
+    prefix: bytes,
+    rows: int,
+    value_bytes: int,
+    durability: Durability,
+    written: list[range],
 ) -> dict[str, Any]:
-    """Write the rows while a follower takes them, and return both rates."""
+    """Write the rows while a follower takes them, and return both rates; what may be there is added to ``written``."""
     from upr_client import Only
 
     # Of bytes that hardly compress, and other ones in each row.
@@ -86,15 +96,16 @@ def _measure_rows(
     progress = Progress("rows written", rows)
     only = Only(key_prefix=prefix)
     with bucket.changes(start="now", only=only, on_rollback="event") as changes:
-        changes.ready(_RETRY_SECONDS)
+        if not changes.ready(_RETRY_SECONDS):
+            raise UnavailableError(f"no stream was started within {_RETRY_SECONDS:g} s")
         with _counted(changes, rows) as wait:
-            started, written = time.monotonic(), 0
-            for keys in _portions(prefix, rows, value_bytes):
-                places = range(written, written + len(keys))
-                values = (pool[i % 4096 : i % 4096 + value_bytes] for i in places)
+            started = time.monotonic()
+            for part in _portions(rows, len(_key(prefix, 0)) + value_bytes):
+                written.append(part)
+                values = (pool[i % 4096 : i % 4096 + value_bytes] for i in part)
+                keys = (_key(prefix, number) for number in part)
                 bucket.write_many(zip(keys, values, strict=True), durability)
-                written += len(keys)
-                progress.update(written)
+                progress.update(part.stop)
             write_seconds = time.monotonic() - started
             follow_seconds = wait() - started
     progress.close()
@@ -103,29 +114,35 @@ def _measure_rows(
 
 @contextmanager
 def _counted(changes: "Changes", rows: int) -> Iterator[Callable[[], float]]:
-    """Take changes in a thread; give what waits for so many, and returns when the last of them came."""
+    """Take changes in a thread; give what waits for so many, and returns when the last of them came, or raises its error."""
     from upr_client import Rollback
 
     done = threading.Event()
     ended = 0.0
+    error: UprError = UnavailableError("the follower ended before it had all rows")
 
     def take() -> None:
-        nonlocal ended
+        nonlocal ended, error
         taken = 0
         try:
             for batch in changes.batches():
-                if not isinstance(batch, Rollback):
-                    taken += sum(block.rows for block in batch.blocks)
+                if isinstance(batch, Rollback):
+                    # Rows that will not come: waiting for them would not end.
+                    error = UnavailableError("the server lost rows while they were counted")
+                    return
+                taken += sum(block.rows for block in batch.blocks)
                 if taken >= rows:
                     ended = time.monotonic()
                     return
+        except UprError as failed:
+            error = failed
         finally:
             done.set()
 
     def wait() -> float:
         done.wait()
         if not ended:
-            raise UnavailableError("the follower ended before it had all rows")
+            raise error
         return ended
 
     thread = threading.Thread(target=take, name="upr-bench-follower", daemon=True)
@@ -142,7 +159,7 @@ def _each(call: Callable[[bytes], object], prefix: bytes) -> dict[str, float]:
     took = []
     for number in range(_SINGLES):
         started = time.monotonic()
-        call(b"%s%08d" % (prefix, number))
+        call(_key(prefix, number))
         took.append((time.monotonic() - started) * 1000)
     took.sort()
     return {"median": took[_SINGLES // 2], "p99": took[_SINGLES * 99 // 100]}

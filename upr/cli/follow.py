@@ -52,13 +52,17 @@ def position_store(
     """Hold where positions are kept, None for nowhere; the file is locked, for which its folder must be writable.
 
     Raises:
-        UprError: the folder is not, or another follower holds the file.
+        UprError: the folder is not, the file is no plain one, or another follower holds it.
     """
     from upr_client import FilePositions
+    from upr_client.errors import PositionStoreError
 
     if path is None:
         yield None
         return
+    if path.exists() and not path.is_file():
+        # To open a FIFO would wait for its other end.
+        raise PositionStoreError(f"the position file {path} is no plain file", hint="name another")
     with _locked(path):
         yield StartAnew(path) if from_start else FilePositions(path)
 
@@ -88,7 +92,7 @@ def _locked(path: Path) -> Iterator[None]:
                         hint="give each one a file of its own",
                     ) from None
             # Whoever had the lock before removes the file, so that this may be one that is not there any more.
-            if lock.exists() and os.path.samestat(lock.stat(), os.fstat(descriptor)):
+            if _is(lock, descriptor):
                 try:
                     yield
                     return
@@ -96,6 +100,13 @@ def _locked(path: Path) -> Iterator[None]:
                     lock.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 Layout = Callable[["Change"], bytes]
@@ -232,11 +243,13 @@ def follow(
     """
     if from_start + from_now + (from_time is not None) > 1:
         raise click.UsageError("--from-start, --from-now and --from-time are given together")
-    if group and (position_file or from_start):
+    if group is not None and (position_file or from_start):
         raise click.UsageError(
             "--position and --from-start go without --group, whose positions 'upr-admin consumers' shows and resets"
         )
-    if member and not group:
+    if keys_only and layout is _PARTS["v"]:
+        raise click.UsageError("-f raw prints values, and --keys-only leaves them out")
+    if member is not None and group is None:
         raise click.UsageError("--member goes with --group")
     from upr_client import Group, Only, Tuning
 
@@ -254,7 +267,7 @@ def follow(
         "acknowledge": "auto" if count is None else "manual",
     }
     with position_store(position_file, from_start) as store:
-        resume = Group(group, member=member) if group else store
+        resume = store if group is None else Group(group, member=member)
         _follow(target, bucket, {"resume": resume, **options}, layout, count)
 
 
@@ -271,19 +284,20 @@ def _follow(
     with open_client(target) as client:
         followed = bucket_there(client, bucket)
         with followed.changes(**options) as changes:
-            if header:
-                sys.stdout.buffer.write(header)
             try:
-                _print_all(changes, layout, count)
+                _print_all(changes, layout, count, header)
             except KeyboardInterrupt:
                 changes.save()
                 raise
 
 
-def _print_all(changes: "Changes", layout: Layout | None, count: int | None) -> None:
+def _print_all(changes: "Changes", layout: Layout | None, count: int | None, header: bytes) -> None:
     from upr_client import Rollback
 
     for batch in changes.batches():
+        # Not before: the server may refuse the positions.
+        sys.stdout.buffer.write(header)
+        header = b""
         if isinstance(batch, Rollback):
             _print_rollback(batch, layout)
         elif count is None:
@@ -296,6 +310,7 @@ def _print_all(changes: "Changes", layout: Layout | None, count: int | None) -> 
                 changes.ack(change)
             if not count:
                 return
+    sys.stdout.buffer.write(header)
 
 
 def _print_changes(

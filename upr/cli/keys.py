@@ -11,6 +11,7 @@ from upr.cli.load import Durability, durability_option
 from upr_cli_kit.options import PARTITION_SET, open_client, server_options
 from upr_cli_kit.output import json_option, print_json, verbose_option
 from upr_protocol.errors import UprError, shown
+from upr_protocol.limits import VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
     from upr_client import Bucket, ChangeBatch, Client, Rollback, WriteResult
@@ -69,7 +70,8 @@ def set_(
 
     A key or value that begins with - goes behind --: 'upr-cat set -- temperature -5'.
     """
-    data = sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
+    # One more than a value may have is refused as what it is, however much there is.
+    data = sys.stdin.buffer.read(VALUE_BYTES_MAX + 1) if value == "-" else os.fsencode(value)
     with open_client(target, retry_seconds=_RETRY_SECONDS) as client:
         source = bucket_there(client, bucket)
         _report(source.set(os.fsencode(key), data, durability), as_json)

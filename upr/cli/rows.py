@@ -154,9 +154,13 @@ def _as_json(value: object) -> str:
     return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number there")
+
+
 def _parse_object(line: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(line.decode())
+        document = json.loads(line.decode(), parse_constant=_no_number)
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(f"not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
@@ -224,7 +228,8 @@ def row_maker(columns: Sequence[str], key_field: str | None) -> Callable[[Sequen
     Raises:
         InvalidArgumentError: a column is missing, there twice, or not known.
     """
-    needed = ("key", "value") if key_field is None else (key_field,)
+    # Of two columns of one name a whole row has one.
+    needed = ("key", "value") if key_field is None else (key_field, *columns)
     for name in needed:
         if columns.count(name) != 1:
             raise InvalidArgumentError(
@@ -336,12 +341,13 @@ def read_csv(stream: IO[bytes], name: str, key_field: str | None) -> Iterator[li
         InvalidArgumentError: a row is bad, or the names are.
     """
     csv.field_size_limit(VALUE_BYTES_MAX)
-    left = 0
+    left = held = 0
+    rows: list[Row] = []
 
     def texts() -> Iterator[str]:
-        nonlocal left
+        nonlocal left, held
         for lines in _lines(stream, name):
-            left = len(lines)
+            left, held = len(lines), len(rows)
             for line in lines:
                 left -= 1
                 yield line.decode(errors="surrogateescape") + "\n"
@@ -349,7 +355,6 @@ def read_csv(stream: IO[bytes], name: str, key_field: str | None) -> Iterator[li
     reader = csv.reader(texts(), strict=True)
     make: Callable[[Sequence[Any]], Row] | None = None
     columns: list[str] = []
-    rows: list[Row] = []
     try:
         for cells in reader:
             if not cells:
@@ -361,9 +366,10 @@ def read_csv(stream: IO[bytes], name: str, key_field: str | None) -> Iterator[li
                 raise InvalidArgumentError(f"{len(cells)} cells; must be {len(columns)}")
             else:
                 rows.append(make(cells))
-            if rows and not left:
+            # Rows are held over where a piece of the file ends inside the next one.
+            if rows and (held or not left):
                 yield rows
-                rows = []
+                rows, held = [], 0
     except (csv.Error, InvalidArgumentError) as error:
         if rows:
             yield rows
@@ -389,18 +395,32 @@ def read_parquet(path: Path, key_field: str | None) -> Iterator[list[Row]]:
         ) from error
     number = 0
     rows: list[Row] = []
+    make: Callable[[Sequence[Any]], Row] | None = None
     try:
         with parquet.ParquetFile(path) as file:
             make = row_maker(file.schema_arrow.names, key_field)
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
-                for cells in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                for cells in _cells(batch):
                     number += 1
                     rows.append(make(cells))
                 yield rows
                 rows = []
-    except (ArrowException, InvalidArgumentError) as error:
+    except InvalidArgumentError as error:
         if rows:
             yield rows
-        if not isinstance(error, InvalidArgumentError):
-            error = InvalidArgumentError(f"not Parquet: {error}")
         raise _located(error, f"{path}:{number}" if number else f"{path}") from None
+    except (ArrowException, OverflowError, ValueError) as error:
+        if rows:
+            yield rows
+        if make is None:
+            raise InvalidArgumentError(f"{path}: not Parquet: {error}") from None
+        raise InvalidArgumentError(f"{path}:{number + 1}: it cannot be read: {error}") from None
+
+
+def _cells(batch: Any) -> Iterable[Sequence[Any]]:
+    try:
+        return zip(*(column.to_pylist() for column in batch.columns), strict=True)
+    except (OverflowError, ValueError):
+        # One has no value in Python, as nanoseconds. Those before it are read one by one.
+        rows = range(batch.num_rows)
+        return ([column[row].as_py() for column in batch.columns] for row in rows)
