@@ -14,7 +14,8 @@ from tests.raw import RawClient, seqnos_of, start_at
 from tests.service.test_room import serving
 from upr.config import ServerConfig
 from upr.storage import store as store_module
-from upr.storage.store import MAP_BYTES, MAP_BYTES_USUAL, Store, map_bytes
+from upr.storage.lmdb_file import MAP_BYTES, MAP_BYTES_USUAL, map_bytes
+from upr.storage.store import Store
 from upr_protocol.limits import BUCKETS_MAX
 
 GIB, TIB = 2**30, 2**40

@@ -27,6 +27,7 @@ from upr.replica.holding import (
     given_up,
     highs_as_held,
     in_one_order,
+    not_known,
 )
 from upr.replica.links import Links
 from upr.replica.meeting import MEET_SECONDS, Answer, Meeting
@@ -73,10 +74,7 @@ class Owning:
 
     Args:
         address: returns HOST:PORT where this server can be reached.
-        rows: where the row is changed by one at a time; None for a set without a cluster.
-
-    Attributes:
-        agreeing: of a server in a cluster; None otherwise.
+        rows: where the row of a cluster is changed by one at a time; None without one, as ``agreeing`` is then.
     """
 
     def __init__(
@@ -714,7 +712,7 @@ class Owning:
                 hint="start it without --replicate-from, or promote another one, which it follows by itself",
             )
         others = standing.row.counted - {standing.directory}
-        met = {d for d in others if d in self.meeting.met}
+        met = others & self.meeting.met.keys()
         if self.holding.served() == standing.row.epoch and (met or not others):
             # One that promised nothing higher is enough: nobody was promoted without it.
             async with self._becoming_active():
@@ -724,13 +722,10 @@ class Owning:
                     await host.activate(standing.row.epoch, {})
                 await self._begin_to_serve(resumed=True)
             return
-        if others - met:
-            raise self.meeting.not_heard(others - met)
+        if missing := others - met:
+            raise self.meeting.not_heard(missing)
         if standing.row.epoch == 1 and not others:
-            raise UprError(
-                "the partitions here are a replica's, and nobody knows whether something is missing",
-                hint="start it with --replicate-from, as before; or 'upr-admin promote --force' makes it active as it is",
-            )
+            raise not_known()
         await self.promote()
 
     def _is_left_alone(self, promised: int) -> bool:
@@ -899,7 +894,6 @@ class Owning:
         if not (self.active and self.standing.owns):
             return
         for host in self._catalog.hosts:
-            followers = host.bucket.followers
-            ready = {one.options.directory for one in followers if one.has_tables}
+            ready = {f.options.directory for f in host.bucket.followers if f.has_tables}
             host.bucket.count(self._known, ready)
             host.bucket.may_undo = bool(others)

@@ -32,6 +32,11 @@ _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META_BYTES = HEADER.size + _META.size + 2 * _TREE.size + _TAIL.size
 _PAGE_SIZES = {2**n for n in range(9, 16)}
 _DEPTH_MAX = 32
+MAP_BYTES_MIN = 64 * 2**30
+MAP_BYTES_USUAL = 3 * 2**40
+MAP_BYTES = 16 * 2**40
+"""Bounds of a map, see ``map_bytes``. A process has 128 TiB of addresses; BUCKETS_MAX usual maps take 96."""
+_MAP_GRAIN = 2**20
 _HINT = "restore the data directory from a replica or a backup"
 
 
@@ -316,3 +321,19 @@ def check_length(folder: Path) -> None:
                 f"{path} has {file.size} bytes, it should have {needed}: its end is missing",
                 hint=_HINT,
             )
+
+
+def map_bytes(folder: Path) -> int:
+    """Return the size of the map for the environment in a folder, in bytes.
+
+    It takes addresses and neither memory nor disk, and is set at each open: twice the file system, so that "disk full"
+    comes first and the file system can grow while the server runs. That is cut at MAP_BYTES_USUAL, or at the size of
+    a larger file system, so that a server's maps fit beside each other; at least MAP_BYTES_MIN, at most MAP_BYTES,
+    and never less than the file that is there.
+    """
+    disk = os.statvfs(folder)
+    size = disk.f_blocks * disk.f_frsize
+    wanted = max(MAP_BYTES_MIN, min(2 * size, max(MAP_BYTES_USUAL, size)))
+    file = folder / DATA_FILE
+    there = file.stat().st_size if file.exists() else 0
+    return max(min(wanted, MAP_BYTES), -(-there // _MAP_GRAIN) * _MAP_GRAIN)

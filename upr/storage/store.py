@@ -8,7 +8,6 @@ takes only addresses, so that "disk full" comes before "map full"; ``map_room`` 
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from upr.storage.keyspace import (
     ProducerRow,
     ProducerSeen,
 )
-from upr.storage.lmdb_file import check_length
+from upr.storage.lmdb_file import check_length, map_bytes
 from upr.storage.proof import Proof, make_file, remove_others
 from upr_protocol.block import U64
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
@@ -68,11 +67,6 @@ class Counters:
 
 log = logging.getLogger(__name__)
 
-MAP_BYTES_MIN = 64 * 2**30
-MAP_BYTES_USUAL = 3 * 2**40
-MAP_BYTES = 16 * 2**40
-"""Bounds of a map, see ``map_bytes``. A process has 128 TiB of addresses; BUCKETS_MAX usual maps take 96."""
-_MAP_GRAIN = 2**20
 FORGET_ROWS = 1000
 """Rows of producers that one transaction removes; it takes a few milliseconds."""
 _SPARE_READERS = 64
@@ -121,25 +115,8 @@ class ReadRequest:
     above: int
 
 
-def map_bytes(folder: Path) -> int:
-    """Return the size of the map for the environment in a folder, in bytes.
-
-    It takes addresses and neither memory nor disk, and is set at each open: twice the file system, so that "disk full"
-    comes first and the file system can grow while the server runs. That is cut at MAP_BYTES_USUAL, or at the size of
-    a larger file system, so that a server's maps fit beside each other; at least MAP_BYTES_MIN, at most MAP_BYTES,
-    and never less than the file that is there.
-    """
-    disk = os.statvfs(folder)
-    size = disk.f_blocks * disk.f_frsize
-    wanted = max(MAP_BYTES_MIN, min(2 * size, max(MAP_BYTES_USUAL, size)))
-    file = folder / "data.mdb"
-    there = file.stat().st_size if file.exists() else 0
-    return max(min(wanted, MAP_BYTES), -(-there // _MAP_GRAIN) * _MAP_GRAIN)
-
-
 def _identity_of(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    return (found := path.stat()).st_dev, found.st_ino
 
 
 class Store:
