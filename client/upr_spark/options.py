@@ -220,20 +220,8 @@ class Connection:
         """Return a client of its own, to be used with ``with``; it connects when something is asked.
 
         Raises:
-            UprSparkError: UPR_BAD_OPTION, the settings contradict each other; UPR_UNAVAILABLE, no host has an address.
-        """
-        _check_hosts(self.endpoint)
-        return self._client()
-
-    def check(self) -> None:
-        """Look whether a client can be made; nothing is connected.
-
-        Raises:
             UprSparkError: UPR_BAD_OPTION, the settings contradict each other.
         """
-        self._client().close()
-
-    def _client(self) -> "Client":
         from upr_client import Client
 
         try:
@@ -249,6 +237,16 @@ class Connection:
             option = "token" if "token" in error.message else "endpoint"
             raise bad_option(option, None, error.message, error.hint) from None
 
+    def check_hosts(self) -> None:
+        """Refuse names of which none has an address, where gRPC would look for one until retryTimeout is over.
+
+        It is for the driver, before a job begins: tasks go on when a name is gone for a while.
+
+        Raises:
+            UprSparkError: UPR_UNAVAILABLE.
+        """
+        _check_hosts(self.endpoint)
+
     def _credentials(self) -> "bool | grpc.ChannelCredentials":
         if not self.tls or not (self.ca or self.cert):
             return self.tls
@@ -262,7 +260,6 @@ _LOOKUPS: Final = 3
 
 
 def _check_hosts(endpoint: str) -> None:
-    """Refuse names of which none has an address: gRPC would look for one until retryTimeout is over."""
     from upr_client.endpoints import endpoints_of, is_server_name
 
     endpoints = endpoints_of(endpoint)
@@ -305,8 +302,8 @@ def read_connection(options: Mapping[str, str]) -> Connection:
             "endpoint",
             None,
             "must be given",
-            'for example .option("endpoint", "127.0.0.1:7070"); a table of SQL keeps its options only where CREATE TABLE '
-            "has no list of columns",
+            'for example .option("endpoint", "127.0.0.1:7070"); a table of SQL has its options only where CREATE TABLE '
+            "has no list of columns and INSERT INTO has one, and not for streams that write",
         )
     if values["token"] is not None and values["tokenFile"] is not None:
         raise bad_option(
@@ -334,7 +331,7 @@ def read_connection(options: Mapping[str, str]) -> Connection:
 
 
 def _check(connection: Connection) -> None:
-    connection.check()
+    connection.open().close()
     try:
         check_name(connection.bucket, "bucket")
     except InvalidArgumentError as error:

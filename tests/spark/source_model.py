@@ -231,9 +231,6 @@ class ModelServer:
             begun[index] = Pin(at.log.newest.failover_id, 0 if seqno < at.purge else seqno)
         return begun
 
-    def make_load_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
-        return self.make_cut(name, partitions, lease)
-
     def make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
         self.happen()
         pins = {

@@ -44,5 +44,18 @@ def test_the_examples_run(
             b"b": b"2",
             b"from": b"SQL",
         }
-    assert spark.sql("SELECT value FROM bucket WHERE key = 'a'").collect() == [("1",)]
+        assert spark.sql("SELECT value FROM bucket WHERE key = 'a'").collect() == [("1",)]
+        client.admin.create_bucket("copy")
+        spark.sql(f"""
+            CREATE TABLE copy USING upr
+            OPTIONS (endpoint '{target}', bucket 'copy', keyEncoding 'utf8', valueEncoding 'utf8')
+        """)
+        highs = [info.high_seqno for info in client.admin.partitions("default")]
+        with pytest.raises(Exception, match="must be left out"):
+            spark.sql("INSERT INTO copy SELECT * FROM bucket")
+        assert [info.high_seqno for info in client.admin.partitions("default")] == highs
+        spark.sql("INSERT INTO copy (key, value, op) SELECT key, value, op FROM bucket")
+        assert client.bucket("copy").get_many([b"a", b"0"]) == {b"a": b"1"}
+        client.admin.drop_bucket("copy")
     spark.sql("DROP TABLE bucket")
+    spark.sql("DROP TABLE copy")

@@ -231,7 +231,7 @@ def test_a_stream_takes_all_in_limited_batches_and_goes_on_from_its_checkpoint(
     assert len(sink.batches) >= 2
     assert max(sink.sizes) <= 900
     assert sink.controls == []
-    assert [cut.name.rpartition("-")[0] for cut in client.admin.cuts(bucket)] == ["nightly"]
+    assert [cut.name.partition("-")[0] for cut in client.admin.cuts(bucket)] == ["nightly"]
 
     bucket.write_many([(b"new%d" % n, b"") for n in range(100)])
     before = len(sink.batches)

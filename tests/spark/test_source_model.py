@@ -4,13 +4,16 @@ import json
 import socket
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from pyspark.sql.types import StringType
+from pyspark.sql.types import StringType, StructType
 
 from tests.spark.source_engine import Engine, model_settings
 from tests.spark.source_model import ModelServer, Weather
+from upr_protocol.errors import TooManyError
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import PARTITIONS
 from upr_spark.errors import UprSparkError, find_error
@@ -35,7 +38,7 @@ from upr_spark.source.plan import (
     plan_ranges,
     thinned,
 )
-from upr_spark.source.server import Answer, CutPoint
+from upr_spark.source.server import LOAD, Answer, CutPoint, Server
 
 _WEATHERS = {
     "rollbacks": Weather(),
@@ -173,6 +176,18 @@ def test_who_began_above_goes_back_to_where_the_server_did_and_holds_nothing() -
     assert end is not None
     assert end.entries[5] == Entry(12, 450, (), rollback=426, base=426)
     assert plan_ranges(start, end) == [Range(5, 426, 12, 450, None)]
+
+
+def test_what_begins_above_an_older_cut_stays_there() -> None:
+    start = Offset(7, {5: Entry(11, 434, base=434)}, "c1")
+    cut = CutPoint("c2", {5: Pin(11, 430)})
+    answer = Answer(11, 440, None, "newest_id", "", newest_record=400)
+
+    assert next_offset(start, {5: answer}, cut, Rules("fail")) is None
+    # What the server has not any more it has undone.
+    end = next_offset(start, {5: replace(answer, high=430)}, cut, Rules("fail"))
+    assert end is not None
+    assert end.entries[5] == Entry(11, 430, (), rollback=400, base=400)
 
 
 @pytest.mark.parametrize("mode", ["emit", "fail"])
@@ -335,12 +350,63 @@ def test_a_table_of_sql_has_its_options_with_its_columns() -> None:
     other: Any = UprDataSource({"endpoint": "127.0.0.1:2"}).reader(schema)
     assert (other._settings.load_lease, other._settings.key_text) == (300.0, False)
 
+    # Where names and types match, Spark gives what is read from a table as it is: with that one's options.
+    read = pa.RecordBatch.from_pylist([{"partition": 5, "key": b"k"}])
+    with pytest.raises(UprSparkError, match="column partition of a table of SQL is given"):
+        writer.write(iter([read]))
+    with pytest.raises(UprSparkError, match="cannot be overwritten"):
+        UprDataSource({"allowtruncate": "true"}).writer(schema, True)
+    with pytest.raises(UprSparkError, match="not for streams that write"):
+        UprDataSource({}).streamWriter(schema, False)
+
     with pytest.raises(UprSparkError, match="a table would show it"):
         UprDataSource(properties | {"option.token": "s3cret"}).schema()
     with pytest.raises(UprSparkError, match="option foo: is unknown"):
         UprDataSource(properties | {"option.foo": "1"}).schema()
     with pytest.raises(UprSparkError, match="CREATE TABLE has no list of columns"):
         UprDataSource({}).reader(default_schema(False, False))
+
+
+def test_who_waits_for_room_takes_no_cut_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, idle = 0.0, {"upr-host-2": 100.0}
+    released: list[str] = []
+
+    def pause(server: Server, seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    def create(*_: Any, **__: Any) -> Any:
+        if released:
+            return SimpleNamespace(name="made", pins={})
+        raise TooManyError("cuts are 64; must be below 64")
+
+    def cuts(_: Any) -> list[Any]:
+        # The first one is renewed each five seconds, the other one was made once.
+        used = {"upr-host-1": 100 + clock // 5 * 5, "upr-host-3": 0.0, **idle}
+        names = {name: name + LOAD * (name != "upr-host-3") for name in used}
+        return [
+            SimpleNamespace(name=names[n], expires_time=(at + 9) * 1e6, lease_seconds=9)
+            for n, at in used.items()
+        ]
+
+    monkeypatch.setattr(Server, "now", lambda _: clock)
+    monkeypatch.setattr(Server, "pause", pause)
+    server = Server(read_connection({"endpoint": "127.0.0.1:1"}))
+    admin = SimpleNamespace(
+        create_cut=create, cuts=cuts, release_cut=lambda _, name: released.append(name)
+    )
+    monkeypatch.setattr(Server, "client", SimpleNamespace(admin=admin))
+    monkeypatch.setattr(Server, "bucket", None)
+
+    assert server.make_cut("upr-host-4" + LOAD, [5], 9).name == "made"
+    assert released == ["upr-host-2" + LOAD]
+    assert 15 <= clock < 20
+    released.clear()
+    idle.clear()
+    with pytest.raises(UprSparkError) as raised:
+        server.make_cut("upr-host-4", [5], 9)
+    assert (raised.value.code, released) == ("TOO_MANY", [])
+    assert clock > 60
 
 
 def test_a_host_without_an_address_is_refused_before_anything_waits_for_it(
@@ -360,11 +426,25 @@ def test_a_host_without_an_address_is_refused_before_anything_waits_for_it(
     for endpoint, tries in (("nohost:1", 1), ("nohost:1,[::1]:2", 2), ("slow:1", 3)):
         asked.clear()
         with pytest.raises(UprSparkError, match="no address is known") as raised:
-            read_connection({"endpoint": endpoint}).open()
+            read_connection({"endpoint": endpoint}).check_hosts()
         assert (raised.value.code, len(asked)) == ("UNAVAILABLE", tries)
     assert len(pauses) == 2
     for endpoint in ("nohost:1,here:1", "dns:///nohost:1"):
-        read_connection({"endpoint": endpoint}).open().close()
+        read_connection({"endpoint": endpoint}).check_hosts()
+    source = UprDataSource({"endpoint": "nohost:1"})
+    schema = default_schema(False, False)
+    for use in (
+        source.schema,
+        source.reader(schema).partitions,
+        source.streamReader(schema).initialOffset,
+        lambda: source.writer(StructType(schema.fields[3:5]), False),
+    ):
+        with pytest.raises(UprSparkError, match="no address is known"):
+            use()
+    # A task goes on where the name is gone for a while.
+    asked.clear()
+    read_connection({"endpoint": "nohost:1"}).open().close()
+    assert asked == []
 
 
 def test_starts_of_a_query_that_cannot_go_on_leave_no_cuts() -> None:
@@ -538,6 +618,7 @@ def test_groups_are_of_about_the_same_weight() -> None:
         ({"batchrows": "0"}, "batchRows"),
         ({"batchbytes": "1"}, "batchBytes"),
         ({"leasettl": "31d"}, "leaseTtl"),
+        ({"leasename": "upr-backup"}, "leaseName"),
         ({"minpollinterval": "soon"}, "minPollInterval"),
         ({"startingoffsets": '{"5": 434}', "partitions": "6"}, "startingOffsets"),
         ({"startingoffsets": '{"5": -3}'}, "startingOffsets"),

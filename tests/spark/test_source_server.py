@@ -214,7 +214,7 @@ def test_loads_take_the_place_of_those_that_nobody_reads(
     keys = _write(bucket, 0, 100)
     client.admin.create_cut(bucket, "mine")
     reader = _stream(server, bucket)
-    reader.latestOffset(reader.initialOffset(), _ALL)
+    end = reader.latestOffset(reader.initialOffset(), _ALL)
     monkeypatch.setattr("upr_spark.source.server.UNUSED_SECONDS", 1000.0)
     first = _source(server, bucket, leasename="nightly")
     schema = first.schema()
@@ -232,9 +232,12 @@ def test_loads_take_the_place_of_those_that_nobody_reads(
         last.schema()
         client.admin.create_cut(bucket, f"{BACKUP_CUTS_NAME}{len(kept)}", lease=1)
         client.admin.release_cut(bucket, f"{BACKUP_CUTS_NAME}{len(kept)}")
+    # So do streams.
+    more = _write(bucket, 100, 110)
+    assert len(_rows(reader, reader.partitions(end, reader.latestOffset(end, _ALL)))) == len(more)
     left = {cut.name for cut in client.admin.cuts(bucket)}
     gone = kept - left
-    assert len(gone) == 3
+    assert len(gone) == 4
     assert all(name.startswith("upr-spark-") and name.endswith("-load") for name in gone)
     assert {
         row["key"] for row in _rows(last.reader(schema), last.reader(schema).partitions())
@@ -284,8 +287,10 @@ def test_a_batch_begins_at_a_time(server: RunningServer, client: Client, bucket:
     assert len(everything) - len(after) == len([r for r in of_one if r["key"] in old])
     begun = _read(server, bucket, startingtimestamp=moment.isoformat())
     assert {row["key"] for row in begun} == new
-    later = _read(server, bucket, startingtimestamp="2100-01-01T00:00:00Z")
-    assert later == []
+    source = _source(server, bucket, startingtimestamp="2100-01-01T00:00:00Z")
+    reader = source.reader(source.schema())
+    _write(bucket, 1100, 3000)
+    assert _rows(reader, list(reader.partitions())) == []
     ends = json.dumps({one: min(row["seqno"] for row in of_one) - 1, 3: -1})
     left = _read(server, bucket, endingoffsets=ends)
     assert {row["partition"] for row in everything} - {row["partition"] for row in left} == {one}

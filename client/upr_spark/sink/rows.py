@@ -55,6 +55,24 @@ def _bad_schema(column: str, message: str, hint: str) -> UprSparkError:
     return UprSparkError("BAD_SCHEMA", message, hint=hint, details={"column": column})
 
 
+def check_named(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return rows that are for the table whose options came with their first column, and refuse others.
+
+    Where an INSERT INTO names no columns, and what it takes has the same ones, Spark gives them as they are: with the
+    options of the table that was read.
+
+    Raises:
+        UprSparkError: UPR_BAD_ROW, they may be for another table.
+    """
+    if batch.column(0).null_count < batch.num_rows:
+        raise _bad_row(
+            f"the column {batch.schema.names[0]} of a table of SQL is given; must be left out",
+            "name the columns, as in INSERT INTO t (key, value, op) SELECT key, value, op FROM ...; a DataFrame is written "
+            "with an endpoint of its own",
+        )
+    return batch
+
+
 def columns_of(batch: pa.RecordBatch, mode: str) -> tuple[pa.Array, pa.Array]:
     """Return the keys and values to be written, both of binary or string; a null value deletes its key.
 

@@ -42,7 +42,7 @@ from upr_protocol.errors import ContentDiffersError, UnknownOutcomeError, UprErr
 from upr_protocol.places import PLACE_BLOCKS, PLACES, place_number
 from upr_spark.errors import UprSparkError, bad_option
 from upr_spark.sink.options import SinkOptions, read_sink_options
-from upr_spark.sink.rows import check_schema, columns_of
+from upr_spark.sink.rows import check_named, check_schema, columns_of
 from upr_spark.sink.truncating import delete_older, look
 
 _FORMAT: Final = "upr-spark-2"
@@ -338,10 +338,12 @@ class BatchWriter(DataSourceArrowWriter):
     Args:
         options: read and checked.
         overwrite: whether the keys that are not written are to be deleted at the end.
+        of_table: whether the options are those of a table of SQL.
     """
 
-    def __init__(self, options: SinkOptions, *, overwrite: bool) -> None:
+    def __init__(self, options: SinkOptions, *, overwrite: bool, of_table: bool) -> None:
         self._options = options
+        self._of_table = of_table
         self._write_id = options.write_id or secrets.token_hex(16)
         self._named = options.write_id is not None
         self._beginning = None
@@ -360,8 +362,9 @@ class BatchWriter(DataSourceArrowWriter):
         context = TaskContext.get()
         partition = 0 if context is None else context.partitionId()
         kind = "named" if self._named else "batch"
+        rows = map(check_named, iterator) if self._of_table else iterator
         return TaskRows(
-            write_batches(self._options, batch_task(kind, self._write_id, partition), iterator)
+            write_batches(self._options, batch_task(kind, self._write_id, partition), rows)
         )
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -430,20 +433,30 @@ def _tell(options: SinkOptions, messages: list[WriterCommitMessage | None], word
     _logger.info("%s: %d rows %s", options.connection.bucket, rows, words)
 
 
-def batch_writer(options: Mapping[str, str], schema: StructType, overwrite: bool) -> BatchWriter:
+def batch_writer(
+    options: Mapping[str, str], schema: StructType, overwrite: bool, *, of_table: bool = False
+) -> BatchWriter:
     """Return the writer of a batch job.
 
     Args:
         options: as Spark gives them.
         schema: of the rows.
         overwrite: whether the mode is "overwrite".
+        of_table: whether the options came with the columns of a table of SQL.
 
     Raises:
         UprSparkError: UPR_BAD_OPTION, UPR_BAD_SCHEMA, UPR_OVERWRITE_REFUSED; for an overwrite also what the server
-            answered, which is asked where its bucket is.
+            answered, which is asked where its bucket is. UPR_UNAVAILABLE, no host has an address.
     """
     read = read_sink_options(options, streaming=False)
     check_schema(schema, read.mode, ignore_extra=read.ignore_extra)
+    if overwrite and of_table:
+        # Without a row nothing would show whether the options are those of the table that was meant.
+        raise UprSparkError(
+            _REFUSED,
+            f"a table of SQL cannot be overwritten: bucket {read.connection.bucket}",
+            hint='write a DataFrame with mode("overwrite") and the options endpoint and allowTruncate',
+        )
     if overwrite and not read.allow_truncate:
         raise UprSparkError(
             _REFUSED,
@@ -459,7 +472,8 @@ def batch_writer(options: Mapping[str, str], schema: StructType, overwrite: bool
             "delete them",
             "leave it out: an overwrite may be run again as often as you like",
         )
-    return BatchWriter(read, overwrite=overwrite)
+    read.connection.check_hosts()
+    return BatchWriter(read, overwrite=overwrite, of_table=of_table)
 
 
 def stream_writer(options: Mapping[str, str], schema: StructType, overwrite: bool) -> StreamWriter:

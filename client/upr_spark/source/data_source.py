@@ -63,6 +63,7 @@ class UprDataSource(DataSource):
             return _table_schema(self.options)
         settings = read_settings(self.options)
         if settings.ends_late:
+            settings.connection.check_hosts()
             # Spark keeps this object for the life of the DataFrame, and asks for the schema once.
             with closing(Server(settings.connection)) as server:
                 self._pinned = pin_now(server, settings)
@@ -95,14 +96,14 @@ class UprDataSource(DataSource):
         from upr_spark.sink import batch_writer
 
         options = _options(self.options, schema, READING_OPTIONS, WRITE_OPTIONS)
-        return batch_writer(options, schema, overwrite)
+        return batch_writer(options, schema, overwrite, of_table="endpoint" not in self.options)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:
         """Return what writes a stream."""
         from upr_spark.sink import stream_writer
 
-        options = _options(self.options, schema, READING_OPTIONS, WRITE_OPTIONS)
-        return stream_writer(options, schema, overwrite)
+        # The columns are those of what is read: they do not tell of the table that is written to.
+        return stream_writer(self.options, schema, overwrite)
 
 
 # Spark gives the options of a table to schema() alone, when it is made. So they are kept with its columns.
@@ -213,6 +214,7 @@ class UprReader(DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         """Return the tasks."""
         settings = self._settings
+        settings.connection.check_hosts()
         with closing(Server(settings.connection)) as server:
             ranges, cut = plan_batch(server, settings, self._pinned)
             version = server.bucket_version
@@ -321,6 +323,7 @@ class UprStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _plans(self) -> Planner:
         if self._planner is None:
+            self._settings.connection.check_hosts()
             self._server = Server(self._settings.connection)
             self._planner = Planner(self._server, self._settings)
             if self._pinned is not None:

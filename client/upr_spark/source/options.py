@@ -7,7 +7,13 @@ from datetime import datetime
 from typing import Any, Final, Literal
 
 from upr_protocol.failover import check_partition, check_seqno
-from upr_protocol.limits import CUT_LEASE_SECONDS, CUT_LEASE_SECONDS_MAX, KEY_BYTES_MAX, PARTITIONS
+from upr_protocol.limits import (
+    BACKUP_CUTS_NAME,
+    CUT_LEASE_SECONDS,
+    CUT_LEASE_SECONDS_MAX,
+    KEY_BYTES_MAX,
+    PARTITIONS,
+)
 from upr_spark.errors import bad_option
 from upr_spark.options import (
     CONNECTION_OPTIONS,
@@ -108,6 +114,8 @@ def _name(value: str) -> str:
     stripped = text(value)
     if len(stripped.encode()) > _NAME_CHARACTERS_MAX or not stripped.isprintable():
         raise ValueError(f"must be 1 to {_NAME_CHARACTERS_MAX} bytes without control characters")
+    if f"{stripped}-".startswith(BACKUP_CUTS_NAME):
+        raise ValueError(f"must not be {BACKUP_CUTS_NAME[:-1]}, whose cuts are kept for backups")
     return stripped
 
 

@@ -124,7 +124,9 @@ def _move(partition: int, entry: Entry, answer: Answer, pin: Pin, rules: Rules) 
         # Nothing is held, so there is nothing to undo and nothing was missed.
         at_end = Entry(pin.failover_id, pin.seqno, inexact=_is_inexact(rules, pin.seqno))
         return None if has_reached(entry, pin) else at_end
-    if not answer.active and pin.seqno < entry.seqno and answer.newest_id == entry.failover_id:
+    # A replica may be late; and who holds nothing may begin above a cut that was made before.
+    may_wait = not answer.active or (not entry.holds and entry.seqno <= answer.high)
+    if may_wait and pin.seqno < entry.seqno and answer.newest_id == entry.failover_id:
         return None
     if 0 < entry.seqno < answer.purge:
         words = f"deletes up to seqno {answer.purge} may be gone"
@@ -300,6 +302,7 @@ def data_loss(
 
 _ATTEMPTS: Final = 10
 _HISTORY_PAUSE: Final = 0.05
+_HOST_CHARACTERS: Final = 60
 
 
 class ServerPort(Protocol):
@@ -322,10 +325,7 @@ class ServerPort(Protocol):
         """Return where partitions begin that begin at a time."""
 
     def make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
-        """Pin partitions."""
-
-    def make_load_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
-        """Pin partitions for a load."""
+        """Pin partitions, waiting for room."""
 
     def find_cut(self, name: str, lease: float) -> CutPoint | None:
         """Return a cut, renewed."""
@@ -340,6 +340,11 @@ class ServerPort(Protocol):
 def random_token() -> str:
     """Return what makes a cut's name its own."""
     return secrets.token_hex(8)
+
+
+def _cut_name(settings: Settings, token: str) -> str:
+    # Drivers share the name of an option's default; the host says whose room it takes at the server.
+    return f"{settings.cut_name}-{socket.gethostname()[:_HOST_CHARACTERS]}-{token}"
 
 
 def starting_offset(server: ServerPort, settings: Settings, cut: CutPoint | None) -> Offset:
@@ -576,7 +581,7 @@ class Planner:
         return self._cut
 
     def _make_cut(self) -> CutPoint:
-        name = f"{self._settings.cut_name}-{self._token()}"
+        name = _cut_name(self._settings, self._token())
         cut = self._server.make_cut(name, self._settings.partitions, self._settings.lease)
         self._held[name] = self._server.now()
         return cut
@@ -626,15 +631,12 @@ def _all_reached(start: Offset, cut: CutPoint) -> bool:
 
 
 _BATCH_ATTEMPTS: Final = 5
-_HOST_CHARACTERS: Final = 60
 
 
 def pin_now(server: ServerPort, settings: Settings) -> CutPoint:
     """Pin the partitions as they are now, under a new name."""
-    # Drivers share the name of an option's default; the host says whose room it takes at the server.
-    host = socket.gethostname()[:_HOST_CHARACTERS]
-    name = f"{settings.cut_name}-{host}-{random_token()}{LOAD}"
-    return server.make_load_cut(name, settings.partitions, settings.load_lease)
+    name = f"{_cut_name(settings, random_token())}{LOAD}"
+    return server.make_cut(name, settings.partitions, settings.load_lease)
 
 
 def plan_batch(

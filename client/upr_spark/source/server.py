@@ -1,5 +1,6 @@
 """The server as planning sees it, over the SDK; questions are repeated for as long as ``retryTimeout`` says."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,51 +178,42 @@ class Server:
             positions = following.positions()
         return {p: Pin(one.failover_id, one.seqno) for p, one in positions.items()}
 
-    def make_load_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
-        """Pin partitions for a load, waiting for room.
+    def make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
+        """Pin partitions, waiting for room.
 
         Where the server takes no further cut, the one goes that was not used for the longest time, of the loads whose
         cuts are named alike. Who reads it later may find that it is gone.
 
         Args:
-            name: one that ends with a part of its own and LOAD; what is before these is alike.
+            name: one that ends with a part of its own, and of a load with LOAD; what is before these is alike.
 
         Raises:
             UprSparkError: UPR_TOO_MANY, after ``retryTimeout``; or as the server refused.
         """
         began = self.now()
         alike = name.removesuffix(LOAD).rpartition("-")[0] + "-"
+        ahead = -math.inf
         while True:
             try:
-                return self.make_cut(name, partitions, lease)
+                return self._make_cut(name, partitions, lease)
             except UprSparkError as error:
-                waited = self.now() - began
-                if error.code != TooManyError.default_reason or (
-                    waited > self._connection.retry_timeout
-                ):
+                too_late = self.now() - began > self._connection.retry_timeout
+                if error.code != TooManyError.default_reason or too_late:
                     raise
-                self.pause(0.05 if self._give_up_unused(alike, waited) else 1.0)
+            cuts = self._retried(lambda: self.client.admin.cuts(self.bucket))
+            waited = self.now() - began
+            used = {cut.name: cut.expires_time / 1e6 - cut.lease_seconds for cut in cuts}
+            # Only the server's clock dates them. It is past each use, and past one seen earlier by what was waited since.
+            ahead = max([ahead, *(one - waited for one in used.values())])
+            mine = [name for name in used if name.startswith(alike) and name.endswith(LOAD)]
+            oldest = min(mine, key=used.__getitem__, default=None)
+            if oldest is not None and ahead + waited - used[oldest] >= UNUSED_SECONDS:
+                self.release(oldest)
+                self.pause(0.05)
+            else:
+                self.pause(1.0)
 
-    def _give_up_unused(self, alike: str, waited: float) -> bool:
-        cuts = self._retried(lambda: self.client.admin.cuts(self.bucket))
-        used = {cut.name: cut.expires_time / 1e6 - cut.lease_seconds for cut in cuts}
-        mine = [name for name in used if name.startswith(alike) and name.endswith(LOAD)]
-        if not mine:
-            return False
-        # Only the server's clock dates them, and nothing is as late as the newest use but what came since.
-        now = max(used.values()) + waited
-        oldest = min(mine, key=used.__getitem__)
-        if now - used[oldest] < UNUSED_SECONDS:
-            return False
-        self.release(oldest)
-        return True
-
-    def make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
-        """Pin partitions.
-
-        Raises:
-            UprSparkError: as the server refused.
-        """
+    def _make_cut(self, name: str, partitions: Sequence[int], lease: float) -> CutPoint:
 
         def make() -> Any:
             try:

@@ -316,8 +316,8 @@ def renewed(server: Server, cut: str | None, lease: float) -> Iterator[None]:
 
     def renew() -> None:
         while not ended.wait(pause):
-            # One that is gone shows when the rest cannot be served as of its end.
-            with suppress(UprError):
+            # One that is gone shows when the rest cannot be served as of its end; ValueError is gRPC's at the close.
+            with suppress(UprError, ValueError):
                 client.admin.renew_cut(bucket, cut, lease)
 
     thread = threading.Thread(target=renew, name="upr-renew", daemon=True)
