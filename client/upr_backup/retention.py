@@ -357,10 +357,7 @@ def plan(repository: Repository, chain: Chain, grace: int, now: int) -> Plan:
         for one in _stored(storage, folder):
             if number_in(one.name) < made.first and one.name.endswith(".json"):
                 made.doomed.append(Doomed(one.name, one.bytes, "documents"))
-    for one in _stored(storage, STAGING):
-        if number_in(one.name) <= chain.last and _is_old(one, now - grace):
-            made.doomed.append(Doomed(one.name, one.bytes, "leftovers"))
-    for one in _stored(storage, ASIDE):
+    for one in (*_stored(storage, STAGING), *_stored(storage, ASIDE)):
         if number_in(one.name) <= chain.last and _is_old(one, now - grace):
             made.doomed.append(Doomed(one.name, one.bytes, "leftovers"))
     for one in _stored(storage, "journal/"):

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from upr_backup.errors import RepositoryDamagedError, is_damage
+from upr_backup.errors import BackupNotFoundError, RepositoryDamagedError, is_damage
 from upr_backup.repository import Storage
 from upr_backup.repository.chain import (
     Chain,
@@ -26,7 +26,7 @@ from upr_backup.repository.chain import (
     segments_of,
     sizes_of,
 )
-from upr_backup.repository.documents import FileRef, Manifest
+from upr_backup.repository.documents import MICROS_MAX, FileRef, Manifest
 from upr_backup.repository.repository import Repository
 from upr_client import Bucket, Only, Tuning
 from upr_client.arrow import record_batch
@@ -359,13 +359,18 @@ def open_point(
         BackupNotFoundError: there is no such backup.
         RepositoryDamagedError: a document or a file is damaged or missing.
     """
-    if isinstance(at, str):
-        at = repository.tag(at).number
+    tag = repository.tag(at) if isinstance(at, str) else None
+    at = tag.number if tag else at
     try:
         chain, number, backups = _needed(repository, at, indexed=True)
     except RepositoryDamagedError:
         # It may be the index that is not right.
         chain, number, backups = _needed(repository, at, indexed=False)
+    if tag and chain.link(number).sha256 != tag.sha256:
+        raise BackupNotFoundError(
+            f"the backup that the tag was given to is gone: backup {number} is another one",
+            hint="'repair' set it aside",
+        )
     storage = repository.storage
     counted: Mapping[int, Sequence[Segment]] = segments_of(backups)
     if partitions is not None:
@@ -378,12 +383,8 @@ def open_point(
 def _needed(
     repository: Repository, at: Any, *, indexed: bool
 ) -> tuple[Chain, int, Sequence[Manifest]]:
-    damage: list[str] = []
-    chain = repository.chain(damage.append, indexed=indexed)
+    chain = repository.usable(at, indexed=indexed)
     number = number_at(chain, at)
-    if damage and not (isinstance(at, int) and chain.first <= at <= chain.last):
-        there = f"backups {chain.first} to {chain.last} can be used, with --at ID" if chain else ""
-        raise RepositoryDamagedError(damage[0], hint=there)
     return chain, number, needed(chain, number)
 
 
@@ -460,7 +461,10 @@ def _rows_of(
         lengths = pc.binary_length(own.column("value"))
         times = pc.cast(own.column("time"), pa.int64())
         columns = (own.column("op"), own.column("seqno"), lengths, times)
-        yield from zip(*(column.to_pylist() for column in columns), strict=True)
+        for row in zip(*(column.to_pylist() for column in columns), strict=True):
+            if row[0] not in ("set", "delete") or not 0 <= (row[3] or 0) <= MICROS_MAX:
+                raise RepositoryDamagedError(f"{file.path} has a row that was not written here")
+            yield row
 
 
 def grouped(sizes: Mapping[int, int], group_bytes: int = GROUP_BYTES) -> list[list[int]]:

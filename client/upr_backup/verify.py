@@ -56,6 +56,7 @@ def verify(
     """
     wrong: list[str] = []
     chain = repository.chain(wrong.append)
+    repository.tags(chain, wrong.append)
     yield from wrong
     if not wrong:
         for name in repository.lost_manifests(chain.last):

@@ -74,7 +74,7 @@ def test_a_chain_that_cannot_be_listed_does_not_count_as_none(
     made: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unlistable(monkeypatch, made.repository / "chain", errno.EACCES)
-    for arguments in (["list"], ["verify"], ["backup"], ["init", "--target", made.server.target]):
+    for arguments in (["list"], ["verify"], ["backup"]):
         done = upr_backup(made.repository, *arguments)
         assert (done.exit_code, "chain: Permission denied" in done.stderr) == (2, True), arguments
 

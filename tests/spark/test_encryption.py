@@ -1,6 +1,7 @@
 """An encrypted repository: nothing is readable without its key, no bit changes unnoticed, and a wrong key says so."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -69,11 +70,17 @@ def test_what_was_changed_is_not_read(tmp_path: Path) -> None:
             print(number, len(storage.read("chain/a")))
     path.write_bytes(sealed)
     assert storage.read("chain/a") == bytes(2 * CHUNK)
+    foreign = tmp_path / os.fsdecode(b"\xff")
+    foreign.write_bytes(sealed)
+    with pytest.raises(RepositoryDamagedError):
+        storage.read(foreign.name)
     with pytest.raises(RepositoryDamagedError):
         EncryptedStorage(LocalStorage(tmp_path), bytes(32)).read("chain/a")
 
 
-def test_a_wrong_key_says_so(tmp_path: Path, key_file: str) -> None:
+def test_a_wrong_key_says_so(
+    tmp_path: Path, key_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "repository"
     made = Handmade(folder, key=KEY)
     (key, *_), command = keys(1), f"{sys.executable} -c \"print('{KEY.hex()}')\""
@@ -101,6 +108,10 @@ def test_a_wrong_key_says_so(tmp_path: Path, key_file: str) -> None:
             done = upr_backup(folder, *arguments, *options)
             assert (done.exit_code, words in done.stderr) == (2, True), (options, done.stderr)
             assert "secret" not in done.stderr
+    with monkeypatch.context() as typed_counts:
+        typed_counts.setenv("UPR_BACKUP_KEY_FILE", str(other))
+        assert upr_backup(folder, "list").exit_code == 2
+        assert upr_backup(folder, "list", "--key-command", command).exit_code == 0
     # Nobody who can write there makes it a plain one, or another one, for who has the key.
     own = folder / "repository.json"
     good = own.read_bytes()
@@ -110,9 +121,18 @@ def test_a_wrong_key_says_so(tmp_path: Path, key_file: str) -> None:
     assert (done.exit_code, "is not encrypted" in done.stderr) == (2, True)
     own.write_bytes(good)
     first, second = sorted((folder / "chain").iterdir())
-    first.write_bytes(second.read_bytes())
+    whole, last = first.read_bytes(), second.read_bytes()
+    first.write_bytes(last)
     done = upr_backup(folder, "list", "--key-file", key_file)
     assert (done.exit_code, "not written with the key" in done.stderr) == (11, True), done.stderr
+    # What is set aside counts again where it is put back, and so does a good copy of what was damaged.
+    done = upr_backup(folder, "repair", "--yes", "--key-file", key_file)
+    assert (done.exit_code, "no backup is left" in done.stderr) == (0, True), done.stderr
+    kept = sorted((folder / "aside").iterdir())
+    assert [path.read_bytes() for path in kept] == [last, last]
+    first.write_bytes(whole)
+    kept[1].rename(second)
+    assert upr_backup(folder, "verify", "--full", "--key-file", key_file).exit_code == 0
 
 
 def test_a_life_with_a_key(

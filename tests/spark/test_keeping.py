@@ -1,5 +1,7 @@
 """Keeping a repository: repair, the index, tags and pins, the grid, finding a key, taking the lock away."""
 
+import copy
+import errno
 import json
 import os
 import random
@@ -35,8 +37,20 @@ def four(tmp_path: Path) -> Path:
     return tmp_path / "repository"
 
 
-def test_a_damaged_newest_manifest_is_set_aside(four: Path) -> None:
+def test_a_damaged_newest_manifest_is_set_aside(
+    four: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = (four / "chain" / "0000000004.json").read_bytes()
+    read = LocalStorage.read
+
+    def on_a_bad_sector(self: LocalStorage, name: str) -> bytes:
+        if name == "chain/0000000004.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+        return read(self, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "read", on_a_bad_sector)
+        assert upr_backup(four, "list").exit_code == 11
     os.truncate(four / "chain" / "0000000004.json", 100)
     listed = upr_backup(four, "list")
     assert (listed.exit_code, len(listed.stdout.splitlines())) == (11, 4)
@@ -44,6 +58,10 @@ def test_a_damaged_newest_manifest_is_set_aside(four: Path) -> None:
     for arguments in (["backup"], ["info"], ["expire", "--keep-last", "1"]):
         done = upr_backup(four, *arguments)
         assert (done.exit_code, "'repair'" in done.stderr) == (11, True), done.stderr
+    # What is before it is looked at all the same.
+    assert upr_backup(four, "info", "2").exit_code == 0
+    found = upr_backup(four, "find", KEY.decode(), "--json")
+    assert (found.exit_code, [one["last"] for one in json.loads(found.stdout)]) == (11, [2, 3])
     asked = upr_backup(four, "repair")
     assert (asked.exit_code, "--yes" in asked.stderr) == (2, True)
     assert "lost as restore points: backup 4" in asked.stderr
@@ -56,13 +74,44 @@ def test_a_damaged_newest_manifest_is_set_aside(four: Path) -> None:
     assert upr_backup(four, "repair").stdout == "the chain is whole\n"
     # A gap has the chain end before it too; what is behind it is set aside as it is.
     (four / "chain" / "0000000002.json").unlink()
-    assert document(upr_backup(four, "repair", "--yes", "--json"))["set_aside"] == [3]
-    assert (
-        upr_backup(four, "verify").exit_code == 11
-    )  # data of a backup whose manifest nobody set aside
+    assert document(upr_backup(four, "repair", "--yes", "--json"))["set_aside"] == [2, 3]
+    assert upr_backup(four, "verify", "--full").exit_code == 0
     newest, _ = Repository.open(LocalStorage(four)).newest()
     assert newest is not None
     assert newest.number == 1
+
+
+def test_a_manifest_that_is_gone_alone_is_not_written_over(four: Path) -> None:
+    (four / "chain" / "0000000004.json").unlink()
+    for command in ("backup", "verify"):
+        done = upr_backup(four, command)
+        assert (done.exit_code, "chain/0000000004.json is missing" in done.stderr) == (11, True)
+    assert document(upr_backup(four, "repair", "--yes", "--json"))["set_aside"] == [4]
+    assert upr_backup(four, "verify").exit_code == 0
+    assert Repository.open(LocalStorage(four)).newest()[0] is not None
+
+
+def test_what_rests_on_what_is_set_aside_goes_with_it(tmp_path: Path) -> None:
+    made = Handmade(tmp_path / "repository")
+    made.backup([(KEY, b"first")])
+    made.backup([(OTHERS[0], b"x")])
+    two = copy.deepcopy(made)
+    made.backup([(KEY, b"lost")])
+    made.backup([(OTHERS[1], b"y")])
+    place = tmp_path / "repository"
+    assert upr_backup(place, "tag", "release", "3").exit_code == 0
+    assert upr_backup(place, "merge", "--to", "3").exit_code == 0
+    assert document(upr_backup(place, "expire", "--keep-last", "2", "--json"))["first"] == 3
+    os.truncate(place / "chain" / "0000000003.json", 100)
+    # What had expired, and was not pruned, is what is left.
+    assert document(upr_backup(place, "repair", "--yes", "--json"))["set_aside"] == [3, 4]
+    assert upr_backup(place, "find", KEY.decode(), "--at", "2").stdout == "first"
+    two.backup([(KEY, b"again")])
+    assert upr_backup(place, "verify", "--full").exit_code == 0
+    assert upr_backup(place, "find", KEY.decode(), "--at", "3").stdout == "again"
+    # The name was another backup's.
+    assert upr_backup(place, "find", KEY.decode(), "--at", "tag:release").exit_code == 3
+    assert Repository.open(LocalStorage(place)).newest()[1] == two.links[-1].sha256
 
 
 def test_a_chain_that_is_gone_is_no_empty_one(four: Path, tmp_path: Path) -> None:
@@ -73,6 +122,7 @@ def test_a_chain_that_is_gone_is_no_empty_one(four: Path, tmp_path: Path) -> Non
         ["verify"],
         ["info"],
         ["export", "--format=parquet", f"--to={tmp_path}/x"],
+        ["find", KEY.decode(), "--at", "2h ago"],
     ):
         done = upr_backup(four, *arguments)
         assert (done.exit_code, "every other manifest" in done.stderr) == (11, True), done.output
@@ -136,9 +186,16 @@ def test_tags_name_points_and_pins_keep_them(four: Path, tmp_path: Path) -> None
     assert document(upr_backup(four, "expire", "--keep-last", "1", "--json"))["first"] == 2
     assert upr_backup(four, "tag", "before-it", "--remove").exit_code == 0
     assert document(upr_backup(four, "expire", "--keep-last", "2", "--json"))["first"] == 3
-    # A name that somebody else wrote is none.
+    # One that cannot be read may be of a pinned backup: nothing expires until somebody takes it away.
     (four / "tags" / "newest.json").write_bytes(b"junk")
-    assert upr_backup(four, "list").exit_code == 0
+    for arguments in (["list"], ["verify"], ["expire", "--keep-last", "1"]):
+        done = upr_backup(four, *arguments)
+        assert (done.exit_code, "tags/newest.json is damaged" in done.stderr) == (11, True)
+    assert upr_backup(four, "tag", "newest", "--remove").exit_code == 0
+    with Lock(LocalStorage(four)):
+        assert upr_backup(four, "tag", "pinned", "--pin").exit_code == 12
+        assert upr_backup(four, "tag", "named").exit_code == 0
+    assert upr_backup(four, "expire", "--keep-last", "1").exit_code == 0
     assert upr_backup(four, "info", "--at").exit_code == 2
 
 

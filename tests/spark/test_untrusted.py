@@ -182,6 +182,25 @@ def test_only_plain_files_of_its_own_are_read(made: Path, tmp_path: Path) -> Non
     assert sorted(outside.rglob("*")) == before
     with pytest.raises(Exception, match="leads out"):
         LocalStorage(made).put_if_absent("data/0000000009/x", b"")
+    # So does the folder for what is half written, which every run sweeps.
+    for path in before:
+        os.utime(path, (0, 0))
+    (made / ".tmp").rmdir()
+    (made / ".tmp").symlink_to(outside / "0000000001")
+    for arguments in (["prune"], ["backup"], ["merge"]):
+        done = upr_backup(made, *arguments)
+        assert (done.exit_code, ".tmp is not used" in done.stderr) == (11, True), done.output
+    with pytest.raises(Exception, match="leads out"):
+        LocalStorage(made).put_if_absent("chain/0000000009.json", b"")
+    assert sorted(outside.rglob("*")) == before
+    (made / ".tmp").unlink()
+    (made / ".tmp" / "folder").mkdir(parents=True)
+    (made / ".tmp" / "link").symlink_to(before[0])
+    (made / ".tmp" / "old").write_bytes(b"")
+    for name in ("folder", "old", "link"):
+        os.utime(made / ".tmp" / name, (0, 0), follow_symlinks=False)
+    LocalStorage(made).sweep()
+    assert sorted(path.name for path in (made / ".tmp").iterdir()) == ["folder", "link"]
 
 
 def rewritten(made: Path, table: Any, **options: Any) -> None:
@@ -268,6 +287,24 @@ def test_other_documents_are_not_believed_either(made: Path) -> None:
         (made / "chain" / name).write_bytes((made / MANIFEST).read_bytes())
         done = upr_backup(made, "list")
         assert (done.exit_code, "a gap" in done.stderr) == (11, True), done.stderr
+
+
+def test_what_is_shown_of_it_leaves_the_terminal_alone(made: Path) -> None:
+    bad = content(made)
+    bad["rollbacks"] = [[0, 1, 0, "\x1b[2Jgone"]]
+    path = made / bad["files"][0]["path"]
+    (made / MANIFEST).write_bytes(seal(bad))
+    shown = upr_backup(made, "info").stdout
+    assert ("\x1b" in shown, r"\x1b[2Jgone" in shown) == (False, True)
+    (made / MANIFEST).write_bytes(seal({**bad, "kind": "\x1b" * 10**6}))
+    assert len(upr_backup(made, "list").stderr) < 500
+    (made / MANIFEST).write_bytes(seal(bad))
+    table = pq.read_table(path)
+    key = table.column("key")[0].as_py().decode()
+    for name, value in (("time", 2**62), ("op", "\x1b[2J")):
+        rewritten(made, changed(table, name, [value] * 200))
+        done = upr_backup(made, "find", key)
+        assert (done.exit_code, "not written here" in done.stderr) == (11, True), done.output
 
 
 def test_a_value_that_is_stored_once_for_all_rows_is_not_unpacked(made: Path) -> None:

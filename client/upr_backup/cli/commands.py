@@ -344,7 +344,7 @@ def list_command(storage: Storage, as_json: bool) -> int:
     damage: list[str] = []
     chain = repository.chain(damage.append, indexed=True)
     tags: dict[int, list[str]] = {}
-    for name, one in repository.tags(chain).items():
+    for name, one in repository.tags(chain, damage.append).items():
         tags.setdefault(one.number, []).append(f"{name} (pinned)" if one.pin else name)
     for words in damage:
         note(f"damage: {words}")
@@ -382,7 +382,7 @@ def _listed(chain: Chain, link: Link) -> Json:
 def info(storage: Storage, number: int | None, as_json: bool) -> None:
     """Show one backup, the newest unless ID says which."""
     repository = open_repository(storage)
-    chain = repository.chain(indexed=True)
+    chain = repository.usable(number, indexed=True)
     manifest = chain.by_number(number or chain.last)
     base = chain.base(manifest.number)
     document = {

@@ -1,6 +1,6 @@
 """Commands of ``upr-backup`` that keep a repository in order: ``merge``, ``expire``, ``prune``, ``tag``, ``repair``, ``unlock``."""
 
-import sys
+from contextlib import nullcontext, suppress
 
 import click
 
@@ -18,8 +18,9 @@ from upr_backup.cli.shared import (
 from upr_backup.errors import RepositoryDamagedError, RepositoryError
 from upr_backup.repository import Storage
 from upr_backup.repository.documents import now_micros, time_text
+from upr_backup.repository.repository import number_in
 from upr_cli_kit import exit_codes
-from upr_cli_kit.output import json_option, note, print_json, verbose_option
+from upr_cli_kit.output import confirm, json_option, note, print_json, verbose_option
 
 
 @click.command("merge")
@@ -178,23 +179,27 @@ def prune(storage: Storage, grace: int, dry_run: bool, as_json: bool) -> None:
 @click.pass_obj
 def tag(storage: Storage, name: str, number: int | None, pin: bool, remove: bool) -> None:
     """Give a backup a name, the newest unless ID says which; --at takes tag:NAME then."""
+    from upr_backup.repository.lock import Lock
     from upr_backup.repository.repository import Tag
 
     repository = open_repository(storage)
     if remove:
         if pin or number is not None:
             raise click.UsageError("--remove takes the name alone")
-        repository.tag(name)
+        with suppress(RepositoryDamagedError):
+            repository.tag(name)
         repository.remove_tag(name)
         note(f"removed the tag {name!r}")
         return
-    chain = repository.chain(indexed=True)
-    link = chain.link(number or chain.last)
-    if not repository.add_tag(name, Tag(link.number, link.sha256, pin)):
-        raise RepositoryError(
-            f"there is a tag {name!r} already, of backup {repository.tag(name).number}",
-            hint=f"take it away before: tag {name} --remove",
-        )
+    # An expire that has read the pins, and is about to decide, would not keep it.
+    with Lock(storage) if pin else nullcontext():
+        chain = repository.chain(indexed=True)
+        link = chain.link(number or chain.last)
+        if not repository.add_tag(name, Tag(link.number, link.sha256, pin)):
+            raise RepositoryError(
+                f"there is a tag {name!r} already, of backup {repository.tag(name).number}",
+                hint=f"take it away before: tag {name} --remove",
+            )
     note(f"backup {link.number} is {name!r}" + (", and does not expire" if pin else ""))
 
 
@@ -206,17 +211,18 @@ def tag(storage: Storage, name: str, number: int | None, pin: bool, remove: bool
 def repair(storage: Storage, yes: bool, as_json: bool) -> int:
     """Have the chain end before its first damaged backup, so that it can be gone on with.
 
-    What is behind it cannot be restored any more: its manifests are set aside, in the folder aside. The next backup goes
+    What is behind it cannot be restored any more: its documents are set aside, in the folder aside. The next backup goes
     on from what is left. Put damaged files back from a copy instead, where there is one. Without a terminal, --yes is
     needed.
     """
     from upr_backup.repository.lock import Lock
 
     repository = open_repository(storage)
-    with Lock(storage):
+    with Lock(storage) as lock:
         damage: list[str] = []
         chain = repository.chain(damage.append)
-        lost = [number for number in repository.numbers() if number > chain.last]
+        behind = repository.behind(chain.last)
+        lost = sorted({number_in(name) for name in behind})
         for words in damage:
             note(f"damage: {words}")
         if damage and not chain and repository.expiries(damage.append):
@@ -226,10 +232,10 @@ def repair(storage: Storage, yes: bool, as_json: bool) -> int:
         if lost:
             _tell_loss(lost, chain.last, chain.links[-1].cut_time if chain else None)
             if not yes:
-                if not sys.stdin.isatty():
-                    raise click.UsageError("nobody can be asked here: give --yes to set them aside")
-                click.confirm("Set them aside?", abort=True, err=True)
-            repository.set_aside(lost[0])
+                confirm("Set them aside?", to="set them aside")
+                # Another run may have it by now, if nobody answered for long.
+                lock.keep(now=True)
+            repository.set_aside(behind)
             damage.clear()
             repository.chain(damage.append)
     if as_json:

@@ -17,6 +17,7 @@ from upr_backup.cli.shared import (
 from upr_backup.errors import BackupNotFoundError
 from upr_backup.repository import Storage
 from upr_backup.repository.documents import time_text
+from upr_cli_kit import exit_codes
 from upr_cli_kit.options import PARTITION_SET, TARGET, login_options, open_client
 from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
 from upr_protocol.partitioning import partition_of
@@ -174,7 +175,7 @@ def export(
 @json_option
 @verbose_option
 @click.pass_obj
-def find(storage: Storage, key: bytes, at: Any, as_json: bool) -> None:
+def find(storage: Storage, key: bytes, at: Any, as_json: bool) -> int:
     """Show what KEY is at every backup, or with --at its value at one."""
     from upr_backup.rows import open_point, shown, versions
 
@@ -193,10 +194,11 @@ def find(storage: Storage, key: bytes, at: Any, as_json: bool) -> None:
             raise BackupNotFoundError(f"backup {point.manifest.number} has no key {shown(key)}")
         sys.stdout.buffer.write(value)
         sys.stdout.buffer.flush()
-        return
+        return exit_codes.OK
     far = Far()
+    damage: list[str] = []
     try:
-        chain = repository.chain(indexed=True)
+        chain = repository.chain(damage.append, indexed=True)
         told = list(
             versions(
                 repository.storage,
@@ -207,7 +209,10 @@ def find(storage: Storage, key: bytes, at: Any, as_json: bool) -> None:
         )
     finally:
         far.close()
-    if all(version.op == "absent" for version in told):
+    for words in damage:
+        note(f"damage: {words}")
+    status = exit_codes.DAMAGED if damage else exit_codes.OK
+    if not damage and all(version.op == "absent" for version in told):
         raise BackupNotFoundError(f"no backup has the key {shown(key)}")
     if as_json:
         print_json(
@@ -216,7 +221,7 @@ def find(storage: Storage, key: bytes, at: Any, as_json: bool) -> None:
                 for one in told
             ]
         )
-        return
+        return status
     rows = [
         (
             str(one.first) if one.first == one.last else f"{one.first} to {one.last}",
@@ -229,6 +234,7 @@ def find(storage: Storage, key: bytes, at: Any, as_json: bool) -> None:
         for one in told
     ]
     click.echo(columns(("backups", "as of", "is", "seqno", "bytes", "written"), rows))
+    return status
 
 
 def _when(micros: int | None) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from upr_backup.repository import Storage
 from upr_backup.repository.chain import PERIODS, Chain, Keep, Link
@@ -72,7 +73,7 @@ def key_bytes(text: str) -> bytes:
     data = text.encode(errors="surrogateescape")
     if len(data) > KEY_BYTES_MAX:
         raise InvalidArgumentError(
-            f"the prefix has {len(data)} bytes; it must have 0 to {KEY_BYTES_MAX}"
+            f"the key, or its prefix, has {len(data)} bytes; must be at most {KEY_BYTES_MAX}"
         )
     return data
 
@@ -175,9 +176,14 @@ def given_key() -> bytes | None:
         InvalidArgumentError: it is no key, or the command that prints it failed.
         OSError: its file cannot be read.
     """
-    path, command = click.get_current_context().meta[_KEY]
+    context = click.get_current_context()
+    path, command = context.meta[_KEY]
     if path and command:
-        raise click.UsageError("--key-file and --key-command do not go together")
+        # What is typed counts before what is in the environment.
+        typed = [context.get_parameter_source(name) for name in ("key_file", "key_command")]
+        if typed[0] == typed[1]:
+            raise click.UsageError("--key-file and --key-command do not go together")
+        path, command = (path, None) if typed[0] is ParameterSource.COMMANDLINE else (None, command)
     if path:
         with path.open("rb") as file:
             return parse_key(file.read(_KEY_BYTES_READ), str(path))
@@ -276,7 +282,8 @@ class Far:
             print(json.dumps(document), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """End the line of a terminal."""
+        """End the line of a terminal; what is shown next is something else."""
+        self._began = None
         self._lines.close()
 
 

@@ -324,15 +324,15 @@ NOT_WRITTEN_HERE: Final = (LookupError, TypeError, ValueError, AttributeError, O
 def number_from_json(value: object, name: str, high: int, low: int = 0) -> int:
     """Return an integer in a range; ValueError for anything else, also for a bool or 1.0."""
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} is {str(value)[:40]}; must be an integer from {low} to {high}")
+        raise ValueError(f"{name} is {value!r:.40}; must be an integer from {low} to {high}")
     return value
 
 
 def text_from_json(value: object, name: str) -> str:
-    """Return a text; ValueError for anything else."""
+    """Return a text; ValueError for anything else. What would change a terminal comes back as an escape."""
     if type(value) is not str:
         raise ValueError(f"{name} is {str(value)[:40]}; must be a text")
-    return value
+    return value if value.isprintable() else value.encode("unicode_escape").decode()
 
 
 def _short(error: Exception) -> str:
@@ -365,8 +365,7 @@ def rolled_back_from_json(values: Any) -> RolledBack:
     number_from_json(found.partition, "a partition", PARTITIONS - 1)
     number_from_json(found.from_seqno, "a seqno", SEQNO_MAX)
     number_from_json(found.seqno, "a seqno", SEQNO_MAX)
-    text_from_json(found.words, "why it was rolled back")
-    return found
+    return found._replace(words=text_from_json(found.words, "why it was rolled back"))
 
 
 def entry_to_json(entry: Entry) -> Json:
@@ -398,9 +397,9 @@ def entry_from_json(document: Mapping[str, Any]) -> Entry:
 
 def _what_is_wrong(manifest: Manifest) -> str:
     if manifest.kind not in _KINDS:
-        return f"kind is {manifest.kind!r}"
+        return f"kind is {manifest.kind!r:.80}"
     if not _PARENT.fullmatch(manifest.parent):
-        return f"parent is {manifest.parent!r}"
+        return f"parent is {manifest.parent!r:.80}"
     for partition, entry in manifest.entries.items():
         if not 0 <= partition < PARTITIONS:
             return f"it names partition {partition}"

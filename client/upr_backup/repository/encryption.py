@@ -303,7 +303,8 @@ def _cipher(key: bytes, salt: bytes, name: str) -> Any:
             "an encrypted repository needs cryptography, not installed",
             hint="pip install 'upr-stream[backup]'",
         ) from error
-    info = b"upr-backup object\n" + name.encode()
+    # A name in a folder that others write to need not be UTF-8.
+    info = b"upr-backup object\n" + name.encode(errors="surrogateescape")
     return AESGCM(HKDF(SHA256(), KEY_BYTES, salt, info).derive(key))
 
 

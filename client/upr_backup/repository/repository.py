@@ -9,7 +9,7 @@
 ``expired/0000000012.json``             what is before this number has expired
 ``index/0000000160.json``               what a listing shows of the backups up to there; a cache
 ``tags/release-7.json``                 which backup has the name, and whether it does not expire
-``aside/0000000012-<random>.json``      a manifest that ``repair`` took out of the chain
+``aside/0000000012-<random>.json``      a document that ``repair`` took out of the chain, byte by byte
 
 What a killed run left is removed only after the number's manifest is committed: from then on no other run can commit
 files that are not in it, however long it was paused. An attempt at a merged base is voided before its files are
@@ -27,7 +27,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
-from upr_backup.errors import BackupNotFoundError, RepositoryDamagedError, RepositoryError
+from upr_backup.errors import (
+    BackupNotFoundError,
+    RepositoryDamagedError,
+    RepositoryError,
+    is_damage,
+)
 from upr_backup.repository import Storage, index
 from upr_backup.repository.chain import Chain, Link
 from upr_backup.repository.documents import (
@@ -62,6 +67,7 @@ TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MANIFEST = re.compile(r"chain/([0-9]{10})\.json")
 _MERGED = re.compile(r"merged/([0-9]{10})-[0-9a-f]{16}\.json")
 _EXPIRED = re.compile(r"expired/([0-9]{10})\.json")
+_DOCUMENT = re.compile(r"(chain|expired)/[0-9]{10}\.json|merged/[0-9]{10}-[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,7 @@ class Repository:
         content = unseal(data, _OWN)
         check_key(content, key, storage.location)
         self.key = key
+        self._below = storage
         self.storage: Storage = storage if key is None else EncryptedStorage(storage, key)
         try:
             self.id = text_from_json(content["id"], "id")
@@ -219,12 +226,29 @@ class Repository:
         expiries: list[Expiry | None] = [None, *self.expiries(damage.setdefault)]
         for expiry in reversed(expiries):
             chain = self._chain(expiry, numbers, damage.setdefault, known)
-            if expiry is None or chain.whole or expiry.number - 1 not in numbers:
+            if expiry is None or (chain and chain.whole) or expiry.number - 1 not in numbers:
                 break
         for words in damage:
             if on_damage is None:
                 raise RepositoryDamagedError(words)
             on_damage(words)
+        return chain
+
+    def usable(self, at: object, *, indexed: bool) -> Chain:
+        """Return the chain up to its first damaged document, for a backup before that.
+
+        Args:
+            at: the backup's number; anything else, as a time, is one that may be behind the damage.
+            indexed: as in ``chain``.
+
+        Raises:
+            RepositoryDamagedError: there is damage, and the backup is not before it.
+        """
+        damage: list[str] = []
+        chain = self.chain(damage.append, indexed=indexed)
+        if damage and not (isinstance(at, int) and chain.first <= at <= chain.last):
+            there = f"backups {chain.first} to {chain.last} can be used by ID" if chain else ""
+            raise RepositoryDamagedError(damage[0], hint=there)
         return chain
 
     def chain_from(self, expiry: Expiry) -> Chain:
@@ -306,6 +330,8 @@ class Repository:
         for number in range(expiry.number if expiry else 1, last):
             if number not in numbers:
                 raise _gap(number)
+        if numbers:
+            self._check_next(last + 1)
         if expiry is None:
             if not numbers:
                 self._check_new()
@@ -319,10 +345,6 @@ class Repository:
             before = digest if last == expiry.number + 1 else self._digest(last - 1)
             newest, digest = self._manifest(last, before)
         return _horizon(newest, first if expiry.base else None), f"{digest}+{expiry.number}"
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of all manifests that are there, in the chain or not."""
-        return sorted(self._numbers())
 
     def _numbers(self) -> set[int]:
         """Return the numbers of all manifests; what else somebody put there is none."""
@@ -342,6 +364,18 @@ class Repository:
             if on_damage is None:
                 raise RepositoryDamagedError(words, hint="put the folder chain back from a copy")
             on_damage(words)
+
+    def _check_next(self, number: int) -> None:
+        """Check that a number is to be taken for the first time: data that no run stages is of a manifest that is lost."""
+        folder = f"{number:010d}/"
+        if not self.storage.names(DATA + folder) or self.storage.names(STAGING + folder):
+            return
+        # Another run may have committed it just now.
+        if number not in self._aside() | self._numbers():
+            raise _gap(number)
+
+    def _aside(self) -> set[int]:
+        return {number_in(name) for name in self.storage.names(ASIDE)}
 
     def write_index(self) -> None:
         """Have the next listing read few manifests; called once in a while after a commit, with the lock held.
@@ -365,31 +399,43 @@ class Repository:
         if len(links) > len(known):
             index.write_index(self.storage, self.id, links, sizes)
 
-    def set_aside(self, first: int) -> list[int]:
-        """Take the manifests from a number on out of the chain, so that it can be gone on with; returns their numbers.
+    def behind(self, last: int) -> list[str]:
+        """Return the documents of numbers behind one: manifests, those that are lost too, merged bases and expiries."""
+        names = [name for folder in (CHAIN, MERGED, EXPIRED) for name in self.storage.names(folder)]
+        found = {name for name in names if _DOCUMENT.fullmatch(name) and number_in(name) > last}
+        found = {n for n in found if not (n.startswith(MERGED) and self._is_voided(n))}
+        return sorted(found.union(self.lost_manifests(last)))
 
-        Their data stays until there are other backups of their numbers. What can be read of a manifest is kept.
+    def _is_voided(self, name: str) -> bool:
+        # One that is stays: without it the run of that attempt could still commit it.
+        with suppress(RepositoryDamagedError):
+            return self.is_void(name)
+        return False
+
+    def set_aside(self, names: list[str]) -> None:
+        """Take what ``behind`` gave out of the chain, so that it can be gone on with.
+
+        The data stays until there are other backups of the numbers. Each document that can be read is kept as it is stored,
+        encrypted under its old name where it is, so that it counts again where it is put back.
         """
-        numbers = sorted(number for number in self._numbers() if number >= first)
         index.remove_index(self.storage)
-        # The newest first: broken off in between, the rest of the chain is damaged where it was.
-        for number in reversed(numbers):
-            name = manifest_name(number)
-            with suppress(RepositoryDamagedError):
-                data = self.storage.read(name)
-                self.storage.put_if_absent(
-                    f"{ASIDE}{number:010d}-{secrets.token_hex(8)}.json", data
-                )
-            self.storage.delete(name)
-        return numbers
+        # Manifests last, the newest of them first: broken off in between, the rest is damaged where it was.
+        for name in sorted(names, reverse=True):
+            data = b""
+            with suppress(FileNotFoundError, RepositoryDamagedError):
+                data = _read(self._below, name)
+            # Also of one that is lost or cannot be read: its data is known to be of no backup then.
+            aside = f"{ASIDE}{number_in(name):010d}-{secrets.token_hex(8)}.json"
+            self._below.put_if_absent(aside, data)
+            self._below.delete(name)
 
     def _digest(self, number: int) -> str:
-        return sha256(self.storage.read(manifest_name(number)))
+        return sha256(_read(self.storage, manifest_name(number)))
 
     def _read_manifest(self, number: int) -> tuple[Manifest, str]:
         name = manifest_name(number)
         try:
-            data = self.storage.read(name)
+            data = _read(self.storage, name)
         except FileNotFoundError:
             raise _gap(number) from None
         try:
@@ -458,7 +504,7 @@ class Repository:
         bases = []
         for name in names:
             try:
-                content = unseal(self.storage.read(name), name)
+                content = unseal(_read(self.storage, name), name)
                 if content == _void(manifest.number):
                     continue
                 base = Manifest.from_json(content, name)
@@ -479,7 +525,7 @@ class Repository:
 
     def is_void(self, name: str) -> bool:
         """Return whether an attempt at a merged base that has a document is void."""
-        return unseal(self.storage.read(name), name) == _void(number_in(name))
+        return unseal(_read(self.storage, name), name) == _void(number_in(name))
 
     def new_merged_name(self, name: str) -> str:
         """Return a name that no other file has, for an attempt at a merged base."""
@@ -516,7 +562,7 @@ class Repository:
 
     def _expiry(self, number: int) -> Expiry:
         name = _expiry_name(number)
-        expiry = Expiry.from_json(unseal(self.storage.read(name), name), name)
+        expiry = Expiry.from_json(unseal(_read(self.storage, name), name), name)
         if expiry.number != number or expiry.repository != self.id:
             raise _misplaced(name)
         return expiry
@@ -541,7 +587,7 @@ class Repository:
         """
         path = _tag_name(name)
         try:
-            content = unseal(self.storage.read(path), path)
+            content = unseal(_read(self.storage, path), path)
             number = number_from_json(content["number"], "number", 9_999_999_999, 1)
             tag = Tag(number, text_from_json(content["sha256"], "sha256"), content["pin"] is True)
         except FileNotFoundError:
@@ -549,21 +595,39 @@ class Repository:
                 f"there is no tag {name!r}", hint="'list' shows all"
             ) from None
         except NOT_WRITTEN_HERE as error:
-            raise RepositoryDamagedError(f"{path} is no tag: {error}") from error
+            raise RepositoryDamagedError(f"{path} is no tag: {error}", hint=_UNTAG) from error
+        except RepositoryDamagedError as error:
+            raise RepositoryDamagedError(error.message, hint=_UNTAG) from error
         if content.get("repository") != self.id:
-            raise _misplaced(path)
+            raise RepositoryDamagedError(f"{path} is of another repository", hint=_UNTAG)
         return tag
 
-    def tags(self, chain: Chain) -> dict[str, Tag]:
-        """Return the tags of the backups of a chain, by name; what cannot be read is left out."""
+    def tags(self, chain: Chain, on_damage: Callable[[str], Any] | None = None) -> dict[str, Tag]:
+        """Return the tags of the backups of a chain, by name.
+
+        Args:
+            chain: as the repository has it.
+            on_damage: called with each that cannot be read, instead of an error.
+
+        Raises:
+            RepositoryDamagedError: one cannot be read. It may be of a backup that does not expire.
+        """
         found = {}
         for path in self.storage.names(TAGS):
             name = path.removeprefix(TAGS).removesuffix(".json")
-            if TAG.fullmatch(name) and path == _tag_name(name):
-                with suppress(BackupNotFoundError, RepositoryDamagedError):
-                    tag = self.tag(name)
-                    if chain.link(tag.number).sha256 == tag.sha256:
-                        found[name] = tag
+            if not TAG.fullmatch(name) or path != _tag_name(name):
+                continue
+            try:
+                tag = self.tag(name)
+                if chain.link(tag.number).sha256 == tag.sha256:
+                    found[name] = tag
+            except RepositoryDamagedError as error:
+                if on_damage is None:
+                    raise
+                on_damage(str(error))
+            except BackupNotFoundError:
+                # Of a backup that has expired or was set aside.
+                continue
         return found
 
     # Data files.
@@ -574,10 +638,11 @@ class Repository:
 
     def lost_manifests(self, last: int) -> list[str]:
         """Return the manifests behind a number whose data is there, and that no run is under way for."""
-        numbers = {number_in(name) for name in self.storage.names(DATA)}
+        numbers = {
+            number_in(name) for folder in (DATA, index.INDEX) for name in self.storage.names(folder)
+        }
         staged = {number_in(name) for name in self.storage.names(STAGING)}
-        aside = {number_in(name) for name in self.storage.names(ASIDE)}
-        lost = (numbers - staged - aside) | set(self._merged_names())
+        lost = (numbers | set(self._merged_names())) - staged - self._aside()
         return [manifest_name(n) for n in sorted(lost) if n > last]
 
     # Staging.
@@ -636,6 +701,18 @@ class Repository:
         return removed
 
 
+def _read(storage: Storage, name: str) -> bytes:
+    """Return a whole object; RepositoryDamagedError where its place on the disk cannot be read."""
+    try:
+        return storage.read(name)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if not is_damage(error):
+            raise
+        raise RepositoryDamagedError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
 def _tag_name(name: str) -> str:
     return f"{TAGS}{name}.json"
 
@@ -686,6 +763,9 @@ def _without_markers(entry: Entry, end: int) -> Entry:
 
 
 _REPAIR: Final = "put it back from a copy; else 'repair' has the chain end before it; older ones are restored with --at ID"
+
+
+_UNTAG: Final = "put it back from a copy; else 'tag NAME --remove' takes the name away"
 
 
 def _misplaced(name: str) -> RepositoryDamagedError:

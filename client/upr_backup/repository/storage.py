@@ -144,7 +144,7 @@ class LocalStorage:
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Create a file by linking one that is whole and synced."""
-        temporary = self.root / _TEMPORARY / secrets.token_hex(8)
+        temporary = Path(self._inside(f"{_TEMPORARY}/{secrets.token_hex(8)}"))
         _make_folder(temporary.parent)
         path = Path(self._inside(name))
         _make_folder(path.parent)
@@ -210,9 +210,11 @@ class LocalStorage:
     def sweep(self) -> None:
         """Remove what killed processes left half written an hour ago or more."""
         with suppress(OSError):
-            for path in (self.root / _TEMPORARY).iterdir():
-                if time.time() - path.stat().st_mtime > _TEMPORARY_SECONDS:
-                    path.unlink()
+            # Others may have put folders and links there, which stay; a link in the folder's place is an error.
+            for one in os.scandir(self._inside(f"{_TEMPORARY}/")):
+                is_old = time.time() - one.stat(follow_symlinks=False).st_mtime > _TEMPORARY_SECONDS
+                if is_old and one.is_file(follow_symlinks=False):
+                    os.unlink(one.path)
 
 
 class LocalSink:
