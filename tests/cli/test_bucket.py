@@ -1,6 +1,7 @@
 """``upr-admin bucket`` against a real server."""
 
 import json
+import re
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from tests.conftest import StartServer
 from upr.cli.admin import main
+from upr.cli.admin_commands.status import look, top_text
 from upr_client import Client
 
 
@@ -105,3 +107,7 @@ def test_a_damaged_bucket_is_listed_with_its_problem(server_process: StartServer
     assert [one["name"] for one in listed] == ["default", "orders"]
     assert listed[1]["problem"]["reason"] == "DATA_DAMAGED"
     assert "damaged" in admin("list", "--target", server.target).stdout.splitlines()[2]
+    with Client(server.target) as client:
+        shown = top_text(None, look(client))
+    assert re.search(r"^default +- +0 +0% ", shown, re.MULTILINE)
+    assert re.search(r"^orders +- +\d+ +- .*damaged", shown, re.MULTILINE)

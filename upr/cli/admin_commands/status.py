@@ -261,7 +261,7 @@ def top(client: "Client", every: float) -> None:
 
     def text() -> str:
         nonlocal before
-        now = _look(client)
+        now = look(client)
         shown = top_text(before, now)
         before = now
         return f"upr-admin top, {datetime.now():%H:%M:%S} (q ends it)\n{shown}"
@@ -269,7 +269,8 @@ def top(client: "Client", every: float) -> None:
     watch(every, text)
 
 
-def _look(client: "Client") -> Look:
+def look(client: "Client") -> Look:
+    """Ask a server what ``top`` shows; an error of one bucket hides no other."""
     status, buckets = client.admin.status(), client.admin.buckets()
     consumers, problems = {}, []
     for one in buckets:
@@ -277,8 +278,6 @@ def _look(client: "Client") -> Look:
             consumers[one.name] = client.admin.consumers(one.name)
         except UprError as error:
             # Of a bucket that is damaged, was dropped just now, or is not the caller's to read.
-            if error.retriable:
-                raise
             problems.append(error)
     return Look(time.monotonic(), status, buckets, consumers, problems)
 
@@ -297,6 +296,7 @@ def top_text(before: Look | None, now: Look) -> str:
     rate = _rates(before, now)
     at_work = {one.name: one for one in found.buckets}
     lines += ["", columns(_TOP_BUCKETS, [_top_row(one, at_work, rate) for one in now.buckets])]
+    lines += _replication(found)
     consumers = [(one, name) for name, ones in now.consumers.items() for one in ones]
     if consumers:
         # Those that need somebody first.
@@ -312,7 +312,7 @@ def top_text(before: Look | None, now: Look) -> str:
             for one, name in consumers
         ]
         lines += ["", columns(_TOP_CONSUMERS, rows)]
-    return "\n".join([*lines, *_replication(found)])
+    return "\n".join(lines)
 
 
 def _rates(before: Look | None, now: Look) -> Callable[[str, object, int], str]:
@@ -341,11 +341,13 @@ def _top_row(
 ) -> tuple[object, ...]:
     working = at_work.get(one.name)
     problem = one.problem or (working.problem if working is not None else None)
+    # None in a damaged bucket, and none left on a full disk.
+    limit = 0 if working is None else working.tail_limit_bytes
     return (
         one.name[:_NAME_WIDTH],
         rate("mutations", one.version, one.mutations),
         one.mutations,
-        "-" if working is None else f"{working.tail_bytes / working.tail_limit_bytes:.0%}",
+        f"{working.tail_bytes / limit:.0%}" if working and limit else "-",
         size_text(one.used_bytes),
         0 if working is None else working.streams,
         "-" if problem is None else problem.message,
