@@ -82,6 +82,7 @@ class Cache:
 
 def invalidate(changes: Changes, cache: Cache) -> None:
     """Forget what changes, until the stream is stopped."""
+    stopped = False
     try:
         for batch in changes.batches():
             if isinstance(batch, Rollback):
@@ -89,10 +90,13 @@ def invalidate(changes: Changes, cache: Cache) -> None:
                 continue
             for key in cache.forget(change.key for change in batch.changes):
                 say(f"forgot {key!r}")
+        stopped = True
     except UprError as error:
         say(f"cache_invalidator: {error}")
-        # Nothing would be forgotten any more.
-        os._exit(1)
+    finally:
+        if not stopped:
+            # Whatever the cause, nothing would be forgotten any more.
+            os._exit(1)
 
 
 def serve(options: argparse.Namespace) -> None:

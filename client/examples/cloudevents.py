@@ -8,11 +8,10 @@ receiver will never take that batch.
 
 An event has the key in "subject" and the value in "data"; "keybase64" and "data_base64" hold bytes that are not UTF-8.
 One that is sent again has the same "id". The type "upr.rollback" says that what was sent of a partition above "seqno" did
-not happen; what did is sent next.
+not happen; what did is sent next, with new ids, so that a receiver that drops the ids it knows takes it.
 """
 
 import argparse
-import hashlib
 import http.client
 import itertools
 import json
@@ -24,7 +23,7 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
-from upr_client import Change, ChangeBatch, Client, FilePositions, Rollback, UprError
+from upr_client import Change, ChangeBatch, Changes, Client, FilePositions, Rollback, UprError
 
 EVENTS_MAX = 500
 BYTES_MAX = 2**20
@@ -49,12 +48,18 @@ class Receiver:
     """
 
     def __init__(self, url: str, seconds: float) -> None:
-        self._url = urlsplit(url)
-        if self._url.scheme not in ("http", "https") or not self._url.hostname:
+        try:
+            self._url = urlsplit(url)
+            host, port = self._url.hostname, self._url.port
+        except ValueError as error:
+            raise RefusedError(f"{url!r} is no URL: {error}") from None
+        if self._url.scheme not in ("http", "https") or not host:
             raise RefusedError(f"{url!r} is no URL of http or https")
+        if not url.isascii() or " " in url:
+            raise RefusedError(f"{url!r} has letters that a URL writes as %XX")
         secure = self._url.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        self._connection = kind(self._url.hostname, self._url.port, timeout=seconds)
+        self._connection = kind(host, port, timeout=seconds)
 
     def send(self, events: list[dict[str, Any]]) -> None:
         """Send a batch until it is taken."""
@@ -71,7 +76,8 @@ class Receiver:
                 # The next attempt connects anew.
                 self._connection.close()
                 words = f"the receiver cannot be reached: {error}"
-            pause = min(LONGEST_PAUSE, 0.1 * 2**attempt)
+            # 2 to the power of 1024 is no float any more.
+            pause = min(LONGEST_PAUSE, 0.1 * 2 ** min(attempt, 10))
             say(f"{words}; again in {pause:g} s")
             time.sleep(pause)
 
@@ -88,14 +94,13 @@ class Receiver:
         return answer.status
 
 
-def event_of(source: str, change: Change) -> dict[str, Any]:
-    """Return a change as an event."""
+def event_of(source: str, history: int, change: Change) -> dict[str, Any]:
+    """Return a change as an event; ``history`` is the partition's newest failover id."""
     partition, seqno, op, key, value = change
-    # After a rollback another change may have the same seqno.
-    content = hashlib.blake2b(key + b"\0" + op.encode() + b"\0" + (value or b""), digest_size=8)
     event: dict[str, Any] = {
         "specversion": "1.0",
-        "id": f"{partition}-{seqno}-{content.hexdigest()}",
+        # A rollback begins another history, in which the same seqno, or the same change, is another event.
+        "id": f"{partition}-{seqno}-{history:016x}",
         "source": source,
         "type": f"upr.{op}",
         "partition": partition,
@@ -128,14 +133,18 @@ def rollback_event(source: str, rollback: Rollback) -> dict[str, Any]:
     }
 
 
-def batches_of(source: str, item: ChangeBatch | Rollback) -> Iterator[list[dict[str, Any]]]:
+def batches_of(
+    source: str, changes: Changes, item: ChangeBatch | Rollback
+) -> Iterator[list[dict[str, Any]]]:
     """Yield the events of what came, in portions of a size that receivers take."""
     if isinstance(item, Rollback):
         yield [rollback_event(source, item)]
         return
+    partitions = {change.partition for change in item.changes}
+    histories = {p: changes.position(p).failover_id or 0 for p in partitions}
     events, size = [], 0
     for change in item.changes:
-        events.append(event_of(source, change))
+        events.append(event_of(source, histories[change.partition], change))
         size += len(change.value or b"")
         if len(events) == EVENTS_MAX or size >= BYTES_MAX:
             yield events
@@ -161,7 +170,7 @@ def follow(options: argparse.Namespace) -> None:
         with changes:
             # Asking for the next one is what acknowledges the one before.
             for item in changes.batches():
-                for events in batches_of(source, item):
+                for events in batches_of(source, changes, item):
                     receiver.send(events)
 
 
