@@ -14,11 +14,15 @@ from collections.abc import Sequence
 def _open_standard_streams() -> None:
     """Open those of stdin, stdout and stderr that are closed, before a file or a connection gets their number.
 
-    What goes to stdout fails then, as it should, and what goes to stderr is lost.
+    Reading stdin and writing to stdout fail then, as they should, and what goes to stderr is lost.
     """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+    for number, name, access, mode in (
+        (0, "stdin", os.O_WRONLY, "r"),
+        (1, "stdout", os.O_RDONLY, "w"),
+        (2, "stderr", os.O_RDWR, "w"),
+    ):
         if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR if name == "stderr" else os.O_RDONLY)
+            os.open(os.devnull, access)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 

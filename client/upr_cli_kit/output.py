@@ -153,7 +153,9 @@ def _as_command_error(error: Exception) -> CommandError:
         return CommandError(str(error), exit_codes.exit_code_of(error))
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        words = "stdout is closed" if error.errno == errno.EBADF else error.strerror or error
+        words = (
+            "stdin or stdout is closed" if error.errno == errno.EBADF else error.strerror or error
+        )
         return CommandError(f"{where}{words}", exit_codes.exit_code_of(error))
     return CommandError(
         f"internal error: {type(error).__name__}: {error} (--verbose shows where; please report it)",
@@ -259,7 +261,8 @@ class Group(click.Group):
             a for a, b in zip(args, before, strict=False) if a in self.commands and b not in takes
         ]
         if not named:
-            return args if _HELP & set(args) else [self.bare, *args]
+            # The help of all of them, where nothing is said that only the listing knows.
+            return args if _HELP & set(args) and own >= set(args) else [self.bare, *args]
         for argument in args[: args.index(named[0])]:
             if argument.startswith("-") and argument not in own:
                 raise click.UsageError(f"{argument} goes behind {named[0]!r}", ctx)

@@ -17,6 +17,7 @@ from typing import Any, Final, Self, TypeVar, cast
 
 import click
 
+from upr_cli_kit.output import note
 from upr_cli_kit.times import duration
 from upr_protocol.errors import UprError
 
@@ -24,8 +25,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 WATCH_SECONDS_MIN: Final = 0.1
 WATCH_SECONDS_MAX: Final = 3600.0
+_LINES, _COLUMNS = 24, 80
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
-"""To the second screen, no cursor, and what is wider than the screen is cut off there and not continued below."""
+"""To the second screen, no cursor, and nothing that is wider than the screen, as some letters are, is continued below."""
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _ENDS = b"qQ"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -42,12 +44,18 @@ def has_screen() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def fitting(text: str, lines: int) -> list[str]:
-    """Return the first lines of a text, and how many more there are; nothing in them moves the cursor."""
-    all_lines = ["".join(c if c.isprintable() else "?" for c in line) for line in text.splitlines()]
-    if len(all_lines) <= lines:
-        return all_lines
-    return [*all_lines[: lines - 1], f"... and {len(all_lines) - lines + 1} lines more"][-lines:]
+def fitting(text: str, size: os.terminal_size) -> list[str]:
+    """Return what fits of a text: its first lines, and how many more there are; nothing in them moves the cursor.
+
+    Args:
+        size: of the screen; 0 where the terminal does not tell.
+    """
+    lines, width = size.lines or _LINES, size.columns or _COLUMNS
+    shown = ["".join(c if c.isprintable() else "?" for c in line) for line in text.splitlines()]
+    if len(shown) > lines:
+        shown = [*shown[: lines - 1], f"... and {len(shown) - lines + 1} lines more"]
+    # Terminals write what is too wide over their last column: half a number would look like a whole one.
+    return [line if len(line) <= width else f"{line[: width - 1]}>" for line in shown]
 
 
 class Screen:
@@ -99,7 +107,7 @@ class Screen:
     def show(self, text: str) -> None:
         """Show a text instead of the last one."""
         self._text = text
-        lines = fitting(text, os.get_terminal_size(sys.stdout.fileno()).lines)
+        lines = fitting(text, os.get_terminal_size(sys.stdout.fileno()))
         # Each line is erased behind its end, and the screen below: emptied as a whole it would flicker.
         self._write("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[K\x1b[J")
 
@@ -166,12 +174,18 @@ def watch_option(function: _F) -> _F:
             )
             return None
         with contextlib.suppress(KeyboardInterrupt):
+            once()
             while True:
-                once()
                 if not options.get("as_json"):
                     print()
                 sys.stdout.flush()
                 time.sleep(watch_seconds)
+                try:
+                    once()
+                except UprError as error:
+                    if not error.retriable:
+                        raise
+                    note(f"error: {error}")
 
     add = click.option(
         "--watch",

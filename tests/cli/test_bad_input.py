@@ -3,9 +3,11 @@
 import shlex
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
+import grpc
 import pytest
 from click.testing import CliRunner
 
@@ -14,7 +16,9 @@ from upr.cli.admin import main as admin
 from upr.cli.cat import main as cat
 from upr.cli.server import main as server
 from upr_backup.cli.commands import main as backup
+from upr_cli_kit.exit_codes import UNREACHABLE, exit_code_of
 from upr_client import Client
+from upr_protocol.wire.grpc import error_from_call
 from upr_spark.errors import UprSparkError
 from upr_spark.sink.options import read_sink_options
 from upr_spark.source.options import read_settings
@@ -365,6 +369,27 @@ def test_what_a_shell_cannot_type_is_one_line_too(target: str) -> None:
         assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
         assert words in done.stderr
         assert len(done.stderr) < 300
+
+
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        (
+            "ipv4:1.2.3.4:80: Trying to connect an http1.x server",
+            "1.2.3.4:80: what listens there is no",
+        ),
+        ("Received http2 header with status: 404", "what listens there is no upr-server"),
+        ("ipv4:1.2.3.4:80: Socket closed", "1.2.3.4:80: what listens there closes the connection"),
+        ("ipv6:%5B::1%5D:80: connect: Connection refused (111)", "[::1]:80: nothing listens there"),
+        ("unix:/s: connect failed: error: No such file or directory", "/s: nothing listens there"),
+    ],
+)
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED])
+def test_who_is_no_server_is_told_apart(code: grpc.StatusCode, details: str, words: str) -> None:
+    failed: Any = SimpleNamespace(code=lambda: code, details=lambda: f"last error: {details}")
+    error = error_from_call(failed)
+    assert str(error).startswith(words)
+    assert exit_code_of(error) == UNREACHABLE
 
 
 def test_what_the_server_needs_to_compress_is_missed_by_name() -> None:

@@ -13,14 +13,17 @@ import termios
 import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS
 from upr.cli.admin import main
-from upr_cli_kit.screen import fitting
+from upr_cli_kit.output import Command
+from upr_cli_kit.screen import fitting, watch_option
 from upr_client import Client, MemoryPositions
+from upr_protocol.errors import InvalidArgumentError, UnavailableError
 
 LEFT = b"\x1b[?1049l"
 
@@ -139,17 +142,57 @@ def test_without_a_terminal_a_listing_is_printed_again_and_top_is_refused(
 
 
 def test_nothing_that_is_shown_moves_the_cursor() -> None:
-    assert fitting("a\x1b[2J\tb\nc\n", 2) == ["a?[2J?b", "c"]
-    assert fitting("1\n2\n3\n4", 3) == ["1", "2", "... and 2 lines more"]
-    assert fitting("1\n2\n3", 1) == ["... and 3 lines more"]
+    wide = 80
+    assert fitting("a\x1b[2J\tb\nc\n", os.terminal_size((wide, 2))) == ["a?[2J?b", "c"]
+    three = os.terminal_size((wide, 3))
+    assert fitting("1\n2\n3\n4", three) == ["1", "2", "... and 2 lines more"]
+    assert fitting("1\n2\n3", os.terminal_size((wide, 1))) == ["... and 3 lines more"]
 
 
-def test_output_that_cannot_be_written_is_a_line(target: str, tmp_path: Path) -> None:
+def test_a_number_that_does_not_fit_is_seen_to_be_cut() -> None:
+    assert fitting("lag 12345\nlag 123", os.terminal_size((7, 9))) == ["lag 12>", "lag 123"]
+    # A terminal that does not tell its size has 24 lines of 80.
+    shown = fitting("\n".join(["x" * 81] * 25), os.terminal_size((0, 0)))
+    assert shown == ["x" * 79 + ">"] * 23 + ["... and 2 lines more"]
+
+
+def test_watching_without_a_terminal_goes_on_after_what_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = [None, UnavailableError("away"), None, InvalidArgumentError("wrong")]
+
+    @click.command("look", cls=Command)
+    @watch_option
+    def look() -> None:
+        if (error := errors.pop(0)) is not None:
+            raise error
+        click.echo("seen")
+
+    monkeypatch.setattr("upr_cli_kit.screen.time.sleep", lambda _: None)
+    done = CliRunner().invoke(look, ["--watch", "1"])
+    assert (done.exit_code, done.stdout.split()) == (2, ["seen", "seen"])
+    assert done.stderr == "error: away\nerror: wrong\n"
+    # The first one is not waited for.
+    errors[:] = [UnavailableError("away")]
+    assert CliRunner().invoke(look, ["--watch", "1"]).exit_code == 5
+
+
+def test_closed_streams_and_a_full_disk_are_a_line(target: str, tmp_path: Path) -> None:
+    closed = "stdin or stdout is closed"
     with Client(target) as client:
         client.bucket().set(b"key", b"value")
-    command = f"{sys.executable} -m upr.cli cat get key --target {target}"
-    for where, words in ((">&-", "stdout is closed"), ("> /dev/full", "No space left on device")):
-        done = subprocess.run(
-            ["bash", "-c", f"{command} {where}"], capture_output=True, text=True, cwd=tmp_path
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {words}\n")
+        for command, words in (
+            ("get key >&-", closed),
+            ("get key > /dev/full", "No space left on device"),
+            ("set key - <&-", closed),
+        ):
+            line = f"{sys.executable} -m upr.cli cat {command}"
+            done = subprocess.run(
+                ["bash", "-c", line],
+                capture_output=True,
+                text=True,
+                cwd=tmp_path,
+                env={**os.environ, "UPR_TARGET": target},
+            )
+            assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {words}\n")
+        assert client.bucket().get(b"key") == b"value"

@@ -84,9 +84,10 @@ def error_of(problem: types_pb2.Problem) -> UprError:
     return error
 
 
-_ADDRESS: Final = re.compile(r"(?:ipv[46]:|errors resolving |failed for )(\S+?):?(?: |$)")
+_ADDRESS: Final = re.compile(r"(?:ipv[46]:|unix:|errors resolving |failed for )(\S+?):?(?: |$)")
 _ANOTHER = "is this the address that the server's --listen says, and not that of another port?"
 _CAUSES: Final = (
+    ("no such file or directory", "nothing listens there", "is the server running?"),
     ("connection refused", "nothing listens there", "is the server running at this address?"),
     ("errors resolving", "the name of the host is not known", "is it spelled as you mean it?"),
     ("dns resolution failed", "the name of the host is not known", "is it spelled as you mean it?"),
@@ -97,6 +98,7 @@ _CAUSES: Final = (
     ("no route to host", "there is no way to it", "is the network up?"),
     ("certificate_verify_failed", "its certificate is not trusted", "is --tls-ca its authority?"),
     ("wrong_version_number", "what listens there speaks no TLS", "leave TLS out?"),
+    (": socket closed", "what listens there closes the connection", "does it want --tls?"),
 )
 """Words in gRPC's details of a call that was not made, what they mean, and what to ask oneself."""
 
@@ -138,7 +140,8 @@ def error_from_call(error: grpc.RpcError) -> UprError:
         return errors.UnauthenticatedError(words)
     if code is grpc.StatusCode.PERMISSION_DENIED:
         return errors.PermissionDeniedError(words)
-    return UprError(cause or words, hint=hint)
+    # Whatever the code: that is no answer of a server of ours.
+    return errors.UnavailableError(cause, hint=hint) if cause else UprError(words)
 
 
 COMMON: list[tuple[str, int]] = [
