@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import time
 import urllib.request
@@ -87,6 +88,8 @@ async def test_an_etcd_that_is_stopped_or_away_is_told_in_time(tmp_path: Path) -
         assert not (await client.read(b"/s/")).entries
         (process,) = etcd.processes
         process.send_signal(signal.SIGSTOP)
+        # Until all its threads have stopped it may answer.
+        await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         for call in (
             client.read(b"/s/"),
             client.swap(b"/s/a", b"", 0),

@@ -194,6 +194,7 @@ class ClusterWorld(ReplicasWorld):
         """Mend everything, and wait until the cluster has an owner that all follow."""
         self.net.heal()
         self.etcd.heal()
+        self.no_more_deaths()
         self.until(lambda: all(server.loop for server in self.servers), 15, "started")
         began = self._timeline.now
         while not any(map(self.in_step, self.servers)):

@@ -244,10 +244,7 @@ class ReplicasWorld:
         self._without_owner = 0.0 if owners else self._without_owner + STEP_SECONDS
         if self._without_owner > 4 and not self.people.operating and rng.random() < 0.2:
             self._promote(rng.choice(self.servers))
-        for server in self.servers:
-            if server.died:
-                self.counts["died at a failpoint"] += 1
-                self._killed(server)
+        self._bury()
         if rng.random() > self._faults:
             return
         server = rng.choice(owners) if owners and rng.random() < 0.5 else rng.choice(self.servers)
@@ -359,6 +356,19 @@ class ReplicasWorld:
             self.medium.lose_power(server.data, self.rng)
         self._in(self.rng.choice((0.5, 3.0, 8.0)), lambda: self._start(server))
 
+    def _bury(self) -> None:
+        """Have servers that died at a failpoint be killed, and started again later."""
+        for server in self.servers:
+            if server.died:
+                self.counts["died at a failpoint"] += 1
+                self._killed(server)
+
+    def no_more_deaths(self) -> None:
+        """Have no server die at a failpoint any more; who did is started again later."""
+        for server in self.servers:
+            server.dies_at = ""
+        self._bury()
+
     def _start(self, server: ServerProcess) -> None:
         if server.loop is None:
             server.start()
@@ -424,10 +434,8 @@ class ReplicasWorld:
             if waited > SETTLE_SECONDS:
                 raise Violation(f"no owner at the end: {self._where()}")
             self.pass_time()
+            self.no_more_deaths()
             for server in self.servers:
-                server.dies_at = ""
-                if server.died:
-                    self._killed(server)
                 if waited > 15 and server.loop is None:
                     server.start()
             owners = [s for s in self.servers if s.active]

@@ -116,3 +116,18 @@ def test_a_change_that_etcd_makes_later_is_not_taken_for_none(world: ClusterWorl
     world.net.heal()
     world.settle()
     world.check()
+
+
+def test_what_only_an_emptied_server_had_is_given_up_by_force(world: ClusterWorld) -> None:
+    """It waits for an owner, to join its set, and the others know its address as that of the one that is gone."""
+    first, second, _ = world.servers
+    world.cut_off(first)
+    world.until(lambda: counted(world) == {0}, 30, "the only one that is counted")
+    first.lose_disk(())
+    world.net.heal()
+    first.start()
+    world.pass_time(10.0)
+    assert active(world) == []
+    assert world.promoted(second) == "NOT_COUNTED"
+    assert world.promoted(second, force=True) == ""
+    world.until(lambda: world.in_step(second), 30, "followed")

@@ -10,6 +10,8 @@ import logging
 import secrets
 from collections.abc import Callable
 
+import lmdb
+
 from upr import __version__
 from upr.cluster.etcd import Etcd
 from upr.cluster.registry import Found, Map, Place, Registry, decode_node, encode_node
@@ -108,7 +110,7 @@ class Keeper:
             tasks.create_task(self._watch())
             tasks.create_task(self._decide(owning))
 
-    def _tell(self, what: str, error: UprError | None = None) -> None:
+    def _tell(self, what: str, error: Exception | None = None) -> None:
         """Say in the log once that something fails, and once that it does no more."""
         words = "" if error is None else str(error)
         if bool(words) != bool(self._told.get(what)):
@@ -157,7 +159,7 @@ class Keeper:
         while True:
             try:
                 await self._look(owning)
-            except UprError as error:
+            except (UprError, OSError, lmdb.Error) as error:
                 self._tell("taking part in the cluster", error)
             else:
                 self._tell("taking part in the cluster")

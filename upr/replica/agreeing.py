@@ -17,6 +17,7 @@ from upr.replica.holding import highs_as_held, in_one_order
 from upr.replica.meeting import Answer, Meeting
 from upr.service.buckets.catalog import Catalog
 from upr_protocol.block import U64
+from upr_protocol.errors import UnavailableError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.ownership import GRANT_SECONDS, GRANTED_SECONDS, Claim, Grants, Row
 
@@ -89,6 +90,8 @@ class Agreeing:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._doubt: Row | None = None
         self._unsettled = False
+        # The epochs of promises that are about to be given.
+        self._wanting: list[int] = []
         catalog.may_serve = self.may_serve
 
     def may_serve(self) -> bool:
@@ -193,7 +196,7 @@ class Agreeing:
     async def next_row(self, own: Row, change: Callable[[], Row]) -> Row:
         """Change this owner's row in the map, if it is to be changed; return what it is now.
 
-        A change of which it is not known whether it was made is finished before the next one.
+        A change of which it is not known whether it was made, or that is not stored here, is finished before the next one.
 
         Args:
             change: returns what the row is to be, and makes nothing count that does not count then.
@@ -205,12 +208,19 @@ class Agreeing:
             return await self._settled(own)
         new = change() if self._doubt is None or own.age >= self._doubt.age else self._doubt
         if new == own:
-            self._doubt, self.grants.counted = None, (own.counted,)
+            self.grants.counted = (own.counted,)
             return own
-        self._doubt, self.grants.counted = new, (own.counted, new.counted)
-        row = new if await self.rows.swap(own, new) else own
-        self._doubt, self.grants.counted = None, (row.counted,)
-        return row
+        self.grants.counted = (own.counted, new.counted)
+        await self._swap(own, new)
+        return new
+
+    async def _swap(self, own: Row, new: Row) -> None:
+        """Change this owner's row in the map, and rely on those who are counted then."""
+        self._doubt = new
+        if not await self.rows.swap(own, new) or self._doubt is not new:
+            # Who claimed may have done so after this change, so it is not known to be none.
+            raise UnavailableError("another server changed the map of the cluster")
+        self.grants.counted = (new.counted,)
 
     async def _settled(self, own: Row) -> Row:
         """Find out whether the last change before a start was made; by a change, so that it is not made later."""
@@ -218,9 +228,8 @@ class Agreeing:
         if (row.owner, row.epoch) == (own.owner, own.epoch) and row.age > own.age:
             return row
         new = replace(own, revision=own.revision + 1)
-        if not await self.rows.swap(own, new):
-            return own
-        self._unsettled, self.grants.counted = False, (new.counted,)
+        await self._swap(own, new)
+        self._unsettled = False
         return new
 
     # Claiming
@@ -254,14 +263,15 @@ class Agreeing:
         Args:
             released: whether the owner that has them needs none any more.
         """
-        self.grants.wanted = max(self.grants.wanted, epoch)
+        self._wanting.append(epoch)
+        self.grants.wanted = max(self._wanting)
         try:
             while not released and (left := self.grants.left(boot_seconds())) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(left)
             yield
         finally:
-            if self.grants.wanted == epoch:
-                self.grants.wanted = 0
+            self._wanting.remove(epoch)
+            self.grants.wanted = max(self._wanting, default=0)
 
     @property
     def unasked_seconds(self) -> float:

@@ -450,8 +450,6 @@ class Meeting:
         except (grpc.aio.AioRpcError, UprError) as error:
             if isinstance(error, grpc.aio.AioRpcError):
                 error = error_from_call(error)
-            if error.reason == "WRONG_REPLICA_SET":
-                raise error from None
             self._tell(directory, error)
             return None
         if answer.member.directory != directory:

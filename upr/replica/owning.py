@@ -674,10 +674,10 @@ class Owning:
             await self.follow_nobody()
 
     def _wait_for(self, words: str) -> None:
-        if words != self.waiting:
-            self.waiting = words
-            if words:
-                log.warning("this server is not active", extra={"waiting": words})
+        before, self.waiting = self.waiting, words
+        if words not in ("", before):
+            what = "the row is not changed" if self.active else "this server is not active"
+            log.warning(what, extra={"waiting": words})
 
     async def _round(self) -> None:
         if self._paused:
@@ -695,6 +695,7 @@ class Owning:
             await self.step_down(fenced=True)
         elif self.active:
             await self._count()
+            self._wait_for("")
         elif self.standing.owns and not self._paused:
             await self._resume()
         elif self._is_left_alone(promised) and not self._paused:
@@ -805,12 +806,12 @@ class Owning:
         hosts = list(self._catalog.hosts)
         fallen = set().union(*(host.bucket.copies.fallen for host in hosts))
 
-        def counting(row: Row) -> Row:
-            return row if row.owner in row.counted else row.counting(row.owner)
-
         if lost := fallen & self.standing.row.counted:
             self._note_floor()
-            await self._change_row(lambda standing: counting(standing.row))
+            await self._change_row(lambda standing: standing.row.counting(standing.row.owner))
+            if self.standing.row.owner not in self.standing.row.counted:
+                # Another change had to be finished first.
+                return
             log.warning(
                 "a counted server has less than it acknowledged: this one is counted too until another has all",
                 extra={"servers": ", ".join(sorted(map(self.meeting.named, lost)))},
