@@ -99,7 +99,7 @@ def rewritten(made: Source, change: Callable[[Any], Any], number: int = 2) -> No
     path = made.repository / file.path
     table = change(pq.read_table(path))
     path.unlink()
-    pq.write_table(table, path, write_page_checksum=True)
+    pq.write_table(table, path, write_page_checksum=True, use_dictionary=["op"])
     data = path.read_bytes()
     files = (file._replace(bytes=len(data), sha256=sha256(data), rows=table.num_rows),)
     partitions = table.column("partition").to_pylist()
