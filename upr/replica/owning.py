@@ -725,7 +725,7 @@ class Owning:
             return
         if missing := others - met:
             raise self.meeting.not_heard(missing)
-        if standing.row.epoch == 1 and not others:
+        if standing.row.epoch == 1 and not others and self.agreeing is None:
             raise not_known()
         await self.promote()
 
