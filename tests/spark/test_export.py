@@ -164,7 +164,7 @@ def test_bad_input_is_one_line(made: Source, tmp_path: Path) -> None:
     cases: list[tuple[list[str], int, str]] = [
         (["--format", "parquet", "--to", str(tmp_path / "full")], 4, "already"),
         (["--format", "parquet", "--to", str(tmp_path / "file")], 4, "already"),
-        (["--format", "parquet", "--to", str(tmp_path / "file" / "x")], 2, "File exists"),
+        (["--format", "parquet", "--to", str(tmp_path / "file" / "x")], 4, "File exists"),
         (["--format", "delta", "--to", "nowhere://x/y"], 2, "nowhere"),
         (["--format", "delta", "--to", str(made.repository)], 4, "is a repository"),
         (["--format", "csv", "--to", str(tmp_path / "x")], 2, "csv"),
