@@ -89,7 +89,7 @@ def run_example(tmp_path: Path) -> Iterator[Callable[[list[str]], Example]]:
     yield run
     for example in examples:
         example.process.kill()
-        example.process.wait()
+        example.process.communicate()
 
 
 def mirrored(dsn: str) -> dict[bytes, bytes]:

@@ -204,7 +204,7 @@ async def test_one_that_was_alone_and_told_to_follow_by_mistake_is_active_again_
     assert not replica.owning.active
     await replica.stop()
     with monkeypatch.context() as patch:
-        patch.setattr(Owning, "served", lambda _: 0)
+        patch.setattr(Holding, "served", lambda _: 0)
         unsure = await start(data=folder)
         await until(lambda: "are a replica's" in unsure.owning.waiting)
         await unsure.stop()

@@ -174,13 +174,6 @@ def test_without_arguments_it_says_how_it_is_used() -> None:
     assert len(done.stderr.splitlines()) > 10
 
 
-def test_a_closed_stdout_is_no_error(made: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    with pytest.raises(SystemExit) as ended:
-        main.main([str(made.repository), "list"], prog_name="upr-backup")
-    assert ended.value.code == 0
-
-
 def test_an_interrupt_while_it_loads_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

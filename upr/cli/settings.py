@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from upr.cluster.registry import Place
 from upr.config import OPTIONS, Option, ServerConfig
 from upr_cli_kit.options import ADDRESS, TARGET, DirectoryPath, Parsed
 from upr_cli_kit.times import duration, size
@@ -46,6 +45,9 @@ _DEFAULTS: Final = {one.name: one.default for one in fields(ServerConfig)}
 
 def _checked_cluster(text: str) -> str:
     if text:
+        # It needs numpy, which --help should not load.
+        from upr.cluster.registry import Place
+
         Place.parse(text)
     return text
 

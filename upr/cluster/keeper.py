@@ -115,9 +115,9 @@ class Keeper:
         words = "" if error is None else str(error)
         if bool(words) != bool(self._told.get(what)):
             if words:
-                log.warning(f"{what} fails", extra={"error": words})
+                log.warning("part of the cluster fails", extra={"part": what, "error": words})
             else:
-                log.info(f"{what} goes on")
+                log.info("part of the cluster goes on", extra={"part": what})
         self._told[what] = words
 
     # etcd

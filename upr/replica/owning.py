@@ -676,8 +676,7 @@ class Owning:
     def _wait_for(self, words: str) -> None:
         before, self.waiting = self.waiting, words
         if words not in ("", before):
-            what = "the row is not changed" if self.active else "this server is not active"
-            log.warning(what, extra={"waiting": words})
+            log.warning("this server waits", extra={"active": self.active, "waiting": words})
 
     async def _round(self) -> None:
         if self._paused:
