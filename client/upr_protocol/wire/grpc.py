@@ -98,7 +98,11 @@ _CAUSES: Final = (
     ("no route to host", "there is no way to it", "is the network up?"),
     ("certificate_verify_failed", "its certificate is not trusted", "is --tls-ca its authority?"),
     ("wrong_version_number", "what listens there speaks no TLS", "leave TLS out?"),
-    (": socket closed", "what listens there closes the connection", "does it want --tls?"),
+    (
+        ": socket closed",
+        "what listens there closes the connection",
+        "does it want --tls, or is it full?",
+    ),
 )
 """Words in gRPC's details of a call that was not made, what they mean, and what to ask oneself."""
 
