@@ -79,10 +79,10 @@ class Flusher:
             wanted = self.wanted.is_set()
             self.wanted.clear()
             if not self._disk.stopping:
-                await self._flush_or_retry(wanted=wanted)
+                flushed = await self._flush_or_retry(wanted=wanted)
                 tail = self._bucket.tail
-                if tail.bytes >= self.begin_bytes and tail.first != tail.durable:
-                    # If nothing is durable yet, wait for the committer's next request instead of spinning.
+                if flushed and tail.bytes >= self.begin_bytes and tail.first != tail.durable:
+                    # If nothing may be flushed yet, wait for the next request instead of spinning.
                     self.wanted.set()
 
     def _seconds_to_flush(self) -> float:
@@ -108,21 +108,24 @@ class Flusher:
         # up.
         return age if age >= 0 else self._flush_seconds
 
-    async def _flush_or_retry(self, *, wanted: bool) -> None:
+    async def _flush_or_retry(self, *, wanted: bool) -> bool:
+        """Flush, and return whether there was something to flush."""
         try:
-            await self.flush(wanted=wanted)
+            flushed = await self.flush(wanted=wanted)
             self._flushed = self._disk.clock.now()
             self.map_full = False
             self._disk.troubles.ends(trouble.FLUSH)
+            return flushed
         except (OSError, lmdb.Error) as error:
             self.map_full = isinstance(error, lmdb.MapFullError)
             self._disk.troubles.begins(trouble.FLUSH, error)
             self._disk.changed()
             if self._bucket.failure is not None:
                 self._gave_up = True
-                return
+                return False
             await asyncio.sleep(_RETRY_SECONDS)
             self.wanted.set()
+            return False
 
     async def flush(self, *, wanted: bool) -> bool:
         """Store the durable part of the tail, slice by slice, and drop it; False if there was none.
