@@ -33,7 +33,7 @@ PRIMARY_KEY = """SELECT a.attname FROM pg_index i JOIN pg_class c ON c.oid = i.i
     JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = ANY (i.indkey)
     WHERE i.indisprimary AND n.nspname || '.' || c.relname = %s"""
 _NUMBERS: dict[int, Callable[[str], object]] = {16: "t".__eq__, 20: int, 21: int, 23: int}
-"""How the texts of some types become JSON, by the type's number; all others stay texts."""
+"""Conversions of texts to JSON, by the type's number; texts of all other types stay as they are."""
 
 Row = tuple[bytes, bytes | None]
 

@@ -83,8 +83,7 @@ class Etcd:
         self._token = ""
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    def _channel(self) -> grpc.aio.Channel:
-        endpoint = self._endpoints[self._at % len(self._endpoints)]
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:
             credentials = self._login.credentials
             if credentials is None:
@@ -104,7 +103,7 @@ class Etcd:
             UnavailableError: it did not answer, or refused; whether it did anything is not known.
         """
         endpoint = self._endpoints[self._at % len(self._endpoints)]
-        channel = self._channel()
+        channel = self._channel(endpoint)
         try:
             # Beside the deadline of gRPC, so that nothing waits longer.
             async with asyncio.timeout(CALL_SECONDS + 0.5):

@@ -29,8 +29,6 @@ SILENT_SECONDS = 5.0
 """Time after which a counted server that gives no grant, or does not follow, is counted no more."""
 LAST_SECONDS = 10.0
 """As above, for the last one besides the owner."""
-
-
 PREVIOUS_SECONDS = 1.0
 """Shortest wait for the promise of the server that served last: with it nobody else has to wait."""
 

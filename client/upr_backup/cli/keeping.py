@@ -75,8 +75,9 @@ def merge(storage: Storage, to: int | None, as_json: bool) -> None:
 def expire(storage: Storage, as_json: bool) -> None:
     """Let old restore points go: those that no option --keep-... and no pin keeps; the newest stays always.
 
-    The ones behind the oldest that is kept stay, because later ones rest on them. The ones between the oldest that is kept and the base beneath it, a full backup or a merged one, stay with it.
-    Nothing is removed from the storage; 'prune' does that.
+    The ones behind the oldest that is kept stay, because later ones rest on them. The ones between the oldest that is
+    kept and the base beneath it, a full backup or a merged one, stay with it. Nothing is removed from the storage;
+    'prune' does that.
     """
     from upr_backup.repository.lock import Lock
     from upr_backup.retention import beginning

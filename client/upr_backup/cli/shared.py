@@ -1,4 +1,4 @@
-"""What the commands of ``upr-backup`` share: options, the repository that is opened, and how far a command is."""
+"""Options that commands of ``upr-backup`` share, the repository that they open, and how far they are."""
 
 import functools
 import json

@@ -318,7 +318,7 @@ _ENTRY: Final = ("from", "to", "cut", "rows", "data_bytes", "file", "position")
 
 
 NOT_WRITTEN_HERE: Final = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""What is raised where a document that somebody else wrote is taken apart."""
+"""Exceptions that are raised where a document that somebody else wrote is taken apart."""
 
 
 def number_from_json(value: object, name: str, high: int, low: int = 0) -> int:

@@ -26,9 +26,9 @@ from upr_backup.repository.documents import (
 
 INDEX: Final = "index/"
 EVERY: Final = 16
-"""How many backups there are from one index to the next: so many manifests a listing reads at most."""
+"""Backups from one index to the next: a listing reads so many manifests at most."""
 AT_ONCE: Final = 64
-"""How many manifests more than the last one an index has at most, so that a backup is not held up for long."""
+"""Most manifests that an index has more than the one before it, so that a backup is not held up for long."""
 
 _FIELDS: Final = tuple(one.name for one in fields(Link))
 _CUTS: Final = _FIELDS.index("cuts")
