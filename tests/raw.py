@@ -30,6 +30,13 @@ OWN_CONNECTION: list[tuple[str, int]] = [("grpc.use_local_subchannel_pool", 1)]
 """Channels with the same target and options share a connection otherwise, and its pause after a failure."""
 
 
+async def _read(call: Any) -> Any:
+    """Return the next message of a call, or ``grpc.aio.EOF``."""
+    # Not ``asyncio.wait_for``: in Python 3.11 it swallows the cancellation of a task whose message is just there.
+    async with asyncio.timeout(WAIT_SECONDS):
+        return await call.read()
+
+
 class RawClient:
     """Stubs on one channel."""
 
@@ -101,7 +108,7 @@ class RawWriter:
         self._number = self.previous = self._taken = 0
 
     async def read(self) -> kv.WriteResponse:
-        message: Any = await asyncio.wait_for(self.call.read(), WAIT_SECONDS)
+        message = await _read(self.call)
         if message is grpc.aio.EOF:
             raise EOFError(f"the Write call ended: {await self.call.details()}")
         response: kv.WriteResponse = message
@@ -146,7 +153,7 @@ class RawWriter:
 
     async def close(self) -> None:
         await self.call.done_writing()
-        while await asyncio.wait_for(self.call.read(), WAIT_SECONDS) is not grpc.aio.EOF:
+        while await _read(self.call) is not grpc.aio.EOF:
             pass
 
 
@@ -166,7 +173,7 @@ class RawFollow:
         self.give_credit = True
 
     async def read(self) -> changes.FollowResponse:
-        message: Any = await asyncio.wait_for(self.call.read(), WAIT_SECONDS)
+        message = await _read(self.call)
         if message is grpc.aio.EOF:
             raise EOFError(f"the Follow call ended: {await self.call.details()}")
         if message.HasField("frame") and self.give_credit:
@@ -225,7 +232,7 @@ class RawFollow:
 
     async def close(self) -> None:
         await self.call.done_writing()
-        while await asyncio.wait_for(self.call.read(), WAIT_SECONDS) is not grpc.aio.EOF:
+        while await _read(self.call) is not grpc.aio.EOF:
             pass
 
 
