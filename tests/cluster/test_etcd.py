@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.clusters import RunningEtcd, running_etcd
 from tests.harness import poll
 from upr.cluster.etcd import CALL_SECONDS, Etcd
-from upr.cluster.keeper import MapRows
+from upr.cluster.map import MapRows
 from upr.cluster.registry import Map, Place
 from upr_protocol.errors import InvalidArgumentError, UnavailableError
 from upr_protocol.ownership import first_row

@@ -41,7 +41,8 @@ def world(tmp_path: Path) -> Iterator[ClusterWorld]:
 def counted(world: ClusterWorld, by: int = 0) -> set[int]:
     """Return the numbers of the servers that one of them counts."""
     known = standing(world.servers[by]).row.counted
-    return {s.number for s in world.servers if standing(s).directory in known}
+    running = (s for s in world.servers if s.owning is not None)
+    return {s.number for s in running if standing(s).directory in known}
 
 
 def active(world: ClusterWorld) -> list[int]:
@@ -83,7 +84,8 @@ def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
     world.until(lambda: second.active, 12, "promoted", step=0.05)
     assert world.elapsed - asked > 2_000_000
     world.net.heal()
-    world.until(lambda: world.in_step(second), 30, "followed")
+    # Before that nobody else has all that it has.
+    world.until(lambda: counted(world, by=1) == {0, 2}, 30, "counted by the next one")
     # Its key is gone, and nobody hears it.
     world.cut_off(second)
     world.etcd.cut.add(second.host)
@@ -114,6 +116,60 @@ def test_a_change_that_etcd_makes_later_is_not_taken_for_none(world: ClusterWorl
     assert active(world) == []
     world.etcd.heal()
     world.net.heal()
+    world.settle()
+    world.check()
+
+
+def buckets(server: ServerProcess) -> dict[int, str]:
+    """Return the names of a server's buckets but the one that is written to, by version."""
+    assert server.server is not None
+    return {v: name for v, name in server.server._catalog.versions.items() if name != "default"}
+
+
+def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
+    world: ClusterWorld,
+) -> None:
+    """Whoever owns: what the last owner alone did is done by the next one before it serves."""
+
+    def ordered(*, drops: bool = False) -> None:
+        world.order_bucket("some", drops=drops)
+        world.until(lambda: not world.ordering, 20, "answered", step=0.05)
+
+    def lost(owner: ServerProcess) -> ServerProcess:
+        """Lose an owner, and return who follows it, in the moment in which it does."""
+        owner.kill()
+        others = [s for s in world.servers if s is not owner and s.loop is not None]
+        world.until(lambda: any(s.active for s in others), 20, "replaced", step=0.01)
+        return next(s for s in others if s.active)
+
+    first = world.servers[0]
+    world.cut_off(first)
+    ordered()
+    assert len(world.created) == 1
+    second = lost(first)
+    assert buckets(second) == world.created
+    world.net.heal()
+    third = 3 - second.number
+    world.until(lambda: counted(world, second.number) == {third}, 40, "counted")
+    # Etcd does it when the answer is lost already.
+    world.etcd.late = 2.0
+    ordered(drops=True)
+    assert not world.dropped
+    world.etcd.late = 0.0
+    world.until(lambda: not buckets(second), 20, "dropped")
+    ordered()
+    assert len(world.created) == 1, world.counts
+    first.start()
+    # It has one of that name that was dropped.
+    world.until(lambda: counted(world, second.number) == {0, third}, 40, "counted")
+    world.until(lambda: world.in_step(second), 30, "in step")
+    assert buckets(first) == world.created
+    world.cut_off(second)
+    ordered(drops=True)
+    assert len(world.dropped) == 1
+    assert buckets(lost(second)) == {}
+    world.net.heal()
+    second.start()
     world.settle()
     world.check()
 
