@@ -1,13 +1,16 @@
 """What operators order in a cluster, with real servers and a real etcd: it holds, whoever owns next."""
 
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.cluster.clusters import owner_of, running_etcd, start_cluster
 from tests.conftest import StartServer
 from tests.harness import RunningServer
-from tests.replica.sets import wait_for
+from tests.replica.sets import wait_for, wait_until_counted
+from upr.cli.admin import main
 from upr_client import Client, UprError
 
 pytestmark = [pytest.mark.crash, pytest.mark.etcd, pytest.mark.long]
@@ -17,6 +20,13 @@ def versions(server: RunningServer) -> dict[str, int]:
     """Return the versions of a server's buckets, by name."""
     with Client(server.target) as client:
         return {one.name: one.version for one in client.admin.buckets()}
+
+
+def ran(*arguments: str) -> str:
+    """Return what upr-admin says."""
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    return str(done.output)
 
 
 def test_buckets_outlive_their_owner_and_stay_dropped(
@@ -40,6 +50,17 @@ def test_buckets_outlive_their_owner_and_stay_dropped(
             first.start()
             wait_for(lambda: versions(first).get("orders") == new, "the new bucket")
             assert versions(first) == versions(second)
+            wait_until_counted(servers, second)
+            told = json.loads(ran("drain", "--json", "--target", second.target))
+            third = owner_of([server for server in servers if server is not second])
+            assert told == {"drained": True, "successor": third.target}
+            assert "drained" in ran("drain", "--target", second.target)
+            assert f"{second.target} is drained" in ran("topology", "--target", second.target)
+            with Client(second.target) as one, pytest.raises(UprError, match="drained") as caught:
+                one.admin.promote(takeover=True)
+            assert caught.value.reason == "DRAINED"
+            assert "may become active" in ran("drain", "--undo", "--target", second.target)
+            wait_until_counted(servers, third)
             etcd.kill()
             with pytest.raises(UprError, match="it is not known whether bucket 'some' was created"):
                 client.admin.create_bucket("some")

@@ -57,6 +57,12 @@ class FakeEtcd:
         for key in self._ends:
             self._ends[key] = self._timeline.now + 5.0
 
+    def lose(self) -> None:
+        """Have nothing of what was kept."""
+        self._entries.clear()
+        self._ends.clear()
+        self._revision += 1
+
     async def _reach(self) -> None:
         await asyncio.sleep(0.001 + self._rng.random() * 0.01)
         if self.down or running().host in self.cut:
@@ -129,6 +135,9 @@ class FakeEtcd:
                 return
             await asyncio.sleep(0.2)
 
+    async def close(self) -> None:
+        """See ``Registry``."""
+
 
 class ClusterWorld(ReplicasWorld):
     """One run.
@@ -171,6 +180,14 @@ class ClusterWorld(ReplicasWorld):
             return answer
 
         patch.setattr(Agreeing, "may_serve", looked)
+
+    def make_first(self, first: ServerProcess) -> None:
+        """Make the map, by order: nobody does so by himself."""
+        self.pass_time(8.0)
+        if first.active or self.etcd.values("/map"):
+            raise Violation("a new server made the map")
+        if reason := self.promoted(first):
+            raise Violation(f"the first one is not promoted: {reason}")
 
     # Faults
 

@@ -9,6 +9,8 @@ import pytest
 from tests.simulation import worlds
 from tests.simulation.clustered import ClusterWorld
 from tests.simulation.processes import ServerProcess
+from upr.engine.partitions import ACTIVE
+from upr_client import AsyncClient, UprError
 from upr_protocol.ownership import Standing
 
 SEEDS = max(int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 30, 1)
@@ -148,6 +150,8 @@ def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
     assert len(world.created) == 1
     second = lost(first)
     assert buckets(second) == world.created
+    assert second.server is not None
+    assert all((h.bucket.partitions.state == ACTIVE).all() for h in second.server._catalog.hosts)
     world.net.heal()
     third = 3 - second.number
     world.until(lambda: counted(world, second.number) == {third}, 40, "counted")
@@ -187,3 +191,52 @@ def test_what_only_an_emptied_server_had_is_given_up_by_force(world: ClusterWorl
     assert world.promoted(second) == "NOT_COUNTED"
     assert world.promoted(second, force=True) == ""
     world.until(lambda: world.in_step(second), 30, "followed")
+
+
+def test_a_drained_server_follows_no_owner_and_a_lost_map_is_made_by_who_serves(
+    world: ClusterWorld,
+) -> None:
+    def drained(server: ServerProcess, *, undo: bool = False) -> str:
+        """Drain a server, and return the reason of a refusal or who is to take over."""
+        outcome: list[int | UprError] = []
+        ports = {int(s.address.rpartition(":")[2]): s.host for s in world.servers}
+
+        async def do(client: AsyncClient) -> int:
+            return int((await client.admin.drain(undo=undo)).rpartition(":")[2] or 0)
+
+        world.people.order(do, [server.address], outcome.append)
+        world.until(lambda: bool(outcome), 30, "answered")
+        (answer,) = outcome
+        return answer.reason if isinstance(answer, UprError) else ports.get(answer, "")
+
+    first, second, third = world.servers
+    assert drained(second) == ""
+    assert drained(first) == third.host
+    world.order(third, takeover=True)
+    world.until(lambda: third.active and counted(world, by=2) == {0, 1}, 40, "taken over")
+    # All others are drained.
+    assert drained(third) == "NO_SUCCESSOR"
+    assert world.promoted(first) == "DRAINED"
+    epoch = standing(third).row.epoch
+    # What etcd had is gone. One that is new makes no map, which would keep the others out.
+    world.cut_off(third)
+    world.etcd.cut |= {third.host}
+    world.etcd.lose()
+    first.lose_disk(())
+    first.start()
+    world.pass_time(8.0)
+    assert world.etcd.values("/map") == []
+    world.net.heal()
+    world.etcd.cut.clear()
+    # Without the directory that is gone.
+    world.until(lambda: len(standing(third).row.counted) == 2, 60, "counted no more")
+    world.until(lambda: counted(world, by=2) == {0, 1}, 40, "counted again")
+    assert standing(third).row.epoch == epoch
+    third.kill()
+    # The second one is still drained; the first one, restarted, is not.
+    world.pass_time(20.0)
+    assert not second.active
+    assert drained(second, undo=True) == ""
+    third.start()
+    world.settle()
+    world.check()

@@ -65,10 +65,13 @@ class Keeper:
 
     async def run(self, owning: Owning) -> None:
         """Take part until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_key())
-            tasks.create_task(self._watch())
-            tasks.create_task(self._decide(owning))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep_key())
+                tasks.create_task(self._watch())
+                tasks.create_task(self._decide(owning))
+        finally:
+            await self._registry.close()
 
     def _tell(self, what: str, error: Exception | None = None) -> None:
         """Say in the log once that something fails, and once that it does no more."""
@@ -199,7 +202,7 @@ class Keeper:
     def _may_claim(self, owning: Owning, row: Row) -> bool:
         """Return whether this server is to claim: the owner is gone, for both witnesses, and others had their turn."""
         own = owning.standing.directory
-        if not (owning.in_step or owning.holding.is_whole):
+        if owning.drained or not (owning.in_step or owning.holding.is_whole):
             return False
         if row.owner == own:
             # A claim of its own failed; an owner that restarts resumes by itself.
@@ -210,18 +213,38 @@ class Keeper:
         return owning.agreeing.unasked_seconds >= GRANT_SECONDS + turn * TURN_SECONDS
 
     async def _begin(self, owning: Owning) -> None:
-        """Make the map, where there is none: of the row of who serves, or of a first server that has no set yet."""
+        """Make the map, where there is none: of the row of who serves, or of a server that was alone until now.
+
+        One that is new waits: the map of a set that is there may be lost, and a new one would keep that out for ever.
+        """
         standing = owning.standing
         if owning.active:
-            row = standing.row
-        elif not standing.epoch:
-            row = first_row(standing.directory)
+            await self._make(owning, standing.row)
+        elif not standing.epoch and owning.holding.served():
+            await self._make(owning, first_row(standing.directory))
         else:
+            new = "" if standing.epoch else ", and this server is new"
             raise UprError(
-                "there is no map of the cluster in etcd",
+                f"there is no map of the cluster {shown(self._place.name)} in etcd{new}",
                 reason="NO_MAP",
-                hint="it is made again when the server that was active is started",
+                hint="the server that was active makes it; in a cluster that never had one, 'upr-admin promote' at the first"
+                " server does; one whose active server is lost takes 'upr-admin promote --force'",
             )
+
+    async def begin(self, owning: Owning, *, force: bool) -> None:
+        """Make the map, where there is none, of a server that is to be active.
+
+        Args:
+            force: also if it was a replica: an operator says that nobody was active after what it knows.
+        """
+        if owning.active or (await self.rows.found())[1] is not None:
+            return
+        standing = owning.standing
+        if force or not (standing.epoch or self._catalog.replica_set):
+            row = standing.row if standing.row.epoch else first_row(standing.directory)
+            await self._make(owning, row)
+
+    async def _make(self, owning: Owning, row: Row) -> None:
         first = Map(self._catalog.replica_set or secrets.token_hex(8), row)
         if await self.rows.begin(first):
             log.warning("the map of the cluster was made", extra={"set": first.replica_set})

@@ -86,7 +86,7 @@ class Found:
 
 
 class Registry(Protocol):
-    """The four operations. Each ends within some seconds, and raises UprError when its outcome is not known."""
+    """The four operations, and its end. Each ends within some seconds, and raises UprError when its outcome is not known."""
 
     async def read(self, prefix: bytes) -> Found:
         """Return all keys with a prefix, as they are now and not as they were."""
@@ -99,6 +99,9 @@ class Registry(Protocol):
 
     async def changed(self, prefix: bytes, after: int) -> None:
         """Return when a key with a prefix was changed after a revision; perhaps without one."""
+
+    async def close(self) -> None:
+        """Close what it has open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,9 @@ class Owning:
     Args:
         address: returns HOST:PORT where this server can be reached.
         rows: where the row of a cluster is changed by one at a time; None without one, as ``agreeing`` is then.
+
+    Attributes:
+        drained: whether it is not to become active, until it is restarted.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Owning:
         catalog.is_newest = self._is_newest
         self.active = not catalog.replica
         self.waiting = ""
+        self.drained = False
         self._claiming = asyncio.Lock()
         # Held while buckets change their role: a promise waits for an activation, and sees it.
         self._changing = asyncio.Lock()
