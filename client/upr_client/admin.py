@@ -556,6 +556,7 @@ class SetMember:
         reached: whether it answered when it was last asked.
         in_step: whether it can be promoted without losing more than its lag.
         lag: mutations that the owner has and that were not durable there; only an owner knows it of others.
+        drained: whether it is not to become active.
     """
 
     directory: str
@@ -565,6 +566,7 @@ class SetMember:
     reached: bool
     in_step: bool
     lag: int
+    drained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -622,6 +624,7 @@ def topology(message: set_pb2.GetTopologyResponse) -> Topology:
             one.reached,
             one.in_step,
             one.lag,
+            one.drained,
         )
         for directory, one in sorted(known.items())
     ]

@@ -193,6 +193,8 @@ BUCKETS_MAX: Final = 32
 """Buckets of one server: each has a journal, a store and threads of its own."""
 SET_MEMBERS_MAX: Final = 64
 """Servers of a set that one of them knows; further ones are not counted, and not met."""
+DROPPED_MAX: Final = 256
+"""Dropped buckets that the map of a cluster remembers; the oldest are forgotten."""
 MEMBER_SECONDS: Final = 3600.0
 """Time after which a server of a set is forgotten that is not counted and was not heard of."""
 CONNECTIONS_MAX: Final = 2500

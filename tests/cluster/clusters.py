@@ -3,8 +3,10 @@
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer
 from tests.replica.sets import is_active, wait_for, wait_until_counted
+from upr_client import Client
 
 NAME = "test"
 
@@ -31,10 +34,16 @@ class RunningEtcd:
     Args:
         folder: an empty folder, for data and logs.
         members: 1 or 3.
+        tls: with key.pem and chain.pem, which clients must show too; None for no encryption.
     """
 
-    def __init__(self, folder: Path, members: int = 1) -> None:
+    def __init__(self, folder: Path, members: int = 1, tls: Path | None = None) -> None:
         self._folder = folder
+        self._tls = tls
+        self.context: ssl.SSLContext | None = None
+        if tls is not None:
+            self.context = ssl.create_default_context(cafile=tls / "chain.pem")
+            self.context.load_cert_chain(tls / "chain.pem", tls / "key.pem")
         clients, peers = _free_ports(members), _free_ports(members)
         self.endpoints = [f"127.0.0.1:{port}" for port in clients]
         self._peers = [f"http://127.0.0.1:{port}" for port in peers]
@@ -50,17 +59,33 @@ class RunningEtcd:
         """What servers are given as --cluster."""
         return f"etcd://{','.join(self.endpoints)}/{NAME}"
 
+    def url(self, endpoint: str) -> str:
+        """Return where a member listens."""
+        return f"{'http' if self._tls is None else 'https'}://{endpoint}"
+
+    def _is_ready(self, endpoint: str) -> bool:
+        try:
+            url = f"{self.url(endpoint)}/health"
+            with urllib.request.urlopen(url, timeout=1.0, context=self.context) as answer:
+                return b'"true"' in answer.read(4096)
+        except OSError:
+            return False
+
     def start(self) -> None:
         """Start the members that do not run, and wait until they are ready."""
         together = ",".join(f"m{n}={peer}" for n, peer in enumerate(self._peers))
         for n, endpoint in enumerate(self.endpoints):
             if n in self._processes:
                 continue
-            url, peer = f"http://{endpoint}", self._peers[n]
+            url, peer = self.url(endpoint), self._peers[n]
             command = ["etcd", "--name", f"m{n}", "--data-dir", str(self._folder / f"m{n}")]
             command += ["--listen-client-urls", url, "--advertise-client-urls", url]
             command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
             command += ["--initial-cluster", together, "--log-level", "error"]
+            if self._tls is not None:
+                chain = str(self._tls / "chain.pem")
+                command += ["--cert-file", chain, "--key-file", str(self._tls / "key.pem")]
+                command += ["--trusted-ca-file", chain, "--client-cert-auth"]
             # What is synced is not tested here, and disks of test machines are slow.
             command += ["--heartbeat-interval", "100", "--election-timeout", "1000"]
             with (self._folder / f"m{n}.log").open("ab") as log:
@@ -68,7 +93,7 @@ class RunningEtcd:
                     command, stdout=log, stderr=log, start_new_session=True
                 )
         for endpoint in self.endpoints:
-            wait_for(lambda at=endpoint: _is_ready(at), f"etcd at {endpoint}")  # type: ignore[misc]
+            wait_for(lambda at=endpoint: self._is_ready(at), f"etcd at {endpoint}")  # type: ignore[misc]
 
     def kill(self) -> None:
         """SIGKILL all members."""
@@ -78,21 +103,11 @@ class RunningEtcd:
         self._processes.clear()
 
 
-def _is_ready(endpoint: str) -> bool:
-    host, _, port = endpoint.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), 1.0) as connection:
-            connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-            return b'"true"' in connection.recv(4096)
-    except OSError:
-        return False
-
-
 @contextmanager
-def running_etcd(folder: Path, members: int = 1) -> Iterator[RunningEtcd]:
+def running_etcd(folder: Path, members: int = 1, tls: Path | None = None) -> Iterator[RunningEtcd]:
     """Give an etcd that runs; none is left after the body."""
     folder.mkdir(parents=True, exist_ok=True)
-    etcd = RunningEtcd(folder, members)
+    etcd = RunningEtcd(folder, members, tls)
     try:
         etcd.start()
         yield etcd
@@ -104,6 +119,8 @@ def start_cluster(start: StartServer, etcd: RunningEtcd, count: int = 3) -> list
     """Start servers of a cluster; the first is active, and all know that the others are counted."""
     options = ("--cluster", etcd.cluster, "--flush-seconds", "600")
     servers = [start(*options)]
+    with Client(servers[0].target) as client:
+        client.admin.promote()
     wait_for(lambda: is_active(servers[0]), "the first server to be active")
     servers += [start(*options) for _ in range(count - 1)]
     wait_until_counted(servers, servers[0])

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.client.certificates import make_certificate
 from tests.cluster.clusters import RunningEtcd, running_etcd
 from tests.harness import poll
 from upr.cluster.etcd import CALL_SECONDS, Etcd
-from upr.cluster.keeper import MapRows
+from upr.cluster.map import MapRows
 from upr.cluster.registry import Map, Place
 from upr_protocol.errors import InvalidArgumentError, UnavailableError
 from upr_protocol.ownership import first_row
@@ -119,13 +120,15 @@ async def test_the_row_is_changed_by_one_and_again_means_the_same(etcd: RunningE
     await client.close()
 
 
-async def test_a_user_is_asked_for_and_shown(tmp_path: Path) -> None:
-    with running_etcd(tmp_path / "etcd") as etcd:
+async def test_a_user_and_certificates_are_asked_for_and_shown(tmp_path: Path) -> None:
+    make_certificate(tmp_path)
+    ca, key = tmp_path / "chain.pem", tmp_path / "key.pem"
+    with running_etcd(tmp_path / "etcd", tls=tmp_path) as etcd:
 
         def say(what: str, **text: Any) -> None:
-            url = f"http://{etcd.endpoints[0]}/v3/auth/{what}"
+            url = f"{etcd.url(etcd.endpoints[0])}/v3/auth/{what}"
             request = urllib.request.Request(url, json.dumps(text).encode())
-            with urllib.request.urlopen(request) as answer:
+            with urllib.request.urlopen(request, context=etcd.context) as answer:
                 assert answer.status == 200
 
         say("user/add", name="root", password="secret")
@@ -134,7 +137,8 @@ async def test_a_user_is_asked_for_and_shown(tmp_path: Path) -> None:
         say("enable")
         file = tmp_path / "user"
         file.write_text("root:secret\n")
-        client = Etcd(etcd.endpoints, user=file)
+        tls = {"ca": ca, "cert": ca, "key": key}
+        client = Etcd(etcd.endpoints, user=file, **tls)
         assert await client.swap(b"/s/map", b"1", 0)
         # A token that is not known any more is asked for anew.
         client._token = "old"
@@ -143,8 +147,17 @@ async def test_a_user_is_asked_for_and_shown(tmp_path: Path) -> None:
         assert len((await client.read(b"/s/")).entries) == 1
         await client.close()
         file.write_text("root:wrong")
-        for other in (Etcd(etcd.endpoints), Etcd(etcd.endpoints, user=file)):
-            with pytest.raises(UnavailableError, match=r"user|password"):
+        for other in (Etcd(etcd.endpoints, **tls), Etcd(etcd.endpoints, user=file, **tls)):
+            with pytest.raises(UnavailableError, match=r"user|password|permission"):
+                await other.read(b"/s/")
+            await other.close()
+        # Neither without a certificate, nor without encryption, nor where another one vouches for etcd.
+        (tmp_path / "other").mkdir()
+        make_certificate(tmp_path / "other")
+        wrong = {**tls, "ca": tmp_path / "other" / "chain.pem"}
+        for less in ({"ca": ca}, {}, wrong):
+            other = Etcd(etcd.endpoints, **less)
+            with pytest.raises(UnavailableError, match="etcd at 127"):
                 await other.read(b"/s/")
             await other.close()
     file.write_text("root")

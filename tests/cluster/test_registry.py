@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
-from upr.cluster.registry import Map, Place, decode_node, encode_node
+from upr.cluster.registry import Bucket, Map, Place, decode_node, encode_node
 from upr_protocol.errors import InvalidArgumentError, UprError
+from upr_protocol.limits import DROPPED_MAX
 from upr_protocol.ownership import Row, Served
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
-KNOWN = Map(C, Row(3, 2, A, False, frozenset({A, B}), Served(B, 2)))
+SOME = Bucket("some", 2**64 - 1, "zstd", 5)
+KNOWN = Map(C, Row(3, 2, A, False, frozenset({A, B}), Served(B, 2)), (SOME,), (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,15 @@ def test_a_map_is_read_as_it_was_written() -> None:
     assert Map.decode(begun.encode()) == begun
 
 
+def test_a_map_forgets_those_that_were_dropped_long_ago() -> None:
+    known = KNOWN.adding(Bucket("other", 9, "", 0))
+    for version in (9, *range(10, 10 + DROPPED_MAX - 1), 9):
+        known = known.dropping(version)
+    assert known.buckets == (SOME,)
+    assert known.dropped == (*range(10, 10 + DROPPED_MAX - 1), 9)
+    assert known.dropping(7).dropped == (*range(11, 10 + DROPPED_MAX - 1), 9, 7)
+
+
 @pytest.mark.parametrize(
     ("where", "value"),
     [
@@ -66,6 +77,11 @@ def test_a_map_is_read_as_it_was_written() -> None:
         (("row", "counted"), [f"{n:016x}" for n in range(65)]),
         (("row", "previous"), [B]),
         (("row",), []),
+        (("buckets",), [{"name": "a"}]),
+        (("buckets",), [{"name": "", "version": 1, "compression": "", "quota": 0}]),
+        (("buckets",), [{"name": "a", "version": 1, "compression": "x", "quota": 0}]),
+        (("buckets",), [{"name": "a", "version": 1, "compression": "", "quota": 0}] * 33),
+        (("dropped",), [2**64]),
     ],
 )
 def test_a_map_that_cannot_be_is_not_believed(where: tuple[str, ...], value: object) -> None:

@@ -61,7 +61,7 @@ async def test_a_bucket_that_is_being_made_is_promised_too(
 
     monkeypatch.setattr(catalog, "_create_now", held_up)
     # As a replication that is cancelled leaves it.
-    creating = asyncio.create_task(catalog.create("some", version=VERSION))
+    creating = asyncio.create_task(catalog.create("some", version=VERSION, active=False))
     await asyncio.sleep(0)
     assert catalog._creating
     creating.cancel()

@@ -841,7 +841,7 @@ async def test_an_undo_takes_producers_numbers_along_or_finds_no_room_and_nothin
     directory = DataDirectory(tmp_path / "replica")
     catalog = Catalog(directory, config(directory.path, replicate_from=("127.0.0.1:1",)))
     catalog.start(told)
-    host = await catalog.create("some", version=7)
+    host = await catalog.create("some", version=7, active=False)
     undo = {p: Undo(0, FailoverLog.born(7, epoch=9), 9) for p in (3, 4, 20)}
     # On the log that is taken over, and on none.
     given = {3: 5, 4: 7, 20: 5, 21: 5}

@@ -1,6 +1,6 @@
 """World of a cluster: the set of servers of ``replicas`` without an operator, and an etcd that fails in its own ways.
 
-Besides what happens to servers there, etcd is away, cannot be reached by some, or makes a change of which the answer is
+Besides what happens to servers there, buckets are created and dropped, and etcd is away, cannot be reached by some, or makes a change of which the answer is
 lost, at once or later. Clocks of servers differ in their rate. What is checked beyond ``replicas``: an owner that may
 serve is never older than one that might before, and the cluster mends itself.
 """
@@ -14,13 +14,16 @@ from tests.simulation.looping import SimulatedLoop, Timeline, running
 from tests.simulation.processes import ServerProcess
 from tests.simulation.replicas import STEP_SECONDS, ReplicasWorld
 from tests.simulation.truth import Violation
-from upr.cluster.registry import Entry, Found
+from upr.cluster.registry import Entry, Found, Map
 from upr.replica import agreeing
 from upr.replica.agreeing import Agreeing
+from upr_client import AsyncClient, UprError
 from upr_protocol.errors import UnavailableError
 
 CALL_SECONDS = 2.0
 HEAL_SECONDS = 90.0
+ORDERS = 16
+"""Answers and orders of buckets in a run; each bucket takes what a whole one takes."""
 
 
 class FakeEtcd:
@@ -54,6 +57,12 @@ class FakeEtcd:
         for key in self._ends:
             self._ends[key] = self._timeline.now + 5.0
 
+    def lose(self) -> None:
+        """Have nothing of what was kept."""
+        self._entries.clear()
+        self._ends.clear()
+        self._revision += 1
+
     async def _reach(self) -> None:
         await asyncio.sleep(0.001 + self._rng.random() * 0.01)
         if self.down or running().host in self.cut:
@@ -67,6 +76,10 @@ class FakeEtcd:
     def _set(self, key: bytes, value: bytes) -> None:
         self._revision += 1
         self._entries[key] = Entry(value, self._revision)
+
+    def values(self, end: str) -> list[bytes]:
+        """Return the values of the keys that end so."""
+        return [one.value for key, one in self._entries.items() if key.endswith(end.encode())]
 
     async def read(self, prefix: bytes) -> Found:
         """See ``Registry``."""
@@ -122,6 +135,9 @@ class FakeEtcd:
                 return
             await asyncio.sleep(0.2)
 
+    async def close(self) -> None:
+        """See ``Registry``."""
+
 
 class ClusterWorld(ReplicasWorld):
     """One run.
@@ -129,6 +145,8 @@ class ClusterWorld(ReplicasWorld):
     Attributes:
         etcd: of the cluster.
         rates: seconds of a host's own clock in a second.
+        created: names of the buckets that must be there, by version.
+        dropped: versions that must be nowhere.
     """
 
     def __init__(self, folder: Path, seed: int, servers: int | None = None) -> None:
@@ -140,6 +158,9 @@ class ClusterWorld(ReplicasWorld):
         self.rates = {server.host: rng.uniform(0.96, 1.04) for server in self.servers}
         for server in self.servers:
             server.upstreams, server.registry = (), self.etcd
+        self.created: dict[int, str] = {}
+        self.dropped: set[int] = set()
+        self._ordering = 0
 
     def patched(self, patch: pytest.MonkeyPatch) -> None:
         """Have clocks of different rates, and look at each answer to whether an owner may serve."""
@@ -160,6 +181,14 @@ class ClusterWorld(ReplicasWorld):
 
         patch.setattr(Agreeing, "may_serve", looked)
 
+    def make_first(self, first: ServerProcess) -> None:
+        """Make the map, by order: nobody does so by himself."""
+        self.pass_time(8.0)
+        if first.active or self.etcd.values("/map"):
+            raise Violation("a new server made the map")
+        if reason := self.promoted(first):
+            raise Violation(f"the first one is not promoted: {reason}")
+
     # Faults
 
     def _fault(self) -> None:
@@ -176,8 +205,64 @@ class ClusterWorld(ReplicasWorld):
                 self.counts["losses of etcd"] += 1
                 self.etcd.lossy = 0.5
             self._in(rng.choice((1.0, 4.0, 12.0)), self.etcd.heal)
+        if rng.random() < 0.08 and self._ordering < ORDERS:
+            self.order_bucket(f"extra {rng.randrange(2)}", drops=rng.random() < 0.5)
+            if rng.random() < 0.2:
+                rng.choice(self.servers).dies_at = "bucket."
         self._without_owner = 0.0
         super()._fault()
+
+    @property
+    def ordering(self) -> bool:
+        """Whether an order is not answered yet."""
+        return self._ordering % 2 == 1
+
+    def order_bucket(self, name: str, *, drops: bool) -> None:
+        """Have a bucket created or dropped, and remember what was answered; one after the other."""
+        if self.ordering:
+            return
+        self._ordering += 1
+        before = [version for version, known in self.created.items() if known == name]
+        if drops:
+            for version in before:
+                # Until it is answered it may be either.
+                del self.created[version]
+
+        async def do(client: AsyncClient) -> int:
+            if drops:
+                return await client.admin.drop_bucket(name)
+            return (await client.admin.create_bucket(name)).version
+
+        def ended(outcome: int | UprError) -> None:
+            self._ordering += 1
+            word = "drops" if drops else "creations"
+            if isinstance(outcome, UprError):
+                self.counts[f"{word}: {outcome.reason}"] += 1
+                return
+            self.counts[word] += 1
+            if before and (not drops or before != [outcome]):
+                raise Violation(f"{word} of {name} gave {outcome}, and {before} was there")
+            if drops:
+                self.dropped.add(outcome)
+            else:
+                self.created[outcome] = name
+
+        self.people.order(do, [server.address for server in self.servers], ended)
+
+    def check(self) -> None:
+        """Each server has the buckets that the map has; all that were created, and none that was dropped."""
+        data = next(iter(self.etcd.values("/map")))
+        known = {one.version: one.name for one in Map.decode(data).buckets}
+        self.until(
+            lambda: all(s.server and s.server._catalog.versions == known for s in self.servers),
+            30,
+            f"with the buckets {known}",
+        )
+        if not self.created.items() <= known.items():
+            raise Violation(f"created and gone: {self.created}, there are {known}")
+        if self.dropped & known.keys():
+            raise Violation(f"dropped and there: {self.dropped & known.keys()}")
+        super().check()
 
     def _promote(
         self, server: ServerProcess, *, force: bool = False, takeover: bool = False

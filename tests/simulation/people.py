@@ -199,6 +199,24 @@ class People:
 
         loop.create_task(run())
 
+    def order(
+        self,
+        do: Callable[[AsyncClient], Coroutine[Any, Any, int]],
+        endpoints: list[str],
+        ended: Callable[[int | UprError], None],
+    ) -> None:
+        """Have the operator do something with the SDK, and tell its outcome."""
+
+        async def run() -> None:
+            try:
+                async with AsyncClient(endpoints, retry_seconds=5.0) as client:
+                    outcome: int | UprError = await do(client)
+            except UprError as error:
+                outcome = error
+            ended(outcome)
+
+        self._operator.create_task(run())
+
     def promote(
         self, address: str, *, force: bool, takeover: bool, ended: Callable[[str], None]
     ) -> None:

@@ -162,9 +162,9 @@ class ServerProcess:
 
     @property
     def bucket(self) -> BucketService | None:
-        """Its one bucket, None while it has none."""
+        """The bucket that is written to, None while it has none."""
         hosts = [] if self.server is None else self.server._catalog.hosts
-        return hosts[0] if hosts else None
+        return next((host for host in hosts if host.bucket.identity.name == "default"), None)
 
     @property
     def died(self) -> bool:

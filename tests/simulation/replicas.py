@@ -196,10 +196,14 @@ class ReplicasWorld:
         """Start the servers, without anybody who writes or follows."""
         first = self.servers[0]
         first.start()
+        self.make_first(first)
         self.until(lambda: first.active, 10, "active")
         for server in self.servers[1:]:
             server.start()
         self.until(lambda: self.in_step(first), 60, "in step")
+
+    def make_first(self, first: ServerProcess) -> None:
+        """Have the first server be active, where it is not by itself; here nothing."""
 
     def begin(self) -> None:
         self.start()

@@ -9,6 +9,8 @@ import pytest
 from tests.simulation import worlds
 from tests.simulation.clustered import ClusterWorld
 from tests.simulation.processes import ServerProcess
+from upr.engine.partitions import ACTIVE
+from upr_client import AsyncClient, UprError
 from upr_protocol.ownership import Standing
 
 SEEDS = max(int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 30, 1)
@@ -41,7 +43,8 @@ def world(tmp_path: Path) -> Iterator[ClusterWorld]:
 def counted(world: ClusterWorld, by: int = 0) -> set[int]:
     """Return the numbers of the servers that one of them counts."""
     known = standing(world.servers[by]).row.counted
-    return {s.number for s in world.servers if standing(s).directory in known}
+    running = (s for s in world.servers if s.owning is not None)
+    return {s.number for s in running if standing(s).directory in known}
 
 
 def active(world: ClusterWorld) -> list[int]:
@@ -83,7 +86,8 @@ def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
     world.until(lambda: second.active, 12, "promoted", step=0.05)
     assert world.elapsed - asked > 2_000_000
     world.net.heal()
-    world.until(lambda: world.in_step(second), 30, "followed")
+    # Before that nobody else has all that it has.
+    world.until(lambda: counted(world, by=1) == {0, 2}, 30, "counted by the next one")
     # Its key is gone, and nobody hears it.
     world.cut_off(second)
     world.etcd.cut.add(second.host)
@@ -118,6 +122,62 @@ def test_a_change_that_etcd_makes_later_is_not_taken_for_none(world: ClusterWorl
     world.check()
 
 
+def buckets(server: ServerProcess) -> dict[int, str]:
+    """Return the names of a server's buckets but the one that is written to, by version."""
+    assert server.server is not None
+    return {v: name for v, name in server.server._catalog.versions.items() if name != "default"}
+
+
+def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
+    world: ClusterWorld,
+) -> None:
+    """Whoever owns: what the last owner alone did is done by the next one before it serves."""
+
+    def ordered(*, drops: bool = False) -> None:
+        world.order_bucket("some", drops=drops)
+        world.until(lambda: not world.ordering, 20, "answered", step=0.05)
+
+    def lost(owner: ServerProcess) -> ServerProcess:
+        """Lose an owner, and return who follows it, in the moment in which it does."""
+        owner.kill()
+        others = [s for s in world.servers if s is not owner and s.loop is not None]
+        world.until(lambda: any(s.active for s in others), 20, "replaced", step=0.01)
+        return next(s for s in others if s.active)
+
+    first = world.servers[0]
+    world.cut_off(first)
+    ordered()
+    assert len(world.created) == 1
+    second = lost(first)
+    assert buckets(second) == world.created
+    assert second.server is not None
+    assert all((h.bucket.partitions.state == ACTIVE).all() for h in second.server._catalog.hosts)
+    world.net.heal()
+    third = 3 - second.number
+    world.until(lambda: counted(world, second.number) == {third}, 40, "counted")
+    # Etcd does it when the answer is lost already.
+    world.etcd.late = 2.0
+    ordered(drops=True)
+    assert not world.dropped
+    world.etcd.late = 0.0
+    world.until(lambda: not buckets(second), 20, "dropped")
+    ordered()
+    assert len(world.created) == 1, world.counts
+    first.start()
+    # It has one of that name that was dropped.
+    world.until(lambda: counted(world, second.number) == {0, third}, 40, "counted")
+    world.until(lambda: world.in_step(second), 30, "in step")
+    assert buckets(first) == world.created
+    world.cut_off(second)
+    ordered(drops=True)
+    assert len(world.dropped) == 1
+    assert buckets(lost(second)) == {}
+    world.net.heal()
+    second.start()
+    world.settle()
+    world.check()
+
+
 def test_what_only_an_emptied_server_had_is_given_up_by_force(world: ClusterWorld) -> None:
     """It waits for an owner, to join its set, and the others know its address as that of the one that is gone."""
     first, second, _ = world.servers
@@ -131,3 +191,52 @@ def test_what_only_an_emptied_server_had_is_given_up_by_force(world: ClusterWorl
     assert world.promoted(second) == "NOT_COUNTED"
     assert world.promoted(second, force=True) == ""
     world.until(lambda: world.in_step(second), 30, "followed")
+
+
+def test_a_drained_server_follows_no_owner_and_a_lost_map_is_made_by_who_serves(
+    world: ClusterWorld,
+) -> None:
+    def drained(server: ServerProcess, *, undo: bool = False) -> str:
+        """Drain a server, and return the reason of a refusal or who is to take over."""
+        outcome: list[int | UprError] = []
+        ports = {int(s.address.rpartition(":")[2]): s.host for s in world.servers}
+
+        async def do(client: AsyncClient) -> int:
+            return int((await client.admin.drain(undo=undo)).rpartition(":")[2] or 0)
+
+        world.people.order(do, [server.address], outcome.append)
+        world.until(lambda: bool(outcome), 30, "answered")
+        (answer,) = outcome
+        return answer.reason if isinstance(answer, UprError) else ports.get(answer, "")
+
+    first, second, third = world.servers
+    assert drained(second) == ""
+    assert drained(first) == third.host
+    world.order(third, takeover=True)
+    world.until(lambda: third.active and counted(world, by=2) == {0, 1}, 40, "taken over")
+    # All others are drained.
+    assert drained(third) == "NO_SUCCESSOR"
+    assert world.promoted(first) == "DRAINED"
+    epoch = standing(third).row.epoch
+    # What etcd had is gone. One that is new makes no map, which would keep the others out.
+    world.cut_off(third)
+    world.etcd.cut |= {third.host}
+    world.etcd.lose()
+    first.lose_disk(())
+    first.start()
+    world.pass_time(8.0)
+    assert world.etcd.values("/map") == []
+    world.net.heal()
+    world.etcd.cut.clear()
+    # Without the directory that is gone.
+    world.until(lambda: len(standing(third).row.counted) == 2, 60, "counted no more")
+    world.until(lambda: counted(world, by=2) == {0, 1}, 40, "counted again")
+    assert standing(third).row.epoch == epoch
+    third.kill()
+    # The second one is still drained; the first one, restarted, is not.
+    world.pass_time(20.0)
+    assert not second.active
+    assert drained(second, undo=True) == ""
+    third.start()
+    world.settle()
+    world.check()

@@ -15,7 +15,7 @@ from upr.cli.admin_commands.cut import cut
 from upr.cli.admin_commands.purge import purge
 from upr.cli.admin_commands.restore_copy import restore_copy
 from upr.cli.admin_commands.status import status, storage, top
-from upr.cli.admin_commands.topology import promote, takeover, topology
+from upr.cli.admin_commands.topology import drain, promote, takeover, topology
 from upr.cli.admin_commands.undone import undone
 from upr_cli_kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, client_options, one_list
 from upr_cli_kit.output import (
@@ -118,6 +118,7 @@ main.add_command(status)
 main.add_command(storage)
 main.add_command(token)
 main.add_command(top)
+main.add_command(drain)
 main.add_command(promote)
 main.add_command(takeover)
 main.add_command(topology)
@@ -236,6 +237,7 @@ add_examples(
         "restore-copy": ("restore-copy /srv/copy-of-upr",),
         "status": ("status", "status --data /var/lib/upr --watch 2"),
         "storage": ("storage --bucket orders",),
+        "drain": ("drain --target db1:7711", "drain --target db1:7711 --undo --json"),
         "takeover": ("takeover --to db2:7711",),
         "token": ("token list --tokens /etc/upr/identities",),
         "token add": (

@@ -14,12 +14,13 @@ import lmdb
 
 from upr import __version__
 from upr.cluster.etcd import Etcd
+from upr.cluster.map import Buckets, MapRows
 from upr.cluster.registry import Found, Map, Place, Registry, decode_node, encode_node
 from upr.config import ServerConfig
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import RESUME_SECONDS, Owning
 from upr.service.buckets.catalog import DEFAULT_BUCKET, Catalog
-from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError, shown
+from upr_protocol.errors import InvalidArgumentError, UprError, shown
 from upr_protocol.ownership import GRANT_SECONDS, Row, first_row
 from upr_protocol.wire.v1.replica_service_pb2 import SetMember
 
@@ -29,54 +30,12 @@ LEASE_SECONDS = 5
 """Time after which the key of a server is gone that is not heard any more."""
 LOOK_SECONDS = 0.25
 """Interval at which a server looks whether it is to do something."""
+MATCH_SECONDS = 1.0
+"""Shortest time between two attempts to have the buckets that the map has."""
 TURN_SECONDS = 1.0
 """Time that each further counted server waits before it claims."""
 STALE_SECONDS = 10.0
 """Age of what was read of etcd above which it counts no more."""
-
-
-class MapRows:
-    """The row in the map of a cluster.
-
-    Args:
-        registry: where it is kept.
-        place: of the cluster.
-    """
-
-    def __init__(self, registry: Registry, place: Place) -> None:
-        self._registry = registry
-        self._prefix = place.prefix
-        self._key = place.prefix + b"map"
-
-    async def found(self) -> tuple[Found, Map | None]:
-        """Return all that is kept of the cluster, and its map; None where there is none yet."""
-        found = await self._registry.read(self._prefix)
-        entry = found.entries.get(self._key)
-        return found, None if entry is None else Map.decode(entry.value)
-
-    async def read(self) -> Row:
-        """Return the row; see ``Rows``."""
-        _, known = await self.found()
-        if known is None:
-            raise UnavailableError("there is no map of the cluster in etcd")
-        return known.row
-
-    async def swap(self, old: Row, new: Row) -> bool:
-        """Change the row; see ``Rows``."""
-        found, known = await self.found()
-        if known is None or known.row not in (old, new):
-            return False
-        if known.row == new:
-            return True
-        changed = Map(known.replica_set, new).encode()
-        if await self._registry.swap(self._key, changed, found.entries[self._key].revision):
-            return True
-        # It may have been changed so by a call whose answer was lost.
-        return await self.read() == new
-
-    async def begin(self, first: Map) -> bool:
-        """Make the map, if there is none; return whether it was made by this."""
-        return await self._registry.swap(self._key, first.encode(), 0)
 
 
 class Keeper:
@@ -90,6 +49,7 @@ class Keeper:
         self, catalog: Catalog, registry: Registry, place: Place, address: Callable[[], str]
     ) -> None:
         self.rows = MapRows(registry, place)
+        self.buckets = Buckets(self.rows, catalog)
         self._catalog = catalog
         self._registry = registry
         self._place = place
@@ -97,7 +57,7 @@ class Keeper:
         self._found: Found | None = None
         self._map: Map | None = None
         self._read_at = 0.0
-        self._tried_at = -RESUME_SECONDS
+        self._tried_at = self._matched_at = -RESUME_SECONDS
         self._claimed: Row | None = None
         self._told: dict[str, str] = {}
         # A server that is the first of its set, or was killed while it became that.
@@ -105,10 +65,13 @@ class Keeper:
 
     async def run(self, owning: Owning) -> None:
         """Take part until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_key())
-            tasks.create_task(self._watch())
-            tasks.create_task(self._decide(owning))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep_key())
+                tasks.create_task(self._watch())
+                tasks.create_task(self._decide(owning))
+        finally:
+            await self._registry.close()
 
     def _tell(self, what: str, error: Exception | None = None) -> None:
         """Say in the log once that something fails, and once that it does no more."""
@@ -150,7 +113,7 @@ class Keeper:
     @property
     def trouble(self) -> str:
         """Why this server takes no part in its cluster, in words; empty while it does."""
-        return next(filter(None, self._told.values()), "")
+        return next(filter(None, (*self._told.values(), self.buckets.trouble)), "")
 
     # Deciding
 
@@ -191,13 +154,21 @@ class Keeper:
             # It was killed while it made the map.
             self._catalog.join(self._map.replica_set)
         await self._act(owning, row, now)
+        if owning.active:
+            await self._keep_buckets(self._map, now)
+
+    async def _keep_buckets(self, known: Map, now: float) -> None:
+        """Have the buckets that the map has; the first server of a set begins with one."""
+        if self._is_first:
+            if not self._catalog.hosts:
+                await self.buckets.create(DEFAULT_BUCKET)
+            self._is_first = False
+        elif not self.buckets.are(known) and now - self._matched_at >= MATCH_SECONDS:
+            self._matched_at = now
+            await self.buckets.match()
 
     async def _act(self, owning: Owning, row: Row, now: float) -> None:
         """Claim the ownership, or have it back, if it is this server's turn."""
-        if owning.active and self._is_first:
-            self._is_first = False
-            if not self._catalog.hosts:
-                await self._catalog.create(DEFAULT_BUCKET)
         if now - self._tried_at < RESUME_SECONDS or owning.claiming:
             return
         if owning.active:
@@ -231,7 +202,7 @@ class Keeper:
     def _may_claim(self, owning: Owning, row: Row) -> bool:
         """Return whether this server is to claim: the owner is gone, for both witnesses, and others had their turn."""
         own = owning.standing.directory
-        if not (owning.in_step or owning.holding.is_whole):
+        if owning.drained or not (owning.in_step or owning.holding.is_whole):
             return False
         if row.owner == own:
             # A claim of its own failed; an owner that restarts resumes by itself.
@@ -242,18 +213,38 @@ class Keeper:
         return owning.agreeing.unasked_seconds >= GRANT_SECONDS + turn * TURN_SECONDS
 
     async def _begin(self, owning: Owning) -> None:
-        """Make the map, where there is none: of the row of who serves, or of a first server that has no set yet."""
+        """Make the map, where there is none: of the row of who serves, or of a server that was alone until now.
+
+        One that is new waits: the map of a set that is there may be lost, and a new one would keep that out for ever.
+        """
         standing = owning.standing
         if owning.active:
-            row = standing.row
-        elif not standing.epoch:
-            row = first_row(standing.directory)
+            await self._make(owning, standing.row)
+        elif not standing.epoch and owning.holding.served():
+            await self._make(owning, first_row(standing.directory))
         else:
+            new = "" if standing.epoch else ", and this server is new"
             raise UprError(
-                "there is no map of the cluster in etcd",
+                f"there is no map of the cluster {shown(self._place.name)} in etcd{new}",
                 reason="NO_MAP",
-                hint="it is made again when the server that was active is started",
+                hint="the server that was active makes it; in a cluster that never had one, 'upr-admin promote' at the first"
+                " server does; one whose active server is lost takes 'upr-admin promote --force'",
             )
+
+    async def begin(self, owning: Owning, *, force: bool) -> None:
+        """Make the map, where there is none, of a server that is to be active.
+
+        Args:
+            force: also if it was a replica: an operator says that nobody was active after what it knows.
+        """
+        if owning.active or (await self.rows.found())[1] is not None:
+            return
+        standing = owning.standing
+        if force or not (standing.epoch or self._catalog.replica_set):
+            row = standing.row if standing.row.epoch else first_row(standing.directory)
+            await self._make(owning, row)
+
+    async def _make(self, owning: Owning, row: Row) -> None:
         first = Map(self._catalog.replica_set or secrets.token_hex(8), row)
         if await self.rows.begin(first):
             log.warning("the map of the cluster was made", extra={"set": first.replica_set})

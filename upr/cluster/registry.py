@@ -3,17 +3,25 @@
     /upr/NAME/map                 who owns the set; changed by compare-and-set
     /upr/NAME/nodes/DIRECTORY     a server that runs, and where; it lives with a lease
 
-The map has one row, of the whole set. What is in it and what is not: ``upr_protocol.ownership.Row``.
+The map has one row, of the whole set, and the buckets that it has. What is in the row and what is not:
+``upr_protocol.ownership.Row``.
 """
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Protocol
 
+from upr.storage.blocks import COMPRESSIONS
 from upr_protocol.errors import InvalidArgumentError, UprError, shown
-from upr_protocol.limits import NAME_BYTES_MAX, SET_MEMBERS_MAX
+from upr_protocol.limits import (
+    BUCKETS_MAX,
+    DROPPED_MAX,
+    NAME_BYTES_MAX,
+    SET_MEMBERS_MAX,
+    check_name,
+)
 from upr_protocol.ownership import Row, Served
 
 FORMAT: Final = 1
@@ -78,7 +86,7 @@ class Found:
 
 
 class Registry(Protocol):
-    """The four operations. Each ends within some seconds, and raises UprError when its outcome is not known."""
+    """The four operations, and its end. Each ends within some seconds, and raises UprError when its outcome is not known."""
 
     async def read(self, prefix: bytes) -> Found:
         """Return all keys with a prefix, as they are now and not as they were."""
@@ -92,18 +100,45 @@ class Registry(Protocol):
     async def changed(self, prefix: bytes, after: int) -> None:
         """Return when a key with a prefix was changed after a revision; perhaps without one."""
 
+    async def close(self) -> None:
+        """Close what it has open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A bucket as it was created; its quota may have been changed since."""
+
+    name: str
+    version: int
+    compression: str
+    quota: int
+
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """Who owns a set.
+    """Who owns a set, and which buckets it has.
 
     Attributes:
         replica_set: the id of the set.
         row: its row, also one of an owner that does not serve yet.
+        buckets: those that are there. The owner makes the ones that it has not.
+        dropped: versions of those that were dropped last, the newest behind. The owner drops the ones that it has.
     """
 
     replica_set: str
     row: Row
+    buckets: tuple[Bucket, ...] = ()
+    dropped: tuple[int, ...] = ()
+
+    def adding(self, *buckets: Bucket) -> "Map":
+        """Return it with more buckets."""
+        return replace(self, buckets=(*self.buckets, *buckets))
+
+    def dropping(self, version: int) -> "Map":
+        """Return it without a bucket."""
+        left = tuple(one for one in self.buckets if one.version != version)
+        before = tuple(one for one in self.dropped if one != version)
+        return replace(self, buckets=left, dropped=(*before, version)[-DROPPED_MAX:])
 
     def encode(self) -> bytes:
         """Return it as it is kept."""
@@ -119,6 +154,8 @@ class Map:
                 "counted": sorted(row.counted),
                 "previous": None if previous is None else [previous.directory, previous.epoch],
             },
+            "buckets": [asdict(one) for one in self.buckets],
+            "dropped": self.dropped,
         }
         return json.dumps(text).encode()
 
@@ -145,8 +182,12 @@ class Map:
             )
             if len(row.counted) > SET_MEMBERS_MAX:
                 raise ValueError(f"counted servers are {len(row.counted)}")
-            return cls(_directory(text["replica_set"]), row)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            buckets = tuple(map(_bucket, text["buckets"]))
+            if len(buckets) > BUCKETS_MAX:
+                raise ValueError(f"buckets are {len(buckets)}")
+            dropped = tuple(map(_number, text["dropped"]))
+            return cls(_directory(text["replica_set"]), row, buckets, dropped)
+        except (ValueError, KeyError, TypeError, IndexError, InvalidArgumentError) as error:
             raise UprError(
                 f"the map of the cluster cannot be read: {error}",
                 reason="MAP_UNREADABLE",
@@ -155,7 +196,7 @@ class Map:
 
 
 def _number(value: object) -> int:
-    if not isinstance(value, int) or not 0 <= value < 2**63:
+    if not isinstance(value, int) or not 0 <= value < 2**64:
         raise ValueError(f"a number is {shown(str(value))}")
     return value
 
@@ -164,6 +205,14 @@ def _directory(value: object) -> str:
     if not isinstance(value, str) or not _DIRECTORY.fullmatch(value):
         raise ValueError(f"a directory is {shown(str(value))}")
     return value
+
+
+def _bucket(value: Any) -> Bucket:
+    name, compression = value["name"], value["compression"]
+    if not isinstance(name, str) or compression not in COMPRESSIONS:
+        raise ValueError(f"a bucket is {shown(str(value))}")
+    version, quota = _number(value["version"]), _number(value["quota"])
+    return Bucket(check_name(name, "bucket"), version, compression, quota)
 
 
 def encode_node(address: str, version: str) -> bytes:

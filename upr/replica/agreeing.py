@@ -120,9 +120,9 @@ class Agreeing:
         """Ask for grants while this server owns, until cancelled."""
         try:
             while True:
+                self._asking = {d: task for d, task in self._asking.items() if not task.done()}
                 for directory in self._others():
-                    task = self._asking.get(directory)
-                    if task is None or task.done():
+                    if directory not in self._asking:
                         self._asking[directory] = asyncio.create_task(self._ask(directory))
                 self._tell()
                 await asyncio.sleep(ASK_SECONDS)

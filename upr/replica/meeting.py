@@ -103,6 +103,7 @@ class Met:
         row: the newest that it knows; it has stored it.
         epoch: the highest that it knows.
         claiming: whether it is about to become the active one.
+        drained: whether it is not to become that.
     """
 
     row: Row
@@ -110,6 +111,7 @@ class Met:
     in_step: bool
     held: dict[int, Held]
     claiming: bool = False
+    drained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class Meeting:
         return UprError(
             f"counted servers that cannot be reached: {names}; they may have what is missing here",
             reason="NOT_HEARD",
-            hint="start them, or use --force to go on without what only they have",
+            hint="start them with the data that they had, or use --force to go on without what only they have",
             retriable=True,
         )
 
@@ -393,7 +395,8 @@ class Meeting:
             return None
         self._tell(directory)
         row = row_of_message(answer.row)
-        return Met(row, answer.epoch, answer.in_step, held, answer.claiming)
+        claiming, drained = answer.claiming, answer.drained
+        return Met(row, answer.epoch, answer.in_step, held, claiming, drained)
 
     def _tell(self, directory: str, error: UprError | None = None) -> None:
         """Log what an operator has to mend, when it begins and when it ends; servers come and go by themselves."""

@@ -1,6 +1,7 @@
 """ReplicaService: what operators ask a server about its set, and what the servers of a set ask each other."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from upr.config import ServerConfig
 from upr.replica.agreeing import Rows
+from upr.replica.holding import Promoted
 from upr.replica.meeting import held_to_messages, row_of_message, row_to_message
 from upr.replica.owning import Owning
 from upr.service.buckets.catalog import Catalog, finish_even_if_cancelled
@@ -17,6 +19,7 @@ from upr_protocol.errors import UprError, shown
 from upr_protocol.ownership import Row, Served
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
 
+log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -35,6 +38,9 @@ class Cluster(Protocol):
     @property
     def trouble(self) -> str:
         """Why the server takes no part, in words; empty while it does."""
+
+    async def begin(self, owning: Owning, *, force: bool) -> None:
+        """Make the map, where there is none, because an operator orders it: see ``Keeper.begin``."""
 
     async def run(self, owning: Owning) -> None:
         """Take part until cancelled."""
@@ -126,7 +132,11 @@ class ReplicaMethods:
         if member.directory == owning.standing.directory:
             lag = sum(h.following.lag() for h in self._catalog.hosts if h.following is not None)
             return wire.MemberStatus(
-                member=member, reached=True, in_step=owning.in_step, lag=0 if owning.active else lag
+                member=member,
+                reached=True,
+                in_step=owning.in_step,
+                lag=0 if owning.active else lag,
+                drained=owning.drained,
             )
         met = owning.meeting.met.get(member.directory)
         if met is None:
@@ -137,14 +147,17 @@ class ReplicaMethods:
                 theirs = np.minimum(met.held[version]["marker"], mine["high"])
                 lag += int((mine["high"] - theirs).sum())
         return wire.MemberStatus(
-            member=member, reached=True, in_step=met.in_step, lag=lag if owning.active else 0
+            member=member,
+            reached=True,
+            in_step=met.in_step,
+            lag=lag if owning.active else 0,
+            drained=met.drained,
         )
 
     @answering
     async def Promote(self, request: wire.PromoteRequest, context: Context) -> wire.PromoteResponse:
         """Make this server the active one."""
-        promoting = self._owning.promote(force=request.force, takeover=request.takeover)
-        end = await _whole(promoting)
+        end = await _whole(self._promoted(force=request.force, takeover=request.takeover))
         addresses = self._owning.meeting.addresses
         return wire.PromoteResponse(
             row=row_to_message(end.row),
@@ -160,11 +173,50 @@ class ReplicaMethods:
             tables=end.tables,
         )
 
+    async def _promoted(self, *, force: bool, takeover: bool) -> Promoted:
+        if self._owning.drained and not force:
+            raise UprError(
+                "this server is drained, so it does not become active",
+                reason="DRAINED",
+                hint="'upr-admin drain --undo' ends that, and so does a restart",
+            )
+        self._owning.drained = False
+        if self._cluster is not None and not takeover:
+            await self._cluster.begin(self._owning, force=force)
+        return await self._owning.promote(force=force, takeover=takeover)
+
     @answering
-    async def ForgetServer(
-        self, request: wire.ForgetServerRequest, context: Context
-    ) -> wire.ForgetServerResponse:
-        """Count a server no more, and forget it; see ``Owning.forget``."""
+    async def Drain(self, request: wire.DrainRequest, context: Context) -> wire.DrainResponse:
+        """Become active no more, or perhaps again; return who is to be instead."""
+        owning, successor = self._owning, None
+        if not request.undo:
+            self._check_not_waiting()
+            successor = self._successor() if owning.active else None
+        if owning.drained is request.undo:
+            owning.drained = not request.undo
+            log.warning("this server is drained" if owning.drained else "it is drained no more")
+        return wire.DrainResponse(successor=successor)
+
+    def _successor(self) -> wire.SetMember:
+        """Return the counted server that is in step and lacks least."""
+        counted = self._owning.standing.row.counted
+        found = [
+            one
+            for one in map(self._status, self._owning.meeting.members)
+            if one.member.directory in counted and one.in_step and not one.drained
+        ]
+        others = [one for one in found if one.member.directory != self._catalog.directory_id]
+        if not others:
+            raise UprError(
+                "no counted server is reached and in step, so none can be active instead",
+                reason="NO_SUCCESSOR",
+                hint="'upr-admin topology' shows what they lack, and which of them are drained too",
+                retriable=True,
+            )
+        return min(others, key=lambda one: (one.lag, one.member.directory)).member
+
+    def _check_not_waiting(self) -> None:
+        """Raise while this server owns and waits for the others before it serves."""
         if not self._owning.active and self._owning.standing.owns:
             raise UprError(
                 f"this server is not active yet: {self._owning.waiting or 'it asks the others'}",
@@ -172,6 +224,13 @@ class ReplicaMethods:
                 hint="'upr-admin promote --force' here goes on without counted servers that will not come back",
                 retriable=True,
             )
+
+    @answering
+    async def ForgetServer(
+        self, request: wire.ForgetServerRequest, context: Context
+    ) -> wire.ForgetServerResponse:
+        """Count a server no more, and forget it; see ``Owning.forget``."""
+        self._check_not_waiting()
         self._catalog.check_active()
         member = self._owning.meeting.find(request.server)
         row = await _whole(self._owning.forget(member.directory))
@@ -194,6 +253,7 @@ class ReplicaMethods:
             held=held_to_messages(owning.held()),
             members=owning.meeting.members_to_tell(standing),
             claiming=owning.claiming,
+            drained=owning.drained,
         )
 
     @answering

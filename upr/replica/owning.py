@@ -75,6 +75,9 @@ class Owning:
     Args:
         address: returns HOST:PORT where this server can be reached.
         rows: where the row of a cluster is changed by one at a time; None without one, as ``agreeing`` is then.
+
+    Attributes:
+        drained: whether it is not to become active, until it is restarted.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Owning:
         catalog.is_newest = self._is_newest
         self.active = not catalog.replica
         self.waiting = ""
+        self.drained = False
         self._claiming = asyncio.Lock()
         # Held while buckets change their role: a promise waits for an activation, and sees it.
         self._changing = asyncio.Lock()
@@ -601,15 +605,17 @@ class Owning:
             await self.store(lambda standing: standing.learned(step.row))
             failpoints.hit("promote.after_row")
             self._check_owns()
+            await self._catalog.match()
             held = in_one_order(self.held(), versions)
             cut_off = step.cut_off(held)
-            for i, version in enumerate(versions):
-                part = slice(i * PARTITIONS, (i + 1) * PARTITIONS)
-                host = next(
-                    (h for h in self._catalog.hosts if h.bucket.identity.version == version), None
-                )
-                if host is None:
+            for host in self._catalog.hosts:
+                version = host.bucket.identity.version
+                if version not in versions:
+                    # It was made just now.
+                    await host.activate(step.row.epoch, {})
                     continue
+                at = versions.index(version) * PARTITIONS
+                part = slice(at, at + PARTITIONS)
                 markers = step.marker[part].tolist()
                 above = np.flatnonzero(cut_off[part]).tolist()
                 if above:

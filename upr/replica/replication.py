@@ -226,7 +226,7 @@ class Replication:
         if found is None and not info.HasField("problem"):
             with contextlib.suppress(AlreadyExistsError):
                 found = await self._catalog.create(
-                    info.name, info.compression, info.version, info.quota_bytes
+                    info.name, info.compression, info.version, info.quota_bytes, active=False
                 )
         if found is not None and not keeps and found.disk.quota.limit != info.quota_bytes:
             await found.set_quota(info.quota_bytes)

@@ -356,7 +356,7 @@ class AdminMethods:
     ) -> admin.CreateBucketResponse:
         """Create an empty bucket."""
         check_quota(request.quota_bytes)
-        host = await self._catalog.create(
+        host = await self._catalog.ordered.create(
             request.name, request.compression, quota=request.quota_bytes
         )
         info = await _bucket_info(host)
@@ -383,7 +383,7 @@ class AdminMethods:
         """Remove a bucket with its data; see ``Catalog.drop``."""
         self._catalog.check_active()
         known = request.HasField("version")
-        version = await self._catalog.drop(request.name, request.version if known else None)
+        version = await self._catalog.ordered.drop(request.name, request.version if known else None)
         return admin.DropBucketResponse(bucket_version=version)
 
     @answering

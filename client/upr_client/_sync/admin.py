@@ -98,6 +98,23 @@ class Admin:
         stub = self._connection.stubs(self._connection.router.first).sets.Promote
         return promotion(self._connection.ask(stub, request, seconds))
 
+    def drain(self, *, undo: bool = False) -> str:
+        """Have the server become active no more, until that is undone or it is restarted; for maintenance.
+
+        Args:
+            undo: it may become active again.
+
+        Returns:
+            HOST:PORT of the server that is to take over, with ``promote(takeover=True)`` there: the counted one in step
+            that lacks least. Empty where this one is not active.
+
+        Raises:
+            UprError: NO_SUCCESSOR, none can take over; nothing is changed.
+        """
+        stub = self._connection.stubs(self._connection.router.first).sets.Drain
+        answer = self._connection.ask(stub, set_pb2.DrainRequest(undo=undo))
+        return str(answer.successor.address)
+
     def forget_server(self, server: str) -> str:
         """Have the active server count another one no more that will not come back; return its directory.
 

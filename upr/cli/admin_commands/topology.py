@@ -1,4 +1,4 @@
-"""``upr-admin topology``, ``promote`` and ``takeover``: who is in a set of servers, who is active, how that changes."""
+"""``upr-admin topology``, ``promote``, ``takeover`` and ``drain``: who is in a set of servers, who is active, how that changes."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -67,6 +67,9 @@ def show(target: str, as_json: bool) -> None:
             ),
         )
     )
+    for member in found.members:
+        if member.drained:
+            note(f"{member.address} is drained: it does not become active")
     if found.waiting:
         note(f"this server waits: {found.waiting}")
     if found.promised > found.epoch:
@@ -143,6 +146,31 @@ def takeover(target: str, seconds: float, as_json: bool) -> None:
     Writers are refused for a moment, and go on at the new one by themselves.
     """
     _promote(target, seconds, as_json, takeover=True)
+
+
+@click.command("drain")
+@click.option("--undo", is_flag=True, help="It may become active again.")
+@_seconds_option
+@target_option
+@json_option
+@verbose_option
+def drain(undo: bool, seconds: float, target: str, as_json: bool) -> None:
+    """Have the server at --target become active no more, before it is stopped for maintenance.
+
+    If it is active, the counted server that lacks least takes over, without losing anything. If that fails, the server may
+    still be active: say it again. A restart undoes it too.
+    """
+    with open_client(target) as client:
+        successor = client.admin.drain(undo=undo)
+    if successor:
+        with open_client(successor) as client:
+            client.admin.promote(takeover=True, seconds=seconds)
+    if as_json:
+        print_json({"drained": not undo, "successor": successor or None})
+    elif undo:
+        click.echo(f"{target} may become active")
+    else:
+        click.echo(f"{target} is drained" + (f"; {successor} is active" if successor else ""))
 
 
 def _promote(

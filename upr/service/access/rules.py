@@ -132,6 +132,7 @@ RULES: Final[Mapping[str, Rule]] = {
     f"{_SETS}GetTopology": _of("read replicate admin", scope=Scope.SOME),
     f"{_SETS}Promote": _of("admin", scope=Scope.SERVER, destroys=lambda request: request.force),
     f"{_SETS}ForgetServer": _of("admin", scope=Scope.SERVER, destroys=_always),
+    f"{_SETS}Drain": _of("admin", scope=Scope.SERVER),
     f"{_SETS}Meet": _of("replicate", scope=Scope.SERVER, destroys=_always),
     f"{_SETS}Promise": _of("replicate", scope=Scope.SERVER, destroys=_always),
     f"{_SETS}Grant": _of("replicate", scope=Scope.SERVER, destroys=_always),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -9,7 +10,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import lmdb
 import numpy as np
@@ -79,16 +80,19 @@ def create_bucket(
     version: int = 0,
     epoch: int = 1,
     quota: int = 0,
+    *,
+    active: bool = True,
 ) -> Path:
-    """Create a bucket with all partitions active, each with one failover record at 0. Return its folder.
+    """Create a bucket, each partition with one failover record at 0. Return its folder.
 
     Args:
+        version: 0 draws one.
         epoch: in which this server serves.
-        version: of the upstream's bucket, of which this one is a replica: the partitions are pending then. 0 draws one.
         quota: in bytes, 0 for none.
+        active: whether the partitions are; otherwise they are pending.
     """
-    state = PENDING if version else ACTIVE
-    version = version or 1 + secrets.randbelow(2**64 - 1)
+    state = ACTIVE if active else PENDING
+    version = version or new_version()
     identity = Identity(check_name(name, "bucket"), version, compression)
     folder = directory.new_bucket(identity.version)
     try:
@@ -117,6 +121,21 @@ def create_bucket(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def new_version() -> int:
+    """Draw the version of a bucket."""
+    return 1 + secrets.randbelow(2**64 - 1)
+
+
+class Ordered(Protocol):
+    """Where buckets are created and dropped by order; see ``Catalog.create`` and ``Catalog.drop``."""
+
+    async def create(
+        self, name: str, compression: str = "", *, quota: int = 0
+    ) -> BucketService: ...
+
+    async def drop(self, name: str, version: int | None = None) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +236,10 @@ class Catalog:
         """Returns whether no other server can be the active one, as far as the others are met."""
         self.may_serve: Callable[[], bool] = lambda: True
         """Returns whether nobody else can be the active one at this moment; false means: not known."""
+        self.ordered: Ordered = self
+        """Creates and drops buckets by order: this server alone, or what has the whole cluster know of it."""
+        self.match: Callable[[], Awaitable[None]] = _as_it_is
+        """Has the buckets here that there are in the cluster, before they become active."""
         if not self.replica and not directory.cluster:
             directory.join(secrets.token_hex(8))
         try:
@@ -451,23 +474,11 @@ class Catalog:
 
     # Creating
 
-    async def create(
-        self, name: str, compression: str = "", version: int = 0, quota: int = 0
-    ) -> BucketService:
-        """Create an empty bucket and serve it; runs to completion even if the caller is cancelled.
-
-        Args:
-            name: 1 to 200 bytes of UTF-8 without control characters.
-            compression: of stored blocks, "" for none or "zstd".
-            version, quota: see ``create_bucket``.
+    def check_new(self, name: str, compression: str = "") -> None:
+        """Raise what ``create`` does where a bucket cannot be made, as far as that is known before.
 
         Raises:
-            InvalidArgumentError: a value is out of its range.
-            AlreadyExistsError: the name is taken.
-            PartitionNotActiveError: this server is a replica, and the bucket is none of its upstream's.
-            TooManyError: BUCKETS_MAX, or the number that the limit of open files allows, is reached.
-            NoRoomError, StorageFailedError, DataDirectoryError: it cannot be stored or opened.
-            ShuttingDownError: the server is stopping.
+            InvalidArgumentError, AlreadyExistsError, TooManyError, ShuttingDownError: see ``create``.
         """
         check_name(name, "bucket")
         if compression not in COMPRESSIONS:
@@ -475,9 +486,35 @@ class Catalog:
                 f"compression {shown(compression)} is unknown",
                 hint="must be empty for none, or zstd",
             )
+        self._check_new(name)
+
+    async def create(
+        self,
+        name: str,
+        compression: str = "",
+        version: int = 0,
+        quota: int = 0,
+        *,
+        active: bool = True,
+    ) -> BucketService:
+        """Create an empty bucket and serve it; runs to completion even if the caller is cancelled.
+
+        Args:
+            name: 1 to 200 bytes of UTF-8 without control characters.
+            compression: of stored blocks, "" for none or "zstd".
+            version, quota, active: see ``create_bucket``.
+
+        Raises:
+            InvalidArgumentError: a value is out of its range.
+            AlreadyExistsError: the name is taken.
+            PartitionNotActiveError: this server is a replica, and the bucket is to be active.
+            TooManyError: BUCKETS_MAX, or the number that the limit of open files allows, is reached.
+            NoRoomError, StorageFailedError, DataDirectoryError: it cannot be stored or opened.
+            ShuttingDownError: the server is stopping.
+        """
         while True:
-            self._check_new(name)
-            if not version:
+            self.check_new(name, compression)
+            if active:
                 # Whenever it waited: this server may have stepped down meanwhile.
                 self.check_active()
             if renaming := self._renaming.get(name):
@@ -487,7 +524,7 @@ class Catalog:
                 await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
             else:
                 break
-        task = asyncio.create_task(self._create(name, compression, version, quota))
+        task = asyncio.create_task(self._create(name, compression, version, quota, active))
         self._creating[name] = task
         return await finish_even_if_cancelled(task)
 
@@ -515,9 +552,12 @@ class Catalog:
                 retriable=False,
             )
 
-    async def _create(self, name: str, compression: str, version: int, quota: int) -> BucketService:
+    async def _create(
+        self, name: str, compression: str, version: int, quota: int, active: bool
+    ) -> BucketService:
         try:
-            host = await asyncio.to_thread(self._create_now, name, compression, version, quota)
+            make = functools.partial(self._create_now, name, compression, version, quota, active)
+            host = await asyncio.to_thread(make)
         finally:
             del self._creating[name]
         self._add(host)
@@ -526,7 +566,9 @@ class Catalog:
         await self._tell_health()
         return host
 
-    def _create_now(self, name: str, compression: str, version: int, quota: int) -> BucketService:
+    def _create_now(
+        self, name: str, compression: str, version: int, quota: int, active: bool
+    ) -> BucketService:
         if lost := self._directory.lost():
             raise StorageFailedError(lost, hint=LOST_HINT)
         if self._room.above_reserve() < NEW_BUCKET_BYTES:
@@ -536,7 +578,9 @@ class Catalog:
             )
         try:
             epoch = self.standing.standing.row.epoch or 1
-            folder = create_bucket(self._directory, name, compression, version, epoch, quota)
+            folder = create_bucket(
+                self._directory, name, compression, version, epoch, quota, active=active
+            )
             failpoints.hit("bucket.after_create")
             try:
                 return self._opened(folder)
@@ -615,6 +659,24 @@ class Catalog:
 
     # Dropping
 
+    @property
+    def versions(self) -> dict[int, str]:
+        """The names of all buckets, damaged ones included, by version."""
+        named = [(h.bucket.identity.version, h.bucket.identity.name) for h in self.hosts]
+        return dict([*named, *((one.version, one.name) for one in self.damaged)])
+
+    def version_of(self, name: str, version: int | None = None) -> int:
+        """Return the version of a bucket, which may be damaged.
+
+        Raises:
+            BucketNotFoundError, BucketGoneError: see ``find``.
+        """
+        damaged = self._damaged.get(name)
+        if damaged is None:
+            return self.find(name, version).bucket.identity.version
+        _check_version(name, damaged.version, version)
+        return damaged.version
+
     async def drop(self, name: str, version: int | None = None, *, keep: bool = False) -> int:
         """Remove a bucket with its data, and return its version; runs to completion even if the caller is cancelled.
 
@@ -633,17 +695,11 @@ class Catalog:
         """
         if self._stopping:
             raise ShuttingDownError("the server is stopping", hint="connect again")
-        damaged = self._damaged.get(name)
-        host = self.find(name, version) if damaged is None else None
+        known = self.version_of(name, version)
+        host = None if name in self._damaged else self._hosts.pop(name)
+        folder = self._damaged.pop(name).folder if host is None else host.folder
         if host is not None:
-            known, folder = host.bucket.identity.version, host.folder
-            del self._hosts[name]
             host.leave(BucketGoneError(f"bucket {shown(name)} was dropped", hint=GONE_HINT))
-        else:
-            assert damaged is not None
-            known, folder = damaged.version, damaged.folder
-            _check_version(name, known, version)
-            del self._damaged[name]
         kept = host if keep and host is not None and host.bucket.partitions.high.any() else None
         renaming = asyncio.create_task(self._rename(name, known, folder, kept))
         self._renaming[name] = renaming
@@ -760,6 +816,10 @@ async def finish_even_if_cancelled(task: "asyncio.Task[_T]") -> _T:
     # Retrieve the exception, or asyncio logs it as never retrieved.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(task)
+
+
+async def _as_it_is() -> None:
+    """Have the buckets that are here."""
 
 
 def _check_version(name: str, known: int, asked: int | None) -> None:

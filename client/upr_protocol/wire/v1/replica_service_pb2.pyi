@@ -165,12 +165,15 @@ class MemberStatus(_message.Message):
     REACHED_FIELD_NUMBER: _builtins.int
     IN_STEP_FIELD_NUMBER: _builtins.int
     LAG_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     reached: _builtins.bool
     """Whether it answered when it was last met."""
     in_step: _builtins.bool
     """Whether it can be promoted without losing more than its lag: its small tables are whole."""
     lag: _builtins.int
     """Mutations that the owner has and that were not durable there when it was last met."""
+    drained: _builtins.bool
+    """Whether it is drained: it does not become active."""
     @_builtins.property
     def member(self) -> Global___SetMember:
         """Which."""
@@ -182,10 +185,11 @@ class MemberStatus(_message.Message):
         reached: _builtins.bool = ...,
         in_step: _builtins.bool = ...,
         lag: _builtins.int = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_step", b"in_step", "lag", b"lag", "member", b"member", "reached", b"reached"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "in_step", b"in_step", "lag", b"lag", "member", b"member", "reached", b"reached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,6 +322,52 @@ class ForgetServerResponse(_message.Message):
 Global___ForgetServerResponse: _TypeAlias = ForgetServerResponse  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    """Whether it is to be drained."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNDO_FIELD_NUMBER: _builtins.int
+    undo: _builtins.bool
+    """It may become active again."""
+    def __init__(
+        self,
+        *,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    """It is drained, or not any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def successor(self) -> Global___SetMember:
+        """Who is to take over, where this server is active: the one in step that lacks least. Nobody otherwise."""
+
+    def __init__(
+        self,
+        *,
+        successor: Global___SetMember | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["successor", b"successor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["successor", b"successor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
 class LostRange(_message.Message):
     """Mutations that the former owner had and that are not here."""
 
@@ -408,12 +458,15 @@ class MeetResponse(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     CLAIMING_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The highest epoch that it knows."""
     in_step: _builtins.bool
     """Whether its small tables are whole."""
     claiming: _builtins.bool
     """Whether it is about to become the active one."""
+    drained: _builtins.bool
+    """Whether it is drained."""
     @_builtins.property
     def member(self) -> Global___SetMember:
         """Who it is."""
@@ -440,10 +493,11 @@ class MeetResponse(_message.Message):
         held: _abc.Iterable[Global___HeldBucket] | None = ...,
         members: _abc.Iterable[Global___SetMember] | None = ...,
         claiming: _builtins.bool = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "row", b"row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claiming", b"claiming", "epoch", b"epoch", "held", b"held", "in_step", b"in_step", "member", b"member", "members", b"members", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claiming", b"claiming", "drained", b"drained", "epoch", b"epoch", "held", b"held", "in_step", b"in_step", "member", b"member", "members", b"members", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

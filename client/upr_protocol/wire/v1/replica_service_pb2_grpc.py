@@ -50,6 +50,11 @@ class ReplicaServiceStub(object):
                 request_serializer=upr_dot_v1_dot_replica__service__pb2.ForgetServerRequest.SerializeToString,
                 response_deserializer=upr_dot_v1_dot_replica__service__pb2.ForgetServerResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/upr.v1.ReplicaService/Drain',
+                request_serializer=upr_dot_v1_dot_replica__service__pb2.DrainRequest.SerializeToString,
+                response_deserializer=upr_dot_v1_dot_replica__service__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.Meet = channel.unary_unary(
                 '/upr.v1.ReplicaService/Meet',
                 request_serializer=upr_dot_v1_dot_replica__service__pb2.MeetRequest.SerializeToString,
@@ -87,6 +92,13 @@ class ReplicaServiceServicer(object):
 
     def ForgetServer(self, request, context):
         """Counts a server no more that will not come back, and forgets it; at the active server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Has this server become active no more until that is undone or it is restarted, and says who can be instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +142,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.ForgetServer,
                     request_deserializer=upr_dot_v1_dot_replica__service__pb2.ForgetServerRequest.FromString,
                     response_serializer=upr_dot_v1_dot_replica__service__pb2.ForgetServerResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=upr_dot_v1_dot_replica__service__pb2.DrainRequest.FromString,
+                    response_serializer=upr_dot_v1_dot_replica__service__pb2.DrainResponse.SerializeToString,
             ),
             'Meet': grpc.unary_unary_rpc_method_handler(
                     servicer.Meet,
@@ -229,6 +246,33 @@ class ReplicaService(object):
             '/upr.v1.ReplicaService/ForgetServer',
             upr_dot_v1_dot_replica__service__pb2.ForgetServerRequest.SerializeToString,
             upr_dot_v1_dot_replica__service__pb2.ForgetServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/upr.v1.ReplicaService/Drain',
+            upr_dot_v1_dot_replica__service__pb2.DrainRequest.SerializeToString,
+            upr_dot_v1_dot_replica__service__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

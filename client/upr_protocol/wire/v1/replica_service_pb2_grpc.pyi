@@ -39,6 +39,8 @@ class ReplicaServiceStub:
     """Makes this server the active one. Returns when it is, or when it cannot be."""
     ForgetServer: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.ForgetServerRequest, _replica_service_pb2.ForgetServerResponse]
     """Counts a server no more that will not come back, and forgets it; at the active server."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.DrainRequest, _replica_service_pb2.DrainResponse]
+    """Has this server become active no more until that is undone or it is restarted, and says who can be instead."""
     Meet: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.MeetRequest, _replica_service_pb2.MeetResponse]
     """Two servers tell each other what they know of the owner; each learns the newer row."""
     Promise: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.PromiseRequest, _replica_service_pb2.PromiseResponse]
@@ -57,6 +59,8 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """Makes this server the active one. Returns when it is, or when it cannot be."""
     ForgetServer: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.ForgetServerRequest, _replica_service_pb2.ForgetServerResponse]  # type: ignore[assignment]
     """Counts a server no more that will not come back, and forgets it; at the active server."""
+    Drain: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.DrainRequest, _replica_service_pb2.DrainResponse]  # type: ignore[assignment]
+    """Has this server become active no more until that is undone or it is restarted, and says who can be instead."""
     Meet: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.MeetRequest, _replica_service_pb2.MeetResponse]  # type: ignore[assignment]
     """Two servers tell each other what they know of the owner; each learns the newer row."""
     Promise: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.PromiseRequest, _replica_service_pb2.PromiseResponse]  # type: ignore[assignment]
@@ -90,6 +94,14 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_service_pb2.ForgetServerResponse, _abc.Awaitable[_replica_service_pb2.ForgetServerResponse]]:
         """Counts a server no more that will not come back, and forgets it; at the active server."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _replica_service_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_service_pb2.DrainResponse, _abc.Awaitable[_replica_service_pb2.DrainResponse]]:
+        """Has this server become active no more until that is undone or it is restarted, and says who can be instead."""
 
     @_abc_1.abstractmethod
     def Meet(

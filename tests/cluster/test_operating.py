@@ -1,0 +1,67 @@
+"""What operators order in a cluster, with real servers and a real etcd: it holds, whoever owns next."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.cluster.clusters import owner_of, running_etcd, start_cluster
+from tests.conftest import StartServer
+from tests.harness import RunningServer
+from tests.replica.sets import wait_for, wait_until_counted
+from upr.cli.admin import main
+from upr_client import Client, UprError
+
+pytestmark = [pytest.mark.crash, pytest.mark.etcd, pytest.mark.long]
+
+
+def versions(server: RunningServer) -> dict[str, int]:
+    """Return the versions of a server's buckets, by name."""
+    with Client(server.target) as client:
+        return {one.name: one.version for one in client.admin.buckets()}
+
+
+def ran(*arguments: str) -> str:
+    """Return what upr-admin says."""
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    return str(done.output)
+
+
+def test_buckets_outlive_their_owner_and_stay_dropped(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    with running_etcd(tmp_path / "etcd") as etcd:
+        servers = start_cluster(server_process, etcd)
+        first, *others = servers
+        with Client([server.target for server in servers]) as client:
+            old = client.admin.create_bucket("orders").version
+            client.admin.create_bucket("left")
+            client.admin.drop_bucket("left")
+            # Nobody else may have heard of either.
+            first.kill()
+            second = owner_of(others)
+            assert versions(second).keys() == {"default", "orders"}
+            assert versions(second)["orders"] == old
+            assert client.bucket("orders").set(b"a", b"1")
+            assert client.admin.drop_bucket("orders") == old
+            new = client.admin.create_bucket("orders").version
+            first.start()
+            wait_for(lambda: versions(first).get("orders") == new, "the new bucket")
+            assert versions(first) == versions(second)
+            wait_until_counted(servers, second)
+            told = json.loads(ran("drain", "--json", "--target", second.target))
+            third = owner_of([server for server in servers if server is not second])
+            assert told == {"drained": True, "successor": third.target}
+            assert "drained" in ran("drain", "--target", second.target)
+            assert f"{second.target} is drained" in ran("topology", "--target", second.target)
+            with Client(second.target) as one, pytest.raises(UprError, match="drained") as caught:
+                one.admin.promote(takeover=True)
+            assert caught.value.reason == "DRAINED"
+            assert "may become active" in ran("drain", "--undo", "--target", second.target)
+            wait_until_counted(servers, third)
+            etcd.kill()
+            with pytest.raises(UprError, match="it is not known whether bucket 'some' was created"):
+                client.admin.create_bucket("some")
+            assert client.bucket("orders").set(b"b", b"2")

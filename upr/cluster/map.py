@@ -1,0 +1,249 @@
+"""Map: the one key of a cluster that says who owns its set, and which buckets that has. It is changed by compare-and-set.
+
+A bucket is created and dropped in the map first, under a version that was never there before. So an answer of etcd that was
+lost does no harm: whoever is the owner makes what the map has, and drops what it says was dropped, before it serves or
+within moments. What is in neither list, of a map that was made again or restored, is the owner's to tell: it goes into the
+map. The other servers have the buckets of the owner.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from upr.cluster.registry import Bucket, Found, Map, Place, Registry
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog, new_version
+from upr_protocol.errors import (
+    AlreadyExistsError,
+    BucketNotFoundError,
+    UnavailableError,
+    UprError,
+    shown,
+)
+from upr_protocol.ownership import Row
+
+log = logging.getLogger(__name__)
+
+CHANGES_MAX = 8
+"""Attempts at a change of the map: each is after another change of it."""
+
+
+class MapRows:
+    """The map of a cluster.
+
+    Args:
+        registry: where it is kept.
+        place: of the cluster.
+    """
+
+    def __init__(self, registry: Registry, place: Place) -> None:
+        self._registry = registry
+        self._prefix = place.prefix
+        self._key = place.prefix + b"map"
+
+    async def found(self) -> tuple[Found, Map | None]:
+        """Return all that is kept of the cluster, and its map; None where there is none yet."""
+        found = await self._registry.read(self._prefix)
+        entry = found.entries.get(self._key)
+        return found, None if entry is None else Map.decode(entry.value)
+
+    async def read(self) -> Row:
+        """Return the row; see ``Rows``."""
+        _, known = await self.found()
+        if known is None:
+            raise UnavailableError("there is no map of the cluster in etcd")
+        return known.row
+
+    async def swap(self, old: Row, new: Row) -> bool:
+        """Change the row; see ``Rows``."""
+
+        def changed(known: Map) -> Map | None:
+            # It may have been changed so by a call whose answer was lost.
+            return replace(known, row=new) if known.row in (old, new) else None
+
+        return await self.change(changed) is not None
+
+    async def change(self, changed: Callable[[Map], Map | None]) -> Map | None:
+        """Change the map, and return what it is then; None where ``changed`` returns that.
+
+        Args:
+            changed: returns what a map is to be; it is asked again where another change came first.
+
+        Raises:
+            UprError: it is not known whether it was changed.
+        """
+        for _ in range(CHANGES_MAX):
+            found, known = await self.found()
+            if known is None:
+                raise UnavailableError("there is no map of the cluster in etcd")
+            new = changed(known)
+            if new is None or new == known:
+                return new
+            revision = found.entries[self._key].revision
+            if await self._registry.swap(self._key, new.encode(), revision):
+                return new
+        raise UnavailableError("the map of the cluster changes again and again", hint="try again")
+
+    async def begin(self, first: Map) -> bool:
+        """Make the map, if there is none; return whether it was made by this."""
+        return await self._registry.swap(self._key, first.encode(), 0)
+
+
+class Buckets:
+    """The buckets of a cluster: created and dropped here by order at the owner, and had as the map says.
+
+    Attributes:
+        trouble: why a bucket is not as the map says, in words; empty while all are.
+    """
+
+    def __init__(self, rows: MapRows, catalog: Catalog) -> None:
+        self.trouble = ""
+        self._rows = rows
+        self._catalog = catalog
+        # Of what is read of the map nothing is done while a bucket is being created or dropped.
+        self._changing = asyncio.Lock()
+        catalog.ordered, catalog.match = self, self.match
+
+    async def create(self, name: str, compression: str = "", *, quota: int = 0) -> BucketService:
+        """Create a bucket; see ``Catalog.create``.
+
+        Raises:
+            UnavailableError: etcd did not answer; it is created if the map has it.
+        """
+        async with self._changing:
+            # First: a replica may not have heard of a drop.
+            self._catalog.check_active()
+            self._catalog.check_new(name, compression)
+            new = Bucket(name, new_version(), compression, quota)
+
+            def with_it(known: Map) -> Map:
+                if any(one.name == name for one in known.buckets):
+                    raise AlreadyExistsError(
+                        f"bucket {shown(name)} exists in the cluster",
+                        hint="drop it, or take another name",
+                    )
+                return known.adding(new)
+
+            await self._change(with_it, f"bucket {shown(name)} was created")
+            try:
+                return await self._make(new, active=True)
+            except UprError as error:
+                way_out = "the cluster has it: it is made here when that is mended, or dropped by 'upr-admin bucket drop'"
+                error.hint = "; ".join(filter(None, (error.hint, way_out)))
+                raise
+
+    async def _make(self, one: Bucket, *, active: bool) -> BucketService:
+        return await self._catalog.create(
+            one.name, one.compression, one.version, one.quota, active=active
+        )
+
+    async def drop(self, name: str, version: int | None = None) -> int:
+        """Drop a bucket; see ``Catalog.drop``.
+
+        Raises:
+            UnavailableError: etcd did not answer; it is dropped if the map says so.
+        """
+        async with self._changing:
+            self._catalog.check_active()
+            try:
+                chosen = self._catalog.version_of(name, version)
+            except BucketNotFoundError as error:
+                # One that could not be made here.
+                chosen = await self._known(name, version, error)
+            words = f"bucket {shown(name)} was dropped"
+            await self._change(lambda known: known.dropping(chosen), words)
+            if chosen in self._catalog.versions:
+                await self._catalog.drop(name, chosen)
+            return chosen
+
+    async def _known(self, name: str, version: int | None, missing: UprError) -> int:
+        """Return the version of a bucket that only the map has."""
+        _, known = await self._rows.found()
+        for one in () if known is None else known.buckets:
+            if one.name == name and version in (None, one.version):
+                return one.version
+        raise missing
+
+    async def _change(self, changed: Callable[[Map], Map | None], words: str) -> Map | None:
+        try:
+            return await self._rows.change(changed)
+        except UnavailableError as error:
+            error.message += f"; it is not known whether {words}"
+            error.hint = "etcd must answer for that; see what is there when it does, with 'upr-admin bucket list'"
+            raise
+
+    def are(self, known: Map) -> bool:
+        """Return whether the buckets here are those that a map has; damaged ones that it has not are let be."""
+        here, there = self._catalog.versions.keys(), {one.version for one in known.buckets}
+        hosts = {host.bucket.identity.version for host in self._catalog.hosts}
+        return hosts <= there <= here and here.isdisjoint(known.dropped)
+
+    async def match(self) -> None:
+        """Make the buckets that the map has, drop those that it says were dropped, and have it know of the others.
+
+        Of a server that is not active yet nothing goes into the map, and what is made is to become active.
+
+        Raises:
+            UprError: the map cannot be read, or changed.
+        """
+        async with self._changing:
+            await self._catalog.settled()
+            _, known = await self._rows.found()
+            if known is None or known.replica_set != self._catalog.replica_set:
+                return
+            active, failed = not self._catalog.replica, ""
+            there = {one.version for one in known.buckets}
+            named = {one.name for one in known.buckets}
+            here = self._catalog.versions
+            only_here = {version: name for version, name in here.items() if version not in there}
+            for version, name in only_here.items():
+                was_dropped = version in known.dropped
+                if was_dropped or name in named:
+                    failed = await self._drop(name, version, keep=not was_dropped) or failed
+            for one in known.buckets:
+                if one.version not in here:
+                    failed = await self._made(one, active=active) or failed
+            new = [
+                Bucket(found.name, found.version, found.compression, host.disk.quota.limit)
+                for host in self._catalog.hosts
+                if (found := host.bucket.identity).version in only_here
+            ]
+            if active and new:
+                log.warning("the map of the cluster takes in buckets", extra={"count": len(new)})
+                await self._rows.change(lambda map_: _taking_in(map_, new))
+            self._tell(failed)
+
+    async def _drop(self, name: str, version: int, *, keep: bool) -> str:
+        """Drop a bucket here; return why it cannot be."""
+        log.warning("a bucket is dropped here, as in the cluster", extra={"bucket": name})
+        try:
+            await self._catalog.drop(name, version, keep=keep)
+        except UprError as error:
+            return f"bucket {shown(name)} cannot be dropped: {error}"
+        return ""
+
+    async def _made(self, one: Bucket, *, active: bool) -> str:
+        """Make a bucket here; return why it cannot be."""
+        log.warning("a bucket is made here, as in the cluster", extra={"bucket": one.name})
+        try:
+            await self._make(one, active=active)
+        except UprError as error:
+            return f"bucket {shown(one.name)} cannot be made: {error}"
+        return ""
+
+    def _tell(self, words: str) -> None:
+        """Say in the log once that a bucket is not as the map says, and once that all are."""
+        if words not in ("", self.trouble):
+            log.warning("buckets are not as in the cluster", extra={"why": words})
+        elif self.trouble and not words:
+            log.info("buckets are as in the cluster again")
+        self.trouble = words
+
+
+def _taking_in(known: Map, buckets: list[Bucket]) -> Map:
+    """Return a map with buckets that it has not, nor knows as dropped."""
+    names = {one.name for one in known.buckets}
+    taken = {*known.dropped, *(one.version for one in known.buckets)}
+    new = (one for one in buckets if one.version not in taken and one.name not in names)
+    return known.adding(*new)
