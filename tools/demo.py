@@ -62,6 +62,8 @@ async def until(condition: Callable[[], bool]) -> None:
 class Server:
     """A real server process on a data directory, in a session of its own: Ctrl-C reaches only this program."""
 
+    program = (sys.executable, "-m", "upr.cli")
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ready = folder / "ready"
@@ -74,7 +76,7 @@ class Server:
     async def start(self) -> None:
         """Start it, the second time on the port of the first, and wait until it serves."""
         self._ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "upr.cli", "server", "--data", str(self._folder / "data")]
+        command = [*self.program, "server", "--data", str(self._folder / "data")]
         command += ["--listen", self.target, "--ready-file", str(self._ready), *self.options]
         process = self._process = self._spawn(command)
         await until(lambda: self._is_ready() or process.poll() is not None)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -232,7 +232,7 @@ class Program:
 
     Args:
         whose: which tests.
-        marker: theirs.
+        marker: theirs; empty for what is no test.
         least: the oldest major version that will do.
         version: returns the one that is there, 0 for none.
         packages: of Debian, from the best on; one of them is enough.
@@ -267,10 +267,10 @@ class Program:
                 if self.version() >= self.least:
                     return
         instead = f" or set {self.variable}" if self.variable else ""
+        others = f"; without it, all other tests: tools/dev.py test -m 'not {self.marker}'"
         print(
             f"error: {self.whose} need {self.name} {self.least} or newer, {found}. Install it (on Debian and "
-            f"Ubuntu: apt-get install {self.packages[0]}){instead}; without it, all other tests: "
-            f"tools/dev.py test -m 'not {self.marker}'",
+            f"Ubuntu: apt-get install {self.packages[0]}){instead}{others if self.marker else ''}",
             file=sys.stderr,
         )
         raise StepFailed(1)
@@ -364,11 +364,13 @@ def test(arguments: list[str]) -> None:
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
 
-def demo(repo: Path | None, failover: bool) -> None:
+def demo(repo: Path | None, story: str) -> None:
     """Show writes undone, then a history through a server that is killed; of a repository that is named only that."""
+    if story == "cluster":
+        replace(ETCD, whose="the servers of a cluster", marker="").bring()
     MAIN.make(whole=False)
-    if failover:
-        MAIN.run("demo of a failover", ["-m", "tools.demo_failover"])
+    if story:
+        MAIN.run(f"demo of a {story}", ["-m", f"tools.demo_{story}"])
         return
     if repo is None:
         MAIN.run("demo of writes undone", ["-m", "tools.demo_undone"])
@@ -415,9 +417,13 @@ def parser() -> argparse.ArgumentParser:
     )
     stories = demonstration.add_mutually_exclusive_group()
     stories.add_argument("--repo", type=Path, help="only the history of this git repository")
-    stories.add_argument(
-        "--failover", action="store_true", help="a replica takes over, a follower undoes"
-    )
+    for story, words in (
+        ("failover", "a replica takes over, a follower undoes"),
+        ("cluster", "three servers and an etcd: the owner is killed, stopped and cut off"),
+    ):
+        stories.add_argument(
+            f"--{story}", dest="story", action="store_const", const=story, default="", help=words
+        )
     tests = commands.add_parser(
         "test", help="lint and tests, with --all the long ones too; or pytest with arguments"
     )
@@ -489,7 +495,7 @@ def main() -> int:
         elif options.command == "bench":
             bench(sys.argv[2:])
         elif options.command == "demo":
-            demo(options.repo, options.failover)
+            demo(options.repo, options.story)
         elif options.command == "soak":
             names = ("minutes", "seed", "steps", "world", "join_bytes")
             given = {name.replace("_", "-"): getattr(options, name) for name in names}

@@ -34,6 +34,7 @@ __all__ = [
     "ReplicaStatus",
     "ServerStatus",
     "SetMember",
+    "SetPart",
     "StorageInfo",
     "TextPortInfo",
     "Topology",
@@ -134,6 +135,33 @@ class TextPortInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class SetPart:
+    """The part of a server in its set of servers. Times are seconds.
+
+    Args:
+        cluster: the name of its cluster; empty without one.
+        state: "owner"; "replica", which follows one; "claiming", about to become the owner; or "waiting".
+        counted: how many servers are counted, as far as it knows.
+        owner_seconds: since it heard first of the owner that it knows, or since its start.
+        owner_changes: how often it heard of another owner since its start.
+        etcd_seconds: in a cluster, since etcd answered it, or since its start.
+        grant_seconds: of a cluster's owner, how long it may take and answer without another grant; 0 when it may not.
+    """
+
+    cluster: str
+    state: str
+    counted: int
+    owner_seconds: float
+    owner_changes: int
+    etcd_seconds: float
+    grant_seconds: float
+
+
+def _part_of(message: admin.GetStatusResponse | set_pb2.GetTopologyResponse) -> SetPart | None:
+    return of_message(SetPart, message.part) if message.HasField("part") else None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """One server process.
 
@@ -156,6 +184,7 @@ class ServerStatus:
         text_port: its text port, None without one.
         wire: the wire that it speaks, as ``upr.v1``; empty from a server that does not tell it.
         disk_format, journal_format: of its data directory, and of the journals that it writes; 0 likewise.
+        part: its part in its set of servers; None from a server that does not tell it.
     """
 
     server_version: str
@@ -176,6 +205,7 @@ class ServerStatus:
     wire: str = ""
     disk_format: int = 0
     journal_format: int = 0
+    part: SetPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +356,7 @@ def server_status(message: admin.GetStatusResponse) -> ServerStatus:
         text_port=of_message(TextPortInfo, message.text_port)
         if message.HasField("text_port")
         else None,
+        part=_part_of(message),
     )
 
 
@@ -557,6 +588,10 @@ class SetMember:
         in_step: whether it can be promoted without losing more than its lag.
         lag: mutations that the owner has and that were not durable there; only an owner knows it of others.
         drained: whether it is not to become active.
+        epoch: the highest that it knew when it was last asked; 0 of a server that tells it not.
+        claiming: whether it was about to become active then.
+        has_key: in a cluster, whether etcd has its key, which says that it runs.
+        grant_seconds: of a counted one, how long its grant still holds at a cluster's owner, which alone knows it.
     """
 
     directory: str
@@ -567,6 +602,19 @@ class SetMember:
     in_step: bool
     lag: int
     drained: bool = False
+    epoch: int = 0
+    claiming: bool = False
+    has_key: bool = False
+    grant_seconds: float = 0.0
+
+    @property
+    def state(self) -> str:
+        """What it is: "owner", "claiming", "drained", "replica", or "away" when it did not answer."""
+        if self.active:
+            return "owner"
+        if not self.reached:
+            return "away"
+        return "claiming" if self.claiming else "drained" if self.drained else "replica"
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,6 +632,7 @@ class Topology:
         candidate: address, or directory, of the server that ``promised`` was promised to; empty if that is not known.
         claiming: whether that one is still about to become active.
         former: address, or directory, of the server that the newest row names: it was active last.
+        part: of the server that answered; None from one that does not tell it.
     """
 
     replica_set: str
@@ -596,6 +645,7 @@ class Topology:
     candidate: str = ""
     claiming: bool = False
     former: str = ""
+    part: SetPart | None = None
 
     @property
     def owner(self) -> SetMember | None:
@@ -625,6 +675,10 @@ def topology(message: set_pb2.GetTopologyResponse) -> Topology:
             one.in_step,
             one.lag,
             one.drained,
+            one.epoch,
+            one.claiming,
+            one.has_key,
+            one.grant_seconds,
         )
         for directory, one in sorted(known.items())
     ]
@@ -639,6 +693,7 @@ def topology(message: set_pb2.GetTopologyResponse) -> Topology:
         names.get(message.candidate, message.candidate),
         message.claiming,
         names.get(row.owner, row.owner),
+        _part_of(message),
     )
 
 

@@ -14,6 +14,7 @@ The row lives where it can be changed by one at a time. That is a map in a store
 each server of the set: a promise given once an epoch, by all that are counted, is what makes a claim the only one.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -300,13 +301,22 @@ class Grants:
         self._asked.clear()
         self._epoch = 0
 
+    def holds(self, directory: str, now: float) -> float:
+        """Return for how many seconds the owner may rely on a server's grant; not above 0 when it may not."""
+        if directory == self.directory:
+            return GRANTED_SECONDS
+        return self._asked.get(directory, -math.inf) + GRANTED_SECONDS - now
+
+    def serving(self, now: float) -> float:
+        """Return for how many seconds nobody else can be the owner; not above 0 when somebody can be."""
+        if not self._epoch:
+            return 0.0
+        longest = (max((self.holds(d, now) for d in one), default=0.0) for one in self.counted)
+        return min(longest, default=GRANTED_SECONDS)
+
     def may_serve(self, now: float) -> bool:
         """Return whether nobody else can be the owner at a time."""
-        if not self._epoch:
-            return False
-        since = now - GRANTED_SECONDS
-        fresh = {self.directory, *(d for d, asked in self._asked.items() if asked > since)}
-        return not any(counted.isdisjoint(fresh) for counted in self.counted)
+        return self.serving(now) > 0
 
 
 HELD = np.dtype([("epoch", "<u8"), ("id", "<u8"), ("marker", "<u8"), ("high", "<u8")])

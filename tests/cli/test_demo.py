@@ -1,6 +1,7 @@
 """tools/demo.py as a process, and its comparison."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,6 +78,34 @@ def test_the_failover_demo_undoes_what_the_replica_lacked(tmp_path: Path) -> Non
     # The former active server undid the 8 that only it had, and what kept the replica from having them.
     assert any(line.split()[-2:] == ["9", "2"] for line in out.splitlines() if "undone/" in line)
     assert "RESULT    A, B and the follower have the same 436 mutations" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+QUICK = """
+import sys
+from tools import demo, demo_cluster
+lease = "from upr.cluster import keeper; keeper.LEASE_SECONDS = 2; from upr.cli.__main__ import main; main()"
+demo.Server.program = (sys.executable, "-c", lease)
+demo_cluster.HELD_SECONDS = 1.0
+sys.exit(demo_cluster.main())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.crash
+@pytest.mark.etcd
+def test_the_cluster_demo_has_one_owner_after_the_other_and_loses_nothing(tmp_path: Path) -> None:
+    demo = start(["-c", QUICK], tmp_path)
+    out, errors = demo.communicate(timeout=200)
+    assert demo.returncode == 0, out + errors
+    (told,) = re.findall("RESULT    each epoch had one owner: (.*)", out)
+    owners = re.findall("([ABC]) in [0-9]+", told)
+    assert owners[0] == "A"
+    assert len(owners) == 3
+    assert owners[0] != owners[1] != owners[2]
+    assert f"{owners[2]}         still is the owner, because the others hear it" in out
+    assert "RESULT    A, B, C and the follower have all 1000 keys" in out
+    assert "nothing was undone" in out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -94,7 +94,11 @@ def test_a_family_of_commands_alone_is_its_listing(target: str) -> None:
         alone = CliRunner().invoke(admin, [name, *there])
         spelled = CliRunner().invoke(admin, [name, listing, *there])
         assert (alone.exit_code, alone.stderr) == (0, "")
-        assert json.loads(alone.stdout) == json.loads(spelled.stdout)
+        told, again = json.loads(alone.stdout), json.loads(spelled.stdout)
+        if name == "topology":
+            # It tells times.
+            assert told.pop("part").keys() == again.pop("part").keys()
+        assert told == again
     assert "release" in CliRunner().invoke(admin, ["cut", "--help"]).stdout
     listing = CliRunner().invoke(admin, ["cut", "--bucket", "b", "--help"]).stdout
     assert listing.startswith("Usage: upr-admin cut list ")

@@ -55,7 +55,7 @@ def expressions() -> list[str]:
 
 
 def samples(server_process: StartServer) -> set[str]:
-    """Return the names of all samples of a server with a consumer, and of its replica."""
+    """Return the names of all samples of a server with a consumer, of its replica, and of one of a cluster."""
     http = ("--http", "127.0.0.1:0")
     upstream = server_process(*http)
     with Client(upstream.target) as client:
@@ -65,7 +65,8 @@ def samples(server_process: StartServer) -> set[str]:
     there, here = http_of(upstream), http_of(replica)
     wait_until(lambda: ask(here, "/readyz").status == 200, "a replica in step")
     wait_until(lambda: "upr_peer_lag_rows{" in ask(there, "/metrics").body, "a replica")
-    text = ask(there, "/metrics").body + ask(here, "/metrics").body
+    alone = http_of(server_process(*http, "--cluster", "etcd://127.0.0.1:9/prod"))
+    text = "".join(ask(address, "/metrics").body for address in (there, here, alone))
     return {
         line.partition(" ")[0].partition("{")[0] for line in text.splitlines() if line[0] != "#"
     }

@@ -126,9 +126,9 @@ def test_a_demo_of_a_repository_is_of_that_alone(monkeypatch: pytest.MonkeyPatch
     done: list[str] = []
     monkeypatch.setattr(dev.Environment, "make", lambda _, whole: done.append(f"whole: {whole}"))
     monkeypatch.setattr(dev.Environment, "run", lambda _, words, arguments: done.append(words))
-    dev.demo(None, failover=False)
-    dev.demo(Path("here"), failover=False)
-    dev.demo(None, failover=True)
+    dev.demo(None, "")
+    dev.demo(Path("here"), "")
+    dev.demo(None, "failover")
     made = "whole: False"
     assert done[:3] == [made, "demo of writes undone", "demo of a history"]
     assert done[3:] == [made, "demo of a history", made, "demo of a failover"]
@@ -281,9 +281,17 @@ def test_root_is_brought_java_and_others_are_told(
     assert capfd.readouterr().err == ""
 
 
-def test_the_version_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_of_etcd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     for lines, version in (("echo 'etcd Version: 3.4.23'; echo Go", 3), ("exit 1", 0)):
         monkeypatch.setenv("PATH", _programs(tmp_path / "bin", etcd=lines))
         assert dev.etcd_version() == version
     (tmp_path / "bin" / "etcd").unlink()
     assert dev.etcd_version() == 0
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(dev.StepFailed):
+        dev.demo(None, "cluster")
+    error = capfd.readouterr().err
+    assert error.startswith("error: the servers of a cluster need etcd 3 or newer, there is none")
+    assert error.endswith("apt-get install etcd-server)\n")

@@ -308,6 +308,20 @@ def test_while_a_change_of_the_counted_ones_is_in_doubt_grants_must_do_for_eithe
     assert grants.may_serve(10.0)
 
 
+def test_what_is_left_is_of_the_newest_grant_in_each_set_that_may_be_counted() -> None:
+    grants = granted(B, counted=frozenset({B, C}))
+    grants.given(C, SERVED.epoch, 11.0)
+    assert (grants.holds(B, 11.0), grants.holds(C, 11.0)) == (GRANTED_SECONDS - 1, GRANTED_SECONDS)
+    assert grants.serving(11.0) == GRANTED_SECONDS
+    grants.counted = (frozenset({B, C}), frozenset({B}))
+    assert grants.serving(11.0) == GRANTED_SECONDS - 1
+    # Its own word always holds, and nobody's where none was given.
+    grants.counted = (frozenset({A, B}),)
+    assert grants.serving(99.0) == GRANTED_SECONDS
+    grants.counted = (frozenset({"d"}),)
+    assert grants.serving(11.0) < 0
+
+
 @pytest.mark.parametrize(
     ("counted", "enough", "too_few"),
     [

@@ -18,7 +18,7 @@ from upr.service.admin import Process
 from upr.service.buckets.catalog import Catalog
 from upr.service.overload.callers import Turns
 from upr.service.sight.counting import OTHER, REASONS_MAX, count_reason
-from upr.service.sight.metrics import Metrics
+from upr.service.sight.metrics import STATES, Metrics
 from upr.storage.directory import DataDirectory
 from upr_client import AsyncClient
 from upr_protocol.limits import METRICS_CONSUMERS
@@ -226,3 +226,24 @@ async def test_pages_leave_the_loop_to_others(
         counting.cancel()
         # At least one behind the server, each bucket, its followers, its consumers, and all of them.
         assert turns > 4
+
+
+@pytest.mark.asyncio
+async def test_a_server_of_a_cluster_without_etcd_says_so(server_process: StartServer) -> None:
+    server = server_process(*HTTP, "--cluster", "etcd://127.0.0.1:9/prod")
+    address = http_of(server)
+    found = await poll(lambda: told(address), lambda one: one["upr_set_trouble", "etcd"])
+    states = {name: found["upr_set_state", name] for name in STATES}
+    assert states == {"owner": 0, "replica": 0, "claiming": 0, "waiting": 1}
+    assert (found["upr_grant_seconds", ""], found["upr_set_trouble", "grants"]) == (0, 0)
+    later = await told(address)
+    assert later["upr_etcd_silent_seconds", ""] > found["upr_etcd_silent_seconds", ""] >= 0
+    assert (await asked(address, "/readyz")).status == 503
+    async with AsyncClient(server.target) as client:
+        status = await client.admin.status()
+        assert [one.reason for one in status.problems] == ["CLUSTER_FAILS"]
+        assert "cluster prod: etcd at 127.0.0.1:9: " in status.problems[0].message
+        assert status.part is not None
+        assert (status.part.cluster, status.part.state) == ("prod", "waiting")
+        assert "etcd at 127.0.0.1:9: " in (await client.admin.topology()).waiting
+    assert server.log_text().count('"part": "reading from etcd"') == 1

@@ -87,6 +87,22 @@ def under_load(server: RunningServer) -> Iterator[None]:
         writing.join()
 
 
+# The set that answers is a cluster with an owner that waits.
+IN_CLUSTER = """
+(() => {
+  const answered = ask;
+  const more = { cluster: "prod", state: "waiting", owner_changes: "2", etcd_seconds: 0.4, grant_seconds: 2.2 };
+  ask = async (path, fields) => {
+    const found = await answered(path, fields);
+    if (path !== "status") return found;
+    window.known = Object.keys(more).every((name) => name in found.set.part);
+    Object.assign(found.set.part, more);
+    Object.assign(found.set, { waiting: "no counted server grants it" });
+    for (const one of found.set.members) Object.assign(one, { has_key: one.reached, grant_seconds: 1.8 });
+    return found;
+  };
+})()
+"""
 # The answer about the bucket is held back, of the next poll only.
 HELD = """
 (() => {
@@ -396,6 +412,18 @@ def test_a_failover_is_shown_within_two_seconds(
     # A client of the old active server asks.
     browser.click("#records tr:nth-child(2) button")
     browser.wait_text("#answer", "It undoes nothing, and goes on from 20.")
+    # Of a cluster there is more to tell.
+    assert browser.text("#cluster") == ""
+    assert "key in etcd" not in browser.text("#servers")
+    browser.run(IN_CLUSTER)
+    told = browser.wait_text("#cluster", "prod; this server: waiting")
+    assert browser.run("known")
+    for words in ("2 changes seen", "400 ms ago", "2 s without another grant"):
+        assert words in told
+    assert "key in etcd" in browser.text("#servers")
+    grants = "[...document.querySelectorAll('#servers tbody tr')].map((row) => [...row.cells].slice(5).map((one) => one.textContent))"
+    assert sorted(browser.run(grants)) == [["", "\u2713 yes"], ["2 s", "\u2715 no"]]
+    browser.wait_text("#events", "No counted server grants it.")
 
 
 def test_a_server_that_is_away_is_said_to_be(server_process: StartServer, browser: Browser) -> None:

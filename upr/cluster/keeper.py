@@ -63,8 +63,24 @@ class Keeper:
         # A server that is the first of its set, or was killed while it became that.
         self._is_first = not catalog.hosts and not catalog.damaged
 
+    @property
+    def name(self) -> str:
+        """The name of the cluster."""
+        return self._place.name
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since etcd answered last, or since this server began to ask it."""
+        return asyncio.get_running_loop().time() - self._read_at if self._read_at else 0.0
+
+    def has_key(self, directory: str) -> bool:
+        """Return whether a server had its key when etcd was read last."""
+        key = self._place.prefix + b"nodes/" + directory.encode()
+        return self._found is not None and key in self._found.entries
+
     async def run(self, owning: Owning) -> None:
         """Take part until cancelled."""
+        self._read_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_key())

@@ -96,6 +96,15 @@ class Agreeing:
         """Return whether nobody else can be the owner now."""
         return self.grants.may_serve(boot_seconds())
 
+    @property
+    def serving_seconds(self) -> float:
+        """Time for which this server may still serve without another grant; 0 when it may not."""
+        return max(self.grants.serving(boot_seconds()), 0.0)
+
+    def granted_seconds(self, directory: str) -> float:
+        """Return how long the grant of a server still holds here; 0 when it does not."""
+        return max(self.grants.holds(directory, boot_seconds()), 0.0)
+
     # Owning
 
     def begin(self, row: Row, *, resumed: bool) -> None:

@@ -2,22 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 from upr.config import ServerConfig
-from upr.replica.agreeing import Rows
 from upr.replica.holding import Promoted
 from upr.replica.meeting import held_to_messages, row_of_message, row_to_message
 from upr.replica.owning import Owning
+from upr.replica.telling import Cluster, Telling
 from upr.service.buckets.catalog import Catalog, finish_even_if_cancelled
 from upr.service.calls import answering
 from upr.service.overload.intake import Context
 from upr_protocol.errors import UprError, shown
 from upr_protocol.ownership import Row, Served
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
+from upr_protocol.wire.v1.types_pb2 import SetPart
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -26,24 +27,6 @@ _T = TypeVar("_T")
 async def _whole(work: Coroutine[Any, Any, _T]) -> _T:
     """Do it to its end, also when the caller is gone: half a change of owner is none."""
     return await finish_even_if_cancelled(asyncio.create_task(work))
-
-
-class Cluster(Protocol):
-    """What says who is active in a cluster, without an operator: the map, and who changes it when."""
-
-    @property
-    def rows(self) -> Rows:
-        """Where the row is changed."""
-
-    @property
-    def trouble(self) -> str:
-        """Why the server takes no part, in words; empty while it does."""
-
-    async def begin(self, owning: Owning, *, force: bool) -> None:
-        """Make the map, where there is none, because an operator orders it: see ``Keeper.begin``."""
-
-    async def run(self, owning: Owning) -> None:
-        """Take part until cancelled."""
 
 
 class ReplicaMethods:
@@ -64,6 +47,7 @@ class ReplicaMethods:
         self._catalog = catalog
         self._cluster = cluster
         self._owning = Owning(catalog, config, address, None if cluster is None else cluster.rows)
+        self._telling = Telling(self._owning, catalog, cluster, config.min_copies)
 
     async def run(self) -> None:
         """Meet, follow and serve until cancelled."""
@@ -71,6 +55,7 @@ class ReplicaMethods:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(owning.run())
+                tasks.create_task(self._telling.run())
                 if self._cluster is not None and owning.agreeing is not None:
                     tasks.create_task(owning.agreeing.run())
                     tasks.create_task(self._cluster.run(owning))
@@ -86,12 +71,14 @@ class ReplicaMethods:
         return owning.in_step and owning.standing.row.owner != own
 
     @property
-    def _trouble(self) -> str:
-        """What is wrong with its part in the cluster, in words."""
-        agreeing, cluster = self._owning.agreeing, self._cluster
-        if agreeing is None or cluster is None:
-            return ""
-        return agreeing.trouble or cluster.trouble
+    def part(self) -> SetPart:
+        """Its part in its set."""
+        return self._telling.part
+
+    @property
+    def troubles(self) -> Mapping[str, UprError | None]:
+        """What is wrong with that part, by kind; None where nothing is."""
+        return self._telling.troubles
 
     def _check_set(self, replica_set: str) -> None:
         own = self._catalog.replica_set
@@ -122,37 +109,37 @@ class ReplicaMethods:
             row=row_to_message(standing.row),
             promised=standing.promised,
             members=[self._status(member) for member in meeting.members],
-            waiting=owning.waiting or self._trouble,
+            waiting=owning.waiting or self._telling.waiting,
             candidate=standing.candidate,
             claiming=owning.is_claiming(standing.candidate),
+            part=self.part,
         )
 
     def _status(self, member: wire.SetMember) -> wire.MemberStatus:
-        owning = self._owning
+        owning, cluster, agreeing = self._owning, self._cluster, self._owning.agreeing
+        told = wire.MemberStatus(member=member, claiming=owning.is_claiming(member.directory))
+        if cluster is not None and agreeing is not None:
+            told.has_key = cluster.has_key(member.directory)
+            if owning.active and member.directory in owning.standing.row.counted:
+                told.grant_seconds = agreeing.granted_seconds(member.directory)
         if member.directory == owning.standing.directory:
             lag = sum(h.following.lag() for h in self._catalog.hosts if h.following is not None)
-            return wire.MemberStatus(
-                member=member,
-                reached=True,
-                in_step=owning.in_step,
-                lag=0 if owning.active else lag,
-                drained=owning.drained,
-            )
+            told.reached, told.in_step = True, owning.in_step
+            told.lag, told.epoch = 0 if owning.active else lag, owning.standing.epoch
+            told.drained = owning.drained
+            return told
         met = owning.meeting.met.get(member.directory)
         if met is None:
-            return wire.MemberStatus(member=member)
+            return told
         lag = 0
         for version, mine in owning.held().items():
             if version in met.held:
                 theirs = np.minimum(met.held[version]["marker"], mine["high"])
                 lag += int((mine["high"] - theirs).sum())
-        return wire.MemberStatus(
-            member=member,
-            reached=True,
-            in_step=met.in_step,
-            lag=lag if owning.active else 0,
-            drained=met.drained,
-        )
+        told.reached, told.in_step, told.epoch = True, met.in_step, met.epoch
+        told.lag = lag if owning.active else 0
+        told.drained = met.drained
+        return told
 
     @answering
     async def Promote(self, request: wire.PromoteRequest, context: Context) -> wire.PromoteResponse:

@@ -41,6 +41,7 @@ from upr_protocol.position import Position
 from upr_protocol.wire.codec import position_to_message, problem_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1.types_pb2 import SetPart
 
 
 def check_quota(quota_bytes: int) -> int:
@@ -196,6 +197,8 @@ class Process:
         delays: how late the event loop was.
         clock: the server's.
         problems: returns what is wrong with the server beside its buckets.
+        part: returns its part in its set of servers; None for a server that is always alone.
+        troubles: returns what is wrong with that, by kind; None where nothing is. ``problems`` has it too.
         began: monotonic seconds.
     """
 
@@ -206,6 +209,8 @@ class Process:
     delays: LoopDelays = field(default_factory=LoopDelays)
     clock: Clock = field(default_factory=Clock)
     problems: Callable[[], list[UprError]] = list
+    part: Callable[[], SetPart | None] = lambda: None
+    troubles: Callable[[], Mapping[str, UprError | None]] = dict
     began: float = field(default_factory=time.monotonic)
 
 
@@ -535,6 +540,7 @@ class AdminMethods:
             clock=_clock_status(self._process.clock),
             problems=[problem_of(problem) for problem in problems],
             text_port=self._process.text_port(),
+            part=self._process.part(),
             wire=admin.DESCRIPTOR.package,
             disk_format=directory.FORMAT,
             journal_format=journal.FORMAT,

@@ -10,7 +10,7 @@ import re
 import secrets
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +60,7 @@ from upr_protocol.wire.v1 import (
     key_value_service_pb2,
     replica_service_pb2,
 )
+from upr_protocol.wire.v1.types_pb2 import SetPart
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +167,14 @@ class SetMethods(Protocol):
     @property
     def serves(self) -> bool: ...
 
+    @property
+    def part(self) -> SetPart:
+        """Its part in its set."""
+
+    @property
+    def troubles(self) -> Mapping[str, UprError | None]:
+        """What is wrong with that, by kind; None where nothing is."""
+
     async def run(self) -> None:
         """Take part in the set of servers until cancelled."""
 
@@ -237,7 +246,9 @@ class Server:
             self._text.status,
             self._delays,
             self._clock.clock,
-            lambda: [one.problem for one in self._watched if one.problem is not None],
+            self._problems,
+            lambda: None if self._sets is None else self._sets.part,
+            lambda: {} if self._sets is None else self._sets.troubles,
         )
         self._admin = AdminMethods(self._catalog, process)
         self._sets = replicate and replicate(
@@ -398,6 +409,13 @@ class Server:
         finally:
             os.umask(before)
         log.warning("there is no admin socket", extra={"path": path, "reason": why})
+
+    def _problems(self) -> list[UprError]:
+        """Return what is wrong with the server beside its buckets."""
+        found: list[UprError | None] = [one.problem for one in self._watched]
+        if self._sets is not None:
+            found += self._sets.troubles.values()
+        return [one for one in found if one is not None]
 
     @property
     def _watched(self) -> list[Watched[Any]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from upr.cli.admin_commands.topology import part_words
 from upr_cli_kit.options import client_option, client_options
 from upr_cli_kit.output import (
     columns,
@@ -69,6 +70,8 @@ def status(client: "Client", as_json: bool) -> None:
             f"text port         {text.address}, {text.connections} open, {text.too_slow} ended as too slow"
         )
     click.echo(f"loop delays       {_delays(found)}")
+    if found.part is not None and (found.part.cluster or found.part.counted > 1):
+        click.echo(f"set               {part_words(found.part)}")
     for words in _clock(found):
         click.echo(f"clock             {words}")
     for problem in found.problems:

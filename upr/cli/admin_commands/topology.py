@@ -20,9 +20,11 @@ from upr_cli_kit.screen import watch_option
 from upr_cli_kit.times import duration
 
 if TYPE_CHECKING:
-    from upr_client.admin import Promotion, Topology
+    from upr_client.admin import Promotion, SetMember, SetPart, Topology
 
-_COLUMNS = ("address", "directory", "active", "counted", "reached", "in step", "lag")
+_COLUMNS = ("address", "directory", "state", "counted", "in step", "epoch", "lag")
+_CLUSTER_COLUMNS = ("grant", "in etcd")
+"""Further columns where the set is a cluster."""
 _seconds_option = click.option(
     "--timeout",
     "seconds",
@@ -45,35 +47,53 @@ def topology() -> None:
 @watch_option
 @verbose_option
 def show(target: str, as_json: bool) -> None:
-    """Show who is active, who is counted, and who is behind, as far as the server knows."""
+    """Show who is active, who is counted, and who is behind, as far as the server knows.
+
+    In a cluster "grant" is how long a server's grant still holds at its owner, and "in etcd" whether its key there says that
+    it runs.
+    """
     with open_client(target) as client:
         found = client.admin.topology()
     if as_json:
         print_json(asdict(found))
         return
     click.echo(f"set {found.replica_set or '-'}, epoch {found.epoch}")
-    click.echo(
-        columns(
-            _COLUMNS,
-            (
-                (
-                    member.address or "-",
-                    member.directory,
-                    *("yes" if yes else "no" for yes in (member.active, member.counted)),
-                    *("yes" if yes else "no" for yes in (member.reached, member.in_step)),
-                    member.lag,
-                )
-                for member in found.members
-            ),
-        )
-    )
-    for member in found.members:
-        if member.drained:
-            note(f"{member.address} is drained: it does not become active")
+    part = found.part
+    if part is not None and part.cluster:
+        click.echo(f"this server: {part_words(part)}")
+    in_cluster = part is not None and bool(part.cluster)
+    titles = (*_COLUMNS, *(_CLUSTER_COLUMNS if in_cluster else ()))
+    click.echo(columns(titles, (_row(member, in_cluster) for member in found.members)))
     if found.waiting:
         note(f"this server waits: {found.waiting}")
     if found.promised > found.epoch:
         note(_change_of(found))
+
+
+def part_words(part: "SetPart") -> str:
+    """Return the part of a server in its set, for people."""
+    changes = f"{part.owner_changes} change{'' if part.owner_changes == 1 else 's'} before"
+    known = f"the owner is known for {part.owner_seconds:.0f} s"
+    words = [part.state, f"{part.counted} counted", known, changes]
+    if part.cluster:
+        words[0] = f"{part.state} in cluster {part.cluster}"
+        words.append(f"etcd answered {part.etcd_seconds:.1f} s ago")
+        if part.state == "owner":
+            words.append(f"grants for {part.grant_seconds:.1f} s")
+    return ", ".join(words)
+
+
+def _row(member: "SetMember", in_cluster: bool) -> tuple[object, ...]:
+    row = (
+        member.address or "-",
+        member.directory,
+        member.state,
+        *("yes" if yes else "no" for yes in (member.counted, member.in_step)),
+        member.epoch or "-",
+        member.lag,
+    )
+    grant = f"{member.grant_seconds:.1f} s" if member.grant_seconds else "-"
+    return (*row, grant, "yes" if member.has_key else "no") if in_cluster else row
 
 
 @topology.command("forget")

@@ -32,6 +32,8 @@ SHARE: Final = 0.1
 """Part of the event loop's time for all pages together; more scrapes share a page, and wait."""
 AT_ONCE: Final = 50
 """Followers or consumers that are looked at in one step, which takes less than a millisecond."""
+STATES: Final = ("owner", "replica", "claiming", "waiting")
+"""Values of the label of upr_set_state; see ``SetPart`` of the protocol."""
 _Value = Callable[[BucketService], float]
 BUCKET_GAUGES: Final[dict[str, tuple[str, _Value]]] = {
     "upr_bucket_up": ("Whether the bucket has no problem.", lambda h: h.problem is None),
@@ -279,6 +281,7 @@ class Metrics:
         page.gauge("upr_active", "Whether the server takes writes.", not catalog.replica)
         page.gauge("upr_epoch", "Epoch of the set of servers.", catalog.standing.standing.epoch)
         page.gauge("upr_damaged_buckets", "Buckets that could not be opened.", len(catalog.damaged))
+        self._add_part(page)
         for kind, count in (
             ("follow", process.follow_calls()),
             ("write", process.write_calls()),
@@ -305,6 +308,29 @@ class Metrics:
         page.counter(
             "upr_metrics_cpu_seconds", "CPU that pages like this one took.", self._shared.spent
         )
+
+    def _add_part(self, page: _Page) -> None:
+        """Add the part of the server in its set."""
+        part = self._process.part()
+        if part is None:
+            return
+        for state in STATES:
+            page.gauge("upr_set_state", "What the server is.", state == part.state, state=state)
+        page.gauge("upr_counted_servers", "Servers that are counted.", part.counted)
+        words = "Time since this server heard first of the owner that it knows."
+        page.gauge("upr_owner_seconds", words, part.owner_seconds)
+        words = "How often this server heard of another owner."
+        page.counter("upr_owner_changes", words, part.owner_changes)
+        for kind, error in self._process.troubles().items():
+            words = "Whether something is wrong with its part in its set."
+            page.gauge("upr_set_trouble", words, error is not None, trouble=kind)
+        if part.cluster:
+            words = "Time since etcd answered."
+            page.gauge("upr_etcd_silent_seconds", words, part.etcd_seconds)
+            words = (
+                "Time for which an owner may serve without another grant; 0 where there is none."
+            )
+            page.gauge("upr_grant_seconds", words, part.grant_seconds)
 
     @staticmethod
     def _add_bucket(page: _Page, host: BucketService) -> None:

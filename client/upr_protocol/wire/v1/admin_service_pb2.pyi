@@ -171,6 +171,7 @@ class GetStatusResponse(_message.Message):
     CLOCK_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     TEXT_PORT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     WIRE_FIELD_NUMBER: _builtins.int
     DISK_FORMAT_FIELD_NUMBER: _builtins.int
     JOURNAL_FORMAT_FIELD_NUMBER: _builtins.int
@@ -218,6 +219,10 @@ class GetStatusResponse(_message.Message):
     def text_port(self) -> Global___TextPortStatus:
         """Its text port; absent when it has none."""
 
+    @_builtins.property
+    def part(self) -> _types_pb2.SetPart:
+        """Its part in its set of servers."""
+
     def __init__(
         self,
         *,
@@ -234,13 +239,14 @@ class GetStatusResponse(_message.Message):
         clock: Global___ClockStatus | None = ...,
         problems: _abc.Iterable[_types_pb2.Problem] | None = ...,
         text_port: Global___TextPortStatus | None = ...,
+        part: _types_pb2.SetPart | None = ...,
         wire: _builtins.str = ...,
         disk_format: _builtins.int = ...,
         journal_format: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "text_port", b"text_port"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "part", b"part", "text_port", b"text_port"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "clock", b"clock", "disk_format", b"disk_format", "follow_calls", b"follow_calls", "journal_format", b"journal_format", "longest_loop_delay_seconds", b"longest_loop_delay_seconds", "loop_delays", b"loop_delays", "mapped_bytes", b"mapped_bytes", "problems", b"problems", "server_id", b"server_id", "server_version", b"server_version", "text_port", b"text_port", "uptime_seconds", b"uptime_seconds", "wire", b"wire", "write_calls", b"write_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_bytes", b"anonymous_bytes", "buckets", b"buckets", "clock", b"clock", "disk_format", b"disk_format", "follow_calls", b"follow_calls", "journal_format", b"journal_format", "longest_loop_delay_seconds", b"longest_loop_delay_seconds", "loop_delays", b"loop_delays", "mapped_bytes", b"mapped_bytes", "part", b"part", "problems", b"problems", "server_id", b"server_id", "server_version", b"server_version", "text_port", b"text_port", "uptime_seconds", b"uptime_seconds", "wire", b"wire", "write_calls", b"write_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from . import types_pb2 as upr_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cupr/v1/replica_service.proto\x12\x06upr.v1\"/\n\tSetMember\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"K\n\x08OwnerRow\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0f\n\x07\x63ounted\x18\x04 \x03(\t\"\x14\n\x12GetTopologyRequest\"\xdb\x01\n\x13GetTopologyResponse\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\x08\x12\x1d\n\x03row\x18\x04 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\x10\n\x08promised\x18\x05 \x01(\x04\x12%\n\x07members\x18\x06 \x03(\x0b\x32\x14.upr.v1.MemberStatus\x12\x0f\n\x07waiting\x18\x07 \x01(\t\x12\x11\n\tcandidate\x18\x08 \x01(\t\x12\x10\n\x08\x63laiming\x18\t \x01(\x08\"q\n\x0cMemberStatus\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x0f\n\x07reached\x18\x02 \x01(\x08\x12\x0f\n\x07in_step\x18\x03 \x01(\x08\x12\x0b\n\x03lag\x18\x04 \x01(\x04\x12\x0f\n\x07\x64rained\x18\x05 \x01(\x08\"1\n\x0ePromoteRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\x12\x10\n\x08takeover\x18\x02 \x01(\x08\"\x96\x01\n\x0fPromoteResponse\x12\x1d\n\x03row\x18\x01 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\x0f\n\x07records\x18\x02 \x01(\r\x12\"\n\x07without\x18\x03 \x03(\x0b\x32\x11.upr.v1.SetMember\x12\x1f\n\x04lost\x18\x04 \x03(\x0b\x32\x11.upr.v1.LostRange\x12\x0e\n\x06tables\x18\x05 \x03(\t\"%\n\x13\x46orgetServerRequest\x12\x0e\n\x06server\x18\x01 \x01(\t\"X\n\x14\x46orgetServerResponse\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x1d\n\x03row\x18\x02 \x01(\x0b\x32\x10.upr.v1.OwnerRow\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04undo\x18\x01 \x01(\x08\"5\n\rDrainResponse\x12$\n\tsuccessor\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\"Q\n\tLostRange\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x11\n\tpartition\x18\x02 \x01(\r\x12\r\n\x05seqno\x18\x03 \x01(\x04\x12\x12\n\nhigh_seqno\x18\x04 \x01(\x04\"\x97\x01\n\x0bMeetRequest\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12!\n\x06member\x18\x02 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x1d\n\x03row\x18\x03 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\"\n\x07members\x18\x05 \x03(\x0b\x32\x11.upr.v1.SetMember\"\xd9\x01\n\x0cMeetResponse\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x1d\n\x03row\x18\x02 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07in_step\x18\x04 \x01(\x08\x12 \n\x04held\x18\x05 \x03(\x0b\x32\x12.upr.v1.HeldBucket\x12\"\n\x07members\x18\x06 \x03(\x0b\x32\x11.upr.v1.SetMember\x12\x10\n\x08\x63laiming\x18\x07 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x08 \x01(\x08\"H\n\nHeldBucket\x12\x0f\n\x07version\x18\x01 \x01(\x06\x12\x12\n\npartitions\x18\x02 \x01(\x0c\x12\x15\n\rtable_changes\x18\x03 \x01(\x04\"\xa0\x01\n\x0ePromiseRequest\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\tcandidate\x18\x03 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x1a\n\x12previous_directory\x18\x04 \x01(\t\x12\x16\n\x0eprevious_epoch\x18\x05 \x01(\x04\x12\x10\n\x08released\x18\x06 \x01(\x08\"\xa9\x01\n\x0fPromiseResponse\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x10\n\x08promised\x18\x02 \x01(\x08\x12\x1d\n\x03row\x18\x03 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x11\n\tconfirmed\x18\x05 \x01(\x08\x12 \n\x04held\x18\x06 \x03(\x0b\x32\x12.upr.v1.HeldBucket\"T\n\x0cGrantRequest\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12 \n\x05owner\x18\x02 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"C\n\rGrantResponse\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x0f\n\x07granted\x18\x02 \x01(\x08\x32\xba\x03\n\x0eReplicaService\x12\x46\n\x0bGetTopology\x12\x1a.upr.v1.GetTopologyRequest\x1a\x1b.upr.v1.GetTopologyResponse\x12:\n\x07Promote\x12\x16.upr.v1.PromoteRequest\x1a\x17.upr.v1.PromoteResponse\x12I\n\x0c\x46orgetServer\x12\x1b.upr.v1.ForgetServerRequest\x1a\x1c.upr.v1.ForgetServerResponse\x12\x34\n\x05\x44rain\x12\x14.upr.v1.DrainRequest\x1a\x15.upr.v1.DrainResponse\x12\x31\n\x04Meet\x12\x13.upr.v1.MeetRequest\x1a\x14.upr.v1.MeetResponse\x12:\n\x07Promise\x12\x16.upr.v1.PromiseRequest\x1a\x17.upr.v1.PromiseResponse\x12\x34\n\x05Grant\x12\x14.upr.v1.GrantRequest\x1a\x15.upr.v1.GrantResponseB\x18\n\x06upr.v1P\x01Z\x0cupr/v1;uprv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cupr/v1/replica_service.proto\x12\x06upr.v1\x1a\x12upr/v1/types.proto\"/\n\tSetMember\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"K\n\x08OwnerRow\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0f\n\x07\x63ounted\x18\x04 \x03(\t\"\x14\n\x12GetTopologyRequest\"\xfa\x01\n\x13GetTopologyResponse\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\x08\x12\x1d\n\x03row\x18\x04 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\x10\n\x08promised\x18\x05 \x01(\x04\x12%\n\x07members\x18\x06 \x03(\x0b\x32\x14.upr.v1.MemberStatus\x12\x0f\n\x07waiting\x18\x07 \x01(\t\x12\x11\n\tcandidate\x18\x08 \x01(\t\x12\x10\n\x08\x63laiming\x18\t \x01(\x08\x12\x1d\n\x04part\x18\x0f \x01(\x0b\x32\x0f.upr.v1.SetPart\"\xba\x01\n\x0cMemberStatus\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x0f\n\x07reached\x18\x02 \x01(\x08\x12\x0f\n\x07in_step\x18\x03 \x01(\x08\x12\x0b\n\x03lag\x18\x04 \x01(\x04\x12\x0f\n\x07\x64rained\x18\x05 \x01(\x08\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x10\n\x08\x63laiming\x18\t \x01(\x08\x12\x0f\n\x07has_key\x18\n \x01(\x08\x12\x15\n\rgrant_seconds\x18\x0b \x01(\x01\"1\n\x0ePromoteRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\x12\x10\n\x08takeover\x18\x02 \x01(\x08\"\x96\x01\n\x0fPromoteResponse\x12\x1d\n\x03row\x18\x01 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\x0f\n\x07records\x18\x02 \x01(\r\x12\"\n\x07without\x18\x03 \x03(\x0b\x32\x11.upr.v1.SetMember\x12\x1f\n\x04lost\x18\x04 \x03(\x0b\x32\x11.upr.v1.LostRange\x12\x0e\n\x06tables\x18\x05 \x03(\t\"%\n\x13\x46orgetServerRequest\x12\x0e\n\x06server\x18\x01 \x01(\t\"X\n\x14\x46orgetServerResponse\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x1d\n\x03row\x18\x02 \x01(\x0b\x32\x10.upr.v1.OwnerRow\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04undo\x18\x01 \x01(\x08\"5\n\rDrainResponse\x12$\n\tsuccessor\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\"Q\n\tLostRange\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x11\n\tpartition\x18\x02 \x01(\r\x12\r\n\x05seqno\x18\x03 \x01(\x04\x12\x12\n\nhigh_seqno\x18\x04 \x01(\x04\"\x97\x01\n\x0bMeetRequest\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12!\n\x06member\x18\x02 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x1d\n\x03row\x18\x03 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\"\n\x07members\x18\x05 \x03(\x0b\x32\x11.upr.v1.SetMember\"\xd9\x01\n\x0cMeetResponse\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x1d\n\x03row\x18\x02 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07in_step\x18\x04 \x01(\x08\x12 \n\x04held\x18\x05 \x03(\x0b\x32\x12.upr.v1.HeldBucket\x12\"\n\x07members\x18\x06 \x03(\x0b\x32\x11.upr.v1.SetMember\x12\x10\n\x08\x63laiming\x18\x07 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x08 \x01(\x08\"H\n\nHeldBucket\x12\x0f\n\x07version\x18\x01 \x01(\x06\x12\x12\n\npartitions\x18\x02 \x01(\x0c\x12\x15\n\rtable_changes\x18\x03 \x01(\x04\"\xa0\x01\n\x0ePromiseRequest\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\tcandidate\x18\x03 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x1a\n\x12previous_directory\x18\x04 \x01(\t\x12\x16\n\x0eprevious_epoch\x18\x05 \x01(\x04\x12\x10\n\x08released\x18\x06 \x01(\x08\"\xa9\x01\n\x0fPromiseResponse\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x10\n\x08promised\x18\x02 \x01(\x08\x12\x1d\n\x03row\x18\x03 \x01(\x0b\x32\x10.upr.v1.OwnerRow\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x11\n\tconfirmed\x18\x05 \x01(\x08\x12 \n\x04held\x18\x06 \x03(\x0b\x32\x12.upr.v1.HeldBucket\"T\n\x0cGrantRequest\x12\x13\n\x0breplica_set\x18\x01 \x01(\t\x12 \n\x05owner\x18\x02 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"C\n\rGrantResponse\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.upr.v1.SetMember\x12\x0f\n\x07granted\x18\x02 \x01(\x08\x32\xba\x03\n\x0eReplicaService\x12\x46\n\x0bGetTopology\x12\x1a.upr.v1.GetTopologyRequest\x1a\x1b.upr.v1.GetTopologyResponse\x12:\n\x07Promote\x12\x16.upr.v1.PromoteRequest\x1a\x17.upr.v1.PromoteResponse\x12I\n\x0c\x46orgetServer\x12\x1b.upr.v1.ForgetServerRequest\x1a\x1c.upr.v1.ForgetServerResponse\x12\x34\n\x05\x44rain\x12\x14.upr.v1.DrainRequest\x1a\x15.upr.v1.DrainResponse\x12\x31\n\x04Meet\x12\x13.upr.v1.MeetRequest\x1a\x14.upr.v1.MeetResponse\x12:\n\x07Promise\x12\x16.upr.v1.PromiseRequest\x1a\x17.upr.v1.PromiseResponse\x12\x34\n\x05Grant\x12\x14.upr.v1.GrantRequest\x1a\x15.upr.v1.GrantResponseB\x18\n\x06upr.v1P\x01Z\x0cupr/v1;uprv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,44 +33,44 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'upr.v1.replica_service_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\006upr.v1P\001Z\014upr/v1;uprv1'
-  _globals['_SETMEMBER']._serialized_start=40
-  _globals['_SETMEMBER']._serialized_end=87
-  _globals['_OWNERROW']._serialized_start=89
-  _globals['_OWNERROW']._serialized_end=164
-  _globals['_GETTOPOLOGYREQUEST']._serialized_start=166
-  _globals['_GETTOPOLOGYREQUEST']._serialized_end=186
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=189
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=408
-  _globals['_MEMBERSTATUS']._serialized_start=410
-  _globals['_MEMBERSTATUS']._serialized_end=523
-  _globals['_PROMOTEREQUEST']._serialized_start=525
-  _globals['_PROMOTEREQUEST']._serialized_end=574
-  _globals['_PROMOTERESPONSE']._serialized_start=577
-  _globals['_PROMOTERESPONSE']._serialized_end=727
-  _globals['_FORGETSERVERREQUEST']._serialized_start=729
-  _globals['_FORGETSERVERREQUEST']._serialized_end=766
-  _globals['_FORGETSERVERRESPONSE']._serialized_start=768
-  _globals['_FORGETSERVERRESPONSE']._serialized_end=856
-  _globals['_DRAINREQUEST']._serialized_start=858
-  _globals['_DRAINREQUEST']._serialized_end=886
-  _globals['_DRAINRESPONSE']._serialized_start=888
-  _globals['_DRAINRESPONSE']._serialized_end=941
-  _globals['_LOSTRANGE']._serialized_start=943
-  _globals['_LOSTRANGE']._serialized_end=1024
-  _globals['_MEETREQUEST']._serialized_start=1027
-  _globals['_MEETREQUEST']._serialized_end=1178
-  _globals['_MEETRESPONSE']._serialized_start=1181
-  _globals['_MEETRESPONSE']._serialized_end=1398
-  _globals['_HELDBUCKET']._serialized_start=1400
-  _globals['_HELDBUCKET']._serialized_end=1472
-  _globals['_PROMISEREQUEST']._serialized_start=1475
-  _globals['_PROMISEREQUEST']._serialized_end=1635
-  _globals['_PROMISERESPONSE']._serialized_start=1638
-  _globals['_PROMISERESPONSE']._serialized_end=1807
-  _globals['_GRANTREQUEST']._serialized_start=1809
-  _globals['_GRANTREQUEST']._serialized_end=1893
-  _globals['_GRANTRESPONSE']._serialized_start=1895
-  _globals['_GRANTRESPONSE']._serialized_end=1962
-  _globals['_REPLICASERVICE']._serialized_start=1965
-  _globals['_REPLICASERVICE']._serialized_end=2407
+  _globals['_SETMEMBER']._serialized_start=60
+  _globals['_SETMEMBER']._serialized_end=107
+  _globals['_OWNERROW']._serialized_start=109
+  _globals['_OWNERROW']._serialized_end=184
+  _globals['_GETTOPOLOGYREQUEST']._serialized_start=186
+  _globals['_GETTOPOLOGYREQUEST']._serialized_end=206
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=209
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=459
+  _globals['_MEMBERSTATUS']._serialized_start=462
+  _globals['_MEMBERSTATUS']._serialized_end=648
+  _globals['_PROMOTEREQUEST']._serialized_start=650
+  _globals['_PROMOTEREQUEST']._serialized_end=699
+  _globals['_PROMOTERESPONSE']._serialized_start=702
+  _globals['_PROMOTERESPONSE']._serialized_end=852
+  _globals['_FORGETSERVERREQUEST']._serialized_start=854
+  _globals['_FORGETSERVERREQUEST']._serialized_end=891
+  _globals['_FORGETSERVERRESPONSE']._serialized_start=893
+  _globals['_FORGETSERVERRESPONSE']._serialized_end=981
+  _globals['_DRAINREQUEST']._serialized_start=983
+  _globals['_DRAINREQUEST']._serialized_end=1011
+  _globals['_DRAINRESPONSE']._serialized_start=1013
+  _globals['_DRAINRESPONSE']._serialized_end=1066
+  _globals['_LOSTRANGE']._serialized_start=1068
+  _globals['_LOSTRANGE']._serialized_end=1149
+  _globals['_MEETREQUEST']._serialized_start=1152
+  _globals['_MEETREQUEST']._serialized_end=1303
+  _globals['_MEETRESPONSE']._serialized_start=1306
+  _globals['_MEETRESPONSE']._serialized_end=1523
+  _globals['_HELDBUCKET']._serialized_start=1525
+  _globals['_HELDBUCKET']._serialized_end=1597
+  _globals['_PROMISEREQUEST']._serialized_start=1600
+  _globals['_PROMISEREQUEST']._serialized_end=1760
+  _globals['_PROMISERESPONSE']._serialized_start=1763
+  _globals['_PROMISERESPONSE']._serialized_end=1932
+  _globals['_GRANTREQUEST']._serialized_start=1934
+  _globals['_GRANTREQUEST']._serialized_end=2018
+  _globals['_GRANTRESPONSE']._serialized_start=2020
+  _globals['_GRANTRESPONSE']._serialized_end=2087
+  _globals['_REPLICASERVICE']._serialized_start=2090
+  _globals['_REPLICASERVICE']._serialized_end=2532
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from . import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -112,6 +113,7 @@ class GetTopologyResponse(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     CANDIDATE_FIELD_NUMBER: _builtins.int
     CLAIMING_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     replica_set: _builtins.str
     """The id of the set of servers; empty while it has joined none."""
     directory: _builtins.str
@@ -134,6 +136,10 @@ class GetTopologyResponse(_message.Message):
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberStatus]:
         """The servers that it knows, itself included, by directory."""
 
+    @_builtins.property
+    def part(self) -> _types_pb2.SetPart:
+        """The part of the server that answers."""
+
     def __init__(
         self,
         *,
@@ -146,10 +152,11 @@ class GetTopologyResponse(_message.Message):
         waiting: _builtins.str = ...,
         candidate: _builtins.str = ...,
         claiming: _builtins.bool = ...,
+        part: _types_pb2.SetPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["row", b"row"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "row", b"row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "candidate", b"candidate", "claiming", b"claiming", "directory", b"directory", "members", b"members", "promised", b"promised", "replica_set", b"replica_set", "row", b"row", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "candidate", b"candidate", "claiming", b"claiming", "directory", b"directory", "members", b"members", "part", b"part", "promised", b"promised", "replica_set", b"replica_set", "row", b"row", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,6 +173,10 @@ class MemberStatus(_message.Message):
     IN_STEP_FIELD_NUMBER: _builtins.int
     LAG_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CLAIMING_FIELD_NUMBER: _builtins.int
+    HAS_KEY_FIELD_NUMBER: _builtins.int
+    GRANT_SECONDS_FIELD_NUMBER: _builtins.int
     reached: _builtins.bool
     """Whether it answered when it was last met."""
     in_step: _builtins.bool
@@ -174,6 +185,14 @@ class MemberStatus(_message.Message):
     """Mutations that the owner has and that were not durable there when it was last met."""
     drained: _builtins.bool
     """Whether it is drained: it does not become active."""
+    epoch: _builtins.int
+    """The highest epoch that it knew when it was last met."""
+    claiming: _builtins.bool
+    """Whether it was about to become the active one when it was last met."""
+    has_key: _builtins.bool
+    """In a cluster: whether etcd had its key, which says that it runs."""
+    grant_seconds: _builtins.float
+    """Of a counted server, at a cluster's owner: for how many seconds its grant still holds."""
     @_builtins.property
     def member(self) -> Global___SetMember:
         """Which."""
@@ -186,10 +205,14 @@ class MemberStatus(_message.Message):
         in_step: _builtins.bool = ...,
         lag: _builtins.int = ...,
         drained: _builtins.bool = ...,
+        epoch: _builtins.int = ...,
+        claiming: _builtins.bool = ...,
+        has_key: _builtins.bool = ...,
+        grant_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "in_step", b"in_step", "lag", b"lag", "member", b"member", "reached", b"reached"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claiming", b"claiming", "drained", b"drained", "epoch", b"epoch", "grant_seconds", b"grant_seconds", "has_key", b"has_key", "in_step", b"in_step", "lag", b"lag", "member", b"member", "reached", b"reached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -275,6 +275,52 @@ class Problem(_message.Message):
 Global___Problem: _TypeAlias = Problem  # noqa: Y015
 
 @_typing.final
+class SetPart(_message.Message):
+    """The part of a server in its set of servers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
+    OWNER_SECONDS_FIELD_NUMBER: _builtins.int
+    OWNER_CHANGES_FIELD_NUMBER: _builtins.int
+    ETCD_SECONDS_FIELD_NUMBER: _builtins.int
+    GRANT_SECONDS_FIELD_NUMBER: _builtins.int
+    cluster: _builtins.str
+    """The name of its cluster; empty without one."""
+    state: _builtins.str
+    """What it is: owner; replica, which follows; claiming, about to become the owner; or waiting."""
+    counted: _builtins.int
+    """Servers that are counted, as far as it knows; with the owner where that counts itself."""
+    owner_seconds: _builtins.float
+    """Seconds since it heard first of the owner that it knows, or since its start."""
+    owner_changes: _builtins.int
+    """How often it heard of another owner since its start."""
+    etcd_seconds: _builtins.float
+    """In a cluster: seconds since etcd answered it, or since its start."""
+    grant_seconds: _builtins.float
+    """Of a cluster's owner: for how many seconds it may take and answer without another grant; 0 when it may not now."""
+    def __init__(
+        self,
+        *,
+        cluster: _builtins.str = ...,
+        state: _builtins.str = ...,
+        counted: _builtins.int = ...,
+        owner_seconds: _builtins.float = ...,
+        owner_changes: _builtins.int = ...,
+        etcd_seconds: _builtins.float = ...,
+        grant_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counted", b"counted", "etcd_seconds", b"etcd_seconds", "grant_seconds", b"grant_seconds", "owner_changes", b"owner_changes", "owner_seconds", b"owner_seconds", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPart: _TypeAlias = SetPart  # noqa: Y015
+
+@_typing.final
 class RefusedPartition(_message.Message):
     """One partition that refused its part of a request."""
 

@@ -327,6 +327,9 @@ function tellStatus(before, next) {
     else if (then.reached !== one.reached) happened(`${name} ${one.reached ? "answers again" : "does not answer"}.`);
     else if (then.in_step !== one.in_step) happened(`${name} is ${one.in_step ? "in step" : "out of step"}.`);
   }
+  const [waited, waits] = [before.set?.waiting, next.set?.waiting];
+  if (waits && !waited) happened(sentence(waits));
+  else if (waited && !waits) happened("What this server waited for is over.");
   const troubled = new Map(before.buckets.map((one) => [one.name, one.problem]));
   for (const one of next.buckets) {
     if (!troubled.has(one.name)) happened(`Bucket ${one.name} is new.`);
@@ -950,16 +953,21 @@ function drawServers() {
   say($("epoch"), status.epoch ? `epoch ${status.epoch}${set && Number(set.promised) > status.epoch ? `, ${set.promised} is promised` : ""}` : "");
   say($("waiting"), set?.waiting ? sentence(set.waiting) : "", "bad");
   $("servers").hidden = members.length === 0;
-  const own = set?.directory;
-  rows($("servers").tBodies[0], members, (one) => one.member.directory, () => emptyRow("", "", "", "n"), (row, one) => {
+  const [own, part] = [set?.directory, set?.part];
+  $("servers").classList.toggle("plain", !part?.cluster);
+  rows($("servers").tBodies[0], members, (one) => one.member.directory, () => emptyRow("", "", "", "n", "n", "n cluster", "cluster"), (row, one) => {
     const directory = one.member.directory;
     const owns = directory === set.row.owner;
-    const role = owns ? "owner" : set.row.counted.includes(directory) ? "replica, counted" : "replica";
+    const counted = set.row.counted.includes(directory) ? ", counted" : "";
+    const role = one.claiming ? `becoming the owner${counted}` : owns ? "owner" : `replica${counted}`;
     const name = one.member.address || directory;
     const lag = owns || !one.reached ? "" : count(Number(one.lag));
-    cells(row, directory === own ? `${name} (this one)` : name, role, one.reached ? (one.in_step ? "\u2713 yes" : "\u2715 no") : "\u2715 does not answer", lag);
+    const inStep = one.reached ? (one.in_step ? "\u2713 yes" : "\u2715 no") : "\u2715 does not answer";
+    const grant = one.grant_seconds && directory !== own ? duration(one.grant_seconds) : "";
+    cells(row, directory === own ? `${name} (this one)` : name, role, inStep, lag, Number(one.epoch) ? one.epoch : "", grant, one.has_key ? "\u2713 yes" : "\u2715 no");
     row.classList.toggle("bad", !one.reached || !one.in_step);
   });
+  drawCluster(part);
   const up = bucket?.upstream;
   const pairs = [];
   if (up) {
@@ -975,6 +983,19 @@ function drawServers() {
     pairs.push([`Sends to ${one.address}`, `${one.anonymous ? "not registered, " : ""}${count(Number(one.lag))} behind`]);
   }
   facts($("upstream"), pairs);
+}
+
+function drawCluster(part) {
+  if (!part?.cluster) return facts($("cluster"), []);
+  const changes = Number(part.owner_changes);
+  const pairs = [
+    ["Cluster", `${part.cluster}; this server: ${part.state}`],
+    ["Owner known for", `${duration(part.owner_seconds)}${changes ? `; ${some(changes, "change")} seen` : ""}`],
+    ["Counted servers", count(part.counted)],
+    ["etcd answered", `${duration(part.etcd_seconds)} ago`],
+  ];
+  if (status.active) pairs.push(["May serve for", part.grant_seconds ? `${duration(part.grant_seconds)} without another grant` : "no time: no server grants it"]);
+  facts($("cluster"), pairs);
 }
 
 function drawHead() {

@@ -1,0 +1,87 @@
+"""What operators are told of a part in a set, by a time that the test sets."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from upr.replica.telling import COPIES, COUNTED, PATIENCE_SECONDS, Telling
+from upr_protocol.errors import TooFewReplicasError
+from upr_protocol.ownership import Row, Standing
+
+A, B, C = "a" * 16, "b" * 16, "c" * 16
+SHORT = TooFewReplicasError("too few")
+
+
+class Part:
+    """A server of a cluster, as far as it is looked at; it owns, counts itself, and has a bucket that lacks replicas."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+        caplog.set_level(logging.INFO)
+        self.short: TooFewReplicasError | None = SHORT
+        copies = SimpleNamespace(shortage=lambda count: self.short if count == 2 else None)
+        host = SimpleNamespace(bucket=SimpleNamespace(copies=copies), following=None)
+        catalog: Any = SimpleNamespace(hosts=[host], may_serve=lambda: True)
+        cluster: Any = SimpleNamespace(trouble="", name="prod", silent_seconds=0.0)
+        agreeing = SimpleNamespace(trouble="", serving_seconds=1.0)
+        self.owning: Any = SimpleNamespace(active=True, claiming=False, agreeing=agreeing)
+        self.knows(A, A)
+        self.telling = Telling(self.owning, catalog, cluster, 2)
+
+    def knows(self, owner: str, *counted: str) -> None:
+        self.owning.standing = Standing(A, Row(4, 2, owner, bool(owner), frozenset(counted)))
+
+    def look(self, now: float) -> list[tuple[str, str]]:
+        """Look at a time, and return what was logged."""
+        self._caplog.clear()
+        self.telling._look(now)
+        return [(one.message, one.trouble) for one in self._caplog.records]  # type: ignore[attr-defined]
+
+    @property
+    def wrong(self) -> set[str]:
+        return {what for what, error in self.telling.troubles.items() if error is not None}
+
+
+def test_what_lasts_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    part = Part(caplog)
+    assert part.look(10.0) == []
+    assert part.wrong == set()
+    # What is over before then is no trouble.
+    part.knows(A, A, B)
+    assert part.look(11.0) == []
+    part.knows(A, A)
+    assert part.look(12.0) == []
+    assert part.look(10.0 + PATIENCE_SECONDS) == [("set trouble", COPIES)]
+    assert part.look(12.0 + PATIENCE_SECONDS) == [("set trouble", COUNTED)]
+    assert part.look(90.0) == []
+    assert part.wrong == {COPIES, COUNTED}
+    assert part.telling.troubles[COPIES] is SHORT
+    part.short = None
+    assert part.look(91.0) == [("set trouble is over", COPIES)]
+    # An owner no more: it is no trouble of this server.
+    part.owning.active = False
+    assert part.look(92.0) == [("set trouble is over", COUNTED)]
+    assert part.look(99.0) == []
+    assert part.wrong == set()
+
+
+def test_changes_of_owner_are_counted_and_the_first_is_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    part = Part(caplog)
+    part.telling._owner = ""
+    seen = []
+
+    async def told() -> tuple[int, str]:
+        one = part.telling.part
+        return one.owner_changes, one.state
+
+    for owner in (A, A, B, C, C):
+        part.knows(owner, B)
+        part.owning.active = owner == A
+        part.look(0.0)
+        seen.append(asyncio.run(told()))
+    assert seen == [(0, "owner")] * 2 + [(1, "waiting"), (2, "waiting"), (2, "waiting")]

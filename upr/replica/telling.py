@@ -1,0 +1,176 @@
+"""Telling: what operators are told of a server's part in its set: what it is, since when, and what is wrong.
+
+It only looks. What is wrong with etcd and with grants is logged where it is found; what is only seen from here, once when it
+has lasted for PATIENCE_SECONDS, and once when it is over.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from upr.replica.agreeing import Rows
+from upr.replica.owning import Owning
+from upr.service.buckets.catalog import Catalog
+from upr_protocol.errors import UprError
+from upr_protocol.wire.v1.types_pb2 import SetPart
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+PATIENCE_SECONDS = 5.0
+"""Time that something must last which is so for a moment after each start."""
+ETCD: Final = "etcd"
+GRANTS: Final = "grants"
+COUNTED: Final = "counted"
+COPIES: Final = "copies"
+
+
+class Cluster(Protocol):
+    """What says who is active in a cluster, without an operator: the map, and who changes it when."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def rows(self) -> Rows:
+        """Where the row is changed."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the server takes no part, in words; empty while it does."""
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since etcd answered last."""
+
+    def has_key(self, directory: str) -> bool:
+        """Return whether a server has a key in etcd, which says that it runs."""
+
+    async def begin(self, owning: Owning, *, force: bool) -> None:
+        """Make the map, where there is none, because an operator orders it: see ``Keeper.begin``."""
+
+    async def run(self, owning: Owning) -> None:
+        """Take part until cancelled."""
+
+
+class Telling:
+    """What is told of one server's part in its set.
+
+    Args:
+        cluster: that the server belongs to; None for none.
+        min_copies: counted replicas without which no write is taken.
+    """
+
+    def __init__(
+        self, owning: Owning, catalog: Catalog, cluster: Cluster | None, min_copies: int
+    ) -> None:
+        self._owning = owning
+        self._catalog = catalog
+        self._cluster = cluster
+        self._min_copies = min_copies
+        self._owner = owning.standing.row.owner
+        self._since: float | None = None
+        self._changes = 0
+        self._began: dict[str, float] = {}
+        self._lasting: dict[str, UprError] = {}
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        loop = asyncio.get_running_loop()
+        self._since = loop.time()
+        while True:
+            self._look(loop.time())
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _look(self, now: float) -> None:
+        owner = self._owning.standing.row.owner
+        if owner != self._owner:
+            # The first one that is heard of is no change.
+            self._changes += bool(self._owner)
+            self._owner, self._since = owner, now
+        for what, error in ((COUNTED, self._nobody_counted()), (COPIES, self._too_few())):
+            began = self._began.setdefault(what, now)
+            if error is None:
+                del self._began[what]
+                if self._lasting.pop(what, None) is not None:
+                    seconds = round(now - began, 1)
+                    log.info("set trouble is over", extra={"trouble": what, "seconds": seconds})
+            elif now - began >= PATIENCE_SECONDS:
+                if what not in self._lasting:
+                    log.warning("set trouble", extra={"trouble": what, "error": error.message})
+                self._lasting[what] = error
+
+    def _nobody_counted(self) -> UprError | None:
+        """Return that the owner of a cluster is the only one that is counted."""
+        owning, own = self._owning, self._owning.standing.directory
+        if self._cluster is None or not owning.active or owning.standing.row.counted - {own}:
+            return None
+        return UprError(
+            "no other server is counted: nobody can follow this one if it fails",
+            reason="NOBODY_COUNTED",
+            hint="start the other servers of the cluster; 'upr-admin topology' shows who is in step",
+            retriable=True,
+        )
+
+    def _too_few(self) -> UprError | None:
+        """Return why the active server refuses writes, in the first bucket in which it does."""
+        if not (self._min_copies and self._owning.active):
+            return None
+        found = (host.bucket.copies.shortage(self._min_copies) for host in self._catalog.hosts)
+        return next(filter(None, found), None)
+
+    @property
+    def waiting(self) -> str:
+        """Why the server takes no part in its cluster, or does not serve, in words; empty while it does."""
+        agreeing, cluster = self._owning.agreeing, self._cluster
+        if agreeing is None or cluster is None:
+            return ""
+        return agreeing.trouble or cluster.trouble
+
+    @property
+    def troubles(self) -> Mapping[str, UprError | None]:
+        """What is wrong, by kind; None where nothing is."""
+        agreeing, cluster = self._owning.agreeing, self._cluster
+        found = dict[str, UprError | None].fromkeys((ETCD, GRANTS, COUNTED, COPIES))
+        if cluster is not None and cluster.trouble:
+            found[ETCD] = UprError(
+                f"cluster {cluster.name}: {cluster.trouble}",
+                reason="CLUSTER_FAILS",
+                hint="reading and writing go on; until it ends nobody becomes active, and nobody is counted or taken out",
+                retriable=True,
+            )
+        if agreeing is not None and agreeing.trouble:
+            found[GRANTS] = UprError(
+                f"this server takes and answers no write: {agreeing.trouble}",
+                reason="NOT_GRANTED",
+                hint="start the counted servers, or mend the links to them and to etcd; 'upr-admin topology' shows them",
+                retriable=True,
+            )
+        return found | self._lasting
+
+    @property
+    def part(self) -> SetPart:
+        """What is told of it as a whole."""
+        owning, cluster, agreeing = self._owning, self._cluster, self._owning.agreeing
+        now = asyncio.get_running_loop().time()
+        part = SetPart(
+            state=self._state(),
+            counted=len(owning.standing.row.counted),
+            owner_seconds=0.0 if self._since is None else now - self._since,
+            owner_changes=self._changes,
+        )
+        if cluster is not None and agreeing is not None:
+            part.cluster, part.etcd_seconds = cluster.name, cluster.silent_seconds
+            part.grant_seconds = agreeing.serving_seconds if owning.active else 0.0
+        return part
+
+    def _state(self) -> str:
+        owning, hosts = self._owning, self._catalog.hosts
+        if owning.claiming:
+            return "claiming"
+        if owning.active:
+            return "owner" if self._catalog.may_serve() else "waiting"
+        follows = any(host.following is not None and host.following.connected for host in hosts)
+        return "replica" if follows else "waiting"
