@@ -13,7 +13,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import pytest
 from hypothesis import settings
 
-from tests.harness import RunningServer
+from tests.harness import RunningServer, skip_syncs
 
 StartServer = Callable[..., RunningServer]
 
@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not session, not marks & {"long", "crash"}
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what runs in this process sync nothing; tests of lost power have a disk of their own."""
+    skip_syncs(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """A real server process for tests."""
 
 import asyncio
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -13,6 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
+
+import lmdb
 
 WAIT_SECONDS = 90.0
 """For what comes in an instant on an idle machine: a wait that ends is a failure, on a busy one as well."""
@@ -33,6 +36,13 @@ _FORKS.set_forkserver_preload(
         "upr.service.sight.feed",
     ]
 )
+
+
+def skip_syncs(put: Callable[[object, str, object], None] = setattr) -> None:
+    """Have this process sync nothing: tests end processes and not machines, so what the system was given stays."""
+    put(lmdb, "open", functools.partial(lmdb.open, sync=False))
+    for name in ("fsync", "fdatasync"):
+        put(os, name, lambda _: None)
 
 
 def wait_until(holds: Callable[[], object], what: Callable[[], object] | str) -> None:
@@ -81,6 +91,7 @@ def _serve(
         module, _, constant = name.rpartition(".")
         assert hasattr(importlib.import_module(module), constant), name
         setattr(importlib.import_module(module), constant, value)
+    skip_syncs()
     # The server's first collection need not look through all that was imported, and copy its pages.
     gc.freeze()
     # They were read when the module was imported.
@@ -169,7 +180,7 @@ class RunningServer:
         Args:
             environment: for this start only, added to what the object was made with.
             prefix: a command that starts it, such as ``prlimit`` or ``env``; without one it is a fork, which is
-                there sooner.
+                there sooner and syncs nothing.
 
         Raises:
             ServerFailed: it ended, or was not ready in time; with its log.

@@ -86,7 +86,9 @@ async def test_connections_that_are_cut_anywhere(server_process: StartServer) ->
 
 @pytest.mark.asyncio
 async def test_directions_that_swallow_everything(server_process: StartServer) -> None:
-    server = server_process("--tail-bytes", "500000")
+    server = server_process(
+        "--tail-bytes", "500000", constants={"upr.service.follow.HALF_CLOSE_SECONDS": 0.5}
+    )
     async with World(server) as world, proxies(world, 4) as through:
         healthy = world.follow()
         deaf = world.follow(through[0].target, credit_bytes=500_000)

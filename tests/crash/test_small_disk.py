@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
 MIB = 2**20
 ROWS = 500
 WRITERS = 4
+TRUE = ("env",)
+"""Prefix of a server that is no fork, so that it syncs, and the file system has to find the room."""
 
 
 class Disk:
@@ -108,7 +110,7 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
         ballast.write_bytes(bytes(16 * MIB))
     server = RunningServer(disk.folder)
     server.log = disk.folder.parent / "server.log"
-    server.start()
+    server.start(prefix=TRUE)
     try:
         async with AsyncClient(server.target, retry_seconds=1) as client:
             bucket = client.bucket("default")
@@ -123,7 +125,7 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
                 assert space.f_bavail * space.f_frsize < max(stored // 2, 32 * MIB)
         assert await asyncio.to_thread(server.terminate) == 0, server.log_text()
         await check_clean(server)
-        await asyncio.to_thread(server.start)
+        await asyncio.to_thread(server.start, prefix=TRUE)
         async with RawClient(server.target) as raw:
             assert {len(log) for log in await raw.logs()} == {1}
         async with AsyncClient(server.target) as client:
@@ -135,7 +137,7 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
             await bucket.write_many([(key, value(key, size)) for key in more])
             await check_all_there(bucket, more, size)
         assert await asyncio.to_thread(server.terminate) == 0, server.log_text()
-        await asyncio.to_thread(server.start)
+        await asyncio.to_thread(server.start, prefix=TRUE)
         async with RawClient(server.target) as raw:
             assert {len(log) for log in await raw.logs()} == {1}
         assert await asyncio.to_thread(server.terminate) == 0

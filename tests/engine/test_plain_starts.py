@@ -67,7 +67,7 @@ ASKS = st.lists(
 
 # A horizon above the high seqno under the newest id: a failover record is missing.
 @example([0] * 6, [ACTIVE] * 6, [0] * 6, [2] * 6, [Ask(0xA, 1, 0xA, 5)] * 6, False, False)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     six(st.integers(0, 2)),
     six(st.sampled_from([ACTIVE, ACTIVE, REPLICA, PENDING, DEAD])),

@@ -284,7 +284,7 @@ class Attempts(RuleBasedStateMachine):
 
 def _test_case() -> Any:
     case = Attempts.TestCase
-    case.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
     return case
 
 

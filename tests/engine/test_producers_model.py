@@ -231,7 +231,7 @@ class WriterAndBucket(RuleBasedStateMachine):
 
 def _test_case() -> Any:
     case = WriterAndBucket.TestCase
-    case.settings = settings(max_examples=35, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
     return case
 
 

@@ -8,6 +8,18 @@ from tests.harness import WAIT_SECONDS, RunningServer
 from upr_client import Client, UprError
 from upr_client.admin import Topology
 
+SOON = {
+    "upr.replica.meeting.MEET_SECONDS": 0.1,
+    "upr.replica.owning.MEET_SECONDS": 0.1,
+    "upr.replica.owning.RESUME_SECONDS": 1.0,
+    "upr.replica.meeting.PROMISE_SECONDS": 3.0,
+    "upr.replica.replication.LIST_SECONDS": 0.2,
+    "upr_client.backoff.FIRST_SECONDS": 0.02,
+    "upr_client.backoff.LONGEST_SECONDS": 0.5,
+    "upr_client.backoff.RECONNECT_SECONDS": 0.2,
+}
+"""Times of servers, shorter than they are: what tests of sets wait for comes at the end of one."""
+
 
 def wait_for(ask: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
     """Ask until it is so; the servers are other processes."""

@@ -1,5 +1,6 @@
 """Writes and followers at ``replicated(k)``, with real servers: what is acknowledged or shown is on the replicas' disks."""
 
+import functools
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.replica.rounds import Reading
 from tests.replica.sets import (
+    SOON,
     counted,
     start_set,
     state_of,
@@ -104,7 +106,8 @@ def test_a_follower_is_shown_what_was_there_before_the_replica(server_process: S
 def test_a_replica_that_is_stopped_has_the_write_wait_and_its_outcome_be_unknown(
     server_process: StartServer,
 ) -> None:
-    active, replica = start_set(server_process)
+    soon = {**SOON, "upr.service.key_value.REPLICATED_SECONDS": 3.0}
+    active, replica = start_set(functools.partial(server_process, constants=soon))
     with Client(active.target, retry_seconds=0) as client:
         bucket = client.bucket()
         bucket.set(b"before", b"v", durability="replicated(1)")

@@ -66,7 +66,10 @@ class Guarded:
     def __init__(self, start: StartServer, folder: Path, *options: str) -> None:
         self.file = folder / "identities"
         self.owner = self.add("root", dict.fromkeys(("read", "write", "replicate", "admin")))
-        self.server: RunningServer = start("--tokens", str(self.file), *options, environment=CLOSED)
+        soon = {"upr.service.access.files.LOOK_SECONDS": 0.05}
+        self.server: RunningServer = start(
+            "--tokens", str(self.file), *options, environment=CLOSED, constants=soon
+        )
         self.target = self.server.target
 
     def add(self, name: str, roles: Roles, certificate: str = "", **more: Any) -> str:

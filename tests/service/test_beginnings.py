@@ -79,7 +79,7 @@ async def test_from_every_time_out_of_tail_and_store(
     for part in range(3):
         async with RawClient(server.target) as client:
             writer = await client.writer("")
-            for i in range(15):
+            for i in range(8):
                 rows = [(keys[(7 * i + j * part) % 25], b"v" * 300) for j in range(3)]
                 await writer.write([*rows, (some_keys(Q, 1)[0], b"other")])
             if part:
@@ -106,7 +106,7 @@ async def test_from_now_while_it_is_written_to_misses_nothing(server_process: St
                     return
 
         tasks.create_task(write())
-        for time in (None, 0, None, Clock().now()) * 3:
+        for time in (None, 0, None, Clock().now()) * 2:
             (before,) = await client.partitions(P)
             follow = await client.follow()
             chosen = {"from_now": True} if time is None else {"from_time": time}

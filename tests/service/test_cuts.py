@@ -252,7 +252,7 @@ async def test_a_caller_that_goes_away_leaves_a_whole_cut(
     server = server_process(environment={"UPR_FAILPOINTS": f"cuts.before_commit=hold:{hold}"})
     async with opened(server.target) as (client, bucket):
         await bucket.set(b"a", b"1")
-        async with AsyncClient(server.target, request_timeout=3) as hasty:
+        async with AsyncClient(server.target, request_timeout=1) as hasty:
             with pytest.raises(UnavailableError):
                 await hasty.admin.create_cut("default", "x")
         # It has its name since it was begun, and is not seen before it is durable.

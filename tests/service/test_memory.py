@@ -17,11 +17,11 @@ from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import types_pb2 as types
 
 MIB = 2**20
-FOLLOWERS = 10
+FOLLOWERS = 5
 VALUE_BYTES = 4096
-KEYS = 5000
+KEYS = 2000
 ROWS_IN_WRITE = 250
-WRITES = 100
+WRITES = 40
 IN_FLIGHT = 16
 
 
@@ -59,7 +59,7 @@ def rows_of_write(number: int) -> list[tuple[bytes, bytes]]:
 
 
 async def write_all(client: RawClient) -> tuple[dict[bytes, bytes], int]:
-    """Write about 100 MB; returns each key's last value, and the size of the largest write."""
+    """Write about 40 MB; returns each key's last value, and the size of the largest write."""
     writer = await client.writer("")
     truth: dict[bytes, bytes] = {}
     largest = 0

@@ -54,6 +54,12 @@ def opened(browser: Browser, server: RunningServer, place: str = "") -> None:
     browser.wait(f"document.querySelector('#tiles') && {IS_SHOWN}")
 
 
+def hasten(browser: Browser) -> None:
+    """Have the page's time go five times as fast, so that it asks that often."""
+    browser.run(HASTENED)
+    browser.run("void poll()")
+
+
 def close(browser: Browser) -> None:
     """Close the page, so that it asks no more."""
     browser.open("about:blank")
@@ -101,6 +107,12 @@ IN_CLUSTER = """
     for (const one of found.set.members) Object.assign(one, { has_key: one.reached, grant_seconds: 1.8 });
     return found;
   };
+})()
+"""
+HASTENED = """
+(() => {
+  const later = window.setTimeout;
+  window.setTimeout = (what, ms) => later(what, ms / 5);
 })()
 """
 # The answer about the bucket is held back, of the next poll only.
@@ -217,6 +229,7 @@ def test_consumers_are_shown_with_their_lag_over_time(
         bucket = client.bucket()
         client.admin.reset_consumer(bucket, "indexer", "now", create=True)
         opened(browser, server)
+        hasten(browser)
         browser.wait_text("#consumers", "indexer")
         for number in range(3):
             bucket.set(b"key", b"%d" % number)
@@ -260,6 +273,7 @@ def test_the_handshake_is_asked_on_the_timeline(
     write(server, b"key", 100)
     opened(browser, server, f"#partition={at}")
     browser.wait_text("#places", "400")
+    hasten(browser)
     assert browser.text("#timeline-words").startswith("2 records, from seqno 0 to 400.")
     old = browser.run("partition.log[0].failover_id")
 
@@ -335,6 +349,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(
     # It survives a reload of the tab, and is nowhere in the page.
     browser.open(f"http://{address}/?again")
     browser.wait(f"document.querySelector('#tiles') && {IS_SHOWN}")
+    hasten(browser)
     assert mine not in browser.run("document.documentElement.outerHTML + location.href")
     assert browser.run("[localStorage.length, document.cookie]") == [0, ""]
     browser.click("#leave")
@@ -433,6 +448,7 @@ def test_a_server_that_is_away_is_said_to_be(server_process: StartServer, browse
     server.options[server.options.index("--http") + 1] = address
     server.start()
     opened(browser, server)
+    hasten(browser)
     server.kill()
     browser.wait_text("#fresh", "no answer")
     assert browser.text("#tiles") != ""
@@ -440,9 +456,10 @@ def test_a_server_that_is_away_is_said_to_be(server_process: StartServer, browse
     browser.wait_text("#fresh", "live")
     events = browser.wait_text("#events", "The server was started again.")
     assert "The server does not answer." in events
-    assert {one.split(" http")[0] for one in browser.complaints} == {
-        "Failed to load resource: net::ERR_CONNECTION_REFUSED"
-    }
+    # One of them may have been on its way.
+    assert {one.split(" http")[0] for one in browser.complaints} - {
+        "Failed to load resource: net::ERR_CONNECTION_RESET"
+    } == {"Failed to load resource: net::ERR_CONNECTION_REFUSED"}
     browser.complaints.clear()
     # So is one that answers with its own failure; and a fault in a drawing does not end the polls.
     browser.run("window.asked_ = ask; ask = async () => { throw new Refused(500, 'it failed'); }")
@@ -450,7 +467,7 @@ def test_a_server_that_is_away_is_said_to_be(server_process: StartServer, browse
     browser.wait_text("#alerts", "It failed.")
     browser.run("ask = asked_; drawHead = () => { throw new TypeError('a fault') }")
     before = browser.run("answeredAt")
-    browser.wait(f"answeredAt > {before} + 3000")
+    browser.wait(f"answeredAt > {before} + 600")
     assert browser.text("#alerts") == ""
     assert browser.complaints
     assert all("a fault" in one for one in browser.complaints)
@@ -472,6 +489,7 @@ def test_a_bucket_that_cannot_be_asked_is_not_shown_as_another(
     server.start()
     opened(browser, server, "#bucket=default")
     browser.wait_text("#tiles", "Mutations so far")
+    hasten(browser)
     browser.run("$('bucket').value = 'orders'; $('bucket').dispatchEvent(new Event('change'))")
     assert browser.text("#tiles") == browser.text("#map-card") == ""
     browser.wait_text("#alerts", "bucket orders: ")

@@ -1,6 +1,7 @@
 """Replicas of real servers: they hold what the upstream has, under its numbers, through restarts of either."""
 
 import base64
+import functools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 from tests.conftest import StartServer
 from tests.harness import RunningServer, poll
 from tests.raw import RawClient
-from tests.replica.sets import topology, wait_for, wait_until_counted
+from tests.replica.sets import SOON, topology, wait_for, wait_until_counted
 from tests.service.bucket_state import rows_of
 from upr.cli.admin import main
 from upr.storage.store import Store
@@ -27,6 +28,11 @@ from upr_protocol.wire.v1 import types_pb2 as types
 
 UNCOUNTED = {"UPR_SERVER_OPEN_ADMIN": "0"}
 """Environment of servers that do not meet: an owner asks no replica at its start, and flushes without one."""
+
+
+@pytest.fixture
+def server_process(server_process: StartServer) -> StartServer:
+    return functools.partial(server_process, constants=SOON)
 
 
 def pairs(count: int, value: bytes = b"v", first: int = 0) -> list[tuple[bytes, bytes | None]]:
@@ -134,7 +140,7 @@ async def test_a_replica_goes_on_after_a_kill_of_it_or_of_its_upstream(
         bucket = client.bucket("default")
         await bucket.write_many(pairs(500))
         await in_sync(upstream, replica)
-        for n in range(3):
+        for n in range(2):
             replica.kill()
             await bucket.write_many(pairs(300, b"%d" % n, 100 * n))
             replica.start()

@@ -137,7 +137,9 @@ def descriptors(server: RunningServer) -> int:
 async def test_a_thousand_connections_take_little_and_keep_no_client_out(
     server_process: StartServer,
 ) -> None:
-    server = server_process("--http", "127.0.0.1:0")
+    server = server_process(
+        "--http", "127.0.0.1:0", constants={"upr.service.sight.web.HTTP_SECONDS": 2.0}
+    )
     address = http_of(server)
     before = descriptors(server)
     with contextlib.ExitStack() as opened:

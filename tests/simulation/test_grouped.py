@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.simulation import worlds
 
-SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 10
-FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "0"))
+SEEDS = int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 15
+FIRST_SEED = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", "3"))
 
 
 def test_what_is_kept_in_the_server_is_its_owners(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.storage.closed import Closed, filled
 from upr.storage.check.directory import BucketReport, check_directory
 from upr.storage.lmdb_file import PageFile
 
-SEEDS = int(os.environ.get("UPR_DAMAGE_SEEDS", "20"))
+SEEDS = int(os.environ.get("UPR_DAMAGE_SEEDS", "18"))
 READ_SECONDS = 60.0
 TABLES = (
     b"meta",

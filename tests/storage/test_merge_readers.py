@@ -95,7 +95,7 @@ def lawful_ranges(heads: list[Head], pins: list[int], data: Any) -> BlockRange |
 
 @given(st.lists(changes_strategy, min_size=3, max_size=3), st.data())
 @settings(
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
