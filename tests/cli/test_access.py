@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner, Result
 
 from tests.client.certificates import make_certificate
 from tests.conftest import StartServer
@@ -28,6 +27,7 @@ from upr_backup.cli import commands as backup
 from upr_spark.options import read_connection
 
 TOKEN = "UPR_TOKEN_FILE"
+COMMANDS = {"admin": admin.main, "cat": cat.main, "backup": backup.main}
 
 
 class World:
@@ -46,20 +46,17 @@ class World:
         self.target = self.server.target
 
     def run(
-        self, *arguments: str, status: int = 0, stdin: str = "", **environment: str
-    ) -> subprocess.CompletedProcess[str]:
+        self, program: str, *arguments: str, status: int = 0, stdin: str = "", **environment: str
+    ) -> Result:
         """Run a command, with no more of the environment than is said; no secret may be in what it prints."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("UPR_")}
-        module = ["upr_backup"] if arguments[0] == "backup" else ["upr.cli", arguments[0]]
-        done = subprocess.run(
-            [sys.executable, "-m", *module, *arguments[1:]],
+        left_out: dict[str, str | None] = {k: None for k in os.environ if k.startswith("UPR_")}
+        done = CliRunner().invoke(
+            COMMANDS[program],
+            arguments,
             input=stdin,
-            capture_output=True,
-            text=True,
-            env={**kept, "UPR_CONTEXTS": str(self.contexts), **environment},
-            cwd=Path(__file__).parents[2],
+            env={**left_out, "UPR_CONTEXTS": str(self.contexts), **environment},
         )
-        assert done.returncode == status, (arguments, done.stdout, done.stderr)
+        assert done.exit_code == status, (arguments, done.output)
         for secret in self.secrets:
             assert secret not in done.stdout + done.stderr
         return done

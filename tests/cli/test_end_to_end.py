@@ -1,5 +1,6 @@
 """The commands against a real server."""
 
+import itertools
 import json
 import os
 import signal
@@ -299,40 +300,44 @@ def test_errors_of_the_connection(server_process: StartServer) -> None:
         assert result.stderr.count("\n") == 1
 
 
-def server_error(server: RunningServer, *options: str) -> str:
+def server_error(folder: Path, *options: str) -> str:
     """Return the one line with which a server that cannot start ends."""
-    command = [sys.executable, "-m", "upr.cli", "server", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+    folder.mkdir()
+    server = RunningServer(folder, *options)
+    server.launch()
+    assert server.wait() == 2
+    [line] = server.log_text().splitlines()
+    assert line.startswith("error: ")
+    return line
 
 
 def test_a_server_that_cannot_start_says_why_in_one_line(
     server_process: StartServer, tmp_path: Path
 ) -> None:
     server = server_process()
-    fresh, free = str(tmp_path / "fresh"), "127.0.0.1:0"
-    assert "in use" in server_error(server, "--data", fresh, "--listen", server.target)
-    assert "in use" in server_error(server, "--data", str(server.data), "--listen", free)
-    assert "loopback" in server_error(server, "--data", fresh, "--listen", "0.0.0.0:0")
+    attempts = itertools.count()
+
+    def error(*options: str) -> str:
+        return server_error(tmp_path / f"attempt {next(attempts)}", *options)
+
+    assert "in use" in error("--listen", server.target)
+    assert "in use" in error("--data", str(server.data))
+    assert "loopback" in error("--listen", "0.0.0.0:0")
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "PG_VERSION").write_text("15")
-    assert "not a data directory" in server_error(server, "--data", str(foreign), "--listen", free)
+    assert "not a data directory" in error("--data", str(foreign))
     assert (foreign / "PG_VERSION").read_text() == "15"
     file = tmp_path / "file"
     file.write_text("")
-    assert str(file) in server_error(server, "--data", str(file), "--listen", free)
+    assert str(file) in error("--data", str(file))
     newer = tmp_path / "newer"
     newer.mkdir()
     (newer / "upr-stream.json").write_text('{"program": "upr-stream", "format": 999}')
-    assert "999" in server_error(server, "--data", str(newer), "--listen", free)
-    assert "HOST:PORT" in server_error(server, "--data", fresh, "--listen", "nonsense")
+    assert "999" in error("--data", str(newer))
+    assert "HOST:PORT" in error("--listen", "nonsense")
     for bad in ("nan", "inf", "0", "-1"):
-        server_error(server, "--data", fresh, "--flush-seconds", bad)
+        error("--flush-seconds", bad)
     assert server.terminate() == 0
 
 

@@ -188,7 +188,7 @@ class World:
             assert self.state[partition] == node.state_at(node.high)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.randoms(use_true_random=True), st.booleans(), st.integers(5, 40))
 def test_a_consumer_is_true_at_every_marker_and_in_the_end(
     rng: random.Random, inclusive: bool, steps: int

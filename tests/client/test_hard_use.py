@@ -159,7 +159,7 @@ def test_a_rollback_that_could_not_be_undone_is_told_again(server: ScriptedServe
 def test_what_is_written_once_it_is_ready_is_never_missed(target: str) -> None:
     with Client(target) as writer:
         bucket = writer.bucket()
-        for number in range(20):
+        for number in range(6):
             key = b"key %d" % number
             bucket.set(key, b"old")
             found = threading.Event()
@@ -332,7 +332,7 @@ def test_a_server_that_is_back_is_found_within_two_seconds(server_process: Start
             thread = threading.Thread(target=follow)
             thread.start()
             # As many as make the pause its longest.
-            for _ in range(9):
+            for _ in range(5):
                 tries.acquire()
             server.start()
             began = time.monotonic()

@@ -167,7 +167,7 @@ def histories(draw: st.DrawFn) -> list[tuple[int, Run]]:
     return runs
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(histories(), st.randoms(use_true_random=False), st.integers(1, 4))
 def test_any_order(runs: list[tuple[int, Run]], rng: object, frames: int) -> None:
     ledger = begun(3, 700)

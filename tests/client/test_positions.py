@@ -47,6 +47,13 @@ def test_positions_come_back_as_they_were(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["positions"]
 
 
+def test_a_file_holds_the_largest_positions_of_all_partitions(tmp_path: Path) -> None:
+    largest = dict.fromkeys(range(1024), positions_to_keep()["the largest of everything"])
+    FilePositions(tmp_path / "p").save(largest)
+    found = FilePositions(tmp_path / "p").load([0, 1023])
+    assert found == {partition: largest[partition] for partition in (0, 1023)}
+
+
 def test_saving_without_loading_keeps_the_others(tmp_path: Path) -> None:
     FilePositions(tmp_path / "p").save({1: at(1)})
     FilePositions(tmp_path / "p").save({2: at(2)})
@@ -297,7 +304,7 @@ def test_any_bytes_give_positions_or_the_declared_error(tmp_path: Path) -> None:
         FilePositions(path).load(range(1024))
 
     files = (path.read_bytes(), OF_THE_FORMAT_BEFORE.encode())
-    fuzz(Target("a file of positions", read, files, mend=mended), 1, 1500)
+    fuzz(Target("a file of positions", read, files, mend=mended), 1, 400)
 
 
 def test_a_damaged_file_is_never_read_as_other_positions(tmp_path: Path) -> None:
@@ -307,13 +314,13 @@ def test_a_damaged_file_is_never_read_as_other_positions(tmp_path: Path) -> None
     whole = path.read_bytes()
     rng = random.Random(5)
     noticed = 0
-    for _ in range(2000):
+    for _ in range(500):
         path.write_bytes(damaged(whole, rng))
         try:
             assert FilePositions(path).load(range(1024)) == kept
         except PositionDamagedError:
             noticed += 1
-    assert noticed > 1500
+    assert noticed > 375
 
 
 def test_a_file_that_is_too_large_is_not_read_whole(
@@ -378,7 +385,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 def test_a_disk_that_is_full_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "p"
     store = FilePositions(path)
-    before = {partition: at(5) for partition in range(1024)}
+    before = {partition: at(5) for partition in range(64)}
     store.save(before)
     with file_size_limit(path.stat().st_size // 2):
         told(lambda: store.save({1: at(6)}), path)
@@ -453,7 +460,7 @@ from upr_client.errors import PositionBusyError
 path, own = sys.argv[1], int(sys.argv[2])
 saved = 0
 store = FilePositions(path)
-while saved < 50:
+while saved < 20:
     try:
         found = store.load(range(1024))
         assert len({p: at for p, at in found.items() if p % 3 == own}) == saved, found
@@ -468,7 +475,7 @@ while saved < 50:
     ]
     errors = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], errors
-    assert len(FilePositions(path).load(range(1024))) == 150
+    assert len(FilePositions(path).load(range(1024))) == 60
     assert os.listdir(tmp_path) == ["p"]
 
 

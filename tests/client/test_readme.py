@@ -162,6 +162,7 @@ def without_ids(text: str) -> str:
     return re.sub(r"\b[0-9a-f]{16}\b", "ID", text)
 
 
+@pytest.mark.long
 def test_five_minutes_print_what_the_readme_shows(
     terminal: Terminal,
     tmp_path: Path,

@@ -9,7 +9,7 @@ from tests.harness import RunningServer
 from upr_client import AsyncClient, Change, ServerPositions, Tuning
 
 StartServer = Callable[..., RunningServer]
-ROUNDS = 6
+ROUNDS = 3
 KEYS = [b"key %d" % i for i in range(40)]
 
 

@@ -36,7 +36,7 @@ from upr_protocol.limits import ADMIN_SOCKET
 from upr_protocol.position import MarkerHistory
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "sqlite_mirror.py"
-ROUNDS = int(os.environ.get("UPR_MIRROR_ROUNDS", "6"))
+ROUNDS = int(os.environ.get("UPR_MIRROR_ROUNDS", "4"))
 
 # Every applied change is noted, and one that is noted twice is an error in the mirror itself. A change that sets a
 # key is a row of the table mirror that no undo row could have brought back; one that overwrites or deletes is an undo

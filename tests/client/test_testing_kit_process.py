@@ -246,7 +246,7 @@ def test_the_scripted_server_does_as_the_real_one() -> None:
         worlds = [World(real), World(scripted)]
         pick = random.Random(0)
         expected: dict[bytes, bytes] = {}
-        for step in range(40):
+        for step in range(25):
             kind = pick.random()
             if kind < 0.6:
                 rows: list[tuple[bytes, bytes | None]] = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model import partition_of as model_partition_of
@@ -180,7 +180,6 @@ def test_without_values_keeps_keys_and_ops() -> None:
 
 
 @given(rows_strategy, st.data())
-@settings(max_examples=200)
 def test_any_flipped_bit_is_noticed(rows: Rows, data: Any) -> None:
     encoded = bytearray(encode_block(numbered(rows)))
     at = data.draw(st.integers(0, len(encoded) - 1))

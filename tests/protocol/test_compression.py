@@ -10,7 +10,7 @@ import google_crc32c
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.protocol.test_block import numbered, rows_strategy, sparse
@@ -80,7 +80,6 @@ def test_what_was_compressed_comes_back_byte_by_byte() -> None:
 
 
 @given(rows_strategy, st.integers(0, 2**40), st.integers(1, 40))
-@settings(max_examples=200)
 def test_any_block_comes_back(
     rows: list[tuple[bytes, bytes | None]], start: int, copies: int
 ) -> None:
@@ -215,7 +214,6 @@ def test_a_told_size_is_not_allocated() -> None:
     st.binary(max_size=300),
     st.sampled_from(["as it is", "framed", "behind a header", "instead of the end"]),
 )
-@settings(max_examples=300)
 def test_any_bytes_give_a_block_or_the_declared_error(
     numbers: list[int], noise: bytes, shape: str
 ) -> None:

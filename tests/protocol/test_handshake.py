@@ -168,7 +168,7 @@ SOME_ID = st.none() | st.integers(1, 8)
 
 
 @given(LOGS, SOME_ID, SOME_ID, st.integers(0, 14), st.integers(0, 12), st.booleans())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200)
 def test_the_server_answers_as_the_model(
     failovers: list[int],
     failover_id: int | None,
@@ -436,12 +436,9 @@ class World:
 
 
 @pytest.mark.parametrize("inclusive", [False, True])
-@pytest.mark.parametrize("block", range(4))
-def test_a_client_that_follows_the_rules_ends_with_the_server_state(
-    block: int, inclusive: bool
-) -> None:
+def test_a_client_that_follows_the_rules_ends_with_the_server_state(inclusive: bool) -> None:
     longest = 0
-    for seed in range(block * 500, block * 500 + 500):
+    for seed in range(500):
         world = World(seed, Rules(inclusive=inclusive))
         try:
             world.run()
@@ -469,13 +466,12 @@ def test_a_client_that_follows_the_rules_ends_with_the_server_state(
     ],
 )
 def test_a_client_that_breaks_a_rule_is_noticed(rules: Rules) -> None:
-    wrong = 0
-    for seed in range(2000):
-        try:
+    def run() -> None:
+        for seed in range(500):
             World(seed, rules).run()
-        except AssertionError:
-            wrong += 1
-    assert wrong > 0
+
+    with pytest.raises(AssertionError):
+        run()
 
 
 def test_the_model_bucket_is_the_sum_of_its_partitions() -> None:

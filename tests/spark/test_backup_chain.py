@@ -20,7 +20,7 @@ from upr_backup.rows import grouped
 from upr_cli_kit.exit_codes import REFUSED, exit_code_of
 from upr_protocol.errors import UprError
 
-SEEDS = int(os.environ.get("UPR_BACKUP_WORLDS", "80"))
+SEEDS = int(os.environ.get("UPR_BACKUP_WORLDS", "30"))
 FIRST_SEED = int(os.environ.get("UPR_BACKUP_FIRST_WORLD", "0"))
 TURNS = 30
 
@@ -67,7 +67,7 @@ def test_every_restore_point_is_the_state_at_its_cut() -> None:
 
 @pytest.mark.parametrize("name", ["run", "merge", "expire", "prune"])
 def test_a_crash_at_each_step_loses_nothing(name: str) -> None:
-    for seed in range(10):
+    for seed in range(3):
         steps = 0
         while True:
             world = World(seed)
@@ -89,7 +89,7 @@ def test_a_crash_at_each_step_loses_nothing(name: str) -> None:
 
 def test_pruning_leaves_only_what_is_needed() -> None:
     removed = 0
-    for seed in range(25):
+    for seed in range(10):
         world = simulate(seed)
         world.tick()
         world.run()
@@ -136,7 +136,7 @@ def overtake(seed: int) -> World:
 
 
 def test_runs_that_are_overtaken_before_their_commit() -> None:
-    worlds = [overtake(seed) for seed in range(SEEDS // 2)]
+    worlds = [overtake(seed) for seed in range(SEEDS)]
     assert sum(world.waited for world in worlds) > SEEDS // 10
     assert sum(world.voided for world in worlds) > SEEDS // 10
 

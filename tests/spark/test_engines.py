@@ -20,6 +20,7 @@ from tests.spark.backup_process import (
     Backup,
     alive,
     children,
+    restored,
     staged,
     stored_rows,
     taken,
@@ -27,6 +28,7 @@ from tests.spark.backup_process import (
     upr_backup,
     workers,
 )
+from tests.spark.restoring import content
 from upr_backup.backup import GROUP_SEQNOS, GROUP_SEQNOS_MIN, group_size, split
 from upr_backup.cli.commands import main
 from upr_backup.engines import jvm
@@ -49,6 +51,7 @@ from upr_protocol.errors import (
 ROWS = 12_000
 POOL = ("--processes", "2", "--group-seqnos", "300")
 """About forty groups."""
+SPARK = ("--engine", "spark", "--group-seqnos", "1000")
 
 
 @pytest.fixture
@@ -81,22 +84,40 @@ def test_all_read_the_same(server: RunningServer, tmp_path: Path) -> None:
     assert upr_backup(other, "verify", "--full")[1] == "all is well\n"
 
 
-def test_a_killed_driver_takes_its_workers_along(server: RunningServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine", [POOL, pytest.param(SPARK, marks=[pytest.mark.spark, pytest.mark.long])]
+)
+def test_a_killed_driver_takes_its_workers_along(
+    server: RunningServer,
+    tmp_path: Path,
+    engine: tuple[str, ...],
+    request: pytest.FixtureRequest,
+) -> None:
     repository = tmp_path / "repository"
-    with Backup(repository, *POOL) as backup:
+    with Backup(repository, *engine) as backup:
         paused(server, backup)
-        pool = workers(backup.pid)
-        assert len(pool) == 2
         everything = children(backup.pid)
+        assert engine == SPARK or len(workers(backup.pid)) == 2
         backup.kill()
         wait_until(lambda: not alive(everything), "the end of the workers")
     kept = staged(repository)
     os.kill(server.pid, signal.SIGCONT)
-    code, stdout, stderr = upr_backup(repository, "backup", "--json", *POOL)
+    if engine == SPARK:
+        # The run that goes on takes the session of all tests.
+        request.getfixturevalue("spark")
+    with Client(server.target) as client:
+        # After the cut of the killed run: the run that goes on with it does not have this.
+        client.bucket().set(b"later", b"")
+    again = engine if engine == SPARK else ("--processes", "1")
+    code, stdout, stderr = upr_backup(repository, "backup", "--json", *again)
     assert (code, "going on with an interrupted run" in stderr) == (0, True), stderr
     assert json.loads(stdout)["rows"] == ROWS
     assert len(kept) >= 2
     assert len(stored_rows(repository)) == ROWS, "what a killed worker left is gone"
+    assert taken(repository)["rows"] == 1
+    assert restored(repository, server.target, 2) == content(server.target)
+    with Client(server.target) as client:
+        assert client.admin.cuts("default") == []
 
 
 def test_a_group_whose_worker_is_killed_is_read_again_once(
@@ -144,27 +165,23 @@ def test_an_interrupted_pool_says_one_word(server: RunningServer, tmp_path: Path
         wait_until(lambda: not alive(everything), "the end of the workers")
     os.kill(server.pid, signal.SIGCONT)
     # What was staged can be given up.
-    code, stdout, stderr = upr_backup(repository, "backup", "--json", "--restart", *POOL)
+    code, stdout, stderr = upr_backup(repository, "backup", "--json", "--restart")
     assert (code, told(stderr)) == (0, [])
     assert json.loads(stdout)["rows"] == ROWS
     with Client(server.target) as client:
         assert client.admin.cuts("default") == []
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_server_that_goes_away_is_one_line(
-    server: RunningServer, tmp_path: Path, processes: str
-) -> None:
+def test_a_server_that_goes_away_is_one_line(server: RunningServer, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
-    options = ("--processes", processes, "--group-seqnos", "300")
-    with Backup(repository, "--retry-seconds", "1", *options) as backup:
+    with Backup(repository, "--retry-seconds", "1", *POOL) as backup:
         backup.until_staged(2)
         server.kill()
         code, stdout, stderr = backup.end()
     assert (code, stdout, len(told(stderr))) == (5, "", 1), stderr
     assert told(stderr)[0].startswith("error: ")
     server.start()
-    assert taken(repository, *options)["rows"] == ROWS
+    assert taken(repository, "--processes", "1")["rows"] == ROWS
 
 
 def test_a_loop_outlives_the_server(server: RunningServer, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.test_check import run_admin
 from tests.harness import RunningServer
 from tests.spark.restoring import State, content
 from tests.spark.s3 import BUCKET, s3_server
@@ -60,7 +61,7 @@ def test_old_points_go_and_the_rest_stays(
     assert said(repository, "expire", "--keep-last", "1") == {"first": 1, "expired": 0}
     points: dict[int, State] = {}
     state: State = {}
-    write(server, state, [(b"key:%d" % n, b"first %d" % n) for n in range(3_000)])
+    write(server, state, [(b"key:%d" % n, b"first %d" % n) for n in range(1_500)])
     copy = tmp_path / "copy"
     for number in range(1, 6):
         backed_up(repository)
@@ -93,8 +94,7 @@ def test_old_points_go_and_the_rest_stays(
     server.kill()
     shutil.rmtree(server.data)
     copy.rename(server.data)
-    command = [sys.executable, "-m", "upr.cli", "admin", "restore-copy", "--yes"]
-    subprocess.run([*command, str(server.data)], check=True, capture_output=True)
+    assert run_admin("restore-copy", "--yes", server.data).exit_code == 0
     server.start()
     state = dict(points[2])
     write(server, state, later(state, 9, 4))
@@ -126,7 +126,7 @@ def test_old_points_go_and_the_rest_stays(
     assert backed_up(repository)["rows"] == 0
     points[7] = dict(state)
     assert numbers(repository) == [3, 4, 5, 6, 7]
-    for number in numbers(repository):
+    for number in (3, 5, 7):
         assert restored(repository, server.target, number) == points[number]
     # Nothing but the newest: with a full backup as the base nothing has to be waited for.
     backed_up(repository, "--full")
@@ -173,7 +173,7 @@ def test_damage_to_what_was_merged_and_expired_is_found(
     assert len(ours) == 3
     for path in ours:
         data = path.read_bytes()
-        for at in (0, len(data) // 3, len(data) // 2, len(data) - 1):
+        for at in (0, len(data) // 2):
             flipped = bytearray(data)
             flipped[at] ^= 1
             path.write_bytes(flipped)
@@ -246,10 +246,9 @@ def test_kills_lose_nothing(chain_of_six: tuple[Path, RunningServer, State]) -> 
     assert len(list((repository / "merged").rglob("*.parquet"))) == 1
     assert said(repository, "expire", "--keep-last", "3")["first"] == 4
     backed_up(repository)
-    for step in (2, 3):
-        killed(repository, step, "prune", "--grace", "0")
-        assert whole(repository)
-        assert numbers(repository) == [4, 5, 6, 7]
+    killed(repository, 2, "prune", "--grace", "0")
+    assert whole(repository)
+    assert numbers(repository) == [4, 5, 6, 7]
     said(repository, "prune", "--grace", "0")
     assert [path.name for path in sorted((repository / "chain").glob("0*"))] == [
         f"{number:010d}.json" for number in (4, 5, 6, 7)

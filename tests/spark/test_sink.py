@@ -317,18 +317,18 @@ def with_small_chunks(writer: Any, size: int) -> Any:
     return writer
 
 
-def test_a_task_of_a_hundred_chunks_has_one_name(place: Place, names: set[str]) -> None:
-    rows = some_rows(2000, keys=900)
+def test_a_task_of_many_chunks_has_one_name(place: Place, names: set[str]) -> None:
+    rows = some_rows(500, keys=200)
     writer = with_small_chunks(batch_writer(place.options(), UPSERT, overwrite=False), 2300)
     columns = [pa.array(column) for column in zip(*rows, strict=True)]
-    assert len(list(Chunks(b"", 2300, 100).add(*columns))) > 100
+    assert len(list(Chunks(b"", 2300, 100).add(*columns))) > 20
     for _ in range(2):
         writer.write(batches(rows))
-    assert (len(names), place.mutations()) == (1, 2000)
+    assert (len(names), place.mutations()) == (1, 500)
     # Rows in another order take one more, however many chunks differ.
     for _ in range(2):
         writer.write(batches(rows[::-1]))
-    assert (len(names), place.mutations()) == (2, 4000)
+    assert (len(names), place.mutations()) == (2, 1000)
     assert place.state() == {**dict(rows), **dict(rows[::-1])}
 
 
@@ -336,18 +336,18 @@ def test_the_batches_of_a_query_share_names(
     place: Place, monkeypatch: pytest.MonkeyPatch, names: set[str]
 ) -> None:
     writer = with_small_chunks(stream_writer(place.options(), UPSERT, overwrite=False), 2300)
-    for batch in (*range(20), 19, 18):
+    for batch in (*range(10), 9, 8):
         as_task(
             monkeypatch, 0, **{"sql.streaming.queryId": "q", "streaming.sql.batchId": f"{batch}"}
         )
         writer.write(batches(some_rows(60, tag=batch)))
-    assert (len(names), place.mutations()) == (1, 1200)
+    assert (len(names), place.mutations()) == (1, 600)
     # Batches that are larger have one of their own besides.
-    rows = some_rows(2000, tag=50)
+    rows = some_rows(500, tag=50)
     as_task(monkeypatch, 0, **{"sql.streaming.queryId": "q", "streaming.sql.batchId": "50"})
     for _ in range(2):
         writer.write(batches(rows))
-    assert (len(names), place.mutations()) == (2, 3200)
+    assert (len(names), place.mutations()) == (2, 1100)
 
 
 @pytest.mark.parametrize("more", [0, 60])
@@ -370,12 +370,12 @@ def test_a_query_that_goes_back_with_other_rows_has_them_all_applied(
 
 
 def test_few_rows_in_a_block_make_more_chunks(place: Place) -> None:
-    rows = some_rows(5000, size=1, keys=900)
+    rows = some_rows(1000, size=1, keys=900)
     writer = batch_writer(place.options(batchRows="1"), UPSERT, overwrite=False)
     for _ in range(2):
         writer.write(batches(rows))
     assert place.state() == dict(rows)
-    assert place.mutations() == 5000
+    assert place.mutations() == 1000
 
 
 def test_a_write_with_a_name_is_applied_once_also_by_another_job(place: Place) -> None:

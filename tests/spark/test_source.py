@@ -2,8 +2,6 @@
 
 import contextlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql.datasource import DataSourceRegistration
 
+from tests.cli.test_check import run_admin
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.spark.test_guide import EXAMPLES as GUIDE_EXAMPLES
@@ -329,8 +328,7 @@ def test_a_query_goes_back_to_418_when_the_server_goes_on_from_426(
     running.kill()
     shutil.rmtree(running.data)
     shutil.move(old, running.data)
-    command = [sys.executable, "-m", "upr.cli", "admin", "restore-copy", str(running.data), "--yes"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert run_admin("restore-copy", "--yes", running.data).exit_code == 0
     running.start()
     with Client(running.target) as client:
         log = client.admin.failover_logs("default", [5])[5]

@@ -35,6 +35,7 @@ def killed_at(s3: S3Server, folder: str, done: bool) -> None:
     assert started.returncode == -signal.SIGKILL, said
 
 
+@pytest.mark.long
 def test_a_whole_life_on_an_object_store(
     s3: S3Server, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,12 +78,13 @@ def test_a_whole_life_on_an_object_store(
         ]
         done = upr_backup("verify", "--full")
         assert (done.exit_code, done.stdout) == (0, "all is well\n"), done.stderr
-        for number, point in enumerate(points, 1):
+        # Each behind a backup that was killed.
+        for number in (2, 4):
             client.admin.create_bucket(f"r{number}")
             into = ["--target", target, "--bucket", f"r{number}", "--at", str(number)]
             done = upr_backup("restore", *into)
             assert done.exit_code == 0, done.stderr
-            assert content(client.target, f"r{number}") == point
+            assert content(client.target, f"r{number}") == points[number - 1]
     key = next(key for key in s3.objects if key.endswith(".parquet"))
     data, metadata = s3.objects[key]
     s3.objects[key] = (data[:-9] + b"?" + data[-8:], metadata)

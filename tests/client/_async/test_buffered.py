@@ -320,7 +320,7 @@ async def test_closing_the_client_writes_what_was_taken() -> None:
 async def test_closing_the_client_tells_what_it_could_not_write() -> None:
     server = KeyValueServer(Faults(unanswered=1))
     async with running(server):
-        client = AsyncClient(server.target, request_timeout=1)
+        client = AsyncClient(server.target, request_timeout=0.3)
         with pytest.raises(WriteFailedError, match="1 rows were not written"):
             async with client.bucket().writer() as writer:
                 await writer.set(b"a", b"1")

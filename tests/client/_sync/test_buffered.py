@@ -299,7 +299,7 @@ def test_closing_the_client_writes_what_was_taken() -> None:
 def test_closing_the_client_tells_what_it_could_not_write() -> None:
     server = KeyValueServer(Faults(unanswered=1))
     with running(server):
-        client = Client(server.target, request_timeout=1)
+        client = Client(server.target, request_timeout=0.3)
         with pytest.raises(WriteFailedError, match="1 rows were not written"):
             with client.bucket().writer() as writer:
                 writer.set(b"a", b"1")
