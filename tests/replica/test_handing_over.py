@@ -480,7 +480,7 @@ async def test_a_bucket_that_a_replica_cannot_make_stops_no_replicated_write_of_
 ) -> None:
     old, new = await start_set(start)
 
-    async def fails(*_: object) -> None:
+    async def fails(*_: object, **__: object) -> None:
         raise StorageFailedError("no room")
 
     monkeypatch.setattr(new.catalog, "create", fails)

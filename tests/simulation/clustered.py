@@ -182,10 +182,8 @@ class ClusterWorld(ReplicasWorld):
         patch.setattr(Agreeing, "may_serve", looked)
 
     def make_first(self, first: ServerProcess) -> None:
-        """Make the map, by order: nobody does so by himself."""
-        self.pass_time(8.0)
-        if first.active or self.etcd.values("/map"):
-            raise Violation("a new server made the map")
+        """Make the map, by order: no new server does so by itself."""
+        self.until(lambda: bool(first.server and first.server._serving), 10, "started")
         if reason := self.promoted(first):
             raise Violation(f"the first one is not promoted: {reason}")
 
