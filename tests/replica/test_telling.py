@@ -27,9 +27,10 @@ class Part:
         catalog: Any = SimpleNamespace(hosts=[host], may_serve=lambda: True)
         cluster: Any = SimpleNamespace(trouble="", name="prod", silent_seconds=0.0)
         agreeing = SimpleNamespace(trouble="", serving_seconds=1.0)
-        self.owning: Any = SimpleNamespace(active=True, claiming=False, agreeing=agreeing)
+        owning: Any = SimpleNamespace(active=True, claiming=False, agreeing=agreeing)
+        self.owning = owning
         self.knows(A, A)
-        self.telling = Telling(self.owning, catalog, cluster, 2)
+        self.telling = Telling(owning, catalog, cluster, 2)
 
     def knows(self, owner: str, *counted: str) -> None:
         self.owning.standing = Standing(A, Row(4, 2, owner, bool(owner), frozenset(counted)))
