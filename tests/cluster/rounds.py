@@ -313,9 +313,10 @@ class ClusterRounds:
             if there != ETCD:
                 for address in self._addresses(places, here):
                     self._proxy(places[there]).black_hole("to client", server=address)
-        # Until everybody has noticed.
         while boot_seconds() < began + seconds:
             time.sleep(0.01)
+        for way in ways:
+            wait_for(lambda way=way: self._is_noticed(places, *way), f"{way} to be noticed")  # type: ignore[misc]
         for writer in self._writers:
             if writer.durability == "disk":
                 writer.go_on()
@@ -327,6 +328,15 @@ class ClusterRounds:
         self._check_answers()
         self.counts["cut"] += 1
         self.counts["replaced behind a cut"] += self.owner is not before
+
+    def _is_noticed(self, places: list[RunningServer], here: int, there: int) -> bool:
+        """Whether a server says that it does not hear another one, or has trouble with etcd."""
+        first, second = sorted((here, there))
+        known = topology(places[first].target)
+        if known is None or second == ETCD:
+            return known is not None and bool(known.waiting)
+        other = places[second].target
+        return any(one.address == other and not one.reached for one in known.members)
 
     def _addresses(self, places: list[RunningServer], place: int) -> list[str]:
         return self._etcd.endpoints if place == ETCD else [places[place].target]

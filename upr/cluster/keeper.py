@@ -223,9 +223,11 @@ class Keeper:
                     log.warning("this server claims: the owner is gone", extra={"owner": who})
                 self._claimed = row
                 await owning.promote()
-        elif self._catalog.replica_set and (row.counted | {row.owner}).isdisjoint(self._nodes()):
-            # Nobody is there who would claim.
-            raise owning.meeting.not_heard(row.counted)
+        elif self._catalog.replica_set:
+            there = {owning.standing.directory, *self._nodes()}
+            if there.isdisjoint(row.counted | {row.owner}):
+                # Nobody is there who would claim.
+                raise owning.meeting.not_heard(row.counted)
 
     def _nodes(self) -> dict[str, str]:
         """Return HOST:PORT of the servers that have a key, by directory."""
