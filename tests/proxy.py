@@ -75,6 +75,7 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._connections: set[_Connection] = set()
+        self._holes: dict[tuple[str, Direction], asyncio.Event] = {}
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -147,12 +148,16 @@ class Proxy:
 
         self._do(arm)
 
-    def black_hole(self, *directions: Direction) -> None:
-        """Pass nothing on and take nothing, as when packets are lost; new connections fare the same."""
+    def black_hole(self, *directions: Direction, server: str = "") -> None:
+        """Pass nothing on and take nothing, as when packets are lost; new connections fare the same.
+
+        Args:
+            server: only where a connection names this one; by default all fare so.
+        """
 
         def close() -> None:
             for direction in directions:
-                self._lanes[direction].open.clear()
+                (self._hole(server, direction) if server else self._lanes[direction].open).clear()
 
         self._do(close)
 
@@ -182,9 +187,18 @@ class Proxy:
             for lane in self._lanes.values():
                 lane.seconds = lane.bytes_per_second = 0.0
                 lane.open.set()
+            for hole in self._holes.values():
+                hole.set()
             self._disarm()
 
         self._do(heal)
+
+    def _hole(self, server: str, direction: Direction) -> asyncio.Event:
+        """Return what is set while bytes pass to or from a server."""
+        if (server, direction) not in self._holes:
+            self._holes[server, direction] = hole = asyncio.Event()
+            hole.set()
+        return self._holes[server, direction]
 
     def _disarm(self) -> None:
         for lane in self._lanes.values():
@@ -211,8 +225,8 @@ class Proxy:
         connection.cut_after = {d: lane.cut_after for d, lane in self._lanes.items()}
         self._connections.add(connection)
         connection.tasks = [
-            asyncio.create_task(self._pass(connection, reader, "to server")),
-            asyncio.create_task(self._pass(connection, from_server, "to client")),
+            asyncio.create_task(self._pass(connection, reader, "to server", server)),
+            asyncio.create_task(self._pass(connection, from_server, "to client", server)),
         ]
         await asyncio.gather(*connection.tasks, return_exceptions=True)
         self._connections.discard(connection)
@@ -220,18 +234,25 @@ class Proxy:
             one.close()
 
     async def _pass(
-        self, connection: _Connection, reader: asyncio.StreamReader, direction: Direction
+        self,
+        connection: _Connection,
+        reader: asyncio.StreamReader,
+        direction: Direction,
+        server: str,
     ) -> None:
         lane, writer = self._lanes[direction], connection.writers[direction]
+        hole = self._hole(server, direction)
         try:
             while True:
                 if self._must_cut(connection, direction, b"") == 0:
                     self._cut(connection, direction)
                     return
                 await lane.open.wait()
+                await hole.wait()
                 piece = await reader.read(PIECE_BYTES)
                 # Read before the hole opened, or while it was there: it is lost in it all the same.
                 await lane.open.wait()
+                await hole.wait()
                 if not piece:
                     writer.write_eof()
                     return

@@ -474,7 +474,7 @@ def parser() -> argparse.ArgumentParser:
     soaking.add_argument("--minutes", default="10", help="how long (default: 10)")
     soaking.add_argument("--seed", help="to have the same choices again")
     soaking.add_argument("--steps", help="of each simulated world")
-    soaking.add_argument("--world", help="only this kind of simulated world")
+    soaking.add_argument("--world", help="only this kind of world, with --simulation or --cluster")
     soaking.add_argument("--join-bytes", help="what a replica joins first, with --replicas")
     mutations = commands.add_parser(
         "mutants",

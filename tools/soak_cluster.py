@@ -1,83 +1,220 @@
-"""Failovers of a cluster by itself, under load, world after world, each of ROUNDS rounds and compared at its end.
+"""What a cluster must survive by itself, under load: world after world, each compared at its end.
 
-Run by ``tools/dev.py soak --cluster``. A world has three servers, an etcd of one or three members, writers and followers. In each
-round the owner is killed or stopped for a while, or etcd is away or restarted (``tests/cluster/rounds.py``). At the end all
-are the same and nothing is missing that was promised; the time to the next owner is told.
+Run by ``tools/dev.py soak --cluster``. A world has three servers, an etcd of one or three members, writers and followers
+(``tests/cluster/rounds.py``). First comes one of each kind in WORLDS, and what grants cost; then mixed ones, until the time is over.
+At the end of each all servers and followers are the same, nothing is missing that was promised, and the figures are told.
 """
 
 import argparse
+import itertools
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tests.cluster.clusters import running_etcd
-from tests.cluster.rounds import ClusterRounds
+from tests.cluster.clusters import running_etcd, start_cluster
+from tests.cluster.rounds import ETCD, ClusterRounds
+from tests.harness import RunningServer
+from tests.replica.rounds import Writing
 from tools.demo import say
 from tools.soak_replicas import starting
 
 ROUNDS = 20
+CUT_SECONDS = 9.0
+"""Time that a cut lasts: until who is behind it is counted no more, and its key and all grants are gone."""
+OUTAGE_SECONDS = 60.0
+COST_SECONDS = 20.0
+ASK_SECONDS = 0.5, 0.05
+"""Intervals at which owners ask for grants; what these cost is the difference."""
+Round = Callable[[], None]
+LINKS = ((0, 1), (0, 2), (1, 2), (0, ETCD), (1, ETCD), (2, ETCD))
 
 
-def one_world(folder: Path, seed: int, ends: float) -> tuple[Counter[str], list[float]]:
-    """Run the rounds of one world, fewer if the time is over; return what happened, and how long each change took.
+def kills(rounds: ClusterRounds, rng: random.Random) -> Iterator[Round]:
+    """SIGKILL the owner."""
+    yield from itertools.repeat(rounds.kill, ROUNDS)
+
+
+def pauses(rounds: ClusterRounds, rng: random.Random) -> Iterator[Round]:
+    """SIGSTOP the owner for 1 to 20 s."""
+    for seconds in rng.sample(range(1, ROUNDS + 1), ROUNDS):
+        yield partial(rounds.pause, float(seconds))
+
+
+def outages(rounds: ClusterRounds, rng: random.Random) -> Iterator[Round]:
+    """SIGKILL etcd, for long and a replica as well, and restart it."""
+    yield partial(rounds.without_etcd, OUTAGE_SECONDS)
+    yield from itertools.repeat(rounds.restart_etcd, ROUNDS)
+
+
+def links(rounds: ClusterRounds, rng: random.Random) -> Iterator[Round]:
+    """Cut each link alone and with each other, in both directions and in either."""
+    chosen = [*itertools.combinations(LINKS, 1), *itertools.combinations(LINKS, 2)]
+    for some in rng.sample(chosen, len(chosen)):
+        there = [(b, a) for a, b in some]
+        for ways in ([*some, *there], some, there):
+            yield partial(rounds.cut, ways, CUT_SECONDS)
+
+
+def emptied(rounds: ClusterRounds, rng: random.Random) -> Iterator[Round]:
+    """Empty the disk of the owner, of a replica, and of one that an owner needs which died as well."""
+    yield partial(rounds.kill, emptied=True)
+    yield rounds.empty_a_replica
+    yield rounds.need_a_command
+
+
+def mixed(rounds: ClusterRounds, rng: random.Random) -> Iterator[Round]:
+    """All of it, drawn."""
+    while True:
+        kind = rng.random()
+        if kind < 0.3:
+            yield partial(rounds.kill, emptied=rng.random() < 0.2)
+        elif kind < 0.6:
+            yield partial(rounds.pause, rng.uniform(1.0, 20.0))
+        elif kind < 0.7:
+            yield rounds.restart_etcd
+        elif kind < 0.75:
+            yield partial(rounds.without_etcd, rng.uniform(5.0, OUTAGE_SECONDS))
+        elif kind < 0.8:
+            yield rounds.empty_a_replica
+        else:
+            drawn = [rng.sample(one, 2) for one in rng.sample(LINKS, rng.choice((1, 2)))]
+            yield partial(rounds.cut, [(a, b) for a, b in drawn], rng.uniform(2.0, 15.0))
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Kind of a world; see ``ClusterRounds``."""
+
+    do: Callable[[ClusterRounds, random.Random], Iterator[Round]]
+    members: int = 1
+    linked: bool = False
+
+
+WORLDS = {
+    "kills": World(kills),
+    "pauses": World(pauses, members=3),
+    "etcd1": World(outages),
+    "etcd3": World(outages, members=3),
+    "links": World(links, linked=True),
+    "emptied": World(emptied),
+    "mixed": World(mixed, members=3, linked=True),
+}
+
+
+def told(what: str, seconds: Sequence[float]) -> str:
+    """Return median and worst of some times in words."""
+    if not seconds:
+        return ""
+    middle, worst = statistics.median(seconds), max(seconds)
+    return f"; {what} {middle:.1f} s at the median, {worst:.1f} s at worst"
+
+
+def run(name: str, folder: Path, seed: int, ends: float) -> str:
+    """Run a world, fewer rounds if the time is over; return what happened in words.
 
     Raises:
         AssertionError: something was not as it must be.
     """
-    rng = random.Random(seed)
+    world, rng = WORLDS[name], random.Random(seed)
     (folder / "servers").mkdir()
     with (
         starting(folder / "servers") as start,
-        running_etcd(folder / "etcd", rng.choice((1, 3))) as etcd,
-        ClusterRounds(start, etcd, folder / "stamps", seed) as rounds,
+        running_etcd(folder / "etcd", world.members) as etcd,
+        ClusterRounds(start, etcd, folder / "stamps", seed, linked=world.linked) as rounds,
     ):
-        for _ in range(ROUNDS):
-            kind = rng.random()
-            if kind < 0.4:
-                rounds.kill(emptied=rng.random() < 0.2)
-            elif kind < 0.8:
-                rounds.pause(rng.uniform(1.0, 20.0))
-            elif kind < 0.9:
-                rounds.restart_etcd()
-            else:
-                rounds.without_etcd(rng.uniform(5.0, 60.0))
+        for number, do in enumerate(itertools.islice(world.do(rounds, rng), 100), 1):
+            do()
+            print(f"\r{name} {number} ", end="", flush=True)
             if time.monotonic() >= ends:
                 break
         rounds.check()
-        return rounds.counts, rounds.takes
+        words = ", ".join(f"{count} {what}" for what, count in sorted(rounds.counts.items()))
+        return (
+            words
+            + told("a new owner's first answer after", rounds.takes)
+            + told("a writer's pause", rounds.pauses)
+            + told("a replica again after", rounds.back)
+        )
+
+
+def cpu_seconds(server: RunningServer) -> float:
+    """Return the time that a server's process has had of a processor."""
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def use_of(servers: Sequence[RunningServer]) -> tuple[float, float]:
+    """Return which part of a processor the owner has for a while, and each other one."""
+    before, began = [*map(cpu_seconds, servers)], time.monotonic()
+    time.sleep(COST_SECONDS)
+    took = time.monotonic() - began
+    used = [
+        (now - then) / took for now, then in zip(map(cpu_seconds, servers), before, strict=True)
+    ]
+    return used[0], statistics.mean(used[1:])
+
+
+def cost_of_grants(folder: Path) -> str:
+    """Return in words what of a processor heartbeats with grants take, idle and under load."""
+    found = []
+    for number, seconds in enumerate(ASK_SECONDS):
+        (place := folder / str(number)).mkdir()
+        (place / "servers").mkdir()
+        with starting(place / "servers") as start, running_etcd(place / "etcd") as etcd:
+            asking = {"upr.replica.agreeing.ASK_SECONDS": seconds}
+            servers = start_cluster(partial(start, constants=asking), etcd)
+            idle = use_of(servers)
+            with Writing([servers[0].target], "writer", "replicated(1)"):
+                found.append((idle, use_of(servers)))
+    more = 1 / ASK_SECONDS[1] - 1 / ASK_SECONDS[0]
+    # The owner asks two.
+    owner, replica = ((found[1][0][n] - found[0][0][n]) / more / (2 - n) for n in (0, 1))
+    (idle, loaded), per_second = found[0], 1 / ASK_SECONDS[0]
+    return (
+        f"a grant takes {owner * 1e3:.2f} ms of the owner's processor and {replica * 1e3:.2f} ms of a replica's;"
+        f" idle these use {idle[0]:.1%} and {idle[1]:.1%} of one, {owner * 2 * per_second:.2%} and {replica * per_second:.2%}"
+        f" for grants; under load {loaded[0]:.0%} and {loaded[1]:.0%}"
+    )
 
 
 def main() -> int:
     """Return 0 when nothing was wrong."""
     parser = argparse.ArgumentParser(prog="tools/dev.py soak --cluster", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=10.0, help="0: each kind once, whole")
     parser.add_argument("--seed", type=int, default=None, help="of the first world")
+    parser.add_argument("--world", choices=[*WORLDS, "grants"], default=None, help="this kind only")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
     say(f"a cluster for {options.minutes} minutes, first seed {seed}")
-    ends = time.monotonic() + options.minutes * 60
-    total: Counter[str] = Counter()
-    takes: list[float] = []
+    whole = options.minutes == 0
+    ends = time.monotonic() + (options.minutes * 60 if not whole else 86400)
+    names = [options.world] if options.world else [*WORLDS, "grants"]
     while time.monotonic() < ends:
-        with tempfile.TemporaryDirectory(prefix="upr-soak-") as folder:
-            try:
-                counts, taken = one_world(Path(folder), seed, ends)
-            except Exception as error:
-                print(f"VIOLATION (seed {seed}): {error!r}", file=sys.stderr)
-                return 1
-        total += counts
-        takes += taken
-        told = ", ".join(f"{count} {what}" for what, count in sorted(total.items()))
-        middle, worst = statistics.median(takes or [0.0]), max(takes, default=0.0)
-        say(f"seed {seed}: fine; so far {told}")
-        say(
-            f"a new owner's first answer after {middle:.1f} s at the median, {worst:.1f} s at worst"
-        )
-        seed += 1
+        for name in names:
+            if time.monotonic() >= ends:
+                break
+            with tempfile.TemporaryDirectory(prefix="upr-soak-") as folder:
+                try:
+                    words = (
+                        cost_of_grants(Path(folder))
+                        if name == "grants"
+                        else run(name, Path(folder), seed, ends)
+                    )
+                except Exception as error:
+                    print(f"VIOLATION (--world {name} --seed {seed}): {error!r}", file=sys.stderr)
+                    return 1
+            say(f"{name}, seed {seed}: fine; {words}")
+            seed += 1
+        if whole:
+            break
+        names = [options.world or "mixed"]
     say("no violation")
     return 0
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer
@@ -36,10 +37,10 @@ def starting(folder: Path) -> Iterator[StartServer]:
     """Give what starts a server; all are gone at the end."""
     servers: list[RunningServer] = []
 
-    def start(*options: str, environment: Mapping[str, str] | None = None) -> RunningServer:
+    def start(*options: str, **more: Mapping[str, Any]) -> RunningServer:
         place = folder / str(len(servers))
         place.mkdir()
-        servers.append(RunningServer(place, *options, environment=environment))
+        servers.append(RunningServer(place, *options, **more))
         return servers[-1].start()
 
     try:

@@ -1,24 +1,34 @@
-"""Rounds of what a cluster must survive by itself: the owner is killed or stopped, etcd is away; under writers and followers.
+"""Rounds of what a cluster must survive by itself, under writers and followers.
 
-Each server notes when it hands answers to writes over to gRPC, by the clock that all processes of a machine share: an
-owner that was stopped must not answer after the next one has begun to.
+Its owner is killed or stopped, etcd is away, links are cut, and disks are emptied. Each server notes when it hands answers to
+writes over to gRPC, by the clock that all processes of a machine share, and in which epoch: in each one server answers,
+and none after the next one has begun to.
 """
 
 import contextlib
 import random
 import shutil
-import struct
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
 
 from tests.cluster.clusters import RunningEtcd, go_on, owner_of, start_cluster, stop
+from tests.cluster.stamps import check_one_owner, stamps_of
 from tests.conftest import StartServer
 from tests.harness import STAMPS, RunningServer
+from tests.proxy import Proxy
 from tests.replica.rounds import SAFE, Reading, Writing, shown, undone
-from tests.replica.sets import topology, wait_for, wait_until_counted, wait_until_equal
+from tests.replica.sets import state_of, topology, wait_for, wait_until_equal
+from upr.cli import admin
 
 PAIRS = (("disk", 2), (SAFE, 2))
+ETCD = 3
+"""Place of etcd among those that links are between: 0 is the owner, 1 and 2 are the others."""
+COMMAND = "upr-admin promote --force"
 
 
 def boot_seconds() -> float:
@@ -29,37 +39,65 @@ def boot_seconds() -> float:
 class ClusterRounds:
     """A cluster of three servers, writers and followers; used with ``with``.
 
+    Args:
+        folder: is made, for the stamps.
+        constants: see ``RunningServer``.
+        linked: whether all between servers, and to etcd, goes through proxies, so that links can be cut.
+
     Attributes:
         counts: what happened.
         takes: seconds from each loss of an owner to the next one's first answer.
+        pauses: longest time of each of these without an acknowledgement, of one writer.
+        back: seconds from each SIGCONT of an owner that was replaced until it was a replica in step.
     """
 
-    def __init__(self, start: StartServer, etcd: RunningEtcd, folder: Path, seed: int) -> None:
+    def __init__(
+        self,
+        start: StartServer,
+        etcd: RunningEtcd,
+        folder: Path,
+        seed: int,
+        *,
+        constants: Mapping[str, float] | None = None,
+        linked: bool = False,
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.takes: list[float] = []
+        self.pauses: list[float] = []
+        self.back: list[float] = []
+        self.servers: list[RunningServer] = []
         self._rng = random.Random(seed)
         self._stack = contextlib.ExitStack()
+        self._start = start
         self._etcd = etcd
         self._folder = folder
-        folder.mkdir()
+        self._more: dict[str, Any] = {"constants": constants} if constants else {}
+        self._linked = linked
+        self._proxies: list[Proxy] = []
 
-        def stamping(*options: str, environment: dict[str, str] | None = None) -> RunningServer:
-            path = folder / str(len(list(folder.iterdir())))
-            path.touch()
-            return start(*options, environment={**(environment or {}), STAMPS: str(path)})
-
-        self.servers = start_cluster(stamping, etcd)
-        self.owner = self.servers[0]
+    def _start_one(self, *options: str) -> RunningServer:
+        """Start a server that stamps its answers, perhaps with a proxy for what it asks of the others and of etcd."""
+        path = self._folder / str(len(list(self._folder.iterdir())))
+        path.touch()
+        environment = {STAMPS: str(path)}
+        if self._linked:
+            self._proxies.append(self._stack.enter_context(Proxy()))
+            through = f"http://{self._proxies[-1].target}"
+            environment |= {"grpc_proxy": through, "no_grpc_proxy": ""}
+        return self._start(*options, environment=environment, **self._more)
 
     def __enter__(self) -> "ClusterRounds":
-        targets = [server.target for server in self.servers]
-        self._writers = [
-            Writing(targets, f"{durability} {n}", durability)
-            for durability, count in PAIRS
-            for n in range(count)
-        ]
-        self._followers = [Reading(targets, stability) for stability in ("disk", SAFE)]
+        self._folder.mkdir()
         with self._stack:
+            self.servers = start_cluster(self._start_one, self._etcd)
+            self.owner = self.servers[0]
+            targets = [server.target for server in self.servers]
+            self._writers = [
+                Writing(targets, f"{durability} {n}", durability)
+                for durability, count in PAIRS
+                for n in range(count)
+            ]
+            self._followers = [Reading(targets, stability) for stability in ("disk", SAFE)]
             for follower in self._followers:
                 self._stack.enter_context(follower)
             for writer in self._writers:
@@ -70,103 +108,249 @@ class ClusterRounds:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _stamps(self, server: RunningServer) -> list[float]:
-        data = Path(server.environment[STAMPS]).read_bytes()
-        return [at for (at,) in struct.iter_unpack("<d", data[: len(data) // 8 * 8])]
+    def _check_answers(self) -> None:
+        check_one_owner([stamps_of(Path(one.environment[STAMPS])) for one in self.servers])
 
-    def _write(self) -> None:
+    def _go_on(self) -> None:
+        """Wait until each writer writes, and each follower is shown that."""
         for writer in self._writers:
             writer.go_on()
+        for follower in self._followers:
+            for writer in self._writers:
+                follower.until(writer.newest)
 
-    def _first_answer(self, lost: float) -> float:
-        """Wait until the new owner has answered, return when it did first, and note how long that took."""
+    def _others(self) -> list[RunningServer]:
+        return [server for server in self.servers if server is not self.owner]
 
-        def answers() -> list[float]:
-            return [at for at in self._stamps(self.owner) if at > lost]
+    def settle(self) -> None:
+        """Wait until there is one owner, and it counts the two others, which are in step."""
+        wait_for(self._is_settled, "one owner that counts the others")
+        self.owner = owner_of(self.servers)
 
-        wait_for(lambda: bool(answers()), "the new owner to answer")
-        self.takes.append(min(answers()) - lost)
-        return min(answers())
+    def _is_settled(self) -> bool:
+        known = [topology(server.target) for server in self.servers]
+        if None in known:
+            return False
+        epochs = {(one.epoch, max(one.promised, one.epoch)) for one in known if one is not None}
+        active = [one for one in known if one is not None and one.active]
+        if len(active) != 1 or len(epochs) != 1 or len(set(epochs.pop())) != 1:
+            return False
+        there = {one.directory for one in known if one is not None}
+        counted = {one.directory for one in active[0].members if one.counted}
+        in_step = {one.directory for one in active[0].members if one.reached and one.in_step}
+        everywhere = [
+            {m.directory for m in one.members if m.counted} for one in known if one is not None
+        ]
+        wanted = there - {active[0].directory}
+        return counted == wanted <= in_step and all(one == wanted for one in everywhere)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Have the body change neither owner, epoch nor records, and fail no write."""
+        before, errors = self._history(), self._errors()
+        yield
+        assert self._history() == before
+        assert self._errors() == errors
+
+    def _history(self) -> tuple[int, list[int]]:
+        known = topology(self.owner.target)
+        assert known is not None
+        assert known.active
+        return known.epoch, [failover_id for failover_id, _, _ in state_of(self.owner.target)]
+
+    def _errors(self) -> Counter[str]:
+        errors: Counter[str] = Counter()
+        for writer in self._writers:
+            errors += writer.errors
+        return errors
+
+    # The owner is gone
+
+    @contextlib.contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Have the body kill the owner; wait for another one and its first answer, and note how long that took."""
+        self._go_on()
+        for writer in self._writers:
+            writer.longest = 0.0
+        old, lost = self.owner, boot_seconds()
+        yield
+        self.owner = owner_of(self._others())
+        stamps = Path(self.owner.environment[STAMPS])
+        wait_for(lambda: bool((stamps_of(stamps)["at"] > lost).any()), "the new owner to answer")
+        answered = stamps_of(stamps)["at"]
+        self.takes.append(float(answered[answered > lost][0]) - lost)
+        self._go_on()
+        self.pauses.append(max(writer.longest for writer in self._writers))
+        assert self.owner is not old
 
     def kill(self, *, emptied: bool = False) -> None:
         """SIGKILL the owner; another one follows, and the old one comes back, perhaps with an empty disk."""
-        self._write()
-        self.owner.kill()
-        lost, old = boot_seconds(), self.owner
-        self.owner = owner_of([server for server in self.servers if server is not old])
-        self._first_answer(lost)
+        old = self.owner
+        with self._replaced():
+            old.kill()
+        self._come_back(old, emptied=emptied)
+        self.counts["killed"] += 1
+
+    def _come_back(self, server: RunningServer, *, emptied: bool) -> None:
         if emptied:
             # What only this one had is in no file of what was undone either.
-            shutil.rmtree(old.data)
+            shutil.rmtree(server.data)
             self.counts["emptied"] += 1
+        server.start()
+        self.settle()
+        self._go_on()
+
+    def empty_a_replica(self) -> None:
+        """SIGKILL a replica, which comes back with an empty disk: nothing changes."""
+        replica = self._rng.choice(self._others())
+        with self._unchanged():
+            self._go_on()
+            replica.kill()
+            self._go_on()
+            self._come_back(replica, emptied=True)
+
+    def need_a_command(self) -> None:
+        """SIGKILL the owner and a replica, which comes back with an empty disk.
+
+        Nobody may become active, neither the one that is left nor the owner when it is back, and both name the command
+        that ends it. Said at that owner it loses nothing that was acknowledged at ``replicated(1)``.
+        """
+        self._go_on()
+        old, (replica, left) = self.owner, self._rng.sample(self._others(), 2)
+        old.kill()
+        replica.kill()
+        shutil.rmtree(replica.data)
+        self.counts["emptied"] += 1
+        replica.start()
+        wait_for(lambda: COMMAND in self._waiting(left), "the one that is left to name the command")
         old.start()
-        wait_until_counted(self.servers, self.owner)
-        self._write()
-        self.counts["killed"] += 1
+        wait_for(lambda: COMMAND in self._waiting(old), "the owner to name the command")
+        command = [*COMMAND.split()[1:], "--yes", "--target", old.target]
+        result = CliRunner().invoke(admin.main, command)
+        assert result.exit_code == 0, result.output
+        self.settle()
+        self._go_on()
+        self.counts["forced"] += 1
+
+    @staticmethod
+    def _waiting(server: RunningServer) -> str:
+        known = topology(server.target)
+        assert known is None or not known.active
+        return "" if known is None else known.waiting
 
     def pause(self, seconds: float) -> None:
         """SIGSTOP the owner for a time; if another follows, none of its answers comes after that one's first."""
-        self._write()
-        old = self.owner
+        self._go_on()
+        old, lost = self.owner, boot_seconds()
         stop(old)
-        lost = boot_seconds()
         # It is time itself that is to pass, and nothing can be waited for.
         while boot_seconds() < lost + seconds:
             time.sleep(0.01)
+        resumed = boot_seconds()
         go_on(old)
-        wait_for(lambda: self._settled(old), "one owner")
-        self.owner = owner_of(self.servers)
+        wait_for(lambda: self._is_replica_or_sole(old), "the one that was stopped to know its part")
+        back = boot_seconds() - resumed
+        self.settle()
         if self.owner is not old:
-            wait_until_counted(self.servers, self.owner)
-            first = self._first_answer(lost)
-            late = [at for at in self._stamps(old) if at > first]
-            assert late == [], f"the old owner answered {late[0] - first:.3f} s after the new one"
+            self.back.append(back)
             self.counts["replaced after a pause"] += 1
-        self._write()
+        self._go_on()
+        self._check_answers()
         self.counts["paused"] += 1
 
-    def _settled(self, old: RunningServer) -> bool:
-        """Whether all name the same active server, and it is one."""
-        known = [topology(server.target) for server in self.servers]
-        owners = {one.owner.address for one in known if one is not None and one.owner is not None}
-        active = [one for one in known if one is not None and one.active]
-        return len(owners) == 1 and len(active) == 1 and None not in known
+    def _is_replica_or_sole(self, old: RunningServer) -> bool:
+        """Whether a server is a replica in step of one that is active, or nobody else is active."""
+        own, others = topology(old.target), [topology(one.target) for one in self.servers]
+        active = [one.directory for one in others if one is not None and one.active]
+        if own is None or len(active) != 1:
+            return False
+        in_step = any(one.in_step for one in own.members if one.directory == own.directory)
+        owner = None if own.owner is None else own.owner.directory
+        return owner == active[0] and in_step
+
+    # etcd
 
     def without_etcd(self, seconds: float) -> None:
-        """SIGKILL all of etcd for a time, and one replica meanwhile: nothing changes, and all goes on."""
-        before = [topology(server.target) for server in self.servers]
-        self._etcd.kill()
-        replica = self._rng.choice([s for s in self.servers if s is not self.owner])
-        until = boot_seconds() + seconds
-        while boot_seconds() < until:
-            self._write()
-        replica.kill()
-        self._write()
-        replica.start()
-        self._etcd.start()
-        wait_until_counted(self.servers, self.owner)
-        after = [topology(server.target) for server in self.servers]
-        assert [one and one.epoch for one in before] == [one and one.epoch for one in after]
-        self._write()
+        """SIGKILL all of etcd for a time, and then one replica as well: nothing changes, and all goes on."""
+        with self._unchanged():
+            self._etcd.kill()
+            until = boot_seconds() + seconds
+            while boot_seconds() < until:
+                self._go_on()
+            replica = self._rng.choice(self._others())
+            replica.kill()
+            self._go_on()
+            replica.start()
+            self._etcd.start()
+            self.settle()
+            self._go_on()
         self.counts["without etcd"] += 1
 
     def restart_etcd(self) -> None:
         """SIGKILL etcd, and start it again: nothing changes."""
-        before = topology(self.owner.target)
-        self._etcd.kill()
-        self._write()
-        self._etcd.start()
-        self._write()
-        after = topology(self.owner.target)
-        assert before is not None
-        assert after is not None
-        assert (before.epoch, True) == (after.epoch, after.active)
+        with self._unchanged():
+            self._etcd.kill()
+            self._go_on()
+            self._etcd.start()
+            self._go_on()
         self.counts["etcd restarted"] += 1
+
+    # Links
+
+    def cut(self, ways: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Have nothing pass on some ways for a time: writers at ``disk`` go on all the same. Then all is well again.
+
+        Args:
+            ways: from whom to whom, by place, see ``ETCD``.
+        """
+        self.settle()
+        began = boot_seconds()
+        places = [self.owner, *self._others()]
+        for here, there in ways:
+            if here != ETCD:
+                for address in self._addresses(places, there):
+                    self._proxy(places[here]).black_hole("to server", server=address)
+            if there != ETCD:
+                for address in self._addresses(places, here):
+                    self._proxy(places[there]).black_hole("to client", server=address)
+        while boot_seconds() < began + seconds:
+            time.sleep(0.01)
+        for way in ways:
+            wait_for(lambda way=way: self._is_noticed(places, *way), f"{way} to be noticed")  # type: ignore[misc]
+        for writer in self._writers:
+            if writer.durability == "disk":
+                writer.go_on()
+        for proxy in self._proxies:
+            proxy.heal()
+        before = self.owner
+        self.settle()
+        self._go_on()
+        self._check_answers()
+        self.counts["cut"] += 1
+        self.counts["replaced behind a cut"] += self.owner is not before
+
+    def _is_noticed(self, places: list[RunningServer], here: int, there: int) -> bool:
+        """Whether a server says that it does not hear another one, or has trouble with etcd."""
+        first, second = sorted((here, there))
+        known = topology(places[first].target)
+        if known is None or second == ETCD:
+            return known is not None and bool(known.waiting)
+        other = places[second].target
+        return any(one.address == other and not one.reached for one in known.members)
+
+    def _addresses(self, places: list[RunningServer], place: int) -> list[str]:
+        return self._etcd.endpoints if place == ETCD else [places[place].target]
+
+    def _proxy(self, server: RunningServer) -> Proxy:
+        return self._proxies[self.servers.index(server)]
+
+    # The end
 
     def check(self) -> None:
         """Stop the writers and compare: one state everywhere, and nothing lost that was promised."""
         for writer in self._writers:
             writer.__exit__()
+        self._check_answers()
         wait_until_equal(self.servers)
         states = [shown(server) for server in self.servers]
         assert states[0] == states[1] == states[2]
@@ -175,10 +359,14 @@ class ClusterRounds:
                 lambda follower=follower: follower.state() == states[0],  # type: ignore[misc]
                 f"a follower at {follower.stability} to have what is there",
             )
+            self.counts[f"rollbacks at {follower.stability}"] += follower.rollbacks
         gone = undone(self.servers)
         for writer in self._writers:
             lost = writer.acknowledged - states[0].keys()
             self.counts[f"written at {writer.durability}"] += len(writer.acknowledged)
+            self.counts[f"undone at {writer.durability}"] += len(lost)
             assert not lost or writer.durability == "disk"
             assert lost <= gone or self.counts["emptied"]
+        for reason, count in self._errors().items():
+            self.counts[f"writes failed: {reason}"] += count
         assert self._followers[-1].rollbacks == 0

@@ -1,40 +1,65 @@
-"""A cluster goes on by itself: its owner is killed, stopped, and etcd is away; ``tools/dev.py soak --cluster`` does it often."""
+"""A cluster goes on by itself: its owner is killed, stopped and cut off, disks are emptied, and etcd is away.
 
-import functools
+``tools/dev.py soak --cluster`` does all of it often, and with the times of the product.
+"""
+
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.clusters import running_etcd
-from tests.cluster.rounds import ClusterRounds
+from tests.cluster.rounds import ETCD, ClusterRounds
 from tests.conftest import StartServer
-from tests.replica.sets import SOON
 
 pytestmark = [pytest.mark.crash, pytest.mark.etcd, pytest.mark.long]
-SOONER = SOON | {
-    "upr.cluster.keeper.LEASE_SECONDS": 3,
-    "upr.cluster.keeper.RESUME_SECONDS": 1.0,
-    "upr.cluster.keeper.GRANT_SECONDS": 2.0,
-    "upr.replica.agreeing.GRANT_SECONDS": 2.0,
-    "upr_protocol.ownership.GRANT_SECONDS": 2.0,
-    "upr.replica.agreeing.GRANTED_SECONDS": 1.6,
-    "upr_protocol.ownership.GRANTED_SECONDS": 1.6,
-    "upr.replica.agreeing.ASK_SECONDS": 0.3,
-    "upr.replica.agreeing.SILENT_SECONDS": 3.0,
-    "upr.replica.agreeing.LAST_SECONDS": 6.0,
+
+SOON = {
+    "upr_protocol.ownership.GRANT_SECONDS": 1.2,
+    "upr_protocol.ownership.GRANTED_SECONDS": 1.0,
+    "upr.replica.agreeing.GRANT_SECONDS": 1.2,
+    "upr.replica.agreeing.GRANTED_SECONDS": 1.0,
+    "upr.replica.agreeing.ASK_SECONDS": 0.2,
+    "upr.replica.agreeing.SILENT_SECONDS": 2.0,
+    "upr.replica.agreeing.LAST_SECONDS": 4.0,
+    "upr.cluster.keeper.GRANT_SECONDS": 1.2,
+    "upr.cluster.keeper.TURN_SECONDS": 0.4,
+    "upr.cluster.keeper.LEASE_SECONDS": 2,
 }
-"""Times of a cluster in the order that they have, shorter; the soak has them as they are."""
+"""Times of a cluster that is sooner at everything."""
 
 
 def test_a_cluster_survives_its_owner_and_etcd(server_process: StartServer, tmp_path: Path) -> None:
-    start = functools.partial(server_process, constants=SOONER)
     with (
         running_etcd(tmp_path / "etcd") as etcd,
-        ClusterRounds(start, etcd, tmp_path / "stamps", seed=1) as rounds,
+        ClusterRounds(server_process, etcd, tmp_path / "stamps", 1, constants=SOON) as rounds,
+    ):
+        rounds.kill()
+        rounds.pause(4.0)
+        rounds.without_etcd(1.0)
+        rounds.check()
+        assert len(rounds.takes) == len(rounds.back) == 1
+
+
+def test_a_cluster_survives_cut_links(server_process: StartServer, tmp_path: Path) -> None:
+    with (
+        running_etcd(tmp_path / "etcd") as etcd,
+        ClusterRounds(
+            server_process, etcd, tmp_path / "stamps", 2, constants=SOON, linked=True
+        ) as rounds,
+    ):
+        # The owner says nothing to one that hears nothing else of it, and another one does.
+        rounds.cut([(0, 1), (0, ETCD)], 4.0)
+        # Nobody of the others answers it, and etcd says that they count no more.
+        rounds.cut([(1, 0), (2, 0)], 4.0)
+        rounds.check()
+
+
+def test_a_cluster_survives_emptied_disks(server_process: StartServer, tmp_path: Path) -> None:
+    with (
+        running_etcd(tmp_path / "etcd") as etcd,
+        ClusterRounds(server_process, etcd, tmp_path / "stamps", 3, constants=SOON) as rounds,
     ):
         rounds.kill(emptied=True)
-        rounds.pause(6.0)
-        rounds.without_etcd(2.0)
+        rounds.empty_a_replica()
+        rounds.need_a_command()
         rounds.check()
-        # What comes at most ten seconds later on an idle machine, and the rounds of the soak look at that.
-        assert len(rounds.takes) == 2

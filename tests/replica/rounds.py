@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import threading
+import time
 from collections import Counter
 
 from click.testing import CliRunner
@@ -91,11 +92,17 @@ class Writing:
 
     Attributes:
         acknowledged: its keys that were acknowledged.
+        newest: the last one of them.
+        longest: most seconds between two acknowledgements; may be set to 0.0.
+        errors: how often a write failed for the caller, by reason.
     """
 
     def __init__(self, endpoints: list[str], name: str, durability: str) -> None:
         self.durability = durability
         self.acknowledged: set[bytes] = set()
+        self.newest = b""
+        self.longest = 0.0
+        self.errors: Counter[str] = Counter()
         self._endpoints, self._name = endpoints, name
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -110,14 +117,20 @@ class Writing:
 
     def _run(self) -> None:
         with Client(self._endpoints, retry_seconds=60) as client:
-            bucket = client.bucket()
+            bucket, before = client.bucket(), time.monotonic()
             for number in itertools.count():
                 if self._stop.is_set():
                     return
                 keys = [f"{self._name} {number} {n}".encode() for n in range(10)]
-                with contextlib.suppress(UprError):
+                try:
                     bucket.write_many([(key, key * 5) for key in keys], self.durability)
-                    self.acknowledged.update(keys)
+                except UprError as error:
+                    self.errors[error.reason] += 1
+                    continue
+                now = time.monotonic()
+                self.longest, before = max(self.longest, now - before), now
+                self.acknowledged.update(keys)
+                self.newest = keys[-1]
 
     def go_on(self) -> None:
         """Wait until more is acknowledged than was."""

@@ -88,9 +88,26 @@ async def test_what_lasts_is_refused_and_what_was_numbered_is_unknown_after_a_st
     with pytest.raises(PartitionNotActiveError):
         catalog.check_active()
     waiting = asyncio.create_task(host.serving.until_answered(written))
+    monkeypatch.setattr(serving, "WAIT_SECONDS", 10 * WAIT_SECONDS)
+    late = asyncio.create_task(host.write(rows(b"c"), b"", None, 0))
     await asyncio.sleep(0)
     await host.step_down(fenced=False)
     async with asyncio.timeout(WAIT_SECONDS):
         with pytest.raises(UnknownOutcomeError, match="stepped down"):
             await waiting
+        # At once, and not as a refusal that would wait until this server may answer again.
+        with pytest.raises(PartitionNotActiveError):
+            await late
+    await host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_repetition_is_not_answered_by_one_that_stepped_down(catalog: Catalog) -> None:
+    host = await started(catalog.find("default"))
+    call = host.bucket.open_producer(b"p", 0)
+    await host.write(rows(b"a"), b"p", call, 1)
+    assert (await host.write(rows(b"a"), b"p", call, 1)).duplicate
+    await host.step_down(fenced=False)
+    with pytest.raises(PartitionNotActiveError):
+        await host.write(rows(b"a"), b"p", call, 1)
     await host.close()

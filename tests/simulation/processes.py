@@ -157,6 +157,12 @@ class ServerProcess:
         return self.server._sets._owning
 
     @property
+    def waiting(self) -> str:
+        """What operators are told that it waits for; empty for nothing."""
+        sets = None if self.server is None else self.server._sets
+        return "" if sets is None else sets.topology().waiting
+
+    @property
     def active(self) -> bool:
         return self.owning is not None and self.owning.active
 

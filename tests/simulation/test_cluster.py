@@ -1,5 +1,6 @@
 """A cluster in the simulation: a few seeds under faults, and what those seldom do, step by step."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,9 +189,13 @@ def test_what_only_an_emptied_server_had_is_given_up_by_force(world: ClusterWorl
     first.start()
     world.pass_time(10.0)
     assert active(world) == []
+    directory = standing(second).row.owner
+    assert f"{first.address} (directory {directory})" in second.waiting
+    assert "'upr-admin promote --force'" in second.waiting
     assert world.promoted(second) == "NOT_COUNTED"
     assert world.promoted(second, force=True) == ""
     world.until(lambda: world.in_step(second), 30, "followed")
+    assert [server.waiting for server in world.servers] == ["", "", ""]
 
 
 def test_a_drained_server_follows_no_owner_and_a_lost_map_is_made_by_who_serves(
@@ -240,3 +245,25 @@ def test_a_drained_server_follows_no_owner_and_a_lost_map_is_made_by_who_serves(
     third.start()
     world.settle()
     world.check()
+
+
+def test_what_keeps_a_server_from_claiming_is_told_for_as_long_as_it_lasts(
+    world: ClusterWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "upr.cluster.keeper")
+    first, second, third = world.servers
+    first.kill()
+    second.kill()
+    world.until(lambda: third.waiting != "", 20, "told")
+    for _ in range(40):
+        assert second.address in third.waiting
+        assert "'upr-admin promote --force'" in third.waiting
+        world.pass_time()
+    second.start()
+    world.until(lambda: second.active or third.active, 20, "replaced")
+    world.pass_time(1.0)
+    assert third.waiting == ""
+    told = [
+        one for one in caplog.records if getattr(one, "part", "") == "taking part in the cluster"
+    ]
+    assert [one.levelname for one in told] == ["WARNING", "INFO"]

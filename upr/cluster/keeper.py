@@ -141,8 +141,14 @@ class Keeper:
             except (UprError, OSError, lmdb.Error) as error:
                 self._tell("taking part in the cluster", error)
             else:
-                self._tell("taking part in the cluster")
+                # What ended a claim goes on until the next one.
+                if owning.active or not self._has_just_tried:
+                    self._tell("taking part in the cluster")
             await asyncio.sleep(LOOK_SECONDS)
+
+    @property
+    def _has_just_tried(self) -> bool:
+        return asyncio.get_running_loop().time() - self._tried_at < RESUME_SECONDS
 
     async def _look(self, owning: Owning) -> None:
         now = asyncio.get_running_loop().time()
@@ -185,7 +191,7 @@ class Keeper:
 
     async def _act(self, owning: Owning, row: Row, now: float) -> None:
         """Claim the ownership, or have it back, if it is this server's turn."""
-        if now - self._tried_at < RESUME_SECONDS or owning.claiming:
+        if self._has_just_tried or owning.claiming:
             return
         if owning.active:
             # Who claimed died before it served, and counted servers wait for it.
@@ -204,6 +210,11 @@ class Keeper:
                     log.warning("this server claims: the owner is gone", extra={"owner": who})
                 self._claimed = row
                 await owning.promote()
+        elif self._catalog.replica_set:
+            there = {owning.standing.directory, *self._nodes()}
+            if there.isdisjoint(row.counted | {row.owner}):
+                # Nobody is there who would claim.
+                raise owning.meeting.not_heard(row.counted)
 
     def _nodes(self) -> dict[str, str]:
         """Return HOST:PORT of the servers that have a key, by directory."""
@@ -218,7 +229,7 @@ class Keeper:
     def _may_claim(self, owning: Owning, row: Row) -> bool:
         """Return whether this server is to claim: the owner is gone, for both witnesses, and others had their turn."""
         own = owning.standing.directory
-        if owning.drained or not (owning.in_step or owning.holding.is_whole):
+        if owning.drained:
             return False
         if row.owner == own:
             # A claim of its own failed; an owner that restarts resumes by itself.

@@ -202,10 +202,16 @@ class Meeting:
         )
 
     def named(self, directory: str) -> str:
-        """Return how operators are told of a server: its address, or its directory where none is known."""
+        """Return how operators are told of a server: its address, or its directory where none is known, or both where
+        another one is at its address.
+        """
         if directory == self._catalog.directory_id:
             return self._address()
-        return self.addresses.get(directory) or f"directory {directory}"
+        address = self.addresses.get(directory)
+        if address is None:
+            return f"directory {directory}"
+        shared = [*self.addresses.values()].count(address) > 1
+        return f"{address} (directory {directory})" if shared else address
 
     def not_heard(self, missing: Iterable[str]) -> UprError:
         """Return the error of a promotion that must hear servers, and cannot."""
@@ -213,7 +219,7 @@ class Meeting:
         return UprError(
             f"counted servers that cannot be reached: {names}; they may have what is missing here",
             reason="NOT_HEARD",
-            hint="start them with the data that they had, or use --force to go on without what only they have",
+            hint="start them with the data that they had; or 'upr-admin promote --force' goes on without what only they have",
             retriable=True,
         )
 

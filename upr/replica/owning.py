@@ -389,7 +389,8 @@ class Owning:
                 raise UprError(
                     "this server is not in step, so producers' numbers and positions may be missing",
                     reason="NOT_IN_STEP",
-                    hint="promote another one that 'upr-admin topology' shows in step, or use --force",
+                    hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force'"
+                    " goes on without them",
                 )
             basis = None if self.agreeing is None else await self.agreeing.rows.read()
             self.standing.claim(force=force, basis=basis)

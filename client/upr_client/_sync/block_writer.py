@@ -302,7 +302,7 @@ class BlockWriter:
     # In the background.
 
     def _run(self) -> None:
-        attempt = 0
+        attempt, away = 0, False
         while True:
             self._work.wait()
             if self._closing.is_set():
@@ -335,7 +335,9 @@ class BlockWriter:
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
-            away = moves_on(error)
+            if moves_on(error) is not away:
+                # How often others could not be reached says nothing of what this one refuses.
+                attempt, away = 0, not away
             seconds = backoff.delay(attempt, random.random(), away=away, longest=longest)
             attempt += longest is None
             if limit is not None:

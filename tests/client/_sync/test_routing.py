@@ -26,6 +26,7 @@ from upr_client.errors import (
     NoRoomError,
     PartitionNotActiveError,
     ShuttingDownError,
+    TooFewReplicasError,
     UnavailableError,
 )
 from upr_protocol.limits import SERVERS_MAX
@@ -123,6 +124,27 @@ def test_where_no_active_server_is_named_the_next_endpoint_is_tried() -> None:
         with Client([replica.target, active.target]) as client:
             client.bucket().set(b"k", b"v")
             assert client.target == active.target
+
+
+def test_how_long_nobody_was_active_says_nothing_of_the_next_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = TooFewReplicasError("0 replicas")
+    server = KeyValueServer(Faults(stopping=not_active("")))
+    becomes = iter([not_active(""), not_active(""), few, few, None])
+    told = []
+
+    def delay(attempt: int, *_: object, away: bool, longest: float | None) -> float:
+        told.append((attempt, away))
+        server.faults.stopping = next(becomes)
+        return 0.0
+
+    monkeypatch.setattr("upr_client.backoff.delay", delay)
+    with running(server):
+        with Client(server.target) as client:
+            client.bucket().set(b"k", b"v")
+    # The new owner's replicas are there in a moment.
+    assert told == [(0, True), (1, True), (2, True), (0, False), (1, False)]
 
 
 def test_a_token_goes_to_no_server_that_was_only_named() -> None:

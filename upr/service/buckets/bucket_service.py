@@ -312,6 +312,7 @@ class BucketService:
             TooManyError: too many bytes wait for room.
             ShuttingDownError: the server is stopping.
             BucketGoneError: the bucket was dropped; nothing is numbered.
+            PartitionNotActiveError: this server is not the active one, perhaps since a moment ago.
             ContentDiffersError, TooFewReplicasError, StorageFailedError, DataDamagedError: see Bucket.write, and
                 ProducerKeeper.stored.
         """
@@ -324,6 +325,7 @@ class BucketService:
         while waited:
             if call is not None and number <= call.producer.last_number:
                 stored = await self.producers.stored(name)
+                self.check_active()
                 if bucket.known(call, number, block.runs, stored).seen.all():
                     # A repeated write numbers nothing, so it needs neither room nor the removal of the proof.
                     return bucket.write(block, name, call, number, now(), stored, copies)
@@ -337,6 +339,8 @@ class BucketService:
             raise self.disk.gone or ShuttingDownError(
                 "the server is stopping", hint="connect again"
             )
+        # At once: an answer of one that stepped down while the write waited would wait for grants.
+        self.check_active()
         before = bucket.tail.bytes
         if bucket.failure is None:
             check_map(self.disk.store, before + needed, is_full=self.flusher.map_full)
