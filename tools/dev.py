@@ -407,6 +407,16 @@ def mutants(arguments: list[str]) -> None:
     MAIN.run("mutants", ["-m", "tools.mutants", *arguments])
 
 
+SOAKS = {
+    "storage": "merge, purge, cut",
+    "fuzz": "damage whatever is read",
+    "simulation": "engine and files in a simulated world, seed after seed",
+    "faults": "a live server and SDK clients: broken networks, SIGKILL, SIGSTOP",
+    "replicas": "three servers, SDK clients: held links, SIGKILL, promotions",
+    "cluster": "three servers and an etcd: SIGKILL, SIGSTOP, no etcd; nobody promotes",
+}
+
+
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
     reader = argparse.ArgumentParser(description=__doc__, prog="tools/dev.py")
@@ -437,40 +447,8 @@ def parser() -> argparse.ArgumentParser:
     measures.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     soaking = commands.add_parser("soak", help="long tests, bounded by --minutes")
     kinds = soaking.add_mutually_exclusive_group(required=True)
-    kinds.add_argument(
-        "--storage", dest="kind", action="store_const", const="storage", help="merge, purge, cut"
-    )
-    kinds.add_argument(
-        "--fuzz", dest="kind", action="store_const", const="fuzz", help="damage whatever is read"
-    )
-    kinds.add_argument(
-        "--simulation",
-        dest="kind",
-        action="store_const",
-        const="simulation",
-        help="engine and files in a simulated world, seed after seed",
-    )
-    kinds.add_argument(
-        "--faults",
-        dest="kind",
-        action="store_const",
-        const="faults",
-        help="a live server and SDK clients: broken networks, SIGKILL, SIGSTOP",
-    )
-    kinds.add_argument(
-        "--replicas",
-        dest="kind",
-        action="store_const",
-        const="replicas",
-        help="three servers, SDK clients: held links, SIGKILL, promotions",
-    )
-    kinds.add_argument(
-        "--cluster",
-        dest="kind",
-        action="store_const",
-        const="cluster",
-        help="three servers and an etcd: SIGKILL, SIGSTOP, no etcd; nobody promotes",
-    )
+    for kind, words in SOAKS.items():
+        kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, help=words)
     soaking.add_argument("--minutes", default="10", help="how long (default: 10)")
     soaking.add_argument("--seed", help="to have the same choices again")
     soaking.add_argument("--steps", help="of each simulated world")

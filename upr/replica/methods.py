@@ -111,13 +111,20 @@ class ReplicaMethods:
             members=[self._status(member) for member in meeting.members],
             waiting=owning.waiting or self._telling.waiting,
             candidate=standing.candidate,
-            claiming=owning.is_claiming(standing.candidate),
+            claiming=self._is_claiming(standing.candidate),
             part=self.part,
         )
 
+    def _is_claiming(self, directory: str) -> bool:
+        """Return whether a server was about to become the active one when it was last met."""
+        owning, met = self._owning, self._owning.meeting.met.get(directory)
+        if directory == owning.standing.directory:
+            return owning.claiming
+        return met is not None and met.claiming
+
     def _status(self, member: wire.SetMember) -> wire.MemberStatus:
         owning, cluster, agreeing = self._owning, self._cluster, self._owning.agreeing
-        told = wire.MemberStatus(member=member, claiming=owning.is_claiming(member.directory))
+        told = wire.MemberStatus(member=member, claiming=self._is_claiming(member.directory))
         if cluster is not None and agreeing is not None:
             told.has_key = cluster.has_key(member.directory)
             if owning.active and member.directory in owning.standing.row.counted:

@@ -146,12 +146,6 @@ class Owning:
         """Whether it is about to become the active one."""
         return self._claiming.locked()
 
-    def is_claiming(self, directory: str) -> bool:
-        """Return whether a server was about to become the active one when it was last met."""
-        met = self.meeting.met.get(directory)
-        own = directory == self.standing.directory
-        return self.claiming if own else met is not None and met.claiming
-
     def held(self) -> dict[int, Held]:
         """Return what is durable here, by bucket version."""
         return self.holding.now()
