@@ -364,7 +364,14 @@ def test(arguments: list[str]) -> None:
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
 
-def demo(repo: Path | None, story: str) -> None:
+STORIES = {
+    "failover": "a replica takes over, a follower undoes",
+    "cluster": "three servers and an etcd: the owner is killed, stopped and cut off",
+}
+"""Demos of their own, by the option of each."""
+
+
+def demo(repo: Path | None, story: str | None) -> None:
     """Show writes undone, then a history through a server that is killed; of a repository that is named only that."""
     if story == "cluster":
         replace(ETCD, whose="the servers of a cluster", marker="").bring()
@@ -427,12 +434,9 @@ def parser() -> argparse.ArgumentParser:
     )
     stories = demonstration.add_mutually_exclusive_group()
     stories.add_argument("--repo", type=Path, help="only the history of this git repository")
-    for story, words in (
-        ("failover", "a replica takes over, a follower undoes"),
-        ("cluster", "three servers and an etcd: the owner is killed, stopped and cut off"),
-    ):
+    for story, words in STORIES.items():
         stories.add_argument(
-            f"--{story}", dest="story", action="store_const", const=story, default="", help=words
+            f"--{story}", dest="story", action="store_const", const=story, help=words
         )
     tests = commands.add_parser(
         "test", help="lint and tests, with --all the long ones too; or pytest with arguments"

@@ -126,8 +126,8 @@ def test_a_demo_of_a_repository_is_of_that_alone(monkeypatch: pytest.MonkeyPatch
     done: list[str] = []
     monkeypatch.setattr(dev.Environment, "make", lambda _, whole: done.append(f"whole: {whole}"))
     monkeypatch.setattr(dev.Environment, "run", lambda _, words, arguments: done.append(words))
-    dev.demo(None, "")
-    dev.demo(Path("here"), "")
+    dev.demo(None, None)
+    dev.demo(Path("here"), None)
     dev.demo(None, "failover")
     made = "whole: False"
     assert done[:3] == [made, "demo of writes undone", "demo of a history"]
