@@ -86,6 +86,7 @@ def later(state: State, salt: int, step: int) -> list[tuple[bytes, bytes | None]
     return rows + [(b"new:%d:%d" % (salt, n), b"") for n in range(50)]
 
 
+@pytest.mark.long
 def test_every_point_of_a_chain_is_restored(
     server_process: Callable[..., RunningServer], tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_server_that_was_there_is_waited_for(
             ServerSource(client, repository).make_cut()
 
 
+@pytest.mark.long
 def test_a_backup_goes_on_through_a_takeover_and_a_promotion(
     server_process: StartServer, tmp_path: Path
 ) -> None:

@@ -230,6 +230,7 @@ def killed(repository: Path, step: int, *arguments: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
+@pytest.mark.long
 def test_kills_lose_nothing(chain_of_six: tuple[Path, RunningServer, State]) -> None:
     repository, server, state = chain_of_six
     foreign = [f"data/{1:010d}/notes.txt", "merged/notes.txt", "chain/1.json", "expired/x.json"]
