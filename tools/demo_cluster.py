@@ -217,6 +217,8 @@ class Cluster:
         """Tell all of it; return whether it ended well."""
         await self._etcd.start()
         await self._start("A")
+        async with AsyncClient(self.servers["A"].target) as client:
+            await client.admin.promote()
         await self._until(lambda: self._owner == "A")
         await asyncio.gather(*map(self._start, NAMES[1:]))
         await self._until(lambda: self._counts("B", "C"))

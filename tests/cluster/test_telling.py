@@ -63,6 +63,8 @@ def test_a_cluster_is_told_with_its_states_grants_and_keys(
 ) -> None:
     options = ("--cluster", etcd.cluster, "--http", "127.0.0.1:0", "--min-copies", "1")
     owner = server_process(*options, constants=SOON)
+    with Client(owner.target) as client:
+        client.admin.promote()
     wait_until(lambda: part(owner).state == "owner", owner.log_text)
     # Alone it has nobody who could follow it, and takes no write.
     wait_until(lambda: troubles(owner) == {"counted", "copies"}, owner.log_text)

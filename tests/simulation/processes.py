@@ -160,7 +160,7 @@ class ServerProcess:
     def waiting(self) -> str:
         """What operators are told that it waits for; empty for nothing."""
         sets = None if self.server is None else self.server._sets
-        return "" if sets is None else sets.topology().waiting
+        return "" if sets is None else sets.waiting
 
     @property
     def active(self) -> bool:

@@ -76,6 +76,11 @@ class ReplicaMethods:
         return self._telling.part
 
     @property
+    def waiting(self) -> str:
+        """What it waits for, in words; empty when for nothing."""
+        return self._owning.waiting or self._telling.waiting
+
+    @property
     def troubles(self) -> Mapping[str, UprError | None]:
         """What is wrong with that part, by kind; None where nothing is."""
         return self._telling.troubles
@@ -109,7 +114,7 @@ class ReplicaMethods:
             row=row_to_message(standing.row),
             promised=standing.promised,
             members=[self._status(member) for member in meeting.members],
-            waiting=owning.waiting or self._telling.waiting,
+            waiting=self.waiting,
             candidate=standing.candidate,
             claiming=self._is_claiming(standing.candidate),
             part=self.part,
