@@ -609,11 +609,11 @@ class SetMember:
 
     @property
     def state(self) -> str:
-        """What it is: "owner", "claiming", "drained", "replica", or "away" when it did not answer."""
+        """What it is: "owner", "claiming", "drained", "replica"; when it did not answer, "away" or "owner, away"."""
+        if not self.reached:
+            return "owner, away" if self.active else "away"
         if self.active:
             return "owner"
-        if not self.reached:
-            return "away"
         return "claiming" if self.claiming else "drained" if self.drained else "replica"
 
 

@@ -159,8 +159,10 @@ class ServerProcess:
     @property
     def waiting(self) -> str:
         """What operators are told that it waits for; empty for nothing."""
-        sets = None if self.server is None else self.server._sets
-        return "" if sets is None else sets.waiting
+        if self.server is None or self.server._sets is None:
+            return ""
+        assert isinstance(self.server._sets, ReplicaMethods)
+        return self.server._sets.waiting
 
     @property
     def active(self) -> bool:
