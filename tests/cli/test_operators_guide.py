@@ -1,5 +1,6 @@
 """The commands of OPERATORS.md: those in blocks run as they are printed but for folders and ports, and all names are there."""
 
+import json
 import os
 import re
 import shlex
@@ -137,13 +138,14 @@ class Shell:
         self.ports[address] = ready.read_text().strip()
 
     def lose(self, address: str) -> None:
-        """Kill a server, once the other one is in step and counted."""
+        """Kill the active server, once the others are in step, and counted in its place."""
 
-        def counted() -> bool:
-            told = self.run(f"upr-admin topology --json --target {address}")
-            return '"counted": true' in told and '"in_step": false' not in told
+        def replaceable() -> bool:
+            found = json.loads(self.run(f"upr-admin topology --json --target {address}"))
+            members = found["members"]
+            return all(one["in_step"] and one["counted"] is not one["active"] for one in members)
 
-        wait_until(counted, lambda: self.run(f"upr-admin topology --target {address}"))
+        wait_until(replaceable, lambda: self.run(f"upr-admin topology --target {address}"))
         self.servers[address].kill()
         self.servers[address].wait()
 
