@@ -43,9 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_syncs() -> Iterator[None]:
     """Have what runs in this process sync nothing; tests of lost power have a disk of their own."""
-    skip_syncs(monkeypatch.setattr)
+    # Not by the fixture ``monkeypatch``: what a test puts there must be gone before its other fixtures end.
+    with pytest.MonkeyPatch.context() as own:
+        skip_syncs(own.setattr)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -357,10 +357,10 @@ def test(arguments: list[str]) -> None:
             POSTGRES.bring()
             REFERENCE.make()
         lint()
-        # Half of them wait for something most of the time. Whatever the machine has, three are what the tests are
+        # Most of them wait for something half of the time. Whatever the machine has, four are what the tests are
         # tried with: that keeps two cores busy.
         chosen = [] if everything else ["-m", "not long"]
-        arguments = ["-n", "3", "--dist", "worksteal", *chosen]
+        arguments = ["-n", "4", "--dist", "worksteal", *chosen]
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
 
