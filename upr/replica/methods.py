@@ -193,7 +193,7 @@ class ReplicaMethods:
             successor = self._successor() if owning.active else None
         if owning.drained is request.undo:
             owning.drained = not request.undo
-            log.warning("this server may become active or not", extra={"drained": owning.drained})
+            log.warning("drain", extra={"undo": request.undo})
         return wire.DrainResponse(successor=successor)
 
     def _successor(self) -> wire.SetMember:
