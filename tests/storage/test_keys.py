@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from upr.storage.compact import (
 from upr.storage.keyspace import HASHED
 from upr.storage.search import InTail, Lookup, Newest, StoreSearch, TailKeys, TailPart, TailSearch
 from upr.storage.store import Store
-from upr_protocol.wire.codec import compress_block
+from upr_client.testing.memory import run_block
+from upr_protocol.block import make_runs, sealed
+from upr_protocol.wire.codec import compress_block, encode_block
 
 P, Q = 7, 900
 
@@ -110,6 +113,22 @@ def test_hashes_are_those_of_every_release(monkeypatch: pytest.MonkeyPatch) -> N
         assert hashes_of(np.array([2, 2 + len(key)]), b"xx" + key + b"y").tolist() == [one]
     monkeypatch.setattr(blocks_module, "HASHED_BYTES", 50)
     assert hashes_of(offsets, b"".join(keys)).tolist() == known
+
+
+@pytest.mark.parametrize("offsets", [b"", bytes(4)])
+def test_a_flush_passes_over_a_range_of_seqnos_without_a_row(store: Store, offsets: bytes) -> None:
+    """A replica gets one as a block of its own, where all rows of the range were superseded at its upstream."""
+    keys = some_keys(P, 4)
+    before = entry((P, [Row(1, keys[0], b"v"), Row(2, keys[1], b"w")]))
+    none = run_block(P, [], 2, 4, 4, 9)
+    none = sealed(replace(none, key_offsets=offsets, value_offsets=offsets))
+    empty = Entry(none.runs, encode_block(none))
+    after = entry((P, [Row(5, keys[2], b"x"), Row(6, keys[3], None)]))
+    flush(store, before, empty, after)
+    assert [head.end for head in store.heads(P)][-1] == 6
+    values = {key: newest.value for key, newest in found(store, keys).items()}
+    assert values == dict(zip(keys, (b"v", b"w", b"x", None), strict=True))
+    flush(store, Entry(make_runs([P], [0], [6], [8], [8], 9), empty.data))
 
 
 FORGED = {

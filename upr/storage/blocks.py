@@ -382,11 +382,11 @@ def column_of(columns: Columns, field: int) -> bytes:
     return data[first:end]
 
 
-def cells_of(opened: Sequence[Columns], field: int, data_field: int, rows: Sequence[int]) -> Any:
-    """Return the keys or values of several blocks as one Arrow array; ``rows`` are the rows of each block."""
+def cells_of(opened: Sequence[Columns], field: int, data_field: int, rows: npt.ArrayLike) -> Any:
+    """Return the keys or values of several blocks as one Arrow array; ``rows`` are the rows of each, at least 1."""
     told = np.frombuffer(b"".join([column_of(columns, field) for columns in opened]), "<i4")
     # Where one block's offsets end and the next one's begin there is no cell.
-    lengths = np.delete(np.diff(told), np.cumsum(np.array(rows) + 1)[:-1] - 1)
+    lengths = np.delete(np.diff(told), np.cumsum(np.array(rows, np.int64) + 1)[:-1] - 1)
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return _binary(offsets, b"".join([column_of(columns, data_field) for columns in opened]))

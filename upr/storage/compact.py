@@ -183,20 +183,22 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
     # Joined as bytes: numpy is slow to concatenate tables of many columns.
     runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
     rows = _rows_of(blocks, runs)
-    total = sum(rows)
+    total = int(rows.sum())
     counts = runs["count"]
     first_rows = np.cumsum(counts, dtype=np.int64) - counts
     offsets = np.arange(1, total + 1, dtype=np.int64) - np.repeat(first_rows, counts)
     times = np.repeat(runs["time"].astype(np.int64), counts)
     ops = np.zeros(total, np.uint8)
-    opened = [block.opened() for block in blocks]
+    # What a replica got may have a range of seqnos without a row, and then no offsets of keys.
+    opened = [block.opened() for block, count in zip(blocks, rows, strict=True) if count]
+    rows = rows[rows > 0]
     for number, dtype, target in (
         (OPS, "u1", ops),
         (SEQNOS, "<u4", offsets),
         (TIMES, "<i8", times),
     ):
         told = [column_of(columns, number) for columns in opened]
-        there = np.repeat([bool(data) for data in told], rows)
+        there = np.repeat(np.array([bool(data) for data in told], bool), rows)
         target[there] = np.frombuffer(b"".join(told), dtype)
     seqnos = np.repeat(runs["start_seqno"], counts) + offsets.astype(np.uint64)
     partitions = np.repeat(runs["partition"], counts)
@@ -224,11 +226,10 @@ def _by_number(partitions: npt.NDArray[Any]) -> I64:
     return np.argsort(partitions.astype(np.uint16), kind="stable")
 
 
-def _rows_of(blocks: Sequence[Encoded], runs: Runs) -> list[int]:
+def _rows_of(blocks: Sequence[Encoded], runs: Runs) -> I64:
     """Return the rows of each block; ``runs`` are the runs of all blocks end to end."""
     firsts = np.cumsum([0, *(len(block.runs) for block in blocks[:-1])])
-    rows: list[int] = np.add.reduceat(runs["count"].astype(np.int64), firsts).tolist()
-    return rows
+    return np.add.reduceat(runs["count"].astype(np.int64), firsts)
 
 
 def chunks_of(blocks: Sequence[Encoded]) -> Iterator[Chunk]:
