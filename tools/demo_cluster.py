@@ -263,8 +263,7 @@ class Cluster:
             self._rollbacks += 1
             say(f"follower  {rollback.words}")
 
-        # A server that stands still keeps its connections: three heartbeats without a word are what is noticed.
-        tuning = Tuning(retry_seconds=WAIT_SECONDS, heartbeat_seconds=1.0)
+        tuning = Tuning(retry_seconds=WAIT_SECONDS)
         async with bucket.changes(
             only=Only(stability=SAFE), tuning=tuning, on_rollback=undo
         ) as changes:

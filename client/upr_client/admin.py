@@ -142,7 +142,7 @@ class SetPart:
         cluster: the name of its cluster; empty without one.
         state: "owner"; "replica", which follows one; "claiming", about to become the owner; or "waiting".
         counted: how many servers are counted, as far as it knows.
-        owner_seconds: since it heard first of the owner that it knows, or since its start.
+        owner_seconds: since it heard first of the owner that it knows, or since its start; 0 while it knows none.
         owner_changes: how often it heard of another owner since its start.
         etcd_seconds: in a cluster, since etcd answered it, or since its start.
         grant_seconds: of a cluster's owner, how long it may take and answer without another grant; 0 when it may not.
@@ -628,7 +628,8 @@ class Topology:
         epoch: counts the changes of the owner; 0 while it has heard of none.
         promised: the highest epoch that it promised; above ``epoch`` a change is under way, or was given up.
         members: the servers that it knows.
-        waiting: what it waits for before it serves or follows, in words; empty when it does.
+        waiting: what it waits for before it serves or follows, or what else keeps it from its part in its cluster, in words;
+            empty for nothing.
         candidate: address, or directory, of the server that ``promised`` was promised to; empty if that is not known.
         claiming: whether that one is still about to become active.
         former: address, or directory, of the server that the newest row names: it was active last.

@@ -12,6 +12,7 @@ from upr_protocol.limits import (
     CREDIT_RETURN_FRACTION,
     HEARTBEAT_SECONDS_MAX,
     HEARTBEAT_SECONDS_MIN,
+    LATE_INTERVALS,
     SILENT_INTERVALS,
 )
 
@@ -182,6 +183,10 @@ class Liveness:
     def next_deadline(self) -> float:
         """The time at which a heartbeat falls due or the peer counts as gone, whichever is first."""
         return min(self._heartbeat_at(), self._gone_at())
+
+    def peer_is_late(self, now: float) -> bool:
+        """Whether nothing arrived for an interval and a half."""
+        return now >= self._heard + self._interval * LATE_INTERVALS
 
     def peer_is_gone(self, now: float) -> bool:
         """Whether nothing arrived for three intervals."""

@@ -86,8 +86,12 @@ CREDIT_RETURN_FRACTION: Final = 4
 HEARTBEAT_SECONDS: Final = 5.0
 HEARTBEAT_SECONDS_MIN: Final = 0.05
 HEARTBEAT_SECONDS_MAX: Final = 3600.0
+LATE_INTERVALS: Final = 1.5
+"""Silence for this many heartbeat intervals has a client ask whether another server is active by now."""
 SILENT_INTERVALS: Final = 3
 """Silence for this many heartbeat intervals ends the call, at either side."""
+QUIET_SECONDS: Final = 1.0
+"""Time after which a client asks that of a server that owes an answer."""
 
 READER_SECONDS: Final = 60.0
 """Longest time that a consumer's connection may accept nothing while data waits; then its call ends as too slow."""

@@ -14,7 +14,9 @@ from upr_protocol.block import block_keys, block_partitions, block_values, make_
 from upr_protocol.errors import InvalidArgumentError, OutOfOrderError, UprError
 from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
 from upr_protocol.wire.grpc import SERVER_OPTIONS, code_of, metadata_of
+from upr_protocol.wire.v1 import admin_service_pb2 as admin_pb2
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
+from upr_protocol.wire.v1 import types_pb2
 from upr_protocol.wire.v1.key_value_service_pb2_grpc import (
     KeyValueServiceServicer,
     add_KeyValueServiceServicer_to_server,
@@ -32,6 +34,8 @@ class Faults:
         large: a write with a value of so many bytes is refused as a whole, for good.
         unanswered: from this write number on nothing is applied or answered.
         silent: Get answers nothing.
+        there: GetPartitions answers so often.
+        replica: so often it says that no partition is active.
         gets: errors of the next Gets, one each.
         stopping: every call is refused with this error.
     """
@@ -42,12 +46,14 @@ class Faults:
     large: int = 2**62
     unanswered: int = 2**62
     silent: bool = False
+    there: int = 2**62
+    replica: int = 0
     gets: list[UprError] = field(default_factory=list)
     stopping: UprError | None = None
 
 
 class KeyValueServer(KeyValueServiceServicer):
-    """Applies what is written, and answers Get.
+    """Applies what is written, and answers Get and GetPartitions.
 
     Args:
         faults: none unless given.
@@ -69,6 +75,7 @@ class KeyValueServer(KeyValueServiceServicer):
         self.gets: list[kv_pb2.GetRequest] = []
         self.tokens: list[object] = []
         self.calls = 0
+        self.looks = 0
         self.asked = threading.Event()
         self.target = ""
         self._answers_max = answers_max
@@ -80,6 +87,15 @@ class KeyValueServer(KeyValueServiceServicer):
     async def start(self, target: str = "127.0.0.1:0") -> None:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         add_KeyValueServiceServicer_to_server(self, self._server)
+        look = grpc.unary_unary_rpc_method_handler(
+            self.GetPartitions,
+            request_deserializer=admin_pb2.GetPartitionsRequest.FromString,
+            response_serializer=admin_pb2.GetPartitionsResponse.SerializeToString,
+        )
+        of_admin = {"GetPartitions": look}
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("upr.v1.AdminService", of_admin)]
+        )
         if self._tls is None:
             port = self._server.add_insecure_port(target)
         else:
@@ -113,6 +129,16 @@ class KeyValueServer(KeyValueServiceServicer):
             else:
                 answers.append(kv_pb2.GetAnswer(value=self.values.get(key)))
         return kv_pb2.GetResponse(bucket_version=VERSION, answers=answers)
+
+    async def GetPartitions(self, request: Any, context: Any) -> Any:
+        self.looks += 1
+        if self.looks > self.faults.there:
+            await asyncio.Event().wait()
+        state = types_pb2.PARTITION_STATE_ACTIVE
+        if self.looks <= self.faults.replica:
+            state = types_pb2.PARTITION_STATE_REPLICA
+        infos = [admin_pb2.PartitionInfo(partition=p, state=state) for p in request.partitions]
+        return admin_pb2.GetPartitionsResponse(bucket_version=VERSION, partitions=infos)
 
     async def Write(self, request_iterator: Any, context: Any) -> Any:
         await self._begin(context)

@@ -101,13 +101,18 @@ class _Unscripted(ChangeStreamServiceServicer, KeyValueServiceServicer, AdminSer
 
 
 class ScriptedServer(_Unscripted):
-    """Follows scripts."""
+    """Follows scripts.
+
+    Attributes:
+        state: that GetPartitions tells; None where that answers nothing.
+    """
 
     def __init__(self, follow: Sequence[Sequence[Step]], write: Sequence[Sequence[Step]]) -> None:
         self._scripts = {"follow": list(follow), "write": list(write)}
         self.calls: dict[str, list[Heard]] = defaultdict(list)
         self.hellos: list[stream_pb2.HelloRequest] = []
         self.target = ""
+        self.state: types_pb2.PartitionState.ValueType | None = types_pb2.PARTITION_STATE_DEAD
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -184,9 +189,11 @@ class ScriptedServer(_Unscripted):
         if request.bucket != "default":
             error = BucketNotFoundError(f"there is no bucket {request.bucket}", hint="make it")
             await context.abort(code_of(error), error.message, metadata_of(error))
+        if self.state is None:
+            return await asyncio.Event().wait()
         info = admin_service_pb2.PartitionInfo(
             partition=7,
-            state=types_pb2.PARTITION_STATE_DEAD,
+            state=self.state,
             high_seqno=9,
             durable_seqno=8,
             failover_id=ID_A,

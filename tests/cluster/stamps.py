@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-STAMP = np.dtype([("at", "<f8"), ("epoch", "<u8"), ("safe", "<u8")])
-"""Record of an answer, 24 bytes: the boot-time clock, which all processes of a machine share, the epoch of the owner,
-and how many of its writes were applied at ``replicated(k)``."""
+STAMP = np.dtype([("at", "<f8"), ("epoch", "<u8")])
+"""Record of an answer, 16 bytes: the boot-time clock, which all processes of a machine share, and the epoch of the owner."""
 
 
 def stamp_answers(path: str) -> None:
@@ -23,16 +22,11 @@ def stamp_answers(path: str) -> None:
 
     def stamped(call: Any) -> Any:
         results = due(call)
-        applied = [
-            pending.copies > 0
-            for pending, result in zip(call._pending, results, strict=False)
-            if not result.HasField("refused")
-        ]
-        if applied:
+        if any(not result.HasField("refused") for result in results):
             # The one that it promised to another may be higher by now.
             epoch = int(call._host.bucket.partitions.served_epoch.max())
             now = time.clock_gettime(time.CLOCK_BOOTTIME)
-            os.write(file, np.array((now, epoch, sum(applied)), STAMP).tobytes())
+            os.write(file, np.array((now, epoch), STAMP).tobytes())
         return results
 
     setattr(key_value._WriteCall, "_due", stamped)  # noqa: B010 (mypy knows the method by its type)

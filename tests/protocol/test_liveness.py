@@ -37,6 +37,9 @@ def test_a_peer_is_gone_after_three_silent_intervals() -> None:
     timers.heard(114.0)
     assert not timers.peer_is_gone(128.9)
     assert timers.peer_is_gone(129.0)
+    # One is late when it has been silent for half of that.
+    assert not timers.peer_is_late(121.4)
+    assert timers.peer_is_late(121.5)
 
 
 def test_the_next_deadline_is_the_first_of_both() -> None:

@@ -25,7 +25,7 @@ class Part:
         copies = SimpleNamespace(shortage=lambda count: self.short if count == 2 else None)
         host = SimpleNamespace(bucket=SimpleNamespace(copies=copies), following=None)
         catalog: Any = SimpleNamespace(hosts=[host], may_serve=lambda: True)
-        cluster: Any = SimpleNamespace(trouble="", name="prod", silent_seconds=0.0)
+        cluster: Any = SimpleNamespace(trouble=None, name="prod", silent_seconds=0.0)
         agreeing = SimpleNamespace(trouble="", serving_seconds=1.0)
         owning: Any = SimpleNamespace(active=True, claiming=False, agreeing=agreeing)
         self.owning = owning

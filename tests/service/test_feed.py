@@ -25,7 +25,8 @@ from upr.service.sight import feed
 from upr.service.sight.web import Request
 from upr.storage.directory import DataDirectory
 from upr_client import AsyncClient, Client, Group
-from upr_protocol.limits import PAGE_CONSUMERS, PARTITIONS
+from upr_protocol.errors import UprError
+from upr_protocol.limits import PAGE_CONSUMERS, PAGE_PROBLEMS, PARTITIONS
 from upr_protocol.partitioning import partition_of
 
 HTTP = ("--http", "127.0.0.1:0")
@@ -82,6 +83,8 @@ async def test_a_bucket_is_told_by_columns(server_process: StartServer) -> None:
     )
     assert seen["numbers"]["upr_written_rows"] == seen["numbers"]["upr_bucket_mutations"] == 3000
     assert seen["commits"]["count"] >= 1
+    assert seen["file_bytes"] > 0
+    assert seen["free_bytes"] > 0
     assert (seen["behind"], seen["upstream"], seen["replicas"], seen["problem"]) == (None,) * 2 + (
         [],
         None,
@@ -336,6 +339,11 @@ async def test_a_bucket_is_looked_at_once_for_all_who_watch(
         partitions.newest_id[7] += 1
         assert (await look())["changed"] != before
         assert len(made) == 4
+        problems = partitions.problems
+        problems.update({p: UprError("damaged") for p in range(PAGE_PROBLEMS + 5)})
+        clock[0] += 1.1
+        found = await look()
+        assert (len(found["problems"]), len(found["damaged"])) == (PAGE_PROBLEMS, len(problems))
         await catalog.drop("default", None)
         assert (await pages["/api/bucket"].make(request, ANYONE)).status == 404
     finally:

@@ -208,6 +208,9 @@ def test_the_map_is_used_with_mouse_and_keys(server_process: StartServer, browse
     browser.press("Enter")
     browser.wait_text("#partition-title", "Partition 1")
     assert browser.run("location.hash") == "#bucket=default&partition=1"
+    # An address that is pasted into the open tab.
+    browser.run("location.hash = 'partition=9'")
+    browser.wait_text("#partition-title", "Partition 9")
     # Everything that can be clicked has a name, and can be reached by the Tab key.
     assert browser.run(
         "[...document.querySelectorAll('button, input, select')].filter((one) => one.checkVisibility()"
@@ -433,7 +436,7 @@ def test_a_failover_is_shown_within_two_seconds(
     browser.run(IN_CLUSTER)
     told = browser.wait_text("#cluster", "prod; this server: waiting")
     assert browser.run("known")
-    for words in ("2 changes seen", "400 ms ago", "2 s without another grant"):
+    for words in ("2 changes seen", "400 ms", "2 s without another grant"):
         assert words in told
     assert "key in etcd" in browser.text("#servers")
     grants = "[...document.querySelectorAll('#servers tbody tr')].map((row) => [...row.cells].slice(5).map((one) => one.textContent))"

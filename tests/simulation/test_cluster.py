@@ -62,8 +62,9 @@ def active(world: ClusterWorld) -> list[int]:
 
 
 def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
-    world: ClusterWorld,
+    world: ClusterWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "upr.replica.agreeing")
     first, second, third = world.servers
     epoch = standing(first).row.epoch
     # Its key is gone, and the others hear it.
@@ -99,6 +100,12 @@ def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
     world.net.heal()
     world.settle()
     world.check()
+    said = [one.message for one in caplog.records if one.name == "upr.replica.agreeing"]
+    began_and_ended = (
+        "the owner takes and answers nothing",
+        "the owner that served no more gave way",
+    )
+    assert tuple(said[-2:]) == began_and_ended
 
 
 def test_a_change_that_etcd_makes_later_is_not_taken_for_none(world: ClusterWorld) -> None:
@@ -259,6 +266,9 @@ def test_what_keeps_a_server_from_claiming_is_told_for_as_long_as_it_lasts(
         assert second.address in third.waiting
         assert "'upr-admin promote --force'" in third.waiting
         world.pass_time()
+    assert third.server is not None
+    (problem,) = third.server._problems()
+    assert (problem.reason, "promote --force" in problem.hint) == ("NOT_HEARD", True)
     second.start()
     world.until(lambda: second.active or third.active, 20, "replaced")
     world.pass_time(1.0)

@@ -20,7 +20,7 @@ from upr.config import ServerConfig
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import RESUME_SECONDS, Owning
 from upr.service.buckets.catalog import DEFAULT_BUCKET, Catalog
-from upr_protocol.errors import InvalidArgumentError, UprError, shown
+from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError, shown
 from upr_protocol.ownership import GRANT_SECONDS, Row, first_row
 from upr_protocol.wire.v1.replica_service_pb2 import SetMember
 
@@ -36,6 +36,7 @@ TURN_SECONDS = 1.0
 """Time that each further counted server waits before it claims."""
 STALE_SECONDS = 10.0
 """Age of what was read of etcd above which it counts no more."""
+_AWAY_HINT = "who is active goes on; until etcd answers nobody else becomes that, and nobody is counted or taken out"
 
 
 class Keeper:
@@ -59,7 +60,7 @@ class Keeper:
         self._read_at = 0.0
         self._tried_at = self._matched_at = -RESUME_SECONDS
         self._claimed: Row | None = None
-        self._told: dict[str, str] = {}
+        self._told: dict[str, Exception | None] = {}
         # A server that is the first of its set, or was killed while it became that.
         self._is_first = not catalog.hosts and not catalog.damaged
 
@@ -91,13 +92,11 @@ class Keeper:
 
     def _tell(self, what: str, error: Exception | None = None) -> None:
         """Say in the log once that something fails, and once that it does no more."""
-        words = "" if error is None else str(error)
-        if bool(words) != bool(self._told.get(what)):
-            if words:
-                log.warning("part of the cluster fails", extra={"part": what, "error": words})
-            else:
-                log.info("part of the cluster goes on", extra={"part": what})
-        self._told[what] = words
+        before, self._told[what] = self._told.get(what), error
+        if error is not None and before is None:
+            log.warning("part of the cluster fails", extra={"part": what, "error": str(error)})
+        elif error is None and before is not None:
+            log.info("part of the cluster goes on", extra={"part": what})
 
     # etcd
 
@@ -127,9 +126,13 @@ class Keeper:
                 await asyncio.sleep(LOOK_SECONDS)
 
     @property
-    def trouble(self) -> str:
-        """Why this server takes no part in its cluster, in words; empty while it does."""
-        return next(filter(None, (*self._told.values(), self.buckets.trouble)), "")
+    def trouble(self) -> UprError | None:
+        """Why this server takes no part in its cluster; None while it does."""
+        found = next(filter(None, (*self._told.values(), self.buckets.trouble)), None)
+        if found is None or (isinstance(found, UprError) and found.hint):
+            return found
+        hint = _AWAY_HINT if isinstance(found, UnavailableError) else ""
+        return UprError(str(found), reason="CLUSTER_FAILS", hint=hint, retriable=True)
 
     # Deciding
 

@@ -123,7 +123,7 @@ class Agreeing:
     def end(self) -> None:
         """Own no more: nothing is taken or answered from this step on."""
         self.grants.end()
-        self.trouble = ""
+        self._over("the owner that served no more gave way")
 
     async def run(self) -> None:
         """Ask for grants while this server owns, until cancelled."""
@@ -165,9 +165,13 @@ class Agreeing:
         if lapsed and not self.trouble:
             self.trouble = "no counted server grants it"
             log.warning("the owner takes and answers nothing", extra={"why": self.trouble})
-        elif self.trouble and not lapsed:
+        elif not lapsed and self.may_serve():
+            self._over("the owner serves again")
+
+    def _over(self, words: str) -> None:
+        if self.trouble:
             self.trouble = ""
-            log.info("the owner serves again")
+            log.info(words)
 
     def silent(self, row: Row) -> set[str]:
         """Return the counted servers that have been silent for so long that they are to be counted no more."""

@@ -684,6 +684,9 @@ class Owning:
             return
         await self._follow_owner()
         promised = self.standing.promised
+        if self.active:
+            # One that stands still holds a meeting up: who follows by now counts before.
+            await self._count_copies()
         await self.meeting.meet_all(self.standing)
         for one in list(self.meeting.met.values()):
             await self.learned(one.row, one.epoch)

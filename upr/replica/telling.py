@@ -38,8 +38,8 @@ class Cluster(Protocol):
         """Where the row is changed."""
 
     @property
-    def trouble(self) -> str:
-        """Why the server takes no part, in words; empty while it does."""
+    def trouble(self) -> UprError | None:
+        """Why the server takes no part; None while it does."""
 
     @property
     def silent_seconds(self) -> float:
@@ -127,19 +127,19 @@ class Telling:
         agreeing, cluster = self._owning.agreeing, self._cluster
         if agreeing is None or cluster is None:
             return ""
-        return agreeing.trouble or cluster.trouble
+        return agreeing.trouble or str(cluster.trouble or "")
 
     @property
     def troubles(self) -> Mapping[str, UprError | None]:
         """What is wrong, by kind; None where nothing is."""
         agreeing, cluster = self._owning.agreeing, self._cluster
         found = dict[str, UprError | None].fromkeys((ETCD, GRANTS, COUNTED, COPIES))
-        if cluster is not None and cluster.trouble:
+        if cluster is not None and (error := cluster.trouble) is not None:
             found[ETCD] = UprError(
-                f"cluster {cluster.name}: {cluster.trouble}",
-                reason="CLUSTER_FAILS",
-                hint="reading and writing go on; until it ends nobody becomes active, and nobody is counted or taken out",
-                retriable=True,
+                f"cluster {cluster.name}: {error.message}",
+                reason=error.reason,
+                hint=error.hint,
+                retriable=error.retriable,
             )
         if agreeing is not None and agreeing.trouble:
             found[GRANTS] = UprError(
@@ -158,7 +158,7 @@ class Telling:
         part = SetPart(
             state=self._state(),
             counted=len(owning.standing.row.counted),
-            owner_seconds=0.0 if self._since is None else now - self._since,
+            owner_seconds=now - self._since if self._since is not None and self._owner else 0.0,
             owner_changes=self._changes,
         )
         if cluster is not None and agreeing is not None:

@@ -95,6 +95,7 @@ class AsyncBucket:
         return AsyncBlockWriter(
             self._connection.stubs,
             self._connection.failed,
+            self._connection.elsewhere,
             self._connection.router.learn,
             self.name,
             producer,

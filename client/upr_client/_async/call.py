@@ -29,6 +29,7 @@ from upr_client._async.io import (
 from upr_client.changes.groups import is_of_group
 from upr_client.changes.link import MOMENT_SECONDS, CallState
 from upr_client.endpoints import (
+    SILENT_REASON,
     Token,
     authorization,
     call_error,
@@ -38,7 +39,9 @@ from upr_client.endpoints import (
 from upr_client.routing import Route, Servers
 from upr_protocol.errors import BehindError, ClosedError, UnavailableError, UprError
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
+from upr_protocol.wire.v1 import admin_service_pb2 as admin_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
+from upr_protocol.wire.v1 import types_pb2
 from upr_protocol.wire.v1.admin_service_pb2_grpc import AdminServiceStub
 from upr_protocol.wire.v1.change_stream_service_pb2_grpc import ChangeStreamServiceStub
 from upr_protocol.wire.v1.key_value_service_pb2_grpc import KeyValueServiceStub
@@ -48,6 +51,9 @@ _logger = logging.getLogger("upr_client")
 
 _STREAMS = frozenset({"Follow", "Write"})
 _LEAST_SECONDS = 0.001
+_ACTIVE = types_pb2.PARTITION_STATE_ACTIVE
+_THERE_SECONDS = 0.5
+"""Longest wait for a server that is only asked whether it is there and active."""
 
 
 class Stubs(NamedTuple):
@@ -351,6 +357,32 @@ class Connection:
             self.router.worked(stubs.route, stubs.endpoint)
         return self.router.failed(error, stubs.route, stubs.endpoint)
 
+    async def elsewhere(self, stubs: Stubs, bucket: str) -> UprError | None:
+        """Look whether another server is active by now, where one owes an answer: it may stand still, and keep its connections.
+
+        Returns:
+            The reason to go on at that one, which it names. None while this server says anything at all, so that a slow
+            one is not left, and while no other says that it is active.
+        """
+        request = admin_pb2.GetPartitionsRequest(bucket=bucket, partitions=[0])
+        endpoints = dict.fromkeys((stubs.endpoint, *self.router.endpoints))
+        for endpoint in endpoints if len(endpoints) > 1 else ():
+            other = self.stubs(Route(Servers((endpoint,), only_given=True)))
+            error, is_active = None, False
+            try:
+                told = await self.ask(other.admin.GetPartitions, request, _THERE_SECONDS)
+                is_active = any(one.state == _ACTIVE for one in told.partitions)
+            except UprError as failure:
+                error = failure
+            if endpoint == stubs.endpoint:
+                if error is None or error.reason != UnavailableError.default_reason:
+                    return None
+            elif is_active:
+                await self.give_up(stubs)
+                words = f"{stubs.endpoint} says nothing, and {endpoint} is active"
+                return UnavailableError(words, reason=SILENT_REASON, owner=endpoint)
+        return None
+
     async def give_up(self, stubs: Stubs) -> None:
         """The connection behind these stubs is dead though nothing says so: the next call makes another one."""
         channel = self.router.give_up(stubs)
@@ -494,11 +526,11 @@ class Follow:
     def _on_end(self, error: UprError | None) -> None:
         self._inbox.put(_End(error))
 
-    async def opened(self, seconds: float, leaving: Callable[[], bool]) -> stream_pb2.Opened:
-        """Wait for the server's terms.
+    async def opened(self, seconds: float, leaving: Callable[[], bool]) -> stream_pb2.Opened | None:
+        """Wait for the server's terms; None when nothing came in ``seconds``.
 
         Raises:
-            UprError: the call was refused, nothing came in ``seconds``, or ``leaving`` became true.
+            UprError: the call was refused, or ``leaving`` became true.
         """
         message: Any = _WAKE
         while message is _WAKE:
@@ -506,9 +538,7 @@ class Follow:
                 raise UnavailableError("nobody waits for the call any more")
             message = await self._inbox.get(seconds)
         if message is None:
-            raise UnavailableError(
-                f"the server did not accept the call within {seconds:g} s", hint="is it overloaded?"
-            )
+            return None
         message = self._unless_end(message)
         if message.WhichOneof("message") == "ended":
             # Refused with a reason, as a later Ended of the call.
@@ -545,6 +575,11 @@ class Follow:
             return None
         given: stream_pb2.FollowResponse = self._unless_end(message)
         return given
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a heartbeat of the server is late."""
+        return self._state.is_late(now())
 
     def consumed(self, message: stream_pb2.FollowResponse) -> None:
         """Give back the credit of a message that is not kept."""

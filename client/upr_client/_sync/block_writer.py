@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from upr_client import backoff
 from upr_client._sync.call import Call, Stubs
@@ -35,7 +36,7 @@ from upr_protocol.errors import (
     UnknownOutcomeError,
     UprError,
 )
-from upr_protocol.limits import GATHERED_ROWS_MAX, WRITES_IN_FLIGHT_MAX
+from upr_protocol.limits import GATHERED_ROWS_MAX, QUIET_SECONDS, WRITES_IN_FLIGHT_MAX
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
@@ -85,6 +86,7 @@ class BlockWriter:
         stubs: returns the services of the endpoint to use now.
         failed: called with the error of a lost call, how it was opened, and whether it did something; returns the longest
             pause before the next one, None for one that grows.
+        elsewhere: see ``Connection.elsewhere``.
         learn: called with the addresses of servers.
         bucket: the bucket's name.
         producer: name of the writer, by which the server recognises retries.
@@ -99,6 +101,7 @@ class BlockWriter:
         self,
         stubs: Callable[[], Stubs],
         failed: Callable[[UprError, Stubs, bool], float | None],
+        elsewhere: Callable[[Stubs, str], Any],
         learn: Callable[[Iterable[str]], None],
         bucket: str,
         producer: str,
@@ -109,6 +112,7 @@ class BlockWriter:
     ) -> None:
         self._stubs = stubs
         self._failed = failed
+        self._elsewhere = elsewhere
         self._learn = learn
         self._bucket = bucket
         self._producer = producer
@@ -377,17 +381,37 @@ class BlockWriter:
                 )
             )
         )
-        if not self._opened.wait(self._connect_seconds):
+        if not self._until(self._opened, stubs, self._connect_seconds):
             call.cancel()
             self._end = UnavailableError(
                 f"the server did not accept the call within {self._connect_seconds:g} s"
             )
-        self._ended.wait()
+        self._until(self._ended, stubs)
         call.cancel()
         with self._mutex:
             self._call, self._accepted = None, False
             self._renumber()
         return self._end or UnavailableError("the server ended the call")
+
+    def _until(self, event: Event, stubs: Stubs, seconds: float | None = None) -> bool:
+        """Wait for an event of the call, at most so long; the call ends when its server is silent and another is active."""
+        until = None if seconds is None else now() + seconds
+        while True:
+            left = None if until is None else max(until - now(), 0.0)
+            if event.wait(QUIET_SECONDS if left is None else min(left, QUIET_SECONDS)):
+                return True
+            if left == 0.0:
+                return False
+            with self._mutex:
+                quiet = bool(self._pending) and now() - self._progress_at >= QUIET_SECONDS
+            if not quiet or self._closing.is_set():
+                continue
+            error = self._elsewhere(stubs, self._bucket)
+            if error is not None and self._call is not None:
+                with self._mutex:
+                    # How the call ended because its connection was given up says less.
+                    self._end, self._accepted = error, False
+                self._call.cancel()
 
     def _renumber(self) -> None:
         """After a call: what it may have applied keeps its number, the rest of what is pending gets new ones.

@@ -96,6 +96,7 @@ class Bucket:
         return BlockWriter(
             self._connection.stubs,
             self._connection.failed,
+            self._connection.elsewhere,
             self._connection.router.learn,
             self.name,
             producer,

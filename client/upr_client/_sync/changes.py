@@ -43,6 +43,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import WriteToken
+from upr_protocol.limits import QUIET_SECONDS
 from upr_protocol.position import Position
 
 Lane = Queue[Change | None]
@@ -776,7 +777,7 @@ class Changes:
             self._worked = False
             self._stubs = self._bucket.connection.stubs(self._route)
             self._follow = follow = Follow(self._stubs.streams.Follow, request)
-            opened = follow.opened(self._bucket.connection.connect_timeout, self._ending.is_set)
+            opened = self._opened(follow)
             router = self._bucket.connection.router
             router.learn(opened.servers)
             with self._mutex:
@@ -794,6 +795,28 @@ class Changes:
         self._bucket.version = opened.bucket_version
         # Any server opens a call, also one that then is behind.
         self._worked = not self._options.any_server
+
+    def _opened(self, follow: Follow) -> Any:
+        longest = self._bucket.connection.connect_timeout
+        until = now() + longest
+        while True:
+            seconds = min(max(until - now(), 0.0), QUIET_SECONDS)
+            opened = follow.opened(seconds, self._ending.is_set)
+            if opened is not None:
+                return opened
+            if now() >= until:
+                words = f"the server did not accept the call within {longest:g} s"
+                raise UnavailableError(words, hint="is it overloaded?")
+            self._look_elsewhere()
+
+    def _look_elsewhere(self) -> None:
+        """Raise the reason to go on at another server, if that is the active one now and this one says nothing."""
+        stubs = self._stubs
+        if stubs is None or self._options.any_server:
+            return
+        error = self._bucket.connection.elsewhere(stubs, self._bucket.name)
+        if error is not None:
+            raise error
 
     def _drop_call(self, finish_seconds: float = 0.0) -> None:
         follow, self._follow = self._follow, None
@@ -836,6 +859,8 @@ class Changes:
                 seconds = limit if seconds is None else min(seconds, limit)
             try:
                 received = follow.next(seconds)
+                if received is None and follow.is_late:
+                    self._look_elsewhere()
             except UprError as error:
                 self._lost(error)
                 return None

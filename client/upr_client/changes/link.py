@@ -112,6 +112,10 @@ class CallState:
         # At least a moment: where the application held up the reader too, silence is its own.
         return max(self._liveness.next_deadline() - now, MOMENT_SECONDS)
 
+    def is_late(self, now: float) -> bool:
+        """Return whether a heartbeat of the server is late."""
+        return self._liveness.peer_is_late(now)
+
     def check_heard(self, now: float) -> None:
         """Check that the server is there, after nothing came in a moment of waiting.
 

@@ -12,6 +12,8 @@ from tests.client.scripted import (
     VERSION,
     Expect,
     HalfClosed,
+    Hold,
+    Step,
     answers,
     ended,
     frame,
@@ -31,6 +33,7 @@ from upr_client.errors import (
 )
 from upr_protocol.limits import SERVERS_MAX
 from upr_protocol.partitioning import partition_of
+from upr_protocol.wire.v1.types_pb2 import PARTITION_STATE_ACTIVE
 
 FOLLOW = [Expect("open"), opened(), Expect("start")]
 
@@ -145,6 +148,44 @@ def test_how_long_nobody_was_active_says_nothing_of_the_next_refusal(
             client.bucket().set(b"k", b"v")
     # The new owner's replicas are there in a moment.
     assert told == [(0, True), (1, True), (2, True), (0, False), (1, False)]
+
+
+def test_a_writer_leaves_a_server_that_stands_still_when_another_is_active(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("upr_client._sync.block_writer.QUIET_SECONDS", 0.05)
+    monkeypatch.setattr("upr_client._sync.call._THERE_SECONDS", 0.2)
+    # It is there at first, only slow; and for a while nobody else is active.
+    still = KeyValueServer(Faults(unanswered=2, there=3))
+    replica, active = KeyValueServer(Faults(replica=2**62)), KeyValueServer(Faults(replica=2))
+    servers = still, replica, active
+    with running(still), running(replica), running(active):
+        with Client([one.target for one in servers]) as client:
+            bucket = client.bucket()
+            bucket.set(b"1", b"v")
+            bucket.set(b"2", b"v")
+            assert client.target == active.target
+    assert [one.looks for one in servers] == [6, 3, 3]
+    assert [one.calls for one in servers] == [1, 0, 1]
+    assert (still.values, active.values) == ({b"1": b"v"}, {b"2": b"v"})
+
+
+@pytest.mark.parametrize("begins", [[], [opened(heartbeat_seconds=0.4), Expect("start")]])
+def test_a_follower_leaves_a_server_that_stands_still_when_another_is_active(
+    begins: list[Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upr_client._sync.changes.QUIET_SECONDS", 0.05)
+    monkeypatch.setattr("upr_client._sync.call._THERE_SECONDS", 0.2)
+    there = [*FOLLOW, answers(started(1, 7)), ended("FINISHED", (1, 7)), HalfClosed()]
+    said: list[str] = []
+    with serve([[Expect("open"), *begins, Hold()]]) as still, serve([there]) as active:
+        still.state, active.state = None, PARTITION_STATE_ACTIVE
+        with Client([still.target, active.target]) as client:
+            changes = client.bucket().changes(only=Only([1]), on_status=said.append)
+            with changes:
+                assert [event for event in changes] == []
+            assert client.target == active.target
+    assert f"{still.target} says nothing, and {active.target} is active" in said[0]
 
 
 def test_a_token_goes_to_no_server_that_was_only_named() -> None:

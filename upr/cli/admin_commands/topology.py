@@ -63,9 +63,11 @@ def show(target: str, as_json: bool) -> None:
         click.echo(f"this server: {part_words(part)}")
     in_cluster = part is not None and bool(part.cluster)
     titles = (*_COLUMNS, *(_CLUSTER_COLUMNS if in_cluster else ()))
-    click.echo(columns(titles, (_row(member, in_cluster) for member in found.members)))
+    click.echo(columns(titles, (_row(member, found, in_cluster) for member in found.members)))
     if found.waiting:
-        note(f"this server waits: {found.waiting}")
+        # One that goes on all the same has trouble.
+        goes_on = part is not None and part.state in ("owner", "replica")
+        note(f"{'trouble' if goes_on else 'this server waits'}: {found.waiting}")
     if found.promised > found.epoch:
         note(_change_of(found))
 
@@ -74,23 +76,28 @@ def part_words(part: "SetPart") -> str:
     """Return the part of a server in its set, for people."""
     changes = f"{part.owner_changes} change{'' if part.owner_changes == 1 else 's'} before"
     known = f"the owner is known for {part.owner_seconds:.0f} s"
+    if not part.owner_seconds:
+        known = "no owner is known"
     words = [part.state, f"{part.counted} counted", known, changes]
     if part.cluster:
         words[0] = f"{part.state} in cluster {part.cluster}"
-        words.append(f"etcd answered {part.etcd_seconds:.1f} s ago")
+        words.append(f"etcd silent for {part.etcd_seconds:.1f} s")
         if part.state == "owner":
             words.append(f"grants for {part.grant_seconds:.1f} s")
     return ", ".join(words)
 
 
-def _row(member: "SetMember", in_cluster: bool) -> tuple[object, ...]:
+def _row(member: "SetMember", found: "Topology", in_cluster: bool) -> tuple[object, ...]:
+    # Of others only the owner knows it.
+    known = member.reached and (found.active or member.directory == found.directory)
+    drained = ", drained" if member.drained and member.state == "owner" else ""
     row = (
         member.address or "-",
         member.directory,
-        member.state,
+        member.state + drained,
         *("yes" if yes else "no" for yes in (member.counted, member.in_step)),
         member.epoch or "-",
-        member.lag,
+        member.lag if known else "-",
     )
     grant = f"{member.grant_seconds:.1f} s" if member.grant_seconds else "-"
     return (*row, grant, "yes" if member.has_key else "no") if in_cluster else row

@@ -117,6 +117,7 @@ class _Sizes:
 
     Attributes:
         contents: as of the last look at each partition; None before the first look at all.
+        files: sizes that the file system tells, as of the beginning of the last look; empty where it does not.
     """
 
     def __init__(self, host: BucketService, one: asyncio.Lock) -> None:
@@ -126,6 +127,7 @@ class _Sizes:
         self._looking: asyncio.Task[None] | None = None
         self._again = 0.0
         self.contents: Contents | None = None
+        self.files: Document = {}
 
     def watch(self) -> None:
         """Begin to look, if it is time for that."""
@@ -134,6 +136,7 @@ class _Sizes:
 
     async def _look(self) -> None:
         try:
+            self.files = await self._host.disk.in_reader(lambda: _files(self._host))
             for first in range(0, PARTITIONS, PARTITIONS_AT_ONCE):
                 async with self._one:
                     began = time.monotonic()
@@ -201,6 +204,7 @@ class _View:
         yield b""
         document = {
             **_numbers(host),
+            **self._sizes.files,
             **_columns(host),
             "lag": largest.tolist(),
             "streams": streams,
@@ -220,7 +224,7 @@ def _numbers(host: BucketService) -> Document:
     bucket, traffic, clock = host.bucket, host.disk.traffic, host.disk.clock
     problems = sorted(bucket.partitions.problems.items())
     following = host.following
-    document: Document = {
+    return {
         "at": time.monotonic(),
         "name": bucket.identity.name,
         "version": f"{bucket.identity.version:016x}",
@@ -250,10 +254,12 @@ def _numbers(host: BucketService) -> Document:
             "problem": _problem(following.problem),
         },
     }
+
+
+def _files(host: BucketService) -> Document:
     with suppress(OSError):
-        document["file_bytes"] = host.disk.store.file_bytes()
-        document["free_bytes"] = free_bytes(host.folder)
-    return document
+        return {"file_bytes": host.disk.store.file_bytes(), "free_bytes": free_bytes(host.folder)}
+    return {}
 
 
 def _columns(host: BucketService) -> Document:

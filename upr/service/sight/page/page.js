@@ -959,9 +959,10 @@ function drawServers() {
     const directory = one.member.directory;
     const owns = directory === set.row.owner;
     const counted = set.row.counted.includes(directory) ? ", counted" : "";
-    const role = one.claiming ? `becoming the owner${counted}` : owns ? "owner" : `replica${counted}`;
+    const role = (one.claiming ? `becoming the owner${counted}` : owns ? "owner" : `replica${counted}`) + (one.drained ? ", drained" : "");
     const name = one.member.address || directory;
-    const lag = owns || !one.reached ? "" : count(Number(one.lag));
+    // Of others only the owner knows it.
+    const lag = owns || !one.reached || !(status.active || directory === own) ? "" : count(Number(one.lag));
     const inStep = one.reached ? (one.in_step ? "\u2713 yes" : "\u2715 no") : "\u2715 does not answer";
     const grant = one.grant_seconds && directory !== own ? duration(one.grant_seconds) : "";
     cells(row, directory === own ? `${name} (this one)` : name, role, inStep, lag, Number(one.epoch) ? one.epoch : "", grant, one.has_key ? "\u2713 yes" : "\u2715 no");
@@ -990,9 +991,9 @@ function drawCluster(part) {
   const changes = Number(part.owner_changes);
   const pairs = [
     ["Cluster", `${part.cluster}; this server: ${part.state}`],
-    ["Owner known for", `${duration(part.owner_seconds)}${changes ? `; ${some(changes, "change")} seen` : ""}`],
+    ["Owner known for", `${part.owner_seconds ? duration(part.owner_seconds) : "none is known"}${changes ? `; ${some(changes, "change")} seen` : ""}`],
     ["Counted servers", count(part.counted)],
-    ["etcd answered", `${duration(part.etcd_seconds)} ago`],
+    ["etcd silent for", duration(part.etcd_seconds)],
   ];
   if (status.active) pairs.push(["May serve for", part.grant_seconds ? `${duration(part.grant_seconds)} without another grant` : "no time: no server grants it"]);
   facts($("cluster"), pairs);
@@ -1035,6 +1036,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   render();
 });
 addEventListener("resize", render);
+addEventListener("hashchange", () => location.reload());
 document.addEventListener("visibilitychange", () => !document.hidden && poll());
 cursor = Math.min(Math.max(Math.trunc(Number(new URLSearchParams(location.hash.slice(1)).get("partition"))) || 0, 0), PARTITIONS - 1);
 poll();
