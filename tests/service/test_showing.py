@@ -67,7 +67,7 @@ def tiles(frames: list[wire.Frame]) -> dict[int, list[tuple[int, int, int]]]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("kind", ["tail", "stored", "zstd", "merged"])
+@pytest.mark.parametrize("kind", ["tail", "zstd", "merged"])
 async def test_every_way_of_showing_shows_the_same_history(
     server_process: StartServer, kind: str
 ) -> None:
