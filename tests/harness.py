@@ -22,6 +22,7 @@ WAIT_SECONDS = 90.0
 STAMPS = "UPR_TEST_STAMPS"
 """Environment variable of a forked server: the file for its stamps, see ``tests/cluster/stamps.py``."""
 _POLL_SECONDS = 0.01
+_PAUSE_SECONDS = 0.2
 _T = TypeVar("_T")
 
 # What a server imports takes it several times as long as all else at its start. So it is imported once, in a process
@@ -45,24 +46,37 @@ def skip_syncs(put: Callable[[object, str, object], None] = setattr) -> None:
         put(os, name, lambda _: None)
 
 
-def wait_until(holds: Callable[[], object], what: Callable[[], object] | str) -> None:
-    """Wait until something is so; after WAIT_SECONDS an AssertionError with ``what`` was waited for."""
-    deadline = time.monotonic() + WAIT_SECONDS
+def pause(began: float) -> float:
+    """Return how long to wait after a look that began then: twice its time, as what is waited for needs the processor."""
+    return min(max(_POLL_SECONDS, 2 * (time.monotonic() - began)), _PAUSE_SECONDS)
+
+
+def wait_until(
+    holds: Callable[[], object],
+    what: Callable[[], object] | str,
+    seconds: float = WAIT_SECONDS,
+) -> None:
+    """Wait until something is so; after that many seconds an AssertionError with ``what`` was waited for."""
+    began = time.monotonic()
+    deadline = began + seconds
     while not holds():
         assert time.monotonic() < deadline, what if isinstance(what, str) else what()
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause(began))
+        began = time.monotonic()
 
 
 async def poll(ask: Callable[[], Awaitable[_T]], enough: Callable[[_T], object] = bool) -> _T:
-    """Ask until an answer is enough, and return it; with pauses, as what is waited for needs the processor.
+    """Ask until an answer is enough, and return it.
 
     Raises:
         TimeoutError: none was within WAIT_SECONDS.
     """
     async with asyncio.timeout(WAIT_SECONDS):
-        while not enough(answer := await ask()):  # noqa: ASYNC110 (it is another process that is asked)
-            await asyncio.sleep(_POLL_SECONDS)
-    return answer
+        while True:
+            began = time.monotonic()
+            if enough(answer := await ask()):
+                return answer
+            await asyncio.sleep(pause(began))
 
 
 class ServerFailed(Exception):

@@ -5,7 +5,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -129,13 +128,14 @@ def start_cluster(start: StartServer, etcd: RunningEtcd, count: int = 3) -> list
 
 def owner_of(servers: Sequence[RunningServer], seconds: float = WAIT_SECONDS) -> RunningServer:
     """Wait until one of the servers is active, and return it."""
-    deadline = time.monotonic() + seconds
-    while True:
-        for server in servers:
-            if server.running and is_active(server):
-                return server
-        assert time.monotonic() < deadline, "nobody became active"
-        time.sleep(0.01)
+    active: list[RunningServer] = []
+
+    def is_there() -> bool:
+        active.extend(one for one in servers if one.running and is_active(one))
+        return bool(active)
+
+    wait_for(is_there, "one to be active", seconds)
+    return active[0]
 
 
 def stop(server: RunningServer) -> None:

@@ -55,8 +55,7 @@ async def test_kills(server_process: StartServer) -> None:
         async with RawClient(server.target) as client:
             logs = await client.logs()
             infos = await client.partitions()
-        kept = min(records, 25)
-        assert {len(log) for log in logs} == {kept}, f"round {round_number}: {kind}"
+        assert {len(log) for log in logs} == {records}, f"round {round_number}: {kind}"
         assert all(
             seqno <= info.high_seqno
             for log, info in zip(logs, infos, strict=True)
@@ -71,7 +70,6 @@ async def test_kills(server_process: StartServer) -> None:
         for key in [key for key in load.unknown if key in state]:
             load.acknowledged[key] = load.unknown.pop(key)
         load.unknown = {}
-    assert records == 6
     assert len(load.acknowledged) > 1000
     assert {"survived", "tail"} <= {event["event"] for event in recorder.history}
     validate(recorder.history)

@@ -12,7 +12,7 @@ from tests.service.test_replicas import in_sync, rows, shown
 from upr_client import AsyncClient
 from upr_protocol.errors import UprError
 
-pytestmark = pytest.mark.crash
+pytestmark = [pytest.mark.crash, pytest.mark.long]
 
 KEYS = 300
 

@@ -14,7 +14,7 @@ from tests.harness import RunningServer
 from tests.raw import RawClient
 from upr_client import AsyncBucket, AsyncClient, Change, UprError
 
-pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
+pytestmark = [pytest.mark.crash, pytest.mark.long, pytest.mark.usefixtures("soon")]
 
 MIB = 2**20
 ROWS = 500
@@ -147,12 +147,11 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("disk", [128], indirect=True)
-@pytest.mark.parametrize("size", [pytest.param(1000, marks=pytest.mark.long), 200_000])
+@pytest.mark.parametrize("size", [1000, 200_000])
 async def test_a_disk_of_128_mib(disk: Disk, size: int) -> None:
     await fill_and_stop(disk, size, 0)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.asyncio
 @pytest.mark.parametrize("disk", [4096], indirect=True)

@@ -197,9 +197,13 @@ class Rounds:
             # What nobody else has.
             for proxy in self._proxies:
                 proxy.black_hole(*DIRECTIONS)
-            for writer in self._writers:
+            for writer in self._writers * 2:
+                # The first may have been on its way before.
                 if writer.durability == "disk":
                     writer.go_on()
+                    for follower in self._followers:
+                        if follower.stability == "disk":
+                            follower.until(writer.newest)
         self.owner.kill()
         for proxy in self._proxies:
             # What is still on its way is lost.

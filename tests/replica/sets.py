@@ -1,10 +1,9 @@
 """Sets of real servers, for tests of who is active."""
 
-import time
 from collections.abc import Callable
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS, RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer, wait_until
 from upr_client import Client, UprError
 from upr_client.admin import Topology
 
@@ -23,10 +22,7 @@ SOON = {
 
 def wait_for(ask: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
     """Ask until it is so; the servers are other processes."""
-    deadline = time.monotonic() + seconds
-    while not ask():
-        assert time.monotonic() < deadline, f"in vain for {what}"
-        time.sleep(0.01)
+    wait_until(ask, f"in vain for {what}", seconds)
 
 
 def topology(target: str) -> Topology | None:

@@ -330,11 +330,11 @@ def test_one_that_is_left_alone_ends_its_promotion_at_the_next_start(
 @pytest.mark.parametrize(
     ("place", "lost"),
     [
-        ("promote.after_claim", "source stays"),
+        pytest.param("promote.after_claim", "source stays", marks=pytest.mark.long),
         ("promote.after_promises", "source stays"),
-        ("promote.after_promises", "source is killed"),
-        ("promote.after_row", "source is killed"),
-        ("promote.before_partitions", "source stays"),
+        pytest.param("promote.after_promises", "source is killed", marks=pytest.mark.long),
+        pytest.param("promote.after_row", "source is killed", marks=pytest.mark.long),
+        pytest.param("promote.before_partitions", "source stays", marks=pytest.mark.long),
         ("promote.after_partitions", "source is killed"),
     ],
 )

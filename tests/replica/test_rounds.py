@@ -31,6 +31,7 @@ def test_a_replica_that_joins_under_writers_has_everything(server_process: Start
     join(server_process, 24 * 2**20)
 
 
+@pytest.mark.long
 def test_back_and_forth_with_rows_that_nobody_else_had(server_process: StartServer) -> None:
     """A has rows that B lacks and dies; B is promoted; A comes back, undoes them, and is the active one again."""
     first, second = start_set(server_process)
@@ -64,6 +65,7 @@ def test_back_and_forth_with_rows_that_nobody_else_had(server_process: StartServ
     assert len(undone([first])) >= len(unsent) - 2
 
 
+@pytest.mark.long
 def test_a_promotion_in_the_middle_of_a_snapshot_goes_back_to_the_marker_before_it(
     server_process: StartServer,
 ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, wait_until
 
 _KEYS: Final = {
     "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40,
@@ -157,18 +157,26 @@ class Browser:
 
     def wait(self, code: str, enough: Callable[[Any], object] = bool) -> Any:
         """Wait until an expression of the page is enough, and return its value."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not enough(value := self.run(code)):
-            assert time.monotonic() < deadline, f"in vain for {code}; it is {value!r}"
-            time.sleep(0.01)
+        value = None
+
+        def is_enough() -> object:
+            nonlocal value
+            value = self.run(code)
+            return enough(value)
+
+        wait_until(is_enough, lambda: f"in vain for {code}; it is {value!r}")
         return value
 
     def wait_text(self, selector: str, words: str) -> str:
         """Wait until an element shows some words, and return all that it shows."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while words not in (found := self.text(selector)):
-            assert time.monotonic() < deadline, f"in vain for {words!r} in {selector}: {found!r}"
-            time.sleep(0.01)
+        found = ""
+
+        def is_shown() -> bool:
+            nonlocal found
+            found = self.text(selector)
+            return words in found
+
+        wait_until(is_shown, lambda: f"in vain for {words!r} in {selector}: {found!r}")
         return found
 
     def click(self, selector: str, at: Sequence[float] = ()) -> None:

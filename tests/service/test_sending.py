@@ -177,7 +177,10 @@ async def answer_heartbeats(follow: RawFollow, late: asyncio.Event) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("count", "size"), [(3, 13 * MIB), (70, 400 * 1024)])
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [(3, 13 * MIB), pytest.param(70, 400 * 1024, marks=pytest.mark.long)],
+)
 async def test_consumers_that_give_no_credit_keep_nobody_up(
     server_process: StartServer, count: int, size: int
 ) -> None:

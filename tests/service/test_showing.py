@@ -67,7 +67,7 @@ def tiles(frames: list[wire.Frame]) -> dict[int, list[tuple[int, int, int]]]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("kind", ["tail", "stored", "zstd", "merged"])
+@pytest.mark.parametrize("kind", ["tail", "zstd", "merged"])
 async def test_every_way_of_showing_shows_the_same_history(
     server_process: StartServer, kind: str
 ) -> None:
@@ -217,6 +217,7 @@ async def test_a_window_above_the_limit_is_granted_up_to_it(target: str) -> None
         assert follow.opened.credit_bytes == CREDIT_BYTES_MAX
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_what_is_large_comes_in_messages_within_the_limit(
     server_process: StartServer, tmp_path: Path

@@ -88,10 +88,7 @@ def test_all_read_the_same(server: RunningServer, tmp_path: Path) -> None:
     "engine", [POOL, pytest.param(SPARK, marks=[pytest.mark.spark, pytest.mark.long])]
 )
 def test_a_killed_driver_takes_its_workers_along(
-    server: RunningServer,
-    tmp_path: Path,
-    engine: tuple[str, ...],
-    request: pytest.FixtureRequest,
+    server: RunningServer, tmp_path: Path, engine: tuple[str, ...]
 ) -> None:
     repository = tmp_path / "repository"
     with Backup(repository, *engine) as backup:
@@ -102,14 +99,11 @@ def test_a_killed_driver_takes_its_workers_along(
         wait_until(lambda: not alive(everything), "the end of the workers")
     kept = staged(repository)
     os.kill(server.pid, signal.SIGCONT)
-    if engine == SPARK:
-        # The run that goes on takes the session of all tests.
-        request.getfixturevalue("spark")
     with Client(server.target) as client:
         # After the cut of the killed run: the run that goes on with it does not have this.
         client.bucket().set(b"later", b"")
-    again = engine if engine == SPARK else ("--processes", "1")
-    code, stdout, stderr = upr_backup(repository, "backup", "--json", *again)
+    # Whichever engine goes on.
+    code, stdout, stderr = upr_backup(repository, "backup", "--json", "--processes", "1")
     assert (code, "going on with an interrupted run" in stderr) == (0, True), stderr
     assert json.loads(stdout)["rows"] == ROWS
     assert len(kept) >= 2
