@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from upr.cluster.registry import Bucket, Map, Place, decode_node, encode_node
-from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_protocol.limits import DROPPED_MAX
+from upr.cluster.map import MapRows
+from upr.cluster.registry import Bucket, Entry, Found, Map, Place, decode_node, encode_node
+from upr_protocol.errors import InvalidArgumentError, TooManyError, UnavailableError, UprError
+from upr_protocol.limits import BUCKETS_MAX, DROPPED_MAX
 from upr_protocol.ownership import Row, Served
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
@@ -63,6 +64,50 @@ def test_a_map_forgets_those_that_were_dropped_long_ago() -> None:
     assert known.buckets == (SOME,)
     assert known.dropped == (*range(10, 10 + DROPPED_MAX - 1), 9)
     assert known.dropping(7).dropped == (*range(11, 10 + DROPPED_MAX - 1), 9, 7)
+
+
+def test_a_map_that_is_full_takes_no_bucket() -> None:
+    full = KNOWN.adding(*(Bucket(f"b{n}", 100 + n, "", 0) for n in range(BUCKETS_MAX - 1)))
+    assert Map.decode(full.encode()) == full
+    with pytest.raises(TooManyError, match="buckets of the cluster are 32; must be below 32"):
+        full.adding(Bucket("one more", 9, "", 0))
+
+
+class Lossy:
+    """A registry that makes changes, and loses the first answers to them."""
+
+    def __init__(self, lost: int) -> None:
+        self.lost, self.entry = lost, Entry(KNOWN.encode(), 1)
+
+    async def read(self, prefix: bytes) -> Found:
+        return Found({prefix + b"map": self.entry}, self.entry.revision)
+
+    async def swap(self, key: bytes, value: bytes, revision: int) -> bool:
+        is_lost = self.lost > 0
+        self.lost -= 1
+        # All but the first one are not made.
+        if revision == self.entry.revision == 1 or not is_lost:
+            self.entry = Entry(value, revision + 1)
+        if is_lost:
+            raise UnavailableError("no answer of etcd")
+        return True
+
+
+@pytest.mark.asyncio
+async def test_a_lost_answer_is_looked_for_once() -> None:
+    second = KNOWN.row.counting(C)
+    registry: Any = Lossy(1)
+    assert await MapRows(registry, Place((), "x")).swap(KNOWN.row, second)
+    assert Map.decode(registry.entry.value).row == second
+    registry = Lossy(3)
+    rows = MapRows(registry, Place((), "x"))
+
+    def again(known: Map) -> Map:
+        return known.dropping(len(known.dropped))
+
+    with pytest.raises(UnavailableError):
+        await rows.change(again)
+    assert registry.lost == 1
 
 
 @pytest.mark.parametrize(

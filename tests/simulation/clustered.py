@@ -63,6 +63,11 @@ class FakeEtcd:
         self._ends.clear()
         self._revision += 1
 
+    def put_back(self, value: bytes) -> None:
+        """Have the map as it once was."""
+        (key,) = (key for key in self._entries if key.endswith(b"/map"))
+        self._set(key, value)
+
     async def _reach(self) -> None:
         await asyncio.sleep(0.001 + self._rng.random() * 0.01)
         if self.down or running().host in self.cut:

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.simulation import worlds
 from tests.simulation.clustered import ClusterWorld
 from tests.simulation.processes import ServerProcess
+from upr.cluster.registry import Map
 from upr.engine.partitions import ACTIVE
 from upr_client import AsyncClient, UprError
 from upr_protocol.ownership import Standing
@@ -136,14 +138,16 @@ def buckets(server: ServerProcess) -> dict[int, str]:
     return {v: name for v, name in server.server._catalog.versions.items() if name != "default"}
 
 
+def ordered(world: ClusterWorld, *, drops: bool = False) -> None:
+    """Have a bucket created or dropped, and wait for the answer."""
+    world.order_bucket("some", drops=drops)
+    world.until(lambda: not world.ordering, 20, "answered", step=0.05)
+
+
 def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
     world: ClusterWorld,
 ) -> None:
     """Whoever owns: what the last owner alone did is done by the next one before it serves."""
-
-    def ordered(*, drops: bool = False) -> None:
-        world.order_bucket("some", drops=drops)
-        world.until(lambda: not world.ordering, 20, "answered", step=0.05)
 
     def lost(owner: ServerProcess) -> ServerProcess:
         """Lose an owner, and return who follows it, in the moment in which it does."""
@@ -153,11 +157,16 @@ def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
         return next(s for s in others if s.active)
 
     first = world.servers[0]
+    epoch = standing(first).row.epoch
     world.cut_off(first)
-    ordered()
+    ordered(world)
     assert len(world.created) == 1
     second = lost(first)
     assert buckets(second) == world.created
+    # Not both claimed when the owner's key was gone.
+    assert standing(second).row.epoch == epoch + 1
+    world.pass_time(2.0)
+    assert second.active
     assert second.server is not None
     assert all((h.bucket.partitions.state == ACTIVE).all() for h in second.server._catalog.hosts)
     world.net.heal()
@@ -165,11 +174,11 @@ def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
     world.until(lambda: counted(world, second.number) == {third}, 40, "counted")
     # Etcd does it when the answer is lost already.
     world.etcd.late = 2.0
-    ordered(drops=True)
+    ordered(world, drops=True)
     assert not world.dropped
     world.etcd.late = 0.0
     world.until(lambda: not buckets(second), 20, "dropped")
-    ordered()
+    ordered(world)
     assert len(world.created) == 1, world.counts
     first.start()
     # It has one of that name that was dropped.
@@ -177,13 +186,76 @@ def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
     world.until(lambda: world.in_step(second), 30, "in step")
     assert buckets(first) == world.created
     world.cut_off(second)
-    ordered(drops=True)
+    ordered(world, drops=True)
     assert len(world.dropped) == 1
     assert buckets(lost(second)) == {}
     world.net.heal()
     second.start()
     world.settle()
     world.check()
+
+
+def test_an_old_copy_of_the_map_takes_nothing_from_its_owner(world: ClusterWorld) -> None:
+    def known() -> Map:
+        (data,) = world.etcd.values("/map")
+        return Map.decode(data)
+
+    first, second, third = world.servers
+    ordered(world)
+    old = known()
+    ordered(world, drops=True)
+    ordered(world)
+    world.etcd.put_back(old.encode())
+    assert first.server is not None
+    catalog = first.server._catalog
+    world.until(
+        lambda: {b.version: b.name for b in known().buckets} == catalog.versions, 20, "set right"
+    )
+    assert buckets(first) == world.created
+    # An older row besides, with more that are counted, and a bucket that was dropped.
+    old = known()
+    world.cut_off(first, third)
+    world.until(lambda: counted(world) == {1}, 30, "counted no more")
+    ordered(world, drops=True)
+    world.etcd.put_back(old.encode())
+    world.until(lambda: known().row == standing(first).row, 10, "set right")
+    assert not world.dropped & {b.version for b in known().buckets}
+    # Nobody claims by it, but who owned.
+    first.kill()
+    world.etcd.put_back(old.encode())
+    world.until(lambda: "it is an old copy" in second.waiting, 20, "told")
+    world.net.heal()
+    first.start()
+    world.settle()
+    # Nobody was active who knew that it was dropped.
+    world.dropped.clear()
+    world.check()
+
+
+def test_a_first_server_that_is_killed_behind_the_map_makes_what_that_has(tmp_path: Path) -> None:
+    with worlds.prepared(0):
+        world = ClusterWorld(tmp_path / "world", 5, servers=2)
+        first = world.servers[0]
+        with world.living():
+            first.start()
+            first.dies_at = "bucket."
+            world.make_first(first)
+            world.until(lambda: first.died, 10, "dead")
+            world.no_more_deaths()
+            world.until(lambda: first.bucket is not None and first.waiting == "", 30, "made")
+
+
+def test_no_order_claims_the_map_of_another_set(world: ClusterWorld) -> None:
+    second = world.servers[1]
+    (data,) = world.etcd.values("/map")
+    other = replace(Map.decode(data), replica_set="0" * 16)
+    world.etcd.put_back(other.encode())
+    assert world.promoted(second, force=True) == "WRONG_REPLICA_SET"
+    world.order_bucket("some", drops=False)
+    world.pass_time(3.0)
+    assert not world.created
+    assert world.etcd.values("/map") == [other.encode()]
+    assert active(world) == [0]
 
 
 def test_what_only_an_emptied_server_had_is_given_up_by_force(world: ClusterWorld) -> None:
@@ -246,10 +318,13 @@ def test_a_drained_server_follows_no_owner_and_a_lost_map_is_made_by_who_serves(
     assert standing(third).row.epoch == epoch
     third.kill()
     # The second one is still drained; the first one, restarted, is not.
-    world.pass_time(20.0)
+    world.until(lambda: first.active, 20, "replaced")
+    first.kill()
+    world.until(lambda: "'upr-admin drain --undo'" in second.waiting, 20, "told")
     assert not second.active
     assert drained(second, undo=True) == ""
     third.start()
+    first.start()
     world.settle()
     world.check()
 

@@ -60,6 +60,8 @@ class Keeper:
         self._read_at = 0.0
         self._tried_at = self._matched_at = -RESUME_SECONDS
         self._claimed: Row | None = None
+        # The last time at which not both witnesses said that the owner is gone.
+        self._gone_at = 0.0
         self._told: dict[str, Exception | None] = {}
         # A server that is the first of its set, or was killed while it became that.
         self._is_first = not catalog.hosts and not catalog.damaged
@@ -160,14 +162,7 @@ class Keeper:
         if self._map is None:
             await self._begin(owning)
             return
-        own = self._catalog.replica_set
-        if own and own != self._map.replica_set:
-            raise UprError(
-                f"the cluster {shown(self._place.name)} is the set of servers {self._map.replica_set}; this server"
-                f" belongs to {own}",
-                reason="WRONG_REPLICA_SET",
-                hint="give --cluster another name, or --data an empty directory",
-            )
+        self._check_set(self._map)
         row = self._map.row
         owning.meeting.heard_of(
             SetMember(directory=directory, address=address)
@@ -175,20 +170,34 @@ class Keeper:
         )
         if row.serving:
             await owning.learned(row, row.epoch)
-        if not own and row.owner == owning.standing.directory:
+        if not self._catalog.replica_set and row.owner == owning.standing.directory:
             # It was killed while it made the map.
             self._catalog.join(self._map.replica_set)
         await self._act(owning, row, now)
         if owning.active:
             await self._keep_buckets(self._map, now)
+        else:
+            self.buckets.tell("")
+
+    def _check_set(self, known: Map) -> None:
+        """Raise where the map is of another set than this server."""
+        own = self._catalog.replica_set
+        if own and own != known.replica_set:
+            raise UprError(
+                f"the cluster {shown(self._place.name)} is the set of servers {known.replica_set}; this server"
+                f" belongs to {own}",
+                reason="WRONG_REPLICA_SET",
+                hint="give --cluster another name, or --data an empty directory",
+            )
 
     async def _keep_buckets(self, known: Map, now: float) -> None:
         """Have the buckets that the map has; the first server of a set begins with one."""
-        if self._is_first:
-            if not self._catalog.hosts:
-                await self.buckets.create(DEFAULT_BUCKET)
-            self._is_first = False
-        elif not self.buckets.are(known) and now - self._matched_at >= MATCH_SECONDS:
+        if self._is_first and not (self._catalog.hosts or known.buckets):
+            await self.buckets.create(DEFAULT_BUCKET)
+        self._is_first = False
+        if self.buckets.are(known):
+            self.buckets.tell("")
+        elif now - self._matched_at >= MATCH_SECONDS:
             self._matched_at = now
             await self.buckets.match()
 
@@ -203,7 +212,13 @@ class Keeper:
                 self._tried_at = now
                 await owning.step_down(fenced=False)
                 await owning.promote()
-        elif self._may_claim(owning, row):
+        elif self._may_claim(owning, row, now):
+            if owning.drained:
+                raise UprError(
+                    "the owner is gone, and this server is drained",
+                    reason="DRAINED",
+                    hint="start the owner, or 'upr-admin drain --undo' here",
+                )
             # What was read may be old by now.
             _, known = await self.rows.found()
             if known is not None and known.row == row:
@@ -229,18 +244,20 @@ class Keeper:
             if key.startswith(prefix)
         }
 
-    def _may_claim(self, owning: Owning, row: Row) -> bool:
+    def _may_claim(self, owning: Owning, row: Row, now: float) -> bool:
         """Return whether this server is to claim: the owner is gone, for both witnesses, and others had their turn."""
         own = owning.standing.directory
-        if owning.drained:
-            return False
         if row.owner == own:
             # A claim of its own failed; an owner that restarts resumes by itself.
             return not row.serving
-        if own not in row.counted or row.owner in self._nodes() or owning.agreeing is None:
+        agreeing = owning.agreeing
+        if own not in row.counted or agreeing is None:
             return False
+        if row.owner in self._nodes() or agreeing.unasked_seconds < GRANT_SECONDS:
+            self._gone_at = now
+        # From the second witness on: often that is the key, which is gone for all at the same moment.
         turn = sorted(row.counted - {row.owner}).index(own)
-        return owning.agreeing.unasked_seconds >= GRANT_SECONDS + turn * TURN_SECONDS
+        return now - self._gone_at > turn * TURN_SECONDS
 
     async def _begin(self, owning: Owning) -> None:
         """Make the map, where there is none: of the row of who serves, or of a server that was alone until now.
@@ -253,7 +270,7 @@ class Keeper:
         elif not standing.epoch and owning.holding.served():
             await self._make(owning, first_row(standing.directory))
         else:
-            new = "" if standing.epoch else ", and this server is new"
+            new = "" if self._catalog.replica_set else ", and this server is new"
             raise UprError(
                 f"there is no map of the cluster {shown(self._place.name)} in etcd{new}",
                 reason="NO_MAP",
@@ -265,12 +282,19 @@ class Keeper:
         """Make the map, where there is none, of a server that is to be active.
 
         Args:
-            force: also if it was a replica: an operator says that nobody was active after what it knows.
+            force: also if it heard of an owner: an operator says that nobody was active after what it knows.
+
+        Raises:
+            UprError: WRONG_REPLICA_SET, there is one of another set, which no order may claim.
         """
-        if owning.active or (await self.rows.found())[1] is not None:
+        if owning.active:
+            return
+        _, known = await self.rows.found()
+        if known is not None:
+            self._check_set(known)
             return
         standing = owning.standing
-        if force or not (standing.epoch or self._catalog.replica_set):
+        if force or not standing.epoch:
             row = standing.row if standing.row.epoch else first_row(standing.directory)
             await self._make(owning, row)
 

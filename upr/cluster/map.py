@@ -1,9 +1,9 @@
 """Map: the one key of a cluster that says who owns its set, and which buckets that has. It is changed by compare-and-set.
 
-A bucket is created and dropped in the map first, under a version that was never there before. So an answer of etcd that was
-lost does no harm: whoever is the owner makes what the map has, and drops what it says was dropped, before it serves or
-within moments. What is in neither list, of a map that was made again or restored, is the owner's to tell: it goes into the
-map. The other servers have the buckets of the owner.
+A bucket is created and dropped in the map first, by its owner only, under a version that was never there before. So an answer
+of etcd that was lost does no harm: whoever is the owner makes what the map has, and drops what it says was dropped, before it
+serves or within moments. What is in neither list, of a map that was made again or restored, is the owner's to tell: it goes
+into the map. The other servers have the buckets of the owner.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from dataclasses import replace
 from upr.cluster.registry import Bucket, Found, Map, Place, Registry
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, new_version
+from upr.service.buckets.serving import not_active
 from upr_protocol.errors import (
     AlreadyExistsError,
     BucketNotFoundError,
@@ -35,9 +36,13 @@ class MapRows:
     Args:
         registry: where it is kept.
         place: of the cluster.
+
+    Attributes:
+        swapped: the map with the newest row that was set from here; None before there is one.
     """
 
     def __init__(self, registry: Registry, place: Place) -> None:
+        self.swapped: Map | None = None
         self._registry = registry
         self._prefix = place.prefix
         self._key = place.prefix + b"map"
@@ -62,17 +67,21 @@ class MapRows:
             # It may have been changed so by a call whose answer was lost.
             return replace(known, row=new) if known.row in (old, new) else None
 
-        return await self.change(changed) is not None
+        swapped = await self.change(changed)
+        self.swapped = swapped or self.swapped
+        return swapped is not None
 
     async def change(self, changed: Callable[[Map], Map | None]) -> Map | None:
         """Change the map, and return what it is then; None where ``changed`` returns that.
 
         Args:
-            changed: returns what a map is to be; it is asked again where another change came first.
+            changed: returns what a map is to be; it is asked again where another change came first, or where the answer
+                was lost: the map may be what it returned before.
 
         Raises:
             UprError: it is not known whether it was changed.
         """
+        is_unknown = False
         for _ in range(CHANGES_MAX):
             found, known = await self.found()
             if known is None:
@@ -81,8 +90,13 @@ class MapRows:
             if new is None or new == known:
                 return new
             revision = found.entries[self._key].revision
-            if await self._registry.swap(self._key, new.encode(), revision):
-                return new
+            try:
+                if await self._registry.swap(self._key, new.encode(), revision):
+                    return new
+            except UnavailableError:
+                if is_unknown:
+                    raise
+                is_unknown = True
         raise UnavailableError("the map of the cluster changes again and again", hint="try again")
 
     async def begin(self, first: Map) -> bool:
@@ -118,6 +132,8 @@ class Buckets:
             new = Bucket(name, new_version(), compression, quota)
 
             def with_it(known: Map) -> Map:
+                if new in known.buckets:
+                    return known
                 if any(one.name == name for one in known.buckets):
                     raise AlreadyExistsError(
                         f"bucket {shown(name)} exists in the cluster",
@@ -165,16 +181,33 @@ class Buckets:
                 return one.version
         raise missing
 
-    async def _change(self, changed: Callable[[Map], Map | None], words: str) -> Map | None:
+    def _is_owners(self, known: Map) -> bool:
+        """Return whether this server is the owner that a map names; another one may have claimed, or it is another set's."""
+        own = self._catalog.standing.standing.row
+        names = known.replica_set, known.row.owner, known.row.epoch
+        own_names = self._catalog.replica_set, own.owner, own.epoch
+        return names == own_names and not self._catalog.replica
+
+    async def _change(self, changed: Callable[[Map], Map], words: str) -> None:
+        def by_owner(known: Map) -> Map:
+            if not self._is_owners(known):
+                raise not_active("")
+            return changed(known)
+
         try:
-            return await self._rows.change(changed)
+            await self._rows.change(by_owner)
         except UnavailableError as error:
             error.message += f"; it is not known whether {words}"
             error.hint = "etcd must answer for that; see what is there when it does, with 'upr-admin bucket list'"
             raise
 
     def are(self, known: Map) -> bool:
-        """Return whether the buckets here are those that a map has; damaged ones that it has not are let be."""
+        """Return whether the buckets here are those that a map has, and its row is not of an old copy.
+
+        Damaged ones that it has not are let be.
+        """
+        if known.row.age < self._catalog.standing.standing.row.age:
+            return False
         here, there = self._catalog.versions.keys(), {one.version for one in known.buckets}
         hosts = {host.bucket.identity.version for host in self._catalog.hosts}
         return hosts <= there <= here and here.isdisjoint(known.dropped)
@@ -182,68 +215,82 @@ class Buckets:
     async def match(self) -> None:
         """Make the buckets that the map has, drop those that it says were dropped, and have it know of the others.
 
-        Of a server that is not active yet nothing goes into the map, and what is made is to become active.
+        Of a server that is not active yet nothing goes into the map, what is made is to become active, and etcd is not
+        asked: it is the map in which this server began to serve.
 
         Raises:
             UprError: the map cannot be read, or changed.
         """
         async with self._changing:
             await self._catalog.settled()
-            _, known = await self._rows.found()
-            if known is None or known.replica_set != self._catalog.replica_set:
+            known = before = self._rows.swapped
+
+            def with_ours(map_: Map) -> Map | None:
+                nonlocal before
+                before = map_
+                return self._with_ours(map_)
+
+            if active := not self._catalog.replica:
+                known = await self._rows.change(with_ours)
+                if known not in (None, before):
+                    log.warning("the map of the cluster is set right by what its owner has")
+            if known is None:
                 return
-            active, failed = not self._catalog.replica, ""
-            there = {one.version for one in known.buckets}
-            named = {one.name for one in known.buckets}
-            here = self._catalog.versions
-            only_here = {version: name for version, name in here.items() if version not in there}
-            for version, name in only_here.items():
-                was_dropped = version in known.dropped
-                if was_dropped or name in named:
-                    failed = await self._drop(name, version, keep=not was_dropped) or failed
+            failed, here = "", self._catalog.versions
+            for version, name in here.items():
+                if version in known.dropped:
+                    failed = await self._drop(name, version) or failed
             for one in known.buckets:
                 if one.version not in here:
                     failed = await self._made(one, active=active) or failed
-            new = [
-                Bucket(found.name, found.version, found.compression, host.disk.quota.limit)
-                for host in self._catalog.hosts
-                if (found := host.bucket.identity).version in only_here
-            ]
-            if active and new:
-                log.warning("the map of the cluster takes in buckets", extra={"count": len(new)})
-                await self._rows.change(lambda map_: _taking_in(map_, new))
-            self._tell(failed)
+            self.tell(failed)
 
-    async def _drop(self, name: str, version: int, *, keep: bool) -> str:
+    def _with_ours(self, known: Map) -> Map | None:
+        """Return a map with what only this server, its owner, has; None where it is not of this owner.
+
+        In an old copy of etcd's data the row may be older than the one here, and buckets may be there that were dropped, and
+        perhaps created again, since. The owner had what the map had before, so what it has is newer.
+        """
+        own, here = self._catalog.standing.standing.row, self._catalog.versions
+        if known.replica_set == self._catalog.replica_set and known.row.age < own.age:
+            known = replace(known, row=own)
+            for one in known.buckets:
+                if one.version not in here:
+                    known = known.dropping(one.version)
+        if not self._is_owners(known):
+            return None
+        for host in self._catalog.hosts:
+            found = host.bucket.identity
+            there = {bucket.name: bucket.version for bucket in known.buckets}
+            if found.version not in {*there.values(), *known.dropped}:
+                if found.name in there:
+                    known = known.dropping(there[found.name])
+                quota = host.disk.quota.limit
+                known = known.adding(Bucket(found.name, found.version, found.compression, quota))
+        return known
+
+    async def _drop(self, name: str, version: int) -> str:
         """Drop a bucket here; return why it cannot be."""
-        log.warning("a bucket is dropped here, as in the cluster", extra={"bucket": name})
         try:
-            await self._catalog.drop(name, version, keep=keep)
+            await self._catalog.drop(name, version)
         except UprError as error:
             return f"bucket {shown(name)} cannot be dropped: {error}"
+        log.warning("a bucket was dropped here, as in the cluster", extra={"bucket": name})
         return ""
 
     async def _made(self, one: Bucket, *, active: bool) -> str:
         """Make a bucket here; return why it cannot be."""
-        log.warning("a bucket is made here, as in the cluster", extra={"bucket": one.name})
         try:
             await self._make(one, active=active)
         except UprError as error:
             return f"bucket {shown(one.name)} cannot be made: {error}"
+        log.warning("a bucket was made here, as in the cluster", extra={"bucket": one.name})
         return ""
 
-    def _tell(self, words: str) -> None:
+    def tell(self, words: str) -> None:
         """Say in the log once that a bucket is not as the map says, and once that all are."""
         if words not in ("", self.trouble):
             log.warning("buckets are not as in the cluster", extra={"why": words})
         elif self.trouble and not words:
             log.info("buckets are as in the cluster again")
         self.trouble = words
-
-
-def _taking_in(known: Map, buckets: list[Bucket]) -> Map:
-    """Return a map with buckets that it has not, nor knows as dropped."""
-    names = {one.name for one in known.buckets}
-    taken = {*known.dropped, *(one.version for one in known.buckets)}
-    new = (one for one in buckets if one.version not in taken and one.name not in names)
-    return known.adding(*new)

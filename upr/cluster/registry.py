@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Protocol
 
 from upr.storage.blocks import COMPRESSIONS
-from upr_protocol.errors import InvalidArgumentError, UprError, shown
+from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError, shown
 from upr_protocol.limits import (
     BUCKETS_MAX,
     DROPPED_MAX,
@@ -131,8 +131,19 @@ class Map:
     dropped: tuple[int, ...] = ()
 
     def adding(self, *buckets: Bucket) -> "Map":
-        """Return it with more buckets."""
-        return replace(self, buckets=(*self.buckets, *buckets))
+        """Return it with more buckets.
+
+        Raises:
+            TooManyError: they are more than BUCKETS_MAX.
+        """
+        more = (*self.buckets, *buckets)
+        if len(more) > BUCKETS_MAX:
+            raise TooManyError(
+                f"buckets of the cluster are {len(self.buckets)}; must be below {BUCKETS_MAX}",
+                hint="drop one; also those count that cannot be made at the active server",
+                retriable=False,
+            )
+        return replace(self, buckets=more)
 
     def dropping(self, version: int) -> "Map":
         """Return it without a bucket."""

@@ -17,7 +17,7 @@ from upr.replica.holding import highs_as_held, in_one_order
 from upr.replica.meeting import Answer, Meeting
 from upr.service.buckets.catalog import Catalog
 from upr_protocol.block import U64
-from upr_protocol.errors import UnavailableError
+from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.ownership import GRANT_SECONDS, GRANTED_SECONDS, Claim, Grants, Row
 
@@ -244,6 +244,26 @@ class Agreeing:
         return new
 
     # Claiming
+
+    async def basis(self, *, force: bool) -> Row:
+        """Return the row that is claimed: that of the map, which an owner that knows a newer one sets right before.
+
+        Raises:
+            UprError: it cannot be read; OLD_MAP, it is older than what is known here, so others may be counted since.
+        """
+        standing = self._catalog.standing.standing
+        known, row = standing.row, await self.rows.read()
+        if row.age < known.age and standing.owns and await self.rows.swap(row, known):
+            return known
+        if row.age < known.age and not force:
+            raise UprError(
+                f"the map of the cluster has epoch {row.epoch}, revision {row.revision}, and here {known.epoch},"
+                f" {known.revision} are known: it is an old copy",
+                reason="OLD_MAP",
+                hint="start the server that was active last: it sets the map right; or 'upr-admin promote --force' goes on"
+                " without what only others have",
+            )
+        return row
 
     async def ask_previous(self, claim: Claim) -> dict[str, Answer]:
         """Ask who served last for its promise, no longer than a grant to it holds here."""

@@ -386,7 +386,7 @@ class Owning:
                     hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force'"
                     " goes on without them",
                 )
-            basis = None if self.agreeing is None else await self.agreeing.rows.read()
+            basis = None if self.agreeing is None else await self.agreeing.basis(force=force)
             self.standing.claim(force=force, basis=basis)
             self._paused = True
             becoming = self._catalog.becoming = asyncio.Event()
@@ -437,7 +437,9 @@ class Owning:
         epochs = [int(host.bucket.partitions.epoch.max()) for host in self._catalog.hosts]
         above = max(epochs, default=0)
         for _ in range(CLAIMS_MAX):
-            basis = self.standing.row if self.agreeing is None else await self.agreeing.rows.read()
+            basis = self.standing.row
+            if self.agreeing is not None:
+                basis = await self.agreeing.basis(force=force)
             row = self.standing.claim(above=above, force=force, basis=basis)
             known = self.holding.known_highs()
             me, claim = self.standing.directory, Claim(basis, row)

@@ -8,6 +8,7 @@ What is acknowledged is the last complete durable marker: after each fsync, not 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,8 +174,10 @@ class Receiving:
         return message
 
     async def _say(self, **message: Any) -> None:
+        # Why a call has ended is told where it is read.
         async with self._writing:
-            await self._call.write(wire.FollowRequest(**message))
+            with contextlib.suppress(asyncio.InvalidStateError):
+                await self._call.write(wire.FollowRequest(**message))
 
     # Starting
 

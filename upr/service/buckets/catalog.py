@@ -270,7 +270,9 @@ class Catalog:
                 "a bucket is damaged and is not served",
                 extra={"bucket": damaged.name, "problem": str(damaged.problem)},
             )
-        is_missing = DEFAULT_BUCKET not in self._hosts and not self.replica
+        # In a cluster the map says which buckets there are.
+        decides = not (self.replica or self._config.cluster)
+        is_missing = DEFAULT_BUCKET not in self._hosts and decides
         if is_missing and self._may_create(DEFAULT_BUCKET):
             folder = create_bucket(self._directory, DEFAULT_BUCKET)
             self._add(self._opened(folder))
