@@ -27,12 +27,13 @@ _HELP = {"-h", "--help"}
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return the rows as aligned columns, numbers to the right; nothing is ever cut."""
+    """Return the rows as aligned columns, numbers to the right, also where "-" stands for some; nothing is ever cut."""
     table = [tuple(row) for row in rows]
     texts = [tuple(header), *(tuple(map(str, row)) for row in table)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     right = [
-        bool(table) and all(isinstance(row[index], int) for row in table)
+        any(isinstance(row[index], int) for row in table)
+        and all(isinstance(row[index], int) or row[index] == "-" for row in table)
         for index in range(len(header))
     ]
     lines = []
