@@ -69,14 +69,17 @@ def read_options(table: Iterable[Option], given: Mapping[str, str]) -> dict[str,
     return values
 
 
-_OF_KAFKA: Final = {
-    "kafka.bootstrap.servers": 'the server is named by .option("endpoint", "HOST:PORT")',
+_ELSEWHERE: Final = {
+    **dict.fromkeys(
+        ("host", "kafka.bootstrap.servers", "target"),
+        'the server is named by .option("endpoint", "HOST:PORT")',
+    ),
     **dict.fromkeys(
         ("assign", "subscribe", "subscribepattern", "topic"),
         'a bucket is named by .option("bucket", ...)',
     ),
 }
-"""Hints for options that Spark's source and sink of Kafka have under other names."""
+"""Hints for options that the commands, or Spark's source and sink of Kafka, have under other names."""
 
 
 def check_known(
@@ -96,7 +99,7 @@ def check_known(
     known = {name.lower() for name in names} | SPARKS_OWN
     for name in given:
         if name.lower() not in known:
-            hints = {**_OF_KAFKA, **(renamed or {})}
+            hints = {**_ELSEWHERE, **(renamed or {})}
             hint = hints.get(name.lower(), f"known are {', '.join(names)}")
             raise bad_option(name, None, "is unknown", hint)
 

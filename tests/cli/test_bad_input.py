@@ -265,6 +265,7 @@ SPARK: list[tuple[dict[str, str], str]] = [
     ({"endpoint": "127.0.0.1:0"}, "endpoint"),
     ({"endpoint": "127.0.0.1:1", "bucket": ""}, "bucket"),
     ({"endpoint": "127.0.0.1:1", "noSuch": "1"}, "noSuch: is unknown"),
+    ({"target": "127.0.0.1:1"}, "the server is named by .option"),
     ({"endpoint": "127.0.0.1:1", "subscribe": "orders"}, "a bucket is named by .option"),
     ({"endpoint": "127.0.0.1:1", "tls": "maybe"}, "tls"),
     ({"endpoint": "127.0.0.1:1", "connectTimeout": "soon"}, "connectTimeout"),
