@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from upr_client import Bucket, Changes, Client, Only, Rollback, UprError
+from upr_client.errors import InvalidArgumentError
 
 
 def say(words: object) -> None:
@@ -123,7 +124,11 @@ def serve(options: argparse.Namespace) -> None:
                 changes.ready()
                 for line in sys.stdin.buffer:
                     key = line.rstrip(b"\n")
-                    value, hit = cache.get(key)
+                    try:
+                        value, hit = cache.get(key)
+                    except InvalidArgumentError as error:
+                        say(error)
+                        continue
                     say("hit" if hit else "miss")
                     print("-" if value is None else repr(value), flush=True)
             finally:

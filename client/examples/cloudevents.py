@@ -6,7 +6,8 @@ Each POST has a batch of events in JSON. When the receiver answers 2xx, the posi
 answers 429 or 5xx, the same events are sent again after growing pauses. Any other answer ends the program, because the
 receiver will never take that batch.
 
-An event has the key in "subject" and the value in "data"; "keybase64" and "data_base64" hold bytes that are not UTF-8.
+An event has the key in "subject" and the value in "data"; "keybase64" holds a key that is no printable UTF-8, and
+"data_base64" a value that is no UTF-8.
 One that is sent again has the same "id". The type "upr.rollback" says that what was sent of a partition above "seqno" did
 not happen; what did is sent next, with new ids, so that a receiver that drops the ids it knows takes it.
 """
@@ -106,9 +107,11 @@ def event_of(source: str, history: int, change: Change) -> dict[str, Any]:
         "partition": partition,
         "seqno": str(seqno),
     }
-    try:
-        event["subject"] = key.decode()
-    except UnicodeDecodeError:
+    text = key.decode(errors="replace")
+    # An attribute must not have control characters.
+    if text.encode() == key and text.isprintable():
+        event["subject"] = text
+    else:
         event["keybase64"] = b64encode(key).decode()
     if value is None:
         return event

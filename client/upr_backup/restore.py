@@ -227,20 +227,15 @@ class Restore:
             RepositoryDamagedError: a file cannot be read, or the bucket does not hold what was written.
             UprError: the server failed or refused; the next run of the same goes on.
         """
-        self._highs = {
-            info.partition: info.high_seqno for info in self.client.admin.partitions(self.bucket)
-        }
-        what = self._what()
-        journal = self._found_journal(what)
-        done: dict[int, Written] = {}
+        journal, done = self._interrupted()
         if journal is None:
-            self._refuse(p for p, high in self._highs.items() if high)
             journal = Journal.begin(
-                self.point.repository.storage, what, self.point.groups(self.group_bytes), self.say
+                self.point.repository.storage,
+                self._what(),
+                self.point.groups(self.group_bytes),
+                self.say,
             )
         else:
-            done = self._done(journal)
-            self._check_own(journal.groups, done)
             self.say(
                 f"going on with an interrupted restore: {len(done)} of {len(journal.groups)} groups are there"
             )
@@ -264,16 +259,30 @@ class Restore:
         Raises:
             NotEmptyError, RepositoryDamagedError, UprError: as ``run``.
         """
-        if is_there:
-            highs = self.client.admin.partitions(self.bucket)
-            self._refuse(info.partition for info in highs if info.high_seqno)
+        journal = self._interrupted()[0] if is_there else None
         done, total = 0, len(self.point.counted)
         written = [Written(0, 0, 0)]
         for group in self.point.groups(self.group_bytes):
             self.progress("read", done, total)
             written.append(_counted(self.point.state(group, self.key_prefix)))
             done += len(group)
-        return Restored(Written(*map(sum, zip(*written, strict=True))), False, "not verified")
+        counts = Written(*map(sum, zip(*written, strict=True)))
+        return Restored(counts, journal is not None, "not verified")
+
+    def _interrupted(self) -> tuple[Journal | None, dict[int, Written]]:
+        """Check that the bucket holds nothing but what an interrupted run wrote; returns its journal, None without,
+        and the groups that are done.
+        """
+        self._highs = {
+            info.partition: info.high_seqno for info in self.client.admin.partitions(self.bucket)
+        }
+        journal = self._found_journal()
+        if journal is None:
+            self._refuse(p for p, high in self._highs.items() if high)
+            return None, {}
+        done = self._done(journal)
+        self._check_own(journal.groups, done)
+        return journal, done
 
     def _what(self) -> Json:
         """Return all that makes a restore the same one."""
@@ -287,9 +296,9 @@ class Restore:
             "into_non_empty": self.into_non_empty,
         }
 
-    def _found_journal(self, what: Json) -> Journal | None:
+    def _found_journal(self) -> Journal | None:
         try:
-            found = Journal.find(self.point.repository.storage, what)
+            found = Journal.find(self.point.repository.storage, self._what())
         except PermissionError:
             return None
         if found is None:

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TextIO, TypeVar
+from typing import Any, ClassVar, Final, TextIO, TypeVar
 
 import click
 
@@ -27,12 +27,13 @@ _HELP = {"-h", "--help"}
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return the rows as aligned columns, numbers to the right; nothing is ever cut."""
+    """Return the rows as aligned columns, numbers to the right, also where "-" stands for some; nothing is ever cut."""
     table = [tuple(row) for row in rows]
     texts = [tuple(header), *(tuple(map(str, row)) for row in table)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     right = [
-        bool(table) and all(isinstance(row[index], int) for row in table)
+        any(isinstance(row[index], int) for row in table)
+        and all(isinstance(row[index], int) or row[index] == "-" for row in table)
         for index in range(len(header))
     ]
     lines = []
@@ -229,6 +230,28 @@ class Command(click.Command):
         return _left(super().main, args, extra)
 
 
+ELSEWHERE: Final[Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(("add", "create", "new"), ("create", "add", "backup")),
+    **dict.fromkeys(("clients", "groups"), ("consumers",)),
+    **dict.fromkeys(("consume", "monitor", "sub", "subscribe", "tail", "watch"), ("follow", "top")),
+    **dict.fromkeys(
+        ("del", "delete", "remove", "rm"),
+        ("delete", "drop", "forget", "release", "remove", "revoke"),
+    ),
+    **dict.fromkeys(("describe", "health", "ping", "stats"), ("info", "show", "status")),
+    **dict.fromkeys(("export", "keys", "list", "ls", "scan"), ("list", "dump")),
+    **dict.fromkeys(("import", "produce"), ("load",)),
+    **dict.fromkeys(("pub", "put"), ("set",)),
+    **dict.fromkeys(("snapshot", "snapshots"), ("list", "cut")),
+    "check": ("verify",),
+    "failover": ("takeover",),
+    "forget": ("expire",),
+    "info": ("status",),
+    "topics": ("bucket",),
+}
+"""Names that programs like these have for commands, and what may be meant, the first one that is there."""
+
+
 class Group(click.Group):
     """A program of several commands, or some of them; errors are one line, and end in the statuses of ``exit_codes``.
 
@@ -282,6 +305,15 @@ class Group(click.Group):
         raise click.UsageError(
             f"{name} goes before {words[0]!r}: {ctx.command_path} {name} {words[0]}", ctx
         )
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        meant = [one for one in ELSEWHERE.get(name, ()) if one in self.commands]
+        if meant and name not in self.commands and not ctx.resilient_parsing:
+            raise click.UsageError(f"No such command {name!r}. Did you mean {meant[0]!r}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         return _invoked(super().invoke, ctx)

@@ -69,6 +69,19 @@ def read_options(table: Iterable[Option], given: Mapping[str, str]) -> dict[str,
     return values
 
 
+_ELSEWHERE: Final = {
+    **dict.fromkeys(
+        ("host", "kafka.bootstrap.servers", "target"),
+        'the server is named by .option("endpoint", "HOST:PORT")',
+    ),
+    **dict.fromkeys(
+        ("assign", "subscribe", "subscribepattern", "topic"),
+        'a bucket is named by .option("bucket", ...)',
+    ),
+}
+"""Hints for options that the commands, or Spark's source and sink of Kafka, have under other names."""
+
+
 def check_known(
     given: Iterable[str], table: Iterable[Option], renamed: Mapping[str, str] | None = None
 ) -> None:
@@ -86,7 +99,8 @@ def check_known(
     known = {name.lower() for name in names} | SPARKS_OWN
     for name in given:
         if name.lower() not in known:
-            hint = (renamed or {}).get(name.lower(), f"known are {', '.join(names)}")
+            hints = {**_ELSEWHERE, **(renamed or {})}
+            hint = hints.get(name.lower(), f"known are {', '.join(names)}")
             raise bad_option(name, None, "is unknown", hint)
 
 

@@ -99,6 +99,7 @@ TABLE = """
 2 | upr-admin explain 5 --log none | File 'none' does not exist
 2 | upr-admin explain 5 --log text | text is not what 'upr-admin failover-log --json' prints: not JSON (E
 2 | upr-admin explain 5 --log folder | File 'folder' is a directory
+2 | upr-admin bucket rm default | No such command 'rm'. Did you mean 'drop'?
 2 | upr-admin bucket lsit | No such command 'lsit'. Did you mean 'list'?
 2 | upr-admin bucket create | Missing argument 'NAME'
 2 | upr-admin bucket create '' | bucket '' is 0 bytes; must be 1 to 200 without control characters
@@ -157,6 +158,7 @@ TABLE = """
 2 | upr-admin takeover | Missing option '--to'
 2 | upr-admin takeover --to a | 'a' is not HOST:PORT
 2 | upr-admin topology forget | Missing argument 'SERVER'
+2 | upr-cat del key | No such command 'del'. Did you mean 'delete'?
 2 | upr-cat flow | No such command 'flow'. Did you mean 'follow'?
 2 | upr-cat get | Missing argument 'KEY'
 2 | upr-cat get a b | Got unexpected extra argument (b)
@@ -183,6 +185,7 @@ TABLE = """
 2 | upr-backup list | REPOSITORY goes before 'list': upr-backup REPOSITORY list
 2 | upr-backup backup --full | REPOSITORY goes before 'backup': upr-backup REPOSITORY backup
 2 | upr-backup repo | Missing command
+2 | upr-backup repo snapshots | No such command 'snapshots'. Did you mean 'list'?
 2 | upr-backup repo lsit | No such command 'lsit'. Did you mean 'list'?
 2 | upr-backup '' list | the location is empty (a folder, file:///FOLDER, s3://BUCKET/PREFIX, g
 2 | upr-backup ftp://a/b list | ftp:// is no known kind of location (a folder, file:///FOLDER, s3://BU
@@ -262,6 +265,8 @@ SPARK: list[tuple[dict[str, str], str]] = [
     ({"endpoint": "127.0.0.1:0"}, "endpoint"),
     ({"endpoint": "127.0.0.1:1", "bucket": ""}, "bucket"),
     ({"endpoint": "127.0.0.1:1", "noSuch": "1"}, "noSuch: is unknown"),
+    ({"target": "127.0.0.1:1"}, "the server is named by .option"),
+    ({"endpoint": "127.0.0.1:1", "subscribe": "orders"}, "a bucket is named by .option"),
     ({"endpoint": "127.0.0.1:1", "tls": "maybe"}, "tls"),
     ({"endpoint": "127.0.0.1:1", "connectTimeout": "soon"}, "connectTimeout"),
     ({"endpoint": "127.0.0.1:1", "batchRows": "0"}, "batchRows"),

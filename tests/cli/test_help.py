@@ -13,6 +13,7 @@ from upr.cli.admin import main as admin
 from upr.cli.cat import main as cat
 from upr.cli.server import main as server
 from upr_backup.cli.commands import main as backup
+from upr_cli_kit.output import ELSEWHERE
 from upr_client import Client
 
 PROGRAMS: dict[str, click.Command] = {
@@ -48,6 +49,12 @@ def parse(words: list[str]) -> list[str]:
         assert below is not None
         named.append(name)
         command = below
+
+
+def test_a_name_from_elsewhere_leads_to_a_command() -> None:
+    groups = [command.commands.keys() for _, command in ALL if isinstance(command, click.Group)]
+    for name, meant in ELSEWHERE.items():
+        assert any(name not in group and group & set(meant) for group in groups), name
 
 
 @pytest.mark.parametrize(("name", "command"), ALL, ids=[name for name, _ in ALL])

@@ -81,6 +81,7 @@ def test_columns_are_aligned_and_never_cut() -> None:
     text = columns(("n", "id"), [(5, "x" * 300), (1023, "y")])
     assert text.splitlines() == ["   n  id", f"   5  {'x' * 300}", "1023  y"]
     assert columns(("a", "b"), []) == "a  b"
+    assert columns(("lag", "b"), [(-7, "-"), ("-", "y")]) == "lag  b\n -7  -\n  -  y"
 
 
 class Terminal(io.StringIO):

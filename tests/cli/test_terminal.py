@@ -182,11 +182,12 @@ def test_closed_streams_and_a_full_disk_are_a_line(target: str, tmp_path: Path) 
     with Client(target) as client:
         client.bucket().set(b"key", b"value")
         for command, words in (
-            ("get key >&-", closed),
-            ("get key > /dev/full", "No space left on device"),
-            ("set key - <&-", closed),
+            ("cat get key >&-", closed),
+            ("cat get key > /dev/full", "No space left on device"),
+            ("cat set key - <&-", closed),
+            ("admin token add a --role read --tokens identities --json >&-", closed),
         ):
-            line = f"{sys.executable} -m upr.cli cat {command}"
+            line = f"{sys.executable} -m upr.cli {command}"
             done = subprocess.run(
                 ["bash", "-c", line],
                 capture_output=True,
@@ -196,3 +197,5 @@ def test_closed_streams_and_a_full_disk_are_a_line(target: str, tmp_path: Path) 
             )
             assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {words}\n")
         assert client.bucket().get(b"key") == b"value"
+    # An identity whose token nobody has seen is not there.
+    assert (tmp_path / "identities").read_text() == ""

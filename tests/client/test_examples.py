@@ -393,7 +393,7 @@ def test_cloud_events_come_in_order_and_again_until_they_are_taken(tmp_path: Pat
             assert not {one["id"] for one in again} & {one["id"] for one in events}
             assert example.end(signal.SIGINT) == 0
         with receiver([400]) as (refusing, none):
-            server.write(first, b"last")
+            server.write(b"a\x1b", b"last")
             last = [*command, "--url", refusing, "--until-now"]
             with running(tmp_path, last) as example:
                 assert example.end() == 1
@@ -404,6 +404,7 @@ def test_cloud_events_come_in_order_and_again_until_they_are_taken(tmp_path: Pat
         while not taken.empty():
             (*_, event) = taken.get_nowait()
         assert event["data"] == "last"
+        assert (event["keybase64"], "subject" in event) == (b64encode(b"a\x1b").decode(), False)
         assert none.empty()
 
 
@@ -431,7 +432,11 @@ def test_the_cache_forgets_what_changes_and_everything_on_a_rollback(tmp_path: P
     with ScriptedServer() as server:
         server.write(key, b"1")
         with running(tmp_path, command_of("cache_invalidator.py", server.target)) as example:
+            assert example.process.stdin is not None
+            # That is no key.
+            example.process.stdin.write(b"\n")
             assert [example.ask(key), example.ask(key)] == ["b'1'", "b'1'"]
+            assert "must be 1 to" in example.words
             assert example.words.splitlines()[-2:] == ["miss", "hit"]
             server.write(key, b"2")
             example.wait_until(lambda: f"forgot {key!r}" in example.words)
@@ -443,7 +448,6 @@ def test_the_cache_forgets_what_changes_and_everything_on_a_rollback(tmp_path: P
             assert example.ask(key) == "b'1'"
             assert example.ask(key) == "b'1'"
             assert example.words.endswith("hit\n")
-            assert example.process.stdin is not None
             example.process.stdin.close()
             assert example.end() == 0
 

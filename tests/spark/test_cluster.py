@@ -1,4 +1,4 @@
-"""A backup as a job on a cluster that loses an executor in the middle."""
+"""A backup as a job on a cluster that loses an executor in the middle; the repository is encrypted."""
 
 import os
 import signal
@@ -27,6 +27,7 @@ ROWS = 6_000
 SPARK = Path(pyspark.__file__).parent
 JOB = Path(ship.__file__).with_name("spark_job.py")
 FAST = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+HEAD = b"upr-backup aes-256-gcm 1\n"
 MASTER = "local-cluster[2,1,600]"
 """Two workers of one core, in the process of the driver; their executors are processes of their own."""
 
@@ -62,9 +63,11 @@ def bare_python(folder: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_job_outlives_an_executor(
-    server_process: Callable[..., RunningServer], tmp_path: Path
+    server_process: Callable[..., RunningServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = tmp_path / "repository"
+    (tmp_path / "key").write_text("0f" * 32)
+    monkeypatch.setenv("UPR_BACKUP_KEY_FILE", str(tmp_path / "key"))
     server = server_process()
     with Client(server.target) as client:
         client.bucket().write_many((b"key:%d" % n, b"%d" % n) for n in range(ROWS))
@@ -109,3 +112,6 @@ def test_a_job_outlives_an_executor(
     assert "backup 1: full" in log.read_text()
     assert restored(repository, server.target, 1) == content(server.target, "default")
     assert upr_backup(repository, "verify", "--full")[0] == 0
+    assert all(
+        path.read_bytes().startswith(HEAD) for path in (repository / "data").rglob("*.parquet")
+    )

@@ -321,6 +321,10 @@ def test_an_index_is_never_trusted_more_than_the_manifests(
         assert len(index.read_index(storage, repository.id, sizes)) == known
         assert repository.chain(indexed=True).links == expected
         assert len(storage.names("index/")) == 1
+    # Who has read all of them anyhow puts all of them in.
+    index.remove_index(storage)
+    assert upr_backup(tmp_path / "repository", "prune").exit_code == 0
+    assert len(index.read_index(storage, repository.id, repository._sizes())) == 7
     place = tmp_path / "repository" / storage.names("index/")[0]
     good = place.read_bytes()
     for junk in (b"", good[:-1], bytes(100), b"upr-backup 2 " + b"0" * 64 + b"\n"):

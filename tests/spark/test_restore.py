@@ -131,7 +131,10 @@ def test_a_killed_restore_is_gone_on_with(
     assert killed.returncode == -signal.SIGKILL
     assert journal_files(made)
     # Another restore into the same bucket is refused: it is not that one that was begun.
-    assert restore(made, target, "--at", "1").exit_code == 4
+    for option in ((), ("--dry-run",)):
+        assert restore(made, target, "--at", "1", *option).exit_code == 4
+    looked = document(restore(made, target, "--dry-run"))
+    assert (looked["resumed"], looked["keys"]) == (True, len(made.points[1]))
     done = restore(made, target)
     assert done.exit_code == 0, done.stderr
     assert "going on with an interrupted restore" in done.stderr

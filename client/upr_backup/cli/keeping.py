@@ -141,12 +141,14 @@ def prune(storage: Storage, grace: int, dry_run: bool, as_json: bool) -> None:
     storage.sweep()
     far = Far()
     with Lock(storage) as lock:
-        made = plan(repository, repository.chain(), grace, now_micros())
+        chain = repository.chain()
+        made = plan(repository, chain, grace, now_micros())
         if not dry_run:
             try:
                 for done, _ in enumerate(remove(repository, made), 1):
                     lock.keep()
                     far.show("objects removed", done, len(made.doomed))
+                repository.write_index(chain.links)
             finally:
                 far.close()
     if made.waiting:
@@ -245,7 +247,10 @@ def repair(storage: Storage, yes: bool, as_json: bool) -> int:
         click.echo(f"set aside: {_range(lost[0], lost[-1])}")
     else:
         click.echo(
-            "the chain is whole" if not damage else "this is not mended by setting backups aside"
+            "this is not mended by setting backups aside: put it back from a copy; a merged base or an expiry may be "
+            "removed by hand while what is before it is there"
+            if damage
+            else "the chain is whole"
         )
     return exit_codes.DAMAGED if damage else exit_codes.OK
 

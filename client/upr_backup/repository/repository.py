@@ -21,7 +21,7 @@ reading. So one that a backup overtook, whose run did not know of it, takes noth
 
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -377,13 +377,19 @@ class Repository:
     def _aside(self) -> set[int]:
         return {number_in(name) for name in self.storage.names(ASIDE)}
 
-    def write_index(self) -> None:
+    def write_index(self, whole: Sequence[Link] = ()) -> None:
         """Have the next listing read few manifests; called once in a while after a commit, with the lock held.
+
+        Args:
+            whole: the chain, where all of it was read; else as many are added to the index as take no time.
 
         Raises:
             RepositoryDamagedError: a manifest is damaged.
         """
         sizes = self._sizes()
+        if whole:
+            index.write_index(self.storage, self.id, whole, sizes)
+            return
         known = index.read_index(self.storage, self.id, sizes)
         first = max(known, default=min(sizes, default=1) - 1) + 1
         links = list(known.values())

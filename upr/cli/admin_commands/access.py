@@ -120,11 +120,16 @@ def add(
         print_done(as_json, "added", name, f"its token is in {out}", token_file=str(out))
         return
     made = add_identity(tokens, name, roles, certificate, prefixes)
-    if as_json or not made:
-        print_done(as_json, "added", name, "known by its certificate", token=made or None)
-    else:
-        note(f"the token of {name!r}, which is shown only now:")
-        click.echo(made)
+    try:
+        if as_json or not made:
+            print_done(as_json, "added", name, "known by its certificate", token=made or None)
+        else:
+            note(f"the token of {name!r}, which is shown only now:")
+            click.echo(made)
+    except BaseException:
+        # Nobody has seen the token.
+        revoke_identity(tokens, name)
+        raise
 
 
 @token.command("list")

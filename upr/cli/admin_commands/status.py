@@ -318,7 +318,7 @@ def top_text(before: Look | None, now: Look) -> str:
     return "\n".join(lines)
 
 
-def _rates(before: Look | None, now: Look) -> Callable[[str, object, int], str]:
+def _rates(before: Look | None, now: Look) -> Callable[[str, object, int], int | str]:
     """Return a function that says by how much a number changed in a second, "-" where that is not known."""
     known: dict[tuple[str, object], int] = {}
     if before is not None:
@@ -330,9 +330,9 @@ def _rates(before: Look | None, now: Look) -> Callable[[str, object, int], str]:
         }
     seconds = 0.0 if before is None else now.at - before.at
 
-    def rate(what: str, of: object, count: int) -> str:
+    def rate(what: str, of: object, count: int) -> int | str:
         earlier = known.get((what, of))
-        return "-" if earlier is None or not seconds else f"{(count - earlier) / seconds:.0f}"
+        return "-" if earlier is None or not seconds else round((count - earlier) / seconds)
 
     return rate
 
@@ -340,7 +340,7 @@ def _rates(before: Look | None, now: Look) -> Callable[[str, object, int], str]:
 def _top_row(
     one: "BucketInfo",
     at_work: "dict[str, BucketStatus]",
-    rate: Callable[[str, object, int], str],
+    rate: Callable[[str, object, int], int | str],
 ) -> tuple[object, ...]:
     working = at_work.get(one.name)
     problem = one.problem or (working.problem if working is not None else None)
