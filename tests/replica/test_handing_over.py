@@ -240,7 +240,7 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
 ) -> None:
     old, new, third = await start_set(start, replicas=2)
     monkeypatch.setattr(owning, "GATHER_SECONDS", 0.3)
-    held = third.owning.held
+    held = third.owning.holding.now
 
     def more() -> dict[int, Held]:
         """What it holds, and rows that it cannot send."""
@@ -250,7 +250,7 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
             columns["epoch"][7] = 1
         return told
 
-    monkeypatch.setattr(third.owning, "held", more)
+    monkeypatch.setattr(third.owning.holding, "now", more)
     # The former owner does not confirm, so each of the others counts.
     monkeypatch.setattr(old.owning.holding, "served", lambda: 0)
     with pytest.raises(UprError) as refused:

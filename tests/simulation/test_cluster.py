@@ -105,7 +105,7 @@ def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
     said = [one.message for one in caplog.records if one.name == "upr.replica.agreeing"]
     began_and_ended = (
         "the owner takes and answers nothing",
-        "the owner that served no more gave way",
+        "the owner's trouble is over",
     )
     assert tuple(said[-2:]) == began_and_ended
 

@@ -123,7 +123,7 @@ class Agreeing:
     def end(self) -> None:
         """Own no more: nothing is taken or answered from this step on."""
         self.grants.end()
-        self._over("the owner that served no more gave way")
+        self._over("it gave way")
 
     async def run(self) -> None:
         """Ask for grants while this server owns, until cancelled."""
@@ -166,12 +166,12 @@ class Agreeing:
             self.trouble = "no counted server grants it"
             log.warning("the owner takes and answers nothing", extra={"why": self.trouble})
         elif not lapsed and self.may_serve():
-            self._over("the owner serves again")
+            self._over("it serves again")
 
-    def _over(self, words: str) -> None:
+    def _over(self, why: str) -> None:
         if self.trouble:
             self.trouble = ""
-            log.info(words)
+            log.info("the owner's trouble is over", extra={"why": why})
 
     def silent(self, row: Row) -> set[str]:
         """Return the counted servers that have been silent for so long that they are to be counted no more."""

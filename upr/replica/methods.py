@@ -144,7 +144,7 @@ class ReplicaMethods:
         if met is None:
             return told
         lag = 0
-        for version, mine in owning.held().items():
+        for version, mine in owning.holding.now().items():
             if version in met.held:
                 theirs = np.minimum(met.held[version]["marker"], mine["high"])
                 lag += int((mine["high"] - theirs).sum())
@@ -249,7 +249,7 @@ class ReplicaMethods:
             row=row_to_message(standing.row),
             epoch=standing.epoch,
             in_step=owning.in_step,
-            held=held_to_messages(owning.held()),
+            held=held_to_messages(owning.holding.now()),
             members=owning.meeting.members_to_tell(standing),
             claiming=owning.claiming,
             drained=owning.drained,

@@ -50,7 +50,6 @@ from upr_protocol.ownership import (
     Ask,
     Claim,
     Follow,
-    Held,
     Outdated,
     Promise,
     Row,
@@ -146,10 +145,6 @@ class Owning:
         """Whether it is about to become the active one."""
         return self._claiming.locked()
 
-    def held(self) -> dict[int, Held]:
-        """Return what is durable here, by bucket version."""
-        return self.holding.now()
-
     def _servers(self) -> list[str]:
         """Return HOST:PORT of the servers of the set, for clients, as many as they keep; none of one that is alone."""
         known = self.meeting.addresses
@@ -189,9 +184,7 @@ class Owning:
             host.bucket.partitions.owner = owner
 
     def owner_address(self) -> str:
-        """Return HOST:PORT of the active server, or of the one that is about to be; empty if neither is known, or it is
-        this one.
-        """
+        """Return HOST:PORT of the active server, or of the one that is about to be; empty if none is known, or it is this."""
         return self.meeting.addresses.get(self._owner, "")
 
     @property
@@ -334,7 +327,9 @@ class Owning:
             await self.step_down(fenced=False)
             await self._settle(force=force)
             changes = {h.bucket.identity.version: h.table_changes for h in self._catalog.hosts}
-            return Answer(known, self.held(), after.confirms(claim, self.holding.served()), changes)
+            return Answer(
+                known, self.holding.now(), after.confirms(claim, self.holding.served()), changes
+            )
 
     async def _settle(self, *, force: bool) -> None:
         """Wait until everything that was numbered or begun here is durable, in all buckets."""
@@ -472,11 +467,11 @@ class Owning:
             # Of buckets that the former owner has not, if it confirms, nothing is taken: they were dropped.
             sure = last in answers and answers[last].confirmed
             told = [answers[last]] if sure else answers.values()
-            versions = sorted({v for answer in told for v in answer.held} | set(self.held()))
+            versions = sorted({v for answer in told for v in answer.held} | set(self.holding.now()))
             for directory, answer in answers.items():
                 held = in_one_order(answer.held, versions)
                 claim.promised(Promise(directory, answer.row, held, answer.confirmed))
-            step = claim.next(in_one_order(self.held(), versions))
+            step = claim.next(in_one_order(self.holding.now(), versions))
             if isinstance(step, Outdated):
                 return step
             if isinstance(step, Ask):
@@ -559,7 +554,7 @@ class Owning:
             replication = self._follow((address,), True, directory, only)
         matching = asyncio.create_task(replication.matched())
         answer, before, loop = answers[directory], None, asyncio.get_running_loop()
-        versions = sorted({*answer.held, *self.held()} if only is None else only)
+        versions = sorted({*answer.held, *self.holding.now()} if only is None else only)
         try:
             while True:
                 self._check_mine(claim)
@@ -603,7 +598,7 @@ class Owning:
             failpoints.hit("promote.after_row")
             self._check_owns()
             await self._catalog.match()
-            held = in_one_order(self.held(), versions)
+            held = in_one_order(self.holding.now(), versions)
             cut_off = step.cut_off(held)
             for host in self._catalog.hosts:
                 version = host.bucket.identity.version
