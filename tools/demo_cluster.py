@@ -11,8 +11,6 @@ import contextlib
 import itertools
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +20,8 @@ from typing import Any
 
 import grpc
 
+from tests.etcd import running_etcd
+from tests.harness import ServerFailed
 from tests.proxy import DIRECTIONS, Proxy
 from tools.demo import WAIT_SECONDS, Server, say, tell, until
 from upr_client import AsyncBucket, AsyncClient, ChangeBatch, Only, Rollback, Tuning
@@ -42,56 +42,6 @@ LOOK_SECONDS = 0.1
 """Pause of who asks a server for its topology."""
 HELD_SECONDS = 5.0
 """Time for which a link stays cut after the key behind it is gone: others would have claimed by then."""
-
-
-class Etcd:
-    """An etcd of one member."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        with (
-            socket.create_server(("127.0.0.1", 0)) as one,
-            socket.create_server(("127.0.0.1", 0)) as other,
-        ):
-            # It cannot choose its ports by itself.
-            self.target, self._peer = (
-                f"127.0.0.1:{held.getsockname()[1]}" for held in (one, other)
-            )
-        self._process: subprocess.Popen[bytes] | None = None
-
-    async def start(self) -> None:
-        """Start it, and wait until it listens."""
-        client, peer = f"http://{self.target}", f"http://{self._peer}"
-        command = ["etcd", "--name", "m", "--data-dir", str(self._folder), "--log-level", "error"]
-        command += ["--listen-client-urls", client, "--advertise-client-urls", client]
-        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        command += ["--initial-cluster", f"m={peer}"]
-        process = self._process = self._spawn(command)
-        await until(lambda: self._listens() or process.poll() is not None)
-        if not self._listens():
-            raise UprError(f"etcd ended with status {process.poll()}")
-
-    @staticmethod
-    def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def _listens(self) -> bool:
-        host, _, port = self.target.rpartition(":")
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1.0):
-            return True
-        return False
-
-    def stop(self) -> None:
-        """End it."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
 
 @dataclass
@@ -154,7 +104,7 @@ class Cluster:
         servers: by name.
     """
 
-    def __init__(self, folder: Path, etcd: Etcd, links: dict[str, Proxy]) -> None:
+    def __init__(self, folder: Path, etcd: str, links: dict[str, Proxy]) -> None:
         self._etcd, self._links = etcd, links
         self.servers: dict[str, Server] = {}
         for name in NAMES:
@@ -215,14 +165,13 @@ class Cluster:
 
     async def run(self) -> bool:
         """Tell all of it; return whether it ended well."""
-        await self._etcd.start()
         await self._start("A")
         async with AsyncClient(self.servers["A"].target) as client:
             await client.admin.promote()
         await self._until(lambda: self._owner == "A")
         await asyncio.gather(*map(self._start, NAMES[1:]))
         await self._until(lambda: self._counts("B", "C"))
-        say(f"etcd      at {self._etcd.target} keeps who the owner is, and nothing else")
+        say(f"etcd      at {self._etcd} keeps who the owner is, and nothing else")
         for name, server in self.servers.items():
             role = "is the owner" if name == self._owner else "follows it, and is counted"
             say(f"{name}         at {server.target} {role}")
@@ -379,10 +328,12 @@ class Cluster:
 
 async def demonstrate(folder: Path) -> bool:
     """Run it in a folder; return whether it ended well."""
-    etcd = Etcd(folder / "etcd")
     with contextlib.ExitStack() as stack:
-        stack.callback(etcd.stop)
-        links = {name: stack.enter_context(Proxy(etcd.target)) for name in NAMES}
+        try:
+            (etcd,) = stack.enter_context(running_etcd(folder / "etcd")).endpoints
+        except ServerFailed as error:
+            raise UprError(str(error)) from None
+        links = {name: stack.enter_context(Proxy(etcd)) for name in NAMES}
         story = Cluster(folder, etcd, links)
         try:
             return await story.run()

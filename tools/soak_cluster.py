@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.cluster.clusters import running_etcd, start_cluster
+from tests.cluster.clusters import start_cluster
 from tests.cluster.rounds import ETCD, ClusterRounds
+from tests.etcd import running_etcd
 from tests.harness import RunningServer
 from tests.replica.rounds import Writing
 from tools.demo import say

@@ -25,8 +25,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import lmdb
-
+from tests.harness import skip_syncs
 from tests.simulation import worlds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,12 +82,6 @@ class Outcome:
     elapsed: int
     violation: str = ""
     reached: Lines = field(default_factory=set)
-
-
-def trust_the_system() -> None:
-    """No crash of a world loses what the system has, other than by its own account: nothing needs to be synced."""
-    setattr(lmdb, "open", functools.partial(lmdb.open, sync=False))  # noqa: B010
-    os.fsync = os.fdatasync = lambda _: None  # type: ignore[assignment]
 
 
 def run_seed(name: str, seed: int, steps: int, traced: bool = False) -> Outcome:
@@ -223,7 +216,7 @@ class Soak:
         self._began = said = time.monotonic()
         pending: set[Future[Outcome]] = set()
         with ProcessPoolExecutor(
-            PROCESSES, mp_context=get_context("spawn"), initializer=trust_the_system
+            PROCESSES, mp_context=get_context("spawn"), initializer=skip_syncs
         ) as pool:
             while True:
                 # One at least, so that a seed can be shown again in no time.
@@ -288,7 +281,7 @@ def show(outcome: Outcome, name: str) -> None:
     """Print a violation, with as few steps as can be found cheaply, and how to see it again."""
     command = f"python3 tools/dev.py soak --simulation --minutes 0 --world {name}"
     print(f"VIOLATION with seed {outcome.seed}; looking for fewer steps", file=sys.stderr)
-    trust_the_system()
+    skip_syncs()
     found = fewer_steps(outcome.seed, outcome.steps, functools.partial(run_seed, name))
     if not found.violation:
         found = outcome

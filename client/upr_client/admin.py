@@ -609,11 +609,11 @@ class SetMember:
 
     @property
     def state(self) -> str:
-        """What it is: "owner", "claiming", "drained", "replica"; when it did not answer, "away" or "owner, away"."""
+        """What it is: "owner", "claiming", "drained", "replica"; "away" when it did not answer; "owner, away" or "owner, drained"."""
         if not self.reached:
             return "owner, away" if self.active else "away"
         if self.active:
-            return "owner"
+            return "owner, drained" if self.drained else "owner"
         return "claiming" if self.claiming else "drained" if self.drained else "replica"
 
 

@@ -1,117 +1,14 @@
-"""Clusters of real servers and a real etcd, for tests of failover without an operator."""
+"""Clusters of real servers, for tests of failover without an operator."""
 
 import os
 import signal
-import socket
-import ssl
-import subprocess
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
 from tests.conftest import StartServer
+from tests.etcd import RunningEtcd
 from tests.harness import WAIT_SECONDS, RunningServer
 from tests.replica.sets import is_active, wait_for, wait_until_counted
 from upr_client import Client
-
-NAME = "test"
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on; etcd cannot choose them by itself."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
-
-
-class RunningEtcd:
-    """One etcd of some members, each a process of its own on this machine.
-
-    Args:
-        folder: an empty folder, for data and logs.
-        members: 1 or 3.
-        tls: with key.pem and chain.pem, which clients must show too; None for no encryption.
-    """
-
-    def __init__(self, folder: Path, members: int = 1, tls: Path | None = None) -> None:
-        self._folder = folder
-        self._tls = tls
-        self.context: ssl.SSLContext | None = None
-        if tls is not None:
-            self.context = ssl.create_default_context(cafile=tls / "chain.pem")
-            self.context.load_cert_chain(tls / "chain.pem", tls / "key.pem")
-        clients, peers = _free_ports(members), _free_ports(members)
-        self.endpoints = [f"127.0.0.1:{port}" for port in clients]
-        self._peers = [f"http://127.0.0.1:{port}" for port in peers]
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    @property
-    def processes(self) -> list["subprocess.Popen[bytes]"]:
-        """Those of the members that run."""
-        return list(self._processes.values())
-
-    @property
-    def cluster(self) -> str:
-        """What servers are given as --cluster."""
-        return f"etcd://{','.join(self.endpoints)}/{NAME}"
-
-    def url(self, endpoint: str) -> str:
-        """Return where a member listens."""
-        return f"{'http' if self._tls is None else 'https'}://{endpoint}"
-
-    def _is_ready(self, endpoint: str) -> bool:
-        try:
-            url = f"{self.url(endpoint)}/health"
-            with urllib.request.urlopen(url, timeout=1.0, context=self.context) as answer:
-                return b'"true"' in answer.read(4096)
-        except OSError:
-            return False
-
-    def start(self) -> None:
-        """Start the members that do not run, and wait until they are ready."""
-        together = ",".join(f"m{n}={peer}" for n, peer in enumerate(self._peers))
-        for n, endpoint in enumerate(self.endpoints):
-            if n in self._processes:
-                continue
-            url, peer = self.url(endpoint), self._peers[n]
-            command = ["etcd", "--name", f"m{n}", "--data-dir", str(self._folder / f"m{n}")]
-            command += ["--listen-client-urls", url, "--advertise-client-urls", url]
-            command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-            command += ["--initial-cluster", together, "--log-level", "error"]
-            if self._tls is not None:
-                chain = str(self._tls / "chain.pem")
-                command += ["--cert-file", chain, "--key-file", str(self._tls / "key.pem")]
-                command += ["--trusted-ca-file", chain, "--client-cert-auth"]
-            # What is synced is not tested here, and disks of test machines are slow.
-            command += ["--heartbeat-interval", "100", "--election-timeout", "1000"]
-            with (self._folder / f"m{n}.log").open("ab") as log:
-                self._processes[n] = subprocess.Popen(
-                    command, stdout=log, stderr=log, start_new_session=True
-                )
-        for endpoint in self.endpoints:
-            wait_for(lambda at=endpoint: self._is_ready(at), f"etcd at {endpoint}")  # type: ignore[misc]
-
-    def kill(self) -> None:
-        """SIGKILL all members."""
-        for process in self._processes.values():
-            process.kill()
-            process.wait(WAIT_SECONDS)
-        self._processes.clear()
-
-
-@contextmanager
-def running_etcd(folder: Path, members: int = 1, tls: Path | None = None) -> Iterator[RunningEtcd]:
-    """Give an etcd that runs; none is left after the body."""
-    folder.mkdir(parents=True, exist_ok=True)
-    etcd = RunningEtcd(folder, members, tls)
-    try:
-        etcd.start()
-        yield etcd
-    finally:
-        etcd.kill()
 
 
 def start_cluster(start: StartServer, etcd: RunningEtcd, count: int = 3) -> list[RunningServer]:

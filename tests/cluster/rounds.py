@@ -16,9 +16,10 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from tests.cluster.clusters import RunningEtcd, go_on, owner_of, start_cluster, stop
-from tests.cluster.stamps import check_one_owner, stamps_of
+from tests.cluster.clusters import go_on, owner_of, start_cluster, stop
+from tests.cluster.stamps import boot_seconds, check_one_owner, stamps_of
 from tests.conftest import StartServer
+from tests.etcd import RunningEtcd
 from tests.harness import STAMPS, RunningServer
 from tests.proxy import Proxy
 from tests.replica.rounds import SAFE, Reading, Writing, shown, undone
@@ -29,11 +30,6 @@ PAIRS = (("disk", 2), (SAFE, 2))
 ETCD = 3
 """Place of etcd among those that links are between: 0 is the owner, 1 and 2 are the others."""
 COMMAND = "upr-admin promote --force"
-
-
-def boot_seconds() -> float:
-    """Return the time of the clock that the stamps are of."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class ClusterRounds:

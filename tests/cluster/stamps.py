@@ -13,6 +13,11 @@ STAMP = np.dtype([("at", "<f8"), ("epoch", "<u8")])
 """Record of an answer, 16 bytes: the boot-time clock, which all processes of a machine share, and the epoch of the owner."""
 
 
+def boot_seconds() -> float:
+    """Return the time of the clock that the stamps are of."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def stamp_answers(path: str) -> None:
     """Append to a file when answers of applied writes are handed over to gRPC."""
     from upr.service import key_value
@@ -25,7 +30,7 @@ def stamp_answers(path: str) -> None:
         if any(not result.HasField("refused") for result in results):
             # The one that it promised to another may be higher by now.
             epoch = int(call._host.bucket.partitions.served_epoch.max())
-            now = time.clock_gettime(time.CLOCK_BOOTTIME)
+            now = boot_seconds()
             os.write(file, np.array((now, epoch), STAMP).tobytes())
         return results
 

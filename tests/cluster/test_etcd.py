@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.client.certificates import make_certificate
-from tests.cluster.clusters import RunningEtcd, running_etcd
+from tests.etcd import RunningEtcd, running_etcd
 from tests.harness import poll
 from upr.cluster.etcd import CALL_SECONDS, Etcd
 from upr.cluster.map import MapRows

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.clusters import running_etcd
 from tests.cluster.rounds import ETCD, ClusterRounds
 from tests.conftest import StartServer
+from tests.etcd import running_etcd
 
 pytestmark = [pytest.mark.crash, pytest.mark.etcd, pytest.mark.long]
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.cluster.clusters import owner_of, running_etcd, start_cluster
+from tests.cluster.clusters import owner_of, start_cluster
 from tests.conftest import StartServer
+from tests.etcd import running_etcd
 from tests.harness import RunningServer
 from tests.replica.sets import wait_for, wait_until_counted
 from upr.cli.admin import main

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner
 
-from tests.cluster.clusters import NAME, RunningEtcd, running_etcd
 from tests.conftest import StartServer
+from tests.etcd import NAME, RunningEtcd, running_etcd
 from tests.harness import RunningServer, wait_until
 from tests.replica.sets import topology, wait_until_counted
 from tests.service.pages import http_of, numbers

@@ -1,9 +1,7 @@
 """Readers at every seqno, over any sequence of lawful merges, against the reference model."""
 
-import functools
 from typing import Any
 
-import lmdb
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -105,7 +103,6 @@ def test_every_reader_goes_on_rightly_after_every_merge(
     data: Any,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lmdb, "open", functools.partial(lmdb.open, sync=False))
         patch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", data.draw(st.sampled_from([1, 90, 300])))
         patch.setattr(compact, "GROUP_BYTES", data.draw(st.sampled_from([1, 400, 1 << 20])))
         patch.setattr(compact, "SMALL_BYTES", data.draw(st.sampled_from([0, 160, 1 << 20])))

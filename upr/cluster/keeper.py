@@ -78,8 +78,7 @@ class Keeper:
 
     def has_key(self, directory: str) -> bool:
         """Return whether a server had its key when etcd was read last."""
-        key = self._place.prefix + b"nodes/" + directory.encode()
-        return self._found is not None and key in self._found.entries
+        return self._found is not None and directory in self._nodes()
 
     async def run(self, owning: Owning) -> None:
         """Take part until cancelled."""
@@ -104,7 +103,7 @@ class Keeper:
 
     async def _keep_key(self) -> None:
         """Keep the key that says that this server is there."""
-        key = self._place.prefix + b"nodes/" + self._catalog.directory_id.encode()
+        key = self._place.nodes + self._catalog.directory_id.encode()
         while True:
             try:
                 value = encode_node(self._address(), __version__)
@@ -237,7 +236,7 @@ class Keeper:
     def _nodes(self) -> dict[str, str]:
         """Return HOST:PORT of the servers that have a key, by directory."""
         assert self._found is not None
-        prefix = self._place.prefix + b"nodes/"
+        prefix = self._place.nodes
         return {
             key.removeprefix(prefix).decode("ascii", "replace"): decode_node(entry.value)
             for key, entry in self._found.entries.items()

@@ -53,11 +53,16 @@ class MapRows:
         entry = found.entries.get(self._key)
         return found, None if entry is None else Map.decode(entry.value)
 
-    async def read(self) -> Row:
-        """Return the row; see ``Rows``."""
-        _, known = await self.found()
+    async def _there(self) -> tuple[Found, Map]:
+        """Return what ``found`` does, where there is a map."""
+        found, known = await self.found()
         if known is None:
             raise UnavailableError("there is no map of the cluster in etcd")
+        return found, known
+
+    async def read(self) -> Row:
+        """Return the row; see ``Rows``."""
+        _, known = await self._there()
         return known.row
 
     async def swap(self, old: Row, new: Row) -> bool:
@@ -83,9 +88,7 @@ class MapRows:
         """
         is_unknown = False
         for _ in range(CHANGES_MAX):
-            found, known = await self.found()
-            if known is None:
-                raise UnavailableError("there is no map of the cluster in etcd")
+            found, known = await self._there()
             new = changed(known)
             if new is None or new == known:
                 return new

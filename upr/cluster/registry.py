@@ -68,6 +68,11 @@ class Place:
         """What all keys of the cluster begin with."""
         return f"/upr/{self.name}/".encode()
 
+    @property
+    def nodes(self) -> bytes:
+        """What the keys of its servers begin with; their directories follow."""
+        return self.prefix + b"nodes/"
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -90,11 +90,10 @@ def part_words(part: "SetPart") -> str:
 def _row(member: "SetMember", found: "Topology", in_cluster: bool) -> tuple[object, ...]:
     # Of others only the owner knows it.
     known = member.reached and (found.active or member.directory == found.directory)
-    drained = ", drained" if member.drained and member.state == "owner" else ""
     row = (
         member.address or "-",
         member.directory,
-        member.state + drained,
+        member.state,
         *("yes" if yes else "no" for yes in (member.counted, member.in_step)),
         member.epoch or "-",
         member.lag if known else "-",
