@@ -52,8 +52,8 @@ class UpstreamStatus:
         address: HOST:PORT that it follows, or tries to.
         connected: whether its call to the upstream is open.
         in_step: whether it has the numbers of producers, the positions of consumers and the cuts too.
-        lag: mutations that the upstream told of and that are not durable on the replica.
-        lag_seconds: since it last had everything that it was told of; 0 while it has.
+        lag: mutations that the upstream named and that are not durable on the replica.
+        lag_seconds: since it last had everything that the upstream named; 0 while it has.
         problem: why it does not follow now; None while it does.
         undone: mutations that were undone since the server was started.
     """
@@ -510,7 +510,7 @@ class CutInfo:
         expires_time: when its lease ends.
         lease_seconds: the lease it was made or last renewed with.
         pins: the pinned marker of each partition, ascending; empty where they were not asked for.
-        left_out: the partitions that could not be pinned because they are dead, and why; known only to who made the cut.
+        left_out: the partitions that could not be pinned because they are dead, and why; known only where the cut was made.
     """
 
     name: str
@@ -522,7 +522,6 @@ class CutInfo:
 
 
 def cut_info(message: stream_pb2.Cut) -> CutInfo:
-    """Return a cut out of its message."""
     return CutInfo(
         message.name,
         message.created_time,
@@ -619,7 +618,7 @@ class SetMember:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Who is active in a set of servers, as far as one of them knows.
+    """Which server of a set is active, as far as one of them knows.
 
     Args:
         replica_set: the id of the set; empty while the server has joined none.
@@ -708,7 +707,8 @@ class Promotion:
         without: addresses, or directories, of counted servers that were given up.
         lost: of partitions whose former owner was known to have more: bucket, partition, the seqno where it ends here,
             and the one up to which the former owner was known to have everything.
-        tables: buckets whose newest positions of consumers and cuts were given up, with ``force``.
+        tables: buckets whose newest small tables were given up, with ``force``: positions of consumers, cuts, and numbers
+            of producers, without which a write that is sent again may be applied twice.
     """
 
     epoch: int
@@ -719,7 +719,6 @@ class Promotion:
 
 
 def promotion(message: set_pb2.PromoteResponse) -> Promotion:
-    """Return a promotion out of its message."""
     return Promotion(
         message.row.epoch,
         message.records,

@@ -20,7 +20,7 @@ from upr_protocol.limits import (
     choice,
 )
 from upr_protocol.partitioning import partition_of, partitions_of
-from upr_protocol.wire.codec import block_from_message, block_to_message, decode_runs
+from upr_protocol.wire.codec import block_from_message, decode_runs, encode_runs, fill_message
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
@@ -106,9 +106,10 @@ def token_of(wanted: WriteToken | WriteResult | WriteResults) -> WriteToken:
 
 def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> kv_pb2.WriteRequest:
     """Return a Write that has no number yet."""
-    return kv_pb2.WriteRequest(
-        write=kv_pb2.WriteBlock(durability=durability, block=block_to_message(block))
-    )
+    request = kv_pb2.WriteRequest()
+    request.write.durability = durability
+    fill_message(request.write.block, encode_runs(block.runs), block.columns, block.columns_crc)
+    return request
 
 
 def result_runs(result: kv_pb2.WriteResult) -> list[tuple[int, int, int, int]]:

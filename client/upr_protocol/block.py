@@ -5,8 +5,8 @@ in the range ``(start_seqno, end_seqno]``; rows superseded at or below the run's
 the run ends in a snapshot marker exactly when its horizon equals its end ("Snapshot Markers and
 Deduplication" of the specification).
 
-The columns travel untouched from the writer to the reader, so the CRC over them is made once, by whoever made
-the columns, and checked by whoever uses them. What is received is checked whole before anything of it is
+The columns travel untouched from the writer to the reader, so the CRC over them is made once, with the
+columns, and checked where they are used. What is received is checked whole before anything of it is
 used: a lying block changes nothing. Rows are not touched one by one where that can be avoided.
 """
 

@@ -185,7 +185,7 @@ class ListenError(UprError):
 
 
 class UnknownOutcomeError(UprError):
-    """The answer to a write was lost; it may or may not have been applied."""
+    """The answer to a write, or to an order for a bucket, was lost; it may or may not have been applied."""
 
     default_reason = "UNKNOWN_OUTCOME"
     default_retriable = True

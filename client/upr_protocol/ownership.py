@@ -1,11 +1,12 @@
 """Ownership: how the active server of a replica set changes. Values and decisions; no I/O, no clock, no chance.
 
-A set has one owner at a time, the server where its partitions are active. It changes in one way only, whoever asks:
+A set has one owner at a time, the server where its partitions are active. It changes in one way only:
 
     claim     the row of the set gets the next epoch and a new owner that does not serve yet
-    promise   every counted server, and who served last, takes nothing from an older epoch any more
+    promise   every counted server, and the one that served last, takes nothing from an older epoch any more
     gather    the new owner gets the best of what they hold
-    record    a failover record at its last complete marker, unless who served last confirms that nothing is missing
+    record    a failover record at its last complete marker, unless the one that served last confirms that nothing is
+              missing
     serve     the row says so, then the partitions are active
 
 A server is named by the id of its data directory: one whose disk was replaced is another one, with nothing.
@@ -46,8 +47,8 @@ class Row:
         owner: directory of the server that claimed the epoch.
         serving: whether the owner began to serve. A claim that failed never does.
         counted: directories whose acknowledgements count. All of them together have everything that was acknowledged.
-        previous: while the owner does not serve: who served last. It is kept through claims that never served,
-            because only who really served can tell that nothing is missing.
+        previous: while the owner does not serve: the server that served last. It is kept through claims that never served,
+            because only a server that really served knows that nothing is missing.
     """
 
     epoch: int
@@ -189,22 +190,10 @@ class Standing:
         return replace(self, row=row, promised=row.epoch, candidate=row.owner)
 
     def met(self, epoch: int) -> "Standing":
-        """Return what it is when it meets a higher epoch: no owner any more, whoever was promised it."""
+        """Return what it is when it meets a higher epoch: no owner any more, even if the epoch was promised to it."""
         if epoch <= self.epoch:
             return self
         return replace(self, promised=epoch, candidate="")
-
-    def may_follow(self, epoch: int, *, serves: bool) -> bool:
-        """Return whether log and data may be taken from a server.
-
-        Being named the owner is not enough: it may have restarted, be empty or be of an older epoch, and would undo
-        what this one has.
-
-        Args:
-            epoch: in which the other one serves, or follows who serves.
-            serves: whether it says that it serves.
-        """
-        return serves and epoch >= self.epoch
 
     def claim(self, *, above: int = 0, force: bool = False, basis: Row | None = None) -> Row:
         """Return the row that claims the ownership for this server.
@@ -455,7 +444,7 @@ class Claim:
         """
         if self._outdated is not None:
             return self._outdated
-        # All of them, also when who served last confirms: another one may have served without it meanwhile. That one is
+        # All of them, also when the server that served last confirms: another one may have served without it meanwhile. That one is
         # asked as well, but not waited for.
         previous = self.row.previous
         last = frozenset() if previous is None else frozenset({previous.directory})
@@ -478,7 +467,7 @@ class Claim:
     def _best(
         self, mine: Held, confirmed: Promise | None, sure: Mask
     ) -> tuple[Held, npt.NDArray[np.object_]]:
-        """Return the best of what is held by partition, and who holds it: where it is sure, who confirmed.
+        """Return by partition the best of what is held, and the server that holds it: where it is sure, the one that confirmed.
 
         The epoch of the row decides, then the marker. A longer branch of an older epoch never wins over a shorter one
         of a newer, nor does a log that was fetched without its data.
@@ -499,7 +488,7 @@ class Claim:
     def _lacking(
         self, mine: Held, best: Held, who: npt.NDArray[np.object_], sure: Mask
     ) -> Follow | None:
-        """Return whom to follow next, None when nothing of the best is lacking."""
+        """Return the server to follow next, None when nothing of the best is lacking."""
         wanted = np.where(sure, best["high"], best["marker"])
         lacking = (mine["id"] != best["id"]) | (mine["marker"] < best["marker"])
         lacking |= mine["high"] < wanted

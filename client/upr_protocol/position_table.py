@@ -1,6 +1,6 @@
 """Table of positions: those of many partitions as columns, checked at once, and its form in bytes.
 
-A ``Position`` object is made for who asks for that partition, and for nobody else.
+A ``Position`` object is made only when that partition is asked for.
 """
 
 import json
@@ -132,7 +132,7 @@ class PositionTable(Mapping[int, Position]):
             return cls.of(positions).only(np.array(partitions, np.int64))
         return cls.of({p: positions[p] for p in partitions if p in positions})
 
-    # Objects, for who asks.
+    # Objects, made when they are asked for.
 
     def __len__(self) -> int:
         return len(self.rows)

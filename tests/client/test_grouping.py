@@ -305,16 +305,18 @@ async def test_rows_of_which_no_write_can_be_made_are_told(monkeypatch: pytest.M
     script = [Expect("open"), write_opened(), Expect("write"), applied(1, (A, 0, 1)), HalfClosed()]
     async with serve(write=[script]) as server, AsyncClient(server.target) as client:
         bucket = client.bucket()
+        unhandled: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unhandled.append(what))
         async with asyncio.timeout(10):
             told = await asyncio.gather(
                 *(bucket.set(key, b"v") for key in KEYS[1:4]), return_exceptions=True
             )
             assert await bucket.set(b"a", b"v") == went(A)
         assert await free_room(bucket._writer()) == (WRITES_IN_FLIGHT_MAX, GATHERED_ROWS_MAX)
-    # Whose turn it was sees the reason itself.
-    assert isinstance(told[0], MemoryError)
-    assert {type(one) for one in told[1:]} == {UprError}
-    assert "could not be made" in str(told[1])
+    assert {(type(one), str(one)) for one in told} == {
+        (UprError, "the write could not be made: MemoryError('3 rows')")
+    }
+    assert unhandled == []
 
 
 @pytest.mark.asyncio

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -30,6 +31,7 @@ from upr_client import (
 )
 from upr_client.errors import InvalidArgumentError
 from upr_client.testing import ScriptedServer, keys_in
+from upr_protocol.limits import ADMIN_SOCKET
 
 StartServer = Callable[..., RunningServer]
 P = 7
@@ -97,6 +99,46 @@ def test_batches_give_a_rollback_that_is_no_batch(server: ScriptedServer) -> Non
         while index.documents != server.state():
             for change in next(batches).changes:
                 index.put(change)
+
+
+def test_an_index_beside_an_older_copy_of_the_data_keeps_nothing_that_never_happened(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    index, undone = Index(), list[int]()
+    with Client(server.target) as client:
+        client.bucket().write_many((key, b"old") for key in KEYS[:2])
+    assert server.terminate() == 0
+    copy = shutil.copytree(
+        server.data, tmp_path / "copy", ignore=shutil.ignore_patterns(ADMIN_SOCKET)
+    )
+    server.start()
+    with (
+        Client(server.target) as client,
+        client.bucket().changes(only=Only([P]), on_rollback="restart") as changes,
+    ):
+        client.bucket().write_many((key, b"lost") for key in KEYS[2:])
+        batches = changes.batches()
+
+        def follow_until(wanted: dict[bytes, bytes]) -> None:
+            while index.documents != wanted:
+                item = next(batches)
+                if isinstance(item, Rollback):
+                    undone.append(item.partition)
+                    index.documents.clear()
+                else:
+                    for change in item.changes:
+                        index.put(change)
+
+        follow_until({key: b"lost" if key in KEYS[2:] else b"old" for key in KEYS})
+        server.kill()
+        shutil.rmtree(server.data)
+        shutil.copytree(copy, server.data)
+        server.start()
+        with Client(server.target) as other:
+            other.bucket().set(KEYS[3], b"new")
+        follow_until({KEYS[0]: b"old", KEYS[1]: b"old", KEYS[3]: b"new"})
+    assert undone == [P]
 
 
 @pytest.mark.parametrize("policy", ["restart", "event"])

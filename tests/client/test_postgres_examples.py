@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -16,10 +18,12 @@ import pytest
 from tests.client.test_examples import Example, command_of
 from tests.conftest import StartServer
 from tests.harness import wait_until
-from upr_client import Client
+from upr_client import Client, Group, Position
 from upr_protocol.limits import ADMIN_SOCKET
 
 pytestmark = [pytest.mark.postgres, pytest.mark.long]
+
+GUIDE = (Path(__file__).parents[2] / "client" / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +213,72 @@ def following(dsn: str) -> bool:
     with asked(dsn) as database:
         database.execute("SELECT FROM pg_replication_slots WHERE active")
         return bool(database.rowcount)
+
+
+class Database:
+    """The two methods of psycopg that the guide uses, over psycopg2."""
+
+    def __init__(self, dsn: str) -> None:
+        import psycopg2
+
+        self.connection = psycopg2.connect(dsn)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        with self.connection:
+            yield
+
+    def execute(self, statement: str, arguments: tuple[Any, ...] = ()) -> Any:
+        cursor = self.connection.cursor()
+        cursor.execute(statement, arguments)
+        return cursor
+
+
+def test_the_guides_member_applies_each_change_once_and_is_fenced(target: str, dsn: str) -> None:
+    section = GUIDE.partition("**Exactly once in a group**")[2]
+    table, member = (
+        found[1]
+        for kind in ("sql", "py")
+        if (found := re.search(f"```{kind}\n(.*?)```", section, re.S))
+    )
+    with asked(dsn) as other:
+        # Another example has a table of that name.
+        other.execute("CREATE SCHEMA member")
+    dsn += " options=-csearch_path=member"
+    with asked(dsn) as other, Client(target) as client:
+        other.execute(table + "; CREATE TABLE sizes (key bytea PRIMARY KEY, size int)")
+        bucket = client.bucket()
+
+        def run(apply: Callable[[dict[str, Any], Any], None]) -> None:
+            names: dict[str, Any] = {
+                "bucket": bucket,
+                "database": Database(dsn),
+                "secrets": secrets,
+            }
+            names |= {"Group": Group, "Position": Position}
+            names["apply"] = lambda _, changes: apply(names, changes)
+            try:
+                exec(member, names)
+            finally:
+                names["database"].connection.close()
+
+        def insert(names: dict[str, Any], changes: Any) -> None:
+            # A key that comes twice is an error.
+            for change in changes:
+                row = (change.key, len(change.value))
+                names["database"].execute("INSERT INTO sizes VALUES (%s, %s)", row)
+            counted = names["database"].execute("SELECT count(*) FROM sizes").fetchone()
+            if counted == (written,):
+                names["changes"].stop()
+
+        def insert_too_late(names: dict[str, Any], changes: Any) -> None:
+            other.execute("UPDATE positions SET owner = 'another'")
+            insert(names, changes)
+
+        for written in (50, 100):
+            bucket.write_many((b"key %d" % i, b"value") for i in range(written - 50, written))
+            with pytest.raises(RuntimeError, match="another member owns"):
+                run(insert_too_late)
+            run(insert)
+        other.execute("SELECT count(*), sum(size) FROM sizes")
+        assert other.fetchone() == (100, 500)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.client.test_consumer_model import block_of
 from tests.model import Row, Run
 from upr_client.changes.events import RecentKeys
+from upr_protocol.block import join_blocks
 
 
 def run_of(start: int, end: int) -> Run:
@@ -41,26 +42,33 @@ def test_nothing_is_kept_without_room() -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from((3, 4)), st.integers(1, 6), st.booleans()), max_size=20),
+    st.lists(st.tuples(st.sampled_from((3, 4, 5)), st.integers(1, 6), st.booleans()), max_size=20),
     st.integers(0, 2000),
 )
 def test_against_everything_ever_received(steps: list[tuple[int, int, bool]], limit: int) -> None:
     keys = RecentKeys(limit)
     held: dict[int, list[int]] = {3: [], 4: []}
     ends: dict[int, list[int]] = {3: [0], 4: [0]}
-    for partition, count, back in steps:
-        if back and len(ends[partition]) > 1:
-            ends[partition].pop()
-            at = ends[partition][-1]
-            held[partition] = [s for s in held[partition] if s <= at]
-            keys.rolled_back(partition, at)
-        else:
+    for which, count, back in steps:
+        # Of 5 both get as many, in one block.
+        partitions = [3, 4] if which == 5 else [which]
+        received = []
+        for partition in partitions:
             start = ends[partition][-1]
-            keys.add([block_of(partition, run_of(start, start + count))])
-            held[partition] += range(start + 1, start + count + 1)
-            ends[partition].append(start + count)
-        for at in ends[partition]:
-            told = keys.above(partition, at)
-            true = {b"key %d" % (s % 7) for s in held[partition] if s > at}
-            assert set(told.keys) <= true
-            assert not told.complete or set(told.keys) == true
+            if not back:
+                received.append(block_of(partition, run_of(start, start + count)))
+                held[partition] += range(start + 1, start + count + 1)
+                ends[partition].append(start + count)
+            elif start:
+                ends[partition].pop()
+                at = ends[partition][-1]
+                held[partition] = [s for s in held[partition] if s <= at]
+                keys.rolled_back(partition, at)
+        if received:
+            keys.add([join_blocks(received)])
+        for partition, its_ends in ends.items():
+            for at in its_ends:
+                told = keys.above(partition, at)
+                true = {b"key %d" % (s % 7) for s in held[partition] if s > at}
+                assert set(told.keys) <= true
+                assert not told.complete or set(told.keys) == true

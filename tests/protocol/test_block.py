@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.model import partition_of as model_partition_of
 from upr_client.testing.memory import run_block
+from upr_client.writing import write_request
 from upr_protocol.block import (
     Block,
     block_keys,
@@ -30,19 +31,30 @@ from upr_protocol.block import (
     without_values,
 )
 from upr_protocol.errors import CorruptBlockError, InvalidArgumentError
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_protocol.limits import (
+    BLOCK_COLUMN_BYTES,
+    KEY_BYTES_MAX,
+    MESSAGE_BYTES_MAX,
+    VALUE_BYTES_MAX,
+)
 from upr_protocol.partitioning import partition_of, partitions_of
+from upr_protocol.wire import codec
 from upr_protocol.wire.codec import (
     block_from_message,
     block_to_message,
     check_encoded,
     column_spans,
+    compress_block,
     decode_block,
+    decompress_block,
     encode_block,
+    encode_columns,
     encode_frame,
     reopen_block,
 )
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
+from upr_protocol.wire.v1 import types_pb2
 
 Rows = list[tuple[bytes, bytes | None]]
 rows_strategy = st.lists(
@@ -108,6 +120,23 @@ def test_encoding_brings_back_the_block(rows: Rows, start: int) -> None:
     spans = column_spans(data)
     assert data[slice(*spans[5])] == block.keys
     assert data[slice(*spans.get(7, (0, 0)))] == block.values
+
+
+@given(
+    rows_strategy.map(lambda rows: numbered(rows))
+    | st.integers(2, 11).map(lambda above: slice_above(sparse(7, [3, 4, 9], 2, 12), above))
+)
+def test_the_bytes_of_a_block_are_those_of_the_message(block: Block) -> None:
+    message = block_to_message(block).SerializeToString()
+    with pytest.MonkeyPatch.context() as patch:
+        for least in (0, MESSAGE_BYTES_MAX):
+            patch.setattr(codec, "JOIN_BYTES_MIN", least)
+            assert encode_block(block) == message
+            assert encode_columns(block.runs.tobytes(), block.columns) == message
+    assert decompress_block(compress_block(message)) == message
+    write = write_request(block, types_pb2.DURABILITY_DISK)
+    assert write.write.block.SerializeToString() == message
+    assert write == kv_pb2.WriteRequest.FromString(write.SerializeToString())
 
 
 @given(rows_strategy, st.data())

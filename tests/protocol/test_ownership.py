@@ -115,13 +115,6 @@ def test_an_older_row_changes_nothing_and_a_promise_stays() -> None:
     assert promised.learned(newer) == replace(promised, row=newer)
 
 
-def test_data_is_taken_from_who_serves_in_an_epoch_not_below_ones_own() -> None:
-    standing = Standing(C, SERVED, promised=5, candidate=B)
-    assert standing.may_follow(5, serves=True)
-    assert not standing.may_follow(4, serves=True)
-    assert not standing.may_follow(5, serves=False)
-
-
 def test_who_served_last_confirms_only_for_the_epoch_that_it_served() -> None:
     _, row = claim_of_b()
     assert Standing(A, SERVED).confirms(row, 3)

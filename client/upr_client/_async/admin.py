@@ -139,7 +139,10 @@ class AsyncAdmin:
     async def create_bucket(
         self, name: str, *, compression: str = "", quota_bytes: int = 0
     ) -> BucketInfo:
-        """Make an empty bucket. After a failure it may be there.
+        """Make an empty bucket.
+
+        After ``UnknownOutcomeError`` or ``UnavailableError`` it may be there: ``buckets`` tells. After any other error it is
+        not, or was before.
 
         Args:
             name: 1 to 200 bytes of UTF-8 without control characters.
@@ -176,7 +179,9 @@ class AsyncAdmin:
         return of_message(BucketInfo, (await self._call("SetBucketQuota", request)).bucket)
 
     async def drop_bucket(self, name: str, version: int | None = None) -> int:
-        """Remove a bucket with all its data, and return its version. After a failure it may be gone.
+        """Remove a bucket with all its data, and return its version.
+
+        After ``UnknownOutcomeError``, ``UnavailableError`` or ``StorageFailedError`` it may be gone: ``buckets`` tells.
 
         Everything that uses it ends with BUCKET_GONE. The bucket ``default`` comes back, empty and with another
         version, when the server is started the next time.

@@ -10,7 +10,7 @@ from typing import Any
 
 from upr_client import backoff
 from upr_client._async.call import Call, Stubs
-from upr_client._async.io import Background, Event, Semaphore, give_way, mutex, now
+from upr_client._async.io import Background, Event, NextTurn, Once, Semaphore, mutex, now
 from upr_client.endpoints import is_elsewhere, moves_on
 from upr_client.writing import (
     Gathering,
@@ -120,6 +120,7 @@ class AsyncBlockWriter:
         self._on_version = on_version
         self._mutex = mutex()
         self._gathering = Gathering()
+        self._next_turn = NextTurn(self._send_begun)
         self._under_way: list[Kind] = []
         """The kinds of the groups that are under way."""
         self._pending: dict[int, Write] = {}
@@ -191,7 +192,7 @@ class AsyncBlockWriter:
             ClosedError: the writer was closed.
             UprError: why this row was not written, or may not have been.
         """
-        done = Event()
+        done = Once()
         row = Row(key, value, done.set)
         # Those who were cancelled must not pile up behind a slow server.
         await self._row_room.take()
@@ -203,12 +204,8 @@ class AsyncBlockWriter:
                 # As in ``submit``.
                 self._row_room.give_back()
                 raise
-        try:
-            # A message costs more than a turn of the loop: those who are about to write come along.
-            await give_way()
-        finally:
-            with self._mutex:
-                self._send_groups()
+        # A message costs more than a turn of the loop: those who are about to write come along.
+        self._next_turn.ask()
         await done.wait()
         if isinstance(row.outcome, UprError):
             raise row.outcome
@@ -225,6 +222,11 @@ class AsyncBlockWriter:
             raise ClosedError("the client was closed", hint="open a new one")
         if self._runner is None:
             self._runner = Background(self._run, "upr-writer")
+
+    def _send_begun(self) -> None:
+        # Rows of which no write could be made were told so.
+        with self._mutex, suppress(Exception):
+            self._send_groups()
 
     def _send_groups(self, *, everything: bool = False) -> None:
         failed: BaseException | None = None

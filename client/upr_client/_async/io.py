@@ -60,11 +60,48 @@ class Event:
         """Wait until it is set; False when ``seconds`` passed before."""
         if self._event.is_set():
             return True
+        if seconds is None:
+            # A timeout costs ten times the waiting, also one that never comes.
+            return await self._event.wait()
         try:
             async with asyncio.timeout(seconds):
                 return await self._event.wait()
         except TimeoutError:
             return False
+
+
+class Once:
+    """What one caller waits for, once; cheaper than an ``Event``."""
+
+    def __init__(self) -> None:
+        self._set: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def set(self) -> None:
+        # Whoever was cancelled waits no more.
+        if not self._set.done():
+            self._set.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until it is set."""
+        await self._set
+
+
+class NextTurn:
+    """Has ``work`` done once in the next turn of the event loop, however often it is asked for before."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._asked = False
+
+    def ask(self) -> None:
+        """Have it done; does not wait."""
+        if not self._asked:
+            asyncio.get_running_loop().call_soon(self._do)
+            self._asked = True
+
+    def _do(self) -> None:
+        self._asked = False
+        self._work()
 
 
 class Semaphore:
@@ -144,7 +181,6 @@ class Background:
         self._task = asyncio.get_running_loop().create_task(work(), name=name)
 
     async def join(self) -> None:
-        """Wait for its end."""
         await asyncio.wait([self._task])
 
 
@@ -182,5 +218,4 @@ async def maybe_await(value: Any) -> Any:
 
 
 async def unary(method: Callable[..., Awaitable[T]], request: object, seconds: float) -> T:
-    """Call a unary method."""
     return await method(request, timeout=seconds)

@@ -61,6 +61,21 @@ class Event:
         return self._event.wait(seconds)
 
 
+Once = Event
+"""Event that one caller waits for, once; in the other flavour that is cheaper."""
+
+
+class NextTurn:
+    """Has ``work`` done; threads have no turns, so it is done at once."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def ask(self) -> None:
+        """Do it."""
+        self._work()
+
+
 class Semaphore:
     """So many may be taken at a time."""
 

@@ -3,7 +3,7 @@
 import gc
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any, Final, Literal, NamedTuple
@@ -12,12 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from upr_protocol.block import (
+    RUN,
     U64,
     Block,
     block_keys,
     block_partitions,
     block_seqnos,
     block_values,
+    row_bounds,
+    row_seqnos,
     select_runs,
 )
 from upr_protocol.consumer import Delivery
@@ -161,7 +164,7 @@ class ChangeBatch:
     """Batch of the changes of one frame.
 
     Args:
-        blocks: the numbered blocks, for those who take the columns as they are. Small ones of ascending partitions
+        blocks: the numbered blocks, for programs that take the columns as they are. Small ones of ascending partitions
             arrive as one block of several runs.
         markers: as the property, or a function that makes them.
         delivery: what the state machine made of the frame; None outside of following.
@@ -197,7 +200,7 @@ class ChangeBatch:
         return self._changes
 
     def items(self) -> list[tuple[bytes, bytes | None]]:
-        """Return the changes as key and value, None for a delete, for who folds them: ``state.update(batch.items())``.
+        """Return the changes as key and value, None for a delete: ``state.update(batch.items())`` makes the newest state.
 
         It is faster than ``changes``, and keeps nothing.
         """
@@ -275,9 +278,12 @@ class RecentKeys:
         self._blocks: deque[Block] = deque()
         self._bytes = 0
         self._forgotten = np.zeros(PARTITIONS, np.uint64)
+        # Made when a rollback asks, of use until more is received.
+        self._runs: _RunsByPartition | None = None
 
     def add(self, blocks: list[Block]) -> None:
         """Remember the keys of blocks that were received."""
+        self._settle()
         for block in blocks:
             if not block.rows:
                 continue
@@ -301,32 +307,76 @@ class RecentKeys:
     def above(self, partition: int, seqno: int) -> KeysAbove:
         """Return the keys of a partition received above a seqno."""
         found: dict[bytes, None] = {}
-        for block in self._blocks:
-            if not (block.runs["partition"] == partition).any():
-                continue
-            chosen = np.asarray(block_partitions(block)) == partition
-            chosen &= np.asarray(block_seqnos(block), np.uint64) > np.uint64(seqno)
-            if chosen.any():
-                keys = list(block_keys(block))
-                found.update((keys[row], None) for row in np.flatnonzero(chosen).tolist())
+        for block, run in self._by_partition().above(partition, seqno):
+            first, last = row_bounds(block.runs)[run : run + 2].tolist()
+            # One offset more than keys.
+            ends = np.frombuffer(block.key_offsets, "<i4", last - first + 1, first * 4)
+            if block.runs["start_seqno"][run] < seqno:
+                later = row_seqnos(block)[first:last] > np.uint64(seqno)
+                rows = np.flatnonzero(later).tolist()
+            else:
+                rows = list(range(last - first))
+            found.update((block.keys[ends[row] : ends[row + 1]], None) for row in rows)
         return KeysAbove(tuple(found), int(self._forgotten[partition]) <= seqno)
 
     def rolled_back(self, partition: int, seqno: int) -> None:
         """Drop the keys above the seqno to which a partition rolled back."""
-        kept: deque[Block] = deque()
-        for block in self._blocks:
-            of_it = (block.runs["partition"] == partition) & (block.runs["end_seqno"] > seqno)
-            if not of_it.any():
-                kept.append(block)
-                continue
-            # Runs are not cut in two: a rollback goes to the end of one.
-            self._bytes -= _size(block)
-            if not of_it.all():
-                rest = select_runs(block, ~of_it)
-                self._bytes += _size(rest)
-                kept.append(rest)
-        self._blocks = kept
+        self._by_partition().drop(partition, seqno)
         self._forgotten[partition] = min(int(self._forgotten[partition]), seqno)
+
+    def _by_partition(self) -> "_RunsByPartition":
+        if self._runs is None:
+            self._runs = _RunsByPartition(self._blocks)
+        return self._runs
+
+    def _settle(self) -> None:
+        """Let go of what was dropped."""
+        if self._runs is not None:
+            self._blocks = deque(self._runs.left())
+            self._bytes = sum(map(_size, self._blocks))
+            self._runs = None
+
+
+class _RunsByPartition:
+    """The runs of blocks by partition, oldest first.
+
+    A change of owner rolls all partitions back, one after the other, and there may be thousands of blocks: none is looked at
+    but those of the partition.
+    """
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks = list(blocks)
+        tables = [block.runs for block in self._blocks] or [np.zeros(0, RUN)]
+        self._firsts = np.cumsum([0, *map(len, tables)])
+        runs = np.concatenate(tables)
+        self._order = np.argsort(runs["partition"], kind="stable")
+        self._ends = runs["end_seqno"][self._order]
+        self._at = np.searchsorted(runs["partition"][self._order], np.arange(PARTITIONS + 1))
+        self._kept = np.ones(len(runs), bool)
+
+    def _above(self, partition: int, seqno: int) -> npt.NDArray[np.int64]:
+        part = slice(self._at[partition], self._at[partition + 1])
+        found = self._order[part][self._ends[part] > np.uint64(seqno)]
+        return found[self._kept[found]]
+
+    def above(self, partition: int, seqno: int) -> Iterator[tuple[Block, int]]:
+        """Yield the runs of a partition that end above a seqno: the block, and which of its runs."""
+        found = self._above(partition, seqno)
+        numbers = np.searchsorted(self._firsts, found, side="right") - 1
+        within = found - self._firsts[numbers]
+        for number, run in zip(numbers.tolist(), within.tolist(), strict=True):
+            yield self._blocks[number], run
+
+    def drop(self, partition: int, seqno: int) -> None:
+        """Drop the runs of a partition that end above a seqno; none is cut in two, as a rollback goes to the end of one."""
+        self._kept[self._above(partition, seqno)] = False
+
+    def left(self) -> Iterator[Block]:
+        """Yield the blocks without what was dropped."""
+        for number, block in enumerate(self._blocks):
+            kept = self._kept[self._firsts[number] : self._firsts[number + 1]]
+            if kept.any():
+                yield select_runs(block, kept)
 
 
 def _size(block: Block) -> int:

@@ -298,7 +298,6 @@ class Ownership:
         )
 
     def stored(self, positions: Mapping[int, Position]) -> None:
-        """Positions were stored."""
         self._stored = self._stored.updated(PositionTable.of(positions))
         self._under.update(dict.fromkeys(positions, (self._saving, self._server_id)))
 

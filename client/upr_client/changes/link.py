@@ -361,6 +361,5 @@ def start_message(
 
 
 def ack_message(positions: PositionTable) -> stream_pb2.FollowRequest:
-    """Return an Ack of positions."""
     table = positions.rows[["partition", "seqno"]].astype(POSITION)
     return stream_pb2.FollowRequest(ack=stream_pb2.Ack(positions=table.tobytes()))

@@ -274,7 +274,7 @@ class ChangesOptions:
         if self.any_server and (self.consumer or isinstance(resume, ServerPositions | Group)):
             raise InvalidArgumentError(
                 f'read_from is {self.read_from!r}; must be "active" for a consumer that the server knows by name',
-                hint="only the active server keeps positions, and deletions for who is away",
+                hint="only the active server keeps positions, and deletions for consumers that are away",
             )
         if self.consumer:
             check_name(self.consumer, "consumer")
@@ -313,7 +313,6 @@ class ChangesOptions:
 
     @property
     def kept_in_server(self) -> bool:
-        """Whether the positions are kept in the server."""
         return isinstance(self.resume, ServerPositions | Group)
 
     @property

@@ -202,7 +202,6 @@ class Saving:
         self._failures, self._not_before, self._fenced_at = 0, 0.0, None
 
     def forget(self, partitions: Iterable[int]) -> None:
-        """Forget what is stored of these partitions."""
         for partition in partitions:
             self._stored.pop(partition, None)
 

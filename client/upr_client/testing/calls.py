@@ -509,7 +509,6 @@ class FollowCall:
     # What is forced.
 
     def end_stream(self, partition: int, problem: types_pb2.Problem) -> None:
-        """End the stream of a partition, if it is open."""
         stream = self._streams.pop(partition, None)
         if stream is not None:
             ended = stream_pb2.EndedStream(partition=partition, token=stream.token)

@@ -44,7 +44,6 @@ class Run(NamedTuple):
 
     @property
     def is_marker(self) -> bool:
-        """Whether it ends in a snapshot marker."""
         return self.horizon == self.end
 
 

@@ -110,11 +110,9 @@ class Methods:
     # Streaming.
 
     def follow(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
-        """Serve a Follow call."""
         return FollowCall(self._state, requests, context).call.messages()
 
     def write(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
-        """Serve a Write call."""
         return WriteCall(self._state, requests, context).call.messages()
 
     # Asking.

@@ -69,6 +69,9 @@ COMPRESS_BYTES_MIN = 512
 COMPRESS_FRACTION = 0.85
 """Largest ratio of the compressed size: what becomes larger stays as it is, as its readers would pay for nothing."""
 
+JOIN_BYTES_MIN = 32 * 1024
+"""Columns from this size on are joined to an encoded block here: the message would copy each twice more."""
+
 Spans = dict[int, tuple[int, int]]
 """Field number -> (first byte, end)."""
 Columns = tuple[bytes, Spans]
@@ -95,33 +98,48 @@ def decode_runs(data: bytes) -> Runs:
 
 def block_to_message(block: Block) -> types_pb2.Block:
     """Return the block as a message, with the CRC of its table."""
-    return _message(encode_runs(block.runs), block.columns, block.columns_crc)
+    message = types_pb2.Block()
+    fill_message(message, encode_runs(block.runs), block.columns, block.columns_crc)
+    return message
+
+
+def fill_message(
+    message: types_pb2.Block, runs: bytes, columns: Sequence[bytes], columns_crc: int
+) -> None:
+    """Make an empty message that of a block, with the CRC of its table.
+
+    For a message within another one: handing a finished one to its constructor copies all columns twice.
+    """
+    message.runs = runs
+    (
+        message.seqnos,
+        message.ops,
+        message.key_offsets,
+        message.keys,
+        message.value_offsets,
+        message.values,
+        message.times,
+    ) = columns
+    message.columns_crc = columns_crc
+    message.table_crc = google_crc32c.value(runs)
 
 
 def encode_columns(runs: bytes, columns: Sequence[bytes]) -> bytes:
     """Return what ``encode_block`` does, of the table's bytes and the seven columns in the order of the wire."""
-    return _message(runs, columns, crc_of_columns(columns)).SerializeToString()
-
-
-def _message(runs: bytes, columns: Sequence[bytes], crc: int) -> types_pb2.Block:
-    seqnos, ops, key_offsets, keys, value_offsets, values, times = columns
-    return types_pb2.Block(
-        runs=runs,
-        seqnos=seqnos,
-        ops=ops,
-        key_offsets=key_offsets,
-        keys=keys,
-        value_offsets=value_offsets,
-        values=values,
-        times=times,
-        columns_crc=crc,
-        table_crc=google_crc32c.value(runs),
-    )
+    return _encode(runs, columns, crc_of_columns(columns))
 
 
 def encode_block(block: Block) -> bytes:
     """Return the block as the bytes of a Block message: what journal, store and frames hold."""
-    return block_to_message(block).SerializeToString()
+    return _encode(encode_runs(block.runs), block.columns, block.columns_crc)
+
+
+def _encode(runs: bytes, columns: Sequence[bytes], columns_crc: int) -> bytes:
+    if sum(map(len, columns)) >= JOIN_BYTES_MIN:
+        return _join_fields(runs, columns, columns_crc, google_crc32c.value(runs))
+    message = types_pb2.Block()
+    fill_message(message, runs, columns, columns_crc)
+    return message.SerializeToString()
 
 
 def _columns_of(
@@ -451,15 +469,25 @@ def decompress_block(data: bytes) -> bytes:
         return data
     spans = column_spans(data)
     view = memoryview(opened)
-    parts = [*_bytes_field(_RUNS, memoryview(data)[slice(*spans.get(_RUNS, _ABSENT))])]
-    for field, span in columns.items():
-        parts += _bytes_field(field, view[slice(*span)])
-    for field in (_COLUMNS_CRC, _TABLE_CRC):
-        parts.append(_fixed_field(field, _number(data, spans, field)))
-    return b"".join(parts)
+    return _join_fields(
+        data[slice(*spans.get(_RUNS, _ABSENT))],
+        [view[slice(*columns[field])] for field in _COLUMNS],
+        _number(data, spans, _COLUMNS_CRC),
+        _number(data, spans, _TABLE_CRC),
+    )
 
 
 # A field that is empty or 0 is left out, as protobuf does: the bytes are those of its own encoder.
+
+
+def _join_fields(
+    runs: bytes, columns: Sequence[bytes | memoryview], columns_crc: int, table_crc: int
+) -> bytes:
+    parts = [*_bytes_field(_RUNS, runs)]
+    for field, column in zip(_COLUMNS, columns, strict=True):
+        parts += _bytes_field(field, column)
+    parts += (_fixed_field(_COLUMNS_CRC, columns_crc), _fixed_field(_TABLE_CRC, table_crc))
+    return b"".join(parts)
 
 
 def _bytes_field(field: int, value: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
@@ -564,7 +592,6 @@ def log_from_messages(messages: Iterable[types_pb2.FailoverRecord]) -> FailoverL
 
 
 def problem_of(error: UprError) -> types_pb2.Problem:
-    """Return an error as a message."""
     return types_pb2.Problem(
         reason=error.reason,
         retriable=error.retriable,

@@ -52,6 +52,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
     "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
     "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "UNKNOWN_OUTCOME": grpc.StatusCode.UNKNOWN,
 }
 
 _CLASSES: dict[str, type[UprError]] = {

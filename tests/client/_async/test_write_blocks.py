@@ -1,6 +1,5 @@
 """Writing prepared blocks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
-from tests.harness import RunningServer
 from upr_client import AsyncClient, WriteResults
 from upr_client.errors import InvalidArgumentError, NoRoomError, PartitionNotActiveError
 from upr_client.lowlevel import write_blocks
@@ -26,8 +24,6 @@ from upr_protocol.errors import ContentDiffersError, OutOfOrderError
 from upr_protocol.partitioning import partition_of
 from upr_protocol.places import place_number
 from upr_protocol.wire.v1 import types_pb2
-
-StartServer = Callable[..., RunningServer]
 
 KEY, OTHER = b"key", b"another"
 P, Q = partition_of(KEY), partition_of(OTHER)
@@ -57,13 +53,11 @@ async def test_blocks_of_a_name_are_applied_once(target: str) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("scripted", [False, True])
-async def test_other_blocks_in_a_place_are_refused(
-    server_process: StartServer, scripted: bool
-) -> None:
+async def test_other_blocks_in_a_place_are_refused(target: str, scripted: bool) -> None:
     keys = [b"%d" % number for number in range(50)]
     blocks, other = ([build_block(keys, [value] * 50)] for value in (b"1", b"2"))
     with ScriptedServer() as script:
-        target = script.target if scripted else server_process().target
+        target = script.target if scripted else target
         async with AsyncClient(target) as client:
             bucket = client.bucket()
             numbers = [place_number(place, b"first") for place in range(3)]

@@ -123,7 +123,9 @@ class GetTopologyResponse(_message.Message):
     promised: _builtins.int
     """The highest epoch that it promised to somebody; above the row's while a change is under way, or was given up."""
     waiting: _builtins.str
-    """Why it is not active though it was, and what it waits for; empty otherwise."""
+    """Why it is not active though it was, and what it waits for; empty otherwise. The words may name buckets, so a caller
+    without a role for all of them is only told that it waits.
+    """
     candidate: _builtins.str
     """Directory of the server that the epoch was promised to; empty if that is not known."""
     claiming: _builtins.bool
@@ -273,7 +275,9 @@ class PromoteResponse(_message.Message):
 
     @_builtins.property
     def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Buckets whose newest positions of consumers and cuts a server has, and did not give."""
+        """Buckets whose newest positions of consumers, cuts and numbers of producers may not be here, after force: a server has
+        them and did not give them, or this one was not in step. A write that is sent again may be applied twice.
+        """
 
     def __init__(
         self,
