@@ -19,5 +19,4 @@ class DefaultSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name of the format."""
         return "upr"

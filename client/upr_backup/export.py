@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,8 +22,6 @@ from upr_backup.repository import LocalStorage, Storage, open_storage
 from upr_backup.repository.objects import interruptible, of_object_store
 from upr_backup.rows import Point, data_bytes, in_order, live
 from upr_protocol.errors import InvalidArgumentError, MissingPackageError, UprError
-
-Format = Literal["parquet", "delta"]
 
 _ROW_GROUP_ROWS: Final = 131_072
 _BATCH_ROWS: Final = 65_536

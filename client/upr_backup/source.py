@@ -32,7 +32,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class ServerSource:
     """The cuts of one bucket that are for one repository, which their names begin with.
 
-    Only who holds the repository's lock makes one.
+    One is made only under the repository's lock.
 
     Args:
         client: of the server.
@@ -109,7 +109,7 @@ class ServerSource:
         except CutNotFoundError as error:
             raise HistoryChangedError(f"the cut is gone: {error.message}") from error
         except UprError:
-            # Who reads waits for the server as well, and says when it takes too long.
+            # The reader waits for the server as well, and says when it takes too long.
             self._renew_at = time.monotonic() + _RENEW_AGAIN_SECONDS
 
     def _renewed(self) -> None:

@@ -31,7 +31,6 @@ class DirectoryPath(click.Path):
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path."""
         if not str(value):
             self.fail("the path is empty; is a variable not set?", param, ctx)
         return super().convert(value, param, ctx)
@@ -150,6 +149,9 @@ def one_list(sets: Iterable[Iterable[int]]) -> list[int] | None:
 
 _LOGIN = "upr.login"
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_CONTEXT_OPTION = click.option(
+    "--context", envvar="UPR_CONTEXT", help="Instead of --target: see 'upr-admin context'."
+)
 _LOGIN_OPTIONS = (
     click.option(
         "--tls", is_flag=True, envvar="UPR_TLS", help="Encrypt, and trust the usual authorities."
@@ -182,17 +184,42 @@ def _read_login(
 
 
 def login_options(function: _F) -> _F:
-    """Add the options of TLS and the token, for ``login`` and ``open_client``."""
+    """Add --context and the options of TLS and the token, for ``login`` and ``open_client``.
+
+    A context counts where it is named; its target then too, for a command with --target on which none is typed.
+    """
 
     @functools.wraps(function)
-    def command(*arguments: Any, **options: Any) -> Any:
+    def command(*arguments: Any, context: str | None, **options: Any) -> Any:
+        ctx = click.get_current_context()
         given = {name: options.pop(name) for name in CONTEXT_FIELDS[1:]}
-        click.get_current_context().meta[_LOGIN] = _read_login(
-            **given, token=os.environ.get("UPR_TOKEN")
-        )
+        typed = {
+            name
+            for name in (*CONTEXT_FIELDS, "context")
+            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        }
+        token = os.environ.get("UPR_TOKEN")
+        if typed >= {"context", "target"}:
+            raise click.UsageError("--context has a target; give one of the two")
+        if context and "target" not in typed:
+            # Of the environment nothing is added: a token is for the server that it was given for.
+            found = chosen(context)
+            given = {name: given[name] if name in typed else found.get(name) for name in given}
+            token = None
+            options |= {"target": found["target"]} if "target" in options else {}
+        ctx.meta[_LOGIN] = _read_login(**given, token=token)
         return function(*arguments, **options)
 
-    return cast("_F", functools.reduce(lambda f, add: add(f), reversed(_LOGIN_OPTIONS), command))
+    options = (_CONTEXT_OPTION, *_LOGIN_OPTIONS)
+    return cast("_F", functools.reduce(lambda f, add: add(f), reversed(options), command))
+
+
+def required_target(target: str | None) -> str:
+    """Return the target that was given, or that of a context; a usage error for none."""
+    if target is None:
+        hint = "or --context"
+        raise click.MissingParameter(hint, param_hint="'--target'", param_type="option")
+    return target
 
 
 def login() -> "Login":
@@ -259,9 +286,7 @@ def target_option(function: _F) -> _F:
             envvar="UPR_DATA",
             help="Instead of --target: the data directory of a server here, whose owner may do everything.",
         ),
-        click.option(
-            "--context", envvar="UPR_CONTEXT", help="Instead of --target: see 'upr-admin context'."
-        ),
+        _CONTEXT_OPTION,
         *_LOGIN_OPTIONS,
     )
     return cast("_F", functools.reduce(lambda f, add: add(f), reversed(options), command))
@@ -285,7 +310,6 @@ def _bucket_option(function: _F) -> _F:
 
 
 def server_options(function: _F) -> _F:
-    """Add --target and --bucket."""
     return target_option(_bucket_option(function))
 
 

@@ -392,7 +392,6 @@ def verbose_option(function: _F) -> _F:
 
 
 def json_option(function: _F) -> _F:
-    """Add --json."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(
         function
     )

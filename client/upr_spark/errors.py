@@ -100,7 +100,6 @@ class FoundError:
 
     @property
     def message(self) -> str:
-        """What happened."""
         return str(self.document.get("message", ""))
 
     @property

@@ -11,7 +11,7 @@ import pyarrow as pa
 from upr_backup.repository import LocalStorage, Storage
 from upr_backup.repository.chain import Link
 from upr_backup.repository.documents import Entry, FileRef, Manifest, seal, sha256
-from upr_backup.repository.index import manifest_name
+from upr_backup.repository.index import manifest_name, write_index
 from upr_backup.repository.repository import Repository
 from upr_backup.rows import SCHEMA, RowsWriter
 from upr_protocol.partitioning import partition_of
@@ -116,3 +116,24 @@ class Handmade:
         manifest = self.manifest([file] if file else [], entries, hours)
         storage.put_if_absent(manifest_name(number), self.commit(manifest))
         return manifest
+
+
+def many(made: Handmade, count: int) -> dict[str, bytes]:
+    """Return the documents of so many backups, by name."""
+    documents = {}
+    for number in range(1, count + 1):
+        file = FileRef(f"data/{number:010d}/{number:016x}.parquet", 1000, "0" * 64, 1)
+        entry = Entry(number - 1, number, None, 1, 10, 0, None)
+        documents[manifest_name(number)] = made.commit(made.manifest([file], {0: entry}))
+    return documents
+
+
+def write_many(folder: Path, count: int) -> None:
+    """Make a repository of so many backups without data files; its index lacks as many as it may."""
+    made = Handmade(folder, 1)
+    documents = many(made, count)
+    (folder / "chain").mkdir(exist_ok=True)
+    for name, data in documents.items():
+        (folder / name).write_bytes(data)
+    sizes = {number: len(data) for number, data in enumerate(documents.values(), 1)}
+    write_index(made.repository.storage, made.repository.id, made.links[:-15], sizes)

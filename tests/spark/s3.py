@@ -23,9 +23,6 @@ BUCKET = "backups"
 ACCESS_KEY = "upr-test-key"
 SECRET = "upr-test-secret"
 
-_PAGE = 7
-"""Names in one page of a listing; few, so that tests meet more than one page."""
-
 
 @dataclass
 class Faults:
@@ -57,6 +54,7 @@ class S3Server:
         uploads: by id, the parts of uploads that were neither completed nor aborted.
         requests: method and path with query of every request.
         faults: what it does wrong.
+        page: how many names a page of a listing has; few, so that tests meet more than one.
         hook: called with method, key and whether it was done, before and after every request; true drops the request.
     """
 
@@ -66,6 +64,7 @@ class S3Server:
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.requests: list[tuple[str, str]] = []
         self.faults = Faults()
+        self.page = 7
         self.hook: Callable[[str, str, bool], bool] = lambda method, key, done: False
         self.lock = threading.Lock()
         self.ended = threading.Event()
@@ -212,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
         after = query.get("continuation-token", "")
         keys = sorted(k for k in self.s3.objects if k.startswith(query.get("prefix", "")))
         keys = [key for key in keys if key > after]
-        page = keys[:_PAGE]
+        page = keys[: self.s3.page]
         rows = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{len(self.s3.objects[key][0])}</Size>"
             f"<LastModified>{self._written(key)}</LastModified></Contents>"

@@ -1,11 +1,14 @@
 """upr-backup on the small S3 server."""
 
+from pathlib import Path
+
 from click.testing import CliRunner, Result
 
-from tests.spark.s3 import ACCESS_KEY, BUCKET, SECRET
+from tests.spark.s3 import ACCESS_KEY, BUCKET, SECRET, S3Server
 from upr_backup.cli.commands import main
 
-LOCATION = f"s3://{BUCKET}/some/prefix"
+PREFIX = "some/prefix"
+LOCATION = f"s3://{BUCKET}/{PREFIX}"
 
 
 def upr_backup(*arguments: str, location: str = LOCATION) -> Result:
@@ -18,3 +21,10 @@ def upr_backup(*arguments: str, location: str = LOCATION) -> Result:
         assert done.stderr.count("\n") == 1
         assert "internal error" not in done.stderr, done.stderr
     return done
+
+
+def put_folder(server: S3Server, folder: Path) -> None:
+    """Put the documents of a local repository at LOCATION, as they are."""
+    for path in folder.rglob("*.json"):
+        name = f"{PREFIX}/{path.relative_to(folder)}"
+        server.objects[name], server.written[name] = (path.read_bytes(), {}), 1e9

@@ -1,6 +1,7 @@
 """A backup as a job on a cluster that loses an executor in the middle; the repository is encrypted."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +27,15 @@ from upr_client import Client
 ROWS = 6_000
 SPARK = Path(pyspark.__file__).parent
 JOB = Path(ship.__file__).with_name("spark_job.py")
+GUIDE = Path(__file__).parents[2] / "client" / "upr_spark" / "README.md"
+SHIPPING = (
+    GUIDE.read_text()
+    .partition("\n## As a Spark job\n")[2]
+    .split("```")[1]
+    .replace("\\\n", "")
+    .splitlines()[1:]
+)
+"""The guide's commands for a job."""
 FAST = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 HEAD = b"upr-backup aes-256-gcm 1\n"
 MASTER = "local-cluster[2,1,600]"
@@ -73,9 +83,20 @@ def test_a_job_outlives_an_executor(
         client.bucket().write_many((b"key:%d" % n, b"%d" % n) for n in range(ROWS))
         client.bucket().write_many((b"key:%d" % n, None) for n in range(0, ROWS, 9))
     assert upr_backup(repository, "init", "--target", server.target)[0] == 0
-    shipped = tmp_path / "upr.zip"
-    command = [sys.executable, "-m", "upr_backup.ship", str(shipped)]
-    subprocess.run(command, check=True, capture_output=True)
+    typed = {
+        "python": sys.executable,
+        "upr.zip": str(tmp_path / "upr.zip"),
+        "spark-submit": str(SPARK / "bin" / "spark-submit"),
+        "spark://HOST:7077": MASTER,
+        "spark.pyspark.python=/opt/venv/bin/python": f"spark.pyspark.python={bare_python(tmp_path)}",
+        "spark_job.py": str(JOB),
+        "s3://bucket/repository": str(repository),
+        "HOST:PORT": server.target,
+    }
+    ship, submit = (
+        [typed.get(word, word) for word in shlex.split(line, comments=True)] for line in SHIPPING
+    )
+    subprocess.run(ship, check=True, capture_output=True)
     settings = {
         "spark.executor.memory": "512m",
         "spark.executor.cores": "1",
@@ -83,21 +104,23 @@ def test_a_job_outlives_an_executor(
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.extraJavaOptions": FAST,
-        "spark.pyspark.python": str(bare_python(tmp_path)),
         "spark.pyspark.driver.python": sys.executable,
         "spark.ui.enabled": "false",
     }
-    command = [str(SPARK / "bin" / "spark-submit"), "--master", MASTER, "--py-files", str(shipped)]
-    for name, value in settings.items():
-        command += ["--conf", f"{name}={value}"]
-    command += [str(JOB), str(repository), "--group-seqnos", "500"]
+    assert set(typed.values()) <= {*ship, *submit}
+    place = submit.index(str(JOB))
+    submit[place:place] = [
+        word for name, value in settings.items() for word in ("--conf", f"{name}={value}")
+    ]
+    command = [*submit, "--group-seqnos", "500"]
     log = tmp_path / "job.log"
     with log.open("wb") as words:
         job = subprocess.Popen(
             command, stdout=words, stderr=words, env=environment(), start_new_session=True
         )
     try:
-        wait_until(lambda: job.poll() is not None or staged(repository), log.read_text)
+        # Four JVMs start.
+        wait_until(lambda: job.poll() is not None or staged(repository), log.read_text, 180)
         os.kill(server.pid, signal.SIGSTOP)
         assert job.poll() is None, log.read_text()
         lost = executors(job.pid)[0]

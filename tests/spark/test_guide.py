@@ -1,5 +1,6 @@
 """What the guide of upr_spark shows, as it is printed there; its jobs with Delta tables have a test with rollbacks."""
 
+import json
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -7,11 +8,18 @@ from typing import Any
 
 import pytest
 
+from tests.cli.test_operators_guide import Shell, commands
 from upr_client import Client
 from upr_client.arrow import record_batch
 
 GUIDE = Path(__file__).parents[2] / "client" / "upr_spark" / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+BY_CRON = re.findall(
+    r"^```\n(.*?)^```$",
+    GUIDE.read_text().partition("\n## Back up by cron, restore\n")[2].partition("\n## ")[0],
+    re.DOTALL | re.MULTILINE,
+)
+"""A walk through the commands with what they print, and the lines of a crontab."""
 
 
 @pytest.mark.long
@@ -59,3 +67,33 @@ def test_the_examples_run(
         client.admin.drop_bucket("copy")
     spark.sql("DROP TABLE bucket")
     spark.sql("DROP TABLE copy")
+
+
+@pytest.mark.long
+def test_the_commands_of_the_backup_print_what_the_guide_shows(tmp_path: Path) -> None:
+    walk, crontab = BY_CRON
+    shell = Shell(tmp_path)
+    try:
+        for number in (1, 2):
+            shell.run(f"upr-server --data /srv/upr/{number} --listen 127.0.0.1:771{number}")
+        shell.run("upr-cat set user:1 Ada --target 127.0.0.1:7711")
+        compared = 0
+        for command, shown in commands(walk):
+            # What was backed up just now is not so old.
+            told = shell.run(command.replace("2h ago", "0s ago"))
+            assert shell.is_as(told, shown), (command, told)
+            compared += bool(shown)
+        assert compared == 5
+        told = shell.run("upr-cat get user:1 --target 127.0.0.1:7712")
+        assert told == "Ada\n"
+        lines = crontab.splitlines()
+        assert len(lines) == 3
+        for line in lines:
+            *times, command = line.split(maxsplit=5)
+            assert all(re.fullmatch(r"\*(/\d+)?|\d+", time) for time in times), line
+            assert command.startswith("upr-backup /backups/default ")
+            shell.run(command)
+        told = shell.run("upr-backup /backups/default list --json")
+        assert len(json.loads(told)) == 2
+    finally:
+        shell.close()

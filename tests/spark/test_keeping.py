@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.spark.handmade import Handmade, keys
+from tests.spark.handmade import Handmade, keys, many, write_many
 from tests.spark.restoring import document, upr_backup
 from tests.spark.s3 import BUCKET, S3Server
+from tests.spark.s3_backups import put_folder
 from tests.spark.s3_backups import upr_backup as s3_backup
 from upr_backup.repository import LocalStorage, index
 from upr_backup.repository.chain import Chain, Keep, Link
-from upr_backup.repository.documents import Entry, FileRef, Manifest, seal, unseal
+from upr_backup.repository.documents import Manifest, seal, unseal
 from upr_backup.repository.index import manifest_name
 from upr_backup.repository.lock import Lock
 from upr_backup.repository.repository import Repository
@@ -168,8 +169,9 @@ def test_a_key_is_found_over_all_points(four: Path, tmp_path: Path) -> None:
 
 
 def test_tags_name_points_and_pins_keep_them(four: Path, tmp_path: Path) -> None:
-    assert upr_backup(four, "tag", "before-it", "2", "--pin").exit_code == 0
-    assert upr_backup(four, "tag", "newest").exit_code == 0
+    told = document(upr_backup(four, "tag", "before-it", "2", "--pin", "--json"))
+    assert told == {"tagged": "before-it", "id": 2, "pin": True}
+    assert upr_backup(four, "tag", "newest").stdout == "tagged: newest, backup 4\n"
     for arguments, code in (
         (["tag", "newest", "1"], 2),
         (["tag", "../x"], 2),
@@ -184,7 +186,8 @@ def test_tags_name_points_and_pins_keep_them(four: Path, tmp_path: Path) -> None
     assert upr_backup(four, "merge", "--to", "2").exit_code == 0
     assert upr_backup(four, "merge", "--to", "3").exit_code == 0
     assert document(upr_backup(four, "expire", "--keep-last", "1", "--json"))["first"] == 2
-    assert upr_backup(four, "tag", "before-it", "--remove").exit_code == 0
+    told = document(upr_backup(four, "tag", "before-it", "--remove", "--json"))
+    assert told == {"removed": "before-it"}
     assert document(upr_backup(four, "expire", "--keep-last", "2", "--json"))["first"] == 3
     # One that cannot be read may be of a pinned backup: nothing expires until somebody takes it away.
     (four / "tags" / "newest.json").write_bytes(b"junk")
@@ -226,13 +229,13 @@ def test_a_grid_keeps_the_last_of_each_period() -> None:
 
 
 def test_a_lock_of_elsewhere_is_taken_away(four: Path) -> None:
-    assert "nobody has the lock" in upr_backup(four, "unlock").stderr
+    assert upr_backup(four, "unlock").stdout == "nobody has the lock\n"
     (four / "locks").mkdir(exist_ok=True)
     lock = {"host": "elsewhere", "pid": 7, "expires": time.time() + 1e6, "token": "x", "began": ""}
     (four / "locks" / "0000000007.json").write_text(json.dumps(lock))
     done = upr_backup(four, "expire", "--keep-last", "1")
     assert (done.exit_code, "process 7 on elsewhere" in done.stderr) == (12, True)
-    assert "took the lock of process 7 on elsewhere" in upr_backup(four, "unlock").stderr
+    assert document(upr_backup(four, "unlock", "--json")) == {"unlocked": "process 7 on elsewhere"}
     assert upr_backup(four, "expire", "--keep-last", "1").exit_code == 0
     with Lock(LocalStorage(four)):
         done = upr_backup(four, "unlock")
@@ -266,31 +269,10 @@ def test_a_share_of_the_data_is_read(four: Path, monkeypatch: pytest.MonkeyPatch
 # The index.
 
 
-def many(made: Handmade, count: int) -> dict[str, bytes]:
-    """Return the documents of so many backups, by name."""
-    documents = {}
-    for number in range(1, count + 1):
-        file = FileRef(f"data/{number:010d}/{number:016x}.parquet", 1000, "0" * 64, 1)
-        entry = Entry(number - 1, number, None, 1, 10, 0, None)
-        documents[manifest_name(number)] = made.commit(made.manifest([file], {0: entry}))
-    return documents
-
-
-def test_ten_thousand_points_are_listed_at_once(
-    tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Handmade(tmp_path / "repository", 1)
-    documents = many(made, 10_000)
-    for name, data in documents.items():
-        path = tmp_path / "repository" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
-    sizes = {number: len(data) for number, data in enumerate(documents.values(), 1)}
-    index.write_index(made.repository.storage, made.repository.id, made.links[:-15], sizes)
-    for path in (tmp_path / "repository").rglob("*.json"):
-        name = f"some/prefix/{path.relative_to(tmp_path / 'repository')}"
-        s3.objects[name], s3.written[name] = (path.read_bytes(), {}), 1e9
-    monkeypatch.setattr("tests.spark.s3._PAGE", 1000)
+def test_ten_thousand_points_are_listed_at_once(tmp_path: Path, s3: S3Server) -> None:
+    write_many(tmp_path / "repository", 10_000)
+    put_folder(s3, tmp_path / "repository")
+    s3.page = 1000
     for run, seconds in (
         (lambda *a: upr_backup(tmp_path / "repository", *a), 1.0),
         (s3_backup, 3.0),

@@ -33,7 +33,7 @@ from upr_backup.repository.chain import Chain, Link
 from upr_backup.repository.documents import Json, Manifest, now_micros, time_text
 from upr_backup.repository.repository import Repository
 from upr_cli_kit import exit_codes
-from upr_cli_kit.options import TARGET, Parsed, login, login_options, open_client
+from upr_cli_kit.options import TARGET, Parsed, login, login_options, open_client, required_target
 from upr_cli_kit.output import (
     Group,
     add_examples,
@@ -53,16 +53,15 @@ if TYPE_CHECKING:
 
 
 @click.command("init")
-@click.option(
-    "--target", type=TARGET, required=True, envvar="UPR_TARGET", help="HOST:PORT of the server."
-)
+@click.option("--target", type=TARGET, envvar="UPR_TARGET", help="HOST:PORT of the server.")
 @login_options
 @click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
 @json_option
 @verbose_option
 @click.pass_obj
-def init(storage: Storage, target: str, bucket: str, as_json: bool) -> None:
+def init(storage: Storage, target: str | None, bucket: str, as_json: bool) -> None:
     """Make a repository for a bucket; with a key everything that it is to hold is encrypted."""
+    target = required_target(target)
     key = given_key()
     if not storage.is_empty():
         if Repository.is_at(storage):

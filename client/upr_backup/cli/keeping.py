@@ -20,7 +20,7 @@ from upr_backup.repository import Storage
 from upr_backup.repository.documents import now_micros, time_text
 from upr_backup.repository.repository import number_in
 from upr_cli_kit import exit_codes
-from upr_cli_kit.output import confirm, json_option, note, print_json, verbose_option
+from upr_cli_kit.output import confirm, json_option, note, print_done, print_json, verbose_option
 
 
 @click.command("merge")
@@ -62,7 +62,7 @@ def merge(storage: Storage, to: int | None, as_json: bool) -> None:
     if as_json:
         print_json({"merged": None if base is None else summary(base)})
     elif base is not None:
-        click.echo(f"merged backup {number}: {base.rows} rows, {base.file_bytes} bytes")
+        click.echo(f"merged: backup {number}, {base.rows} rows, {base.file_bytes} bytes")
     else:
         click.echo("there is nothing to merge" if to is None else f"backup {to} is a base already")
 
@@ -178,9 +178,12 @@ def prune(storage: Storage, grace: int, dry_run: bool, as_json: bool) -> None:
 @click.argument("number", metavar="[ID]", type=click.IntRange(min=1), required=False)
 @click.option("--pin", is_flag=True, help="Have 'expire' keep the backup.")
 @click.option("--remove", is_flag=True, help="Take the name, and its pin, away.")
+@json_option
 @verbose_option
 @click.pass_obj
-def tag(storage: Storage, name: str, number: int | None, pin: bool, remove: bool) -> None:
+def tag(
+    storage: Storage, name: str, number: int | None, pin: bool, remove: bool, as_json: bool
+) -> None:
     """Give a backup a name, the newest unless ID says which; --at takes tag:NAME then."""
     from upr_backup.repository.lock import Lock
     from upr_backup.repository.repository import Tag
@@ -192,7 +195,7 @@ def tag(storage: Storage, name: str, number: int | None, pin: bool, remove: bool
         with suppress(RepositoryDamagedError):
             repository.tag(name)
         repository.remove_tag(name)
-        note(f"removed the tag {name!r}")
+        print_done(as_json, "removed", name)
         return
     # An expire that has read the pins, and is about to decide, would not keep it.
     with Lock(storage) if pin else nullcontext():
@@ -203,7 +206,8 @@ def tag(storage: Storage, name: str, number: int | None, pin: bool, remove: bool
                 f"there is a tag {name!r} already, of backup {repository.tag(name).number}",
                 hint=f"take it away before: tag {name} --remove",
             )
-    note(f"backup {link.number} is {name!r}" + (", and does not expire" if pin else ""))
+    details = f"backup {link.number}" + (", which does not expire" if pin else "")
+    print_done(as_json, "tagged", name, details, id=link.number, pin=pin)
 
 
 @click.command("repair")
@@ -266,9 +270,10 @@ def _tell_loss(lost: list[int], last: int, cut_time: int | None) -> None:
 
 
 @click.command("unlock")
+@json_option
 @verbose_option
 @click.pass_obj
-def unlock(storage: Storage) -> None:
+def unlock(storage: Storage, as_json: bool) -> None:
     """Take the lock from a run of another machine that does not exist any more, without waiting for its end.
 
     A run that is alive all the same notices, and commits nothing.
@@ -277,4 +282,7 @@ def unlock(storage: Storage) -> None:
 
     open_repository(storage)
     holder = Lock(storage).force()
-    note(f"took the lock of {holder}" if holder else "nobody has the lock")
+    if as_json:
+        print_json({"unlocked": holder or None})
+    else:
+        click.echo(f"unlocked: {holder} had it" if holder else "nobody has the lock")

@@ -18,7 +18,7 @@ from upr_backup.errors import BackupNotFoundError
 from upr_backup.repository import Storage
 from upr_backup.repository.documents import time_text
 from upr_cli_kit import exit_codes
-from upr_cli_kit.options import PARTITION_SET, TARGET, login_options, open_client
+from upr_cli_kit.options import PARTITION_SET, TARGET, login_options, open_client, required_target
 from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
 from upr_protocol.partitioning import partition_of
 
@@ -30,9 +30,7 @@ _VERIFIED = {
 
 
 @click.command("restore")
-@click.option(
-    "--target", type=TARGET, required=True, envvar="UPR_TARGET", help="HOST:PORT to write to."
-)
+@click.option("--target", type=TARGET, envvar="UPR_TARGET", help="HOST:PORT to write to.")
 @login_options
 @click.option("--bucket", help="The bucket to write into; else of the name that was backed up.")
 @click.option("--create-bucket", is_flag=True, help="Make the bucket when it is not there.")
@@ -50,7 +48,7 @@ _VERIFIED = {
 @click.pass_obj
 def restore(
     storage: Storage,
-    target: str,
+    target: str | None,
     bucket: str | None,
     create_bucket: bool,
     at: Any,
@@ -72,11 +70,11 @@ def restore(
     point = open_point(open_repository(storage), at, partitions)
     name = point.repository.bucket if bucket is None else bucket
     far = Far()
-    with open_client(target) as client:
+    with open_client(required_target(target)) as client:
         is_there = not create_bucket or any(one.name == name for one in client.admin.buckets())
         if not is_there and not dry_run:
             client.admin.create_bucket(name)
-            note(f"made the bucket {name!r}")
+            note(f"created: {name}")
         work = Restore(
             point,
             client,
@@ -109,7 +107,7 @@ def restore(
         )
     else:
         click.echo(
-            f"restored backup {number}: {done.written.keys} keys, {done.written.data_bytes} bytes; "
+            f"restored: backup {number}, {done.written.keys} keys, {done.written.data_bytes} bytes; "
             f"{_VERIFIED[done.verified]}"
         )
 
@@ -165,7 +163,7 @@ def export(
         document = {"id": number, "format": kind, "to": to, **done._asdict()}
         print_json({**document, "left_out": left_out})
     else:
-        click.echo(f"exported backup {number} to {to}: {done.rows} keys, {done.data_bytes} bytes")
+        click.echo(f"exported: backup {number} to {to}, {done.rows} keys, {done.data_bytes} bytes")
 
 
 @click.command("find")

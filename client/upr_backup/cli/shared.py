@@ -212,7 +212,7 @@ def target_of(repository: Repository, target: str | None) -> str:
     """Return the target that was given, else that of the repository, which others may have written."""
     if target is None and login().is_secret:
         raise click.UsageError(
-            f"a token or a certificate needs --target; that of the repository is {repository.target}"
+            f"a token or a certificate needs --target or --context; that of the repository is {repository.target}"
         )
     return target or repository.target
 

@@ -40,7 +40,7 @@ class Engine(Protocol):
     def run(self, tasks: Sequence[Task]) -> Generator[Rows | Finished, None, None]:
         """Read groups, in any order.
 
-        Yields about every second at least, so that who asks can do what has its time. When the iterator is closed,
+        Yields about every second at least, so that the caller can do what is due meanwhile. When the iterator is closed,
         or ends with an error, no group is read any more by this machine.
 
         Raises:

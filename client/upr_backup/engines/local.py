@@ -195,7 +195,6 @@ class Gathered:
         self._told_at = 0.0
 
     def add(self, rows: int) -> None:
-        """Count rows."""
         self._rows += rows
         if time.monotonic() - self._told_at >= _TELL_SECONDS:
             self.tell()

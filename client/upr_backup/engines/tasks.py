@@ -31,7 +31,6 @@ class GroupsSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """The name of the format."""
         return NAME
 
     def schema(self) -> str:

@@ -56,7 +56,6 @@ class Link:
 
     @classmethod
     def of(cls, manifest: Manifest, digest: str = "") -> Self:
-        """Return the link of a manifest."""
         return cls(
             manifest.number,
             manifest.kind,

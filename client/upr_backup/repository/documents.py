@@ -152,7 +152,7 @@ class Entry(NamedTuple):
 
 
 class RolledBack(NamedTuple):
-    """A rollback that a backup was told of.
+    """A rollback that the server demanded of a backup.
 
     Args:
         partition: 0 to 1023.
@@ -225,7 +225,6 @@ class Manifest:
         return replace(self, entries=entries)
 
     def to_json(self) -> Json:
-        """Return it as a JSON object."""
         return {
             "number": self.number,
             "kind": self.kind,
@@ -293,7 +292,6 @@ class Expiry:
     time: int
 
     def to_json(self) -> Json:
-        """Return it as a JSON object."""
         return asdict(self)
 
     @classmethod

@@ -141,7 +141,6 @@ class EncryptedStorage:
         return EncryptingSink(self._storage.create(name), self._key, name)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names that begin with a prefix."""
         return self._storage.names(prefix)
 
     def stored(self, prefix: str) -> list[Stored]:

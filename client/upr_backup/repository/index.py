@@ -89,7 +89,6 @@ def write_index(
 
 
 def remove_index(storage: Storage) -> None:
-    """Remove every index."""
     for name in _names(storage):
         storage.delete(name)
 

@@ -276,7 +276,6 @@ class ObjectStorage:
         return self._location
 
     def read(self, name: str) -> bytes:
-        """Return a whole object."""
         return self._ask(name, lambda store: _whole(store, name))
 
     def open(self, name: str) -> BinaryIO:
@@ -317,7 +316,6 @@ class ObjectStorage:
         return ObjectSink(self, name)
 
     def new_writer(self, name: str) -> Any:
-        """Return obstore's writer of a new object."""
         return self._ask(
             name,
             lambda store: _obstore().open_writer(
@@ -326,11 +324,9 @@ class ObjectStorage:
         )
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of the objects below a prefix."""
         return [found.name for found in self.stored(prefix)]
 
     def stored(self, prefix: str) -> list[Stored]:
-        """Return the objects below a prefix."""
         found = self._ask(prefix, lambda store: _listed(store, prefix))
         return sorted(one for one in found if one.name.startswith(prefix))
 
@@ -339,7 +335,6 @@ class ObjectStorage:
         return self._ask("", lambda store: not any(_obstore().list(store, chunk_size=1)))
 
     def delete(self, name: str) -> None:
-        """Remove an object."""
         with suppress(FileNotFoundError):
             self._ask(name, lambda store: _obstore().delete(store, name))
 

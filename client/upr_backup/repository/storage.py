@@ -103,7 +103,6 @@ class LocalStorage:
 
     @property
     def location(self) -> str:
-        """The folder."""
         return str(self.root)
 
     def read(self, name: str) -> bytes:
@@ -233,7 +232,6 @@ class LocalSink:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
         return self._file.closed
 
     def write(self, data: bytes) -> int:
@@ -259,7 +257,6 @@ class LocalSink:
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        """Close the file."""
         with _named(self._path):
             self._file.close()
 

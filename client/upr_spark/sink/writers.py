@@ -84,7 +84,6 @@ class Task:
 
 
 def batch_task(kind: str, write: str, partition: int) -> Task:
-    """Return a task of a batch job."""
     return Task(_identity(kind, write, partition), places(kind, write, partition))
 
 

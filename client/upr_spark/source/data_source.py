@@ -51,7 +51,6 @@ class UprDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name of the format."""
         return NAME
 
     def schema(self) -> StructType:
@@ -99,7 +98,6 @@ class UprDataSource(DataSource):
         return batch_writer(options, schema, overwrite, of_table="endpoint" not in self.options)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:
-        """Return what writes a stream."""
         from upr_spark.sink import stream_writer
 
         # The columns are those of what is read: they do not tell of the table that is written to.

@@ -124,7 +124,7 @@ def _move(partition: int, entry: Entry, answer: Answer, pin: Pin, rules: Rules) 
         # Nothing is held, so there is nothing to undo and nothing was missed.
         at_end = Entry(pin.failover_id, pin.seqno, inexact=_is_inexact(rules, pin.seqno))
         return None if has_reached(entry, pin) else at_end
-    # A replica may be late; and who holds nothing may begin above a cut that was made before.
+    # A replica may be late; and a reader that holds nothing may begin above a cut that was made before.
     may_wait = not answer.active or (not entry.holds and entry.seqno <= answer.high)
     if may_wait and pin.seqno < entry.seqno and answer.newest_id == entry.failover_id:
         return None
@@ -546,7 +546,7 @@ class Planner:
                 self._drop(self._cut, start)
 
     def _give_up(self, error: UprSparkError, start: Offset | None) -> None:
-        """Leave no cut behind: who starts a query again and again that cannot go on would use all that there may be."""
+        """Leave no cut behind: a query that cannot go on, started again and again, would use all that there may be."""
         if self._cut is not None and not error.retriable:
             self._drop(self._cut, start)
 

@@ -83,14 +83,12 @@ class Server:
 
     @property
     def client(self) -> "Client":
-        """A client of this process."""
         if self._client is None:
             self._client = self._connection.open()
         return self._client
 
     @property
     def bucket(self) -> "Bucket":
-        """The bucket, over that client."""
         if self._bucket is None:
             self._bucket = self.client.bucket(self._connection.bucket)
         return self._bucket
@@ -182,7 +180,7 @@ class Server:
         """Pin partitions, waiting for room.
 
         Where the server takes no further cut, the one goes that was not used for the longest time, of the loads whose
-        cuts are named alike. Who reads it later may find that it is gone.
+        cuts are named alike. A task that reads it later may find that it is gone.
 
         Args:
             name: one that ends with a part of its own, and of a load with LOAD; what is before these is alike.

@@ -21,7 +21,7 @@ from upr_spark.errors import UprSparkError
 from upr_spark.source.offsets import Entry
 from upr_spark.source.options import Rules, Settings
 from upr_spark.source.plan import BELOW_PURGE, Control, Range, data_loss, rollback_required
-from upr_spark.source.server import LOAD, UNUSED_SECONDS, Answer, Server, bucket_mismatch
+from upr_spark.source.server import LOAD, UNUSED_SECONDS, Answer, CutPoint, Server, bucket_mismatch
 
 _GONE_HINT: Final = (
     "the end of this batch was not pinned any more: let leaseTtl be longer than a query is away or a batch takes. "
@@ -57,7 +57,7 @@ class Followed(Protocol):
     def follow(self, partitions: Sequence[int], *, exact: bool) -> Generator[Any]:
         """Yield what ``Rows`` holds, and lists of ``Told``, until every partition has ended.
 
-        A partition that was told to roll back because of its purge seqno goes on from 0 when more is asked for.
+        A partition that is rolled back because of its purge seqno goes on from 0 when more is asked for.
 
         Args:
             exact: whether each partition is shown as of its end; else as it is now, and further.
@@ -115,7 +115,7 @@ class Reading:
             except SnapshotGoneError as error:
                 asked, left = left, self._unfinished(left, followed)
                 stopped = self._left_behind(followed, left)
-                # One that had arrived, only without being told so, may be the one that the error is about.
+                # One that had arrived, without a sign of it, may be the one that the error is about.
                 if not stopped and len(left) == len(asked):
                     # Which partition it was does not matter: all of them had the same lease.
                     self._check_lapsed(error, exact)
@@ -255,7 +255,7 @@ class RangeReader:
         settings = self._settings
         changes = self._server.bucket.changes(
             resume=MemoryPositions({p: self._positions[p] for p in partitions}),
-            until=_Pinned({p: self._pins[p] for p in partitions}) if exact else "now",
+            until=CutPoint("", {p: self._pins[p] for p in partitions}) if exact else "now",
             only=Only(
                 partitions, keys_only=not settings.include_values, key_prefix=settings.key_prefix
             ),
@@ -349,11 +349,6 @@ class _Gathered:
         self._blocks, self.rows, self.size = [], 0, 0
         if rows:
             yield record_batch(ChangeBatch(blocks, []))
-
-
-class _Pinned:
-    def __init__(self, pins: Mapping[int, Pin]) -> None:
-        self.pins = pins
 
 
 def _position(bucket_version: int, one: Range) -> Position:
