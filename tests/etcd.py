@@ -1,5 +1,6 @@
 """A real etcd, for tests of clusters and the demo of one."""
 
+import json
 import socket
 import ssl
 import subprocess
@@ -29,20 +30,13 @@ class RunningEtcd:
     Args:
         folder: an empty folder, for data and logs.
         members: 1 or 3.
-        tls: with key.pem and chain.pem, which clients must show too; None for no encryption.
+        tls: with key.pem and chain.pem, which clients must show too; None for no encryption. Others count from the next
+            start on.
     """
 
     def __init__(self, folder: Path, members: int = 1, tls: Path | None = None) -> None:
         self._folder = folder
         self._tls = tls
-        self.context: ssl.SSLContext | None = None
-        # It is on this machine, whatever proxy the environment names.
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-        if tls is not None:
-            self.context = ssl.create_default_context(cafile=tls / "chain.pem")
-            self.context.load_cert_chain(tls / "chain.pem", tls / "key.pem")
-            handlers.append(urllib.request.HTTPSHandler(context=self.context))
-        self._open = urllib.request.build_opener(*handlers).open
         clients, peers = _free_ports(members), _free_ports(members)
         self.endpoints = [f"127.0.0.1:{port}" for port in clients]
         self._peers = [f"http://127.0.0.1:{port}" for port in peers]
@@ -62,13 +56,29 @@ class RunningEtcd:
         """Return where a member listens."""
         return f"{'http' if self._tls is None else 'https'}://{endpoint}"
 
+    def ask(self, path: str, data: bytes | None = None, number: int = 0) -> bytes:
+        """Return what a member answers over HTTP.
+
+        Raises:
+            OSError: it cannot be reached, or refuses.
+        """
+        # It is on this machine, whatever proxy the environment names.
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if self._tls is not None:
+            context = ssl.create_default_context(cafile=self._tls / "chain.pem")
+            context.load_cert_chain(self._tls / "chain.pem", self._tls / "key.pem")
+            handlers.append(urllib.request.HTTPSHandler(context=context))
+        url = f"{self.url(self.endpoints[number])}/{path}"
+        opener = urllib.request.build_opener(*handlers)
+        with opener.open(url, data, timeout=1.0) as answer:
+            return bytes(answer.read(4096))
+
     def _is_ready(self, number: int) -> bool:
         endpoint = self.endpoints[number]
         if (status := self._processes[number].poll()) is not None:
             raise ServerFailed(f"etcd at {endpoint} ended with status {status}")
         try:
-            with self._open(f"{self.url(endpoint)}/health", timeout=1.0) as answer:
-                return b'"true"' in answer.read(4096)
+            return b'"true"' in self.ask("health", number=number)
         except OSError:
             return False
 
@@ -100,12 +110,20 @@ class RunningEtcd:
         for n, endpoint in enumerate(self.endpoints):
             wait_until(lambda n=n: self._is_ready(n), f"in vain for etcd at {endpoint}")  # type: ignore[misc]
 
-    def kill(self) -> None:
-        """SIGKILL all members."""
-        for process in self._processes.values():
+    def _leader(self) -> int:
+        """Return which member leads the others."""
+        for n in self._processes:
+            told = json.loads(self.ask("v3/maintenance/status", b"{}", number=n))
+            if told["leader"] == told["header"]["member_id"]:
+                return n
+        raise ServerFailed("no member of etcd leads")
+
+    def kill(self, *, leader: bool = False) -> None:
+        """SIGKILL all members, or the one that leads the others."""
+        for n in [self._leader()] if leader else list(self._processes):
+            process = self._processes.pop(n)
             process.kill()
             process.wait(WAIT_SECONDS)
-        self._processes.clear()
 
 
 @contextmanager

@@ -30,6 +30,10 @@ PAIRS = (("disk", 2), (SAFE, 2))
 ETCD = 3
 """Place of etcd among those that links are between: 0 is the owner, 1 and 2 are the others."""
 COMMAND = "upr-admin promote --force"
+BACK_SECONDS = 3.0
+"""Time in which an owner that is back goes on: its key in etcd was renewed a while before it was lost."""
+FAILS = ".fails"
+"""End of the name of a file beside a server's stamps: while it is there, no fsync of the server's journal succeeds."""
 
 
 class ClusterRounds:
@@ -45,6 +49,7 @@ class ClusterRounds:
         takes: seconds from each loss of an owner to the next one's first answer.
         pauses: longest time of each of these without an acknowledgement, of one writer.
         back: seconds from each SIGCONT of an owner that was replaced until it was a replica in step.
+        stalls: longest time of each without an acknowledgement, of one writer, where the owner stayed.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class ClusterRounds:
         self.takes: list[float] = []
         self.pauses: list[float] = []
         self.back: list[float] = []
+        self.stalls: list[float] = []
         self.servers: list[RunningServer] = []
         self._rng = random.Random(seed)
         self._stack = contextlib.ExitStack()
@@ -75,7 +81,8 @@ class ClusterRounds:
         """Start a server that stamps its answers, perhaps with a proxy for what it asks of the others and of etcd."""
         path = self._folder / str(len(list(self._folder.iterdir())))
         path.touch()
-        environment = {STAMPS: str(path)}
+        fails = f"journal.before_sync=error-while:EIO:{path}{FAILS}"
+        environment = {STAMPS: str(path), "UPR_FAILPOINTS": fails}
         if self._linked:
             self._proxies.append(self._stack.enter_context(Proxy()))
             through = f"http://{self._proxies[-1].target}"
@@ -115,6 +122,11 @@ class ClusterRounds:
             for writer in self._writers:
                 follower.until(writer.newest)
 
+    def _go_on_for(self, seconds: float) -> None:
+        until = boot_seconds() + seconds
+        while boot_seconds() < until:
+            self._go_on()
+
     def _others(self) -> list[RunningServer]:
         return [server for server in self.servers if server is not self.owner]
 
@@ -144,15 +156,24 @@ class ClusterRounds:
     def _unchanged(self) -> Iterator[None]:
         """Have the body change neither owner, epoch nor records, and fail no write."""
         before, errors = self._history(), self._errors()
+        self._forget_longest()
         yield
         assert self._history() == before
         assert self._errors() == errors
+        self.stalls.append(self._longest())
 
     def _history(self) -> tuple[int, list[int]]:
         known = topology(self.owner.target)
         assert known is not None
         assert known.active
         return known.epoch, [failover_id for failover_id, _, _ in state_of(self.owner.target)]
+
+    def _forget_longest(self) -> None:
+        for writer in self._writers:
+            writer.longest = 0.0
+
+    def _longest(self) -> float:
+        return max(writer.longest for writer in self._writers)
 
     def _errors(self) -> Counter[str]:
         errors: Counter[str] = Counter()
@@ -166,8 +187,7 @@ class ClusterRounds:
     def _replaced(self) -> Iterator[None]:
         """Have the body kill the owner; wait for another one and its first answer, and note how long that took."""
         self._go_on()
-        for writer in self._writers:
-            writer.longest = 0.0
+        self._forget_longest()
         old, lost = self.owner, boot_seconds()
         yield
         self.owner = owner_of(self._others())
@@ -176,7 +196,7 @@ class ClusterRounds:
         answered = stamps_of(stamps)["at"]
         self.takes.append(float(answered[answered > lost][0]) - lost)
         self._go_on()
-        self.pauses.append(max(writer.longest for writer in self._writers))
+        self.pauses.append(self._longest())
         assert self.owner is not old
 
     def kill(self, *, emptied: bool = False) -> None:
@@ -195,6 +215,61 @@ class ClusterRounds:
         server.start()
         self.settle()
         self._go_on()
+
+    def fail_disk(self) -> None:
+        """Have no fsync of the owner succeed: another one follows while it runs, and it follows that one when it is restarted."""
+        old = self.owner
+        fails = Path(old.environment[STAMPS] + FAILS)
+        with self._replaced():
+            fails.touch()
+        fails.unlink()
+        # What was numbered there is not stored.
+        assert old.terminate() == 1
+        self._come_back(old, emptied=False)
+        self.counts["disks failed"] += 1
+
+    def restart(self, *, cleanly: bool = True) -> None:
+        """Stop the owner, or SIGKILL it, and start it at once: it goes on, without a record if it was stopped cleanly.
+
+        On a machine that is so busy that it is not back in time, another one may follow.
+        """
+        self._go_on()
+        old, before, errors = self.owner, self._history(), self._errors()
+        lost = boot_seconds()
+        if cleanly:
+            assert old.terminate() == 0
+        else:
+            old.kill()
+        old.start()
+        in_time = boot_seconds() - lost < BACK_SECONDS
+        self.settle()
+        self._go_on()
+        assert self._errors() == errors
+        if in_time:
+            assert self.owner is old
+            assert not cleanly or self._history() == before
+        what = "restarted" if cleanly else "killed and back at once"
+        self.counts[what if in_time else f"{what}, too late"] += 1
+
+    def roll(self) -> None:
+        """Stop each server in turn and start it again, the owner drained before: no record, and no failed write."""
+        errors, (_, ids) = self._errors(), self._history()
+        self._forget_longest()
+        for server in [*self._others(), self.owner]:
+            if server is self.owner:
+                done = CliRunner().invoke(admin.main, ["drain", "--target", server.target])
+                assert done.exit_code == 0, done.output
+                self.settle()
+                assert self.owner is not server
+            self._go_on()
+            assert server.terminate() == 0
+            server.start()
+            self.settle()
+        self._go_on()
+        self.stalls.append(self._longest())
+        assert self._history()[1] == ids
+        assert self._errors() == errors
+        self.counts["rolled"] += 1
 
     def empty_a_replica(self) -> None:
         """SIGKILL a replica, which comes back with an empty disk: nothing changes."""
@@ -266,30 +341,32 @@ class ClusterRounds:
 
     # etcd
 
-    def without_etcd(self, seconds: float) -> None:
-        """SIGKILL all of etcd for a time, and then one replica as well: nothing changes, and all goes on."""
+    def without_etcd(self, seconds: float, replica_seconds: float) -> None:
+        """SIGKILL all of etcd for a time, and then one replica as well: nothing changes, and all goes on.
+
+        Args:
+            replica_seconds: how long the replica is away: for longer than the owner counts a silent one, if it could.
+        """
         with self._unchanged():
             self._etcd.kill()
-            until = boot_seconds() + seconds
-            while boot_seconds() < until:
-                self._go_on()
+            self._go_on_for(seconds)
             replica = self._rng.choice(self._others())
             replica.kill()
-            self._go_on()
+            self._go_on_for(replica_seconds)
             replica.start()
             self._etcd.start()
             self.settle()
             self._go_on()
         self.counts["without etcd"] += 1
 
-    def restart_etcd(self) -> None:
-        """SIGKILL etcd, and start it again: nothing changes."""
+    def restart_etcd(self, *, leader: bool = False) -> None:
+        """SIGKILL etcd, or the member of it that leads, and start it again: nothing changes."""
         with self._unchanged():
-            self._etcd.kill()
+            self._etcd.kill(leader=leader)
             self._go_on()
             self._etcd.start()
             self._go_on()
-        self.counts["etcd restarted"] += 1
+        self.counts["leader of etcd restarted" if leader else "etcd restarted"] += 1
 
     # Links
 
@@ -350,6 +427,7 @@ class ClusterRounds:
         wait_until_equal(self.servers)
         states = [shown(server) for server in self.servers]
         assert states[0] == states[1] == states[2]
+        assert all(value == key * 5 for key, value in states[0].items())
         for follower in self._followers:
             wait_for(
                 lambda follower=follower: follower.state() == states[0],  # type: ignore[misc]
@@ -362,7 +440,7 @@ class ClusterRounds:
             self.counts[f"written at {writer.durability}"] += len(writer.acknowledged)
             self.counts[f"undone at {writer.durability}"] += len(lost)
             assert not lost or writer.durability == "disk"
-            assert lost <= gone or self.counts["emptied"]
+            assert lost <= gone.keys() or self.counts["emptied"]
         for reason, count in self._errors().items():
             self.counts[f"writes failed: {reason}"] += count
         assert self._followers[-1].rollbacks == 0

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,21 +119,74 @@ async def test_the_row_is_changed_by_one_and_again_means_the_same(etcd: RunningE
     await client.close()
 
 
+def with_users(etcd: RunningEtcd, **users: str) -> None:
+    """Have etcd ask for one of these users, by their passwords; one is root."""
+
+    def say(what: str, **text: Any) -> None:
+        etcd.ask(f"v3/auth/{what}", json.dumps(text).encode())
+
+    say("role/add", name="root")
+    for name, password in users.items():
+        say("user/add", name=name, password=password)
+        say("user/grant", user=name, role="root")
+    say("enable")
+
+
+async def test_certificates_and_a_user_are_exchanged_under_load(tmp_path: Path) -> None:
+    make_certificate(tmp_path)
+    ca, key, file = tmp_path / "chain.pem", tmp_path / "key.pem", tmp_path / "user"
+    file.write_text("root:secret\n")
+    with running_etcd(tmp_path / "etcd", tls=tmp_path) as etcd:
+        with_users(etcd, root="secret", next="other")
+        client = Etcd(etcd.endpoints, ca=ca, cert=ca, key=key, user=file)
+        changes = 0
+
+        async def write() -> None:
+            nonlocal changes
+            while True:
+                try:
+                    found = (await client.read(b"/x/")).entries.get(b"/x/a")
+                    changes += await client.swap(b"/x/a", b"", found.revision if found else 0)
+                except UnavailableError:
+                    await asyncio.sleep(0.01)
+
+        async def refused() -> str:
+            try:
+                await client.read(b"/x/")
+            except UnavailableError as error:
+                return str(error)
+            return ""
+
+        async def goes_on() -> None:
+            before = changes
+            await poll(lambda: asyncio.sleep(0, changes), lambda now: now > before + 1)
+
+        writers = [asyncio.create_task(write()) for _ in range(2)]
+        await goes_on()
+        # While its files are half there, what they had counts on. gRPC would end the process.
+        ca.write_bytes(b"")
+        await goes_on()
+        key.unlink()
+        await goes_on()
+        await asyncio.to_thread(make_certificate, tmp_path)
+        await asyncio.to_thread(etcd.kill)
+        await asyncio.to_thread(etcd.start)
+        await goes_on()
+        file.write_text("next:wrong\n")
+        await poll(refused, lambda why: "password" in why)
+        file.write_text("next:other\n")
+        await goes_on()
+        for writer in writers:
+            writer.cancel()
+        await asyncio.gather(*writers, return_exceptions=True)
+        await client.close()
+
+
 async def test_a_user_and_certificates_are_asked_for_and_shown(tmp_path: Path) -> None:
     make_certificate(tmp_path)
     ca, key = tmp_path / "chain.pem", tmp_path / "key.pem"
     with running_etcd(tmp_path / "etcd", tls=tmp_path) as etcd:
-
-        def say(what: str, **text: Any) -> None:
-            url = f"{etcd.url(etcd.endpoints[0])}/v3/auth/{what}"
-            request = urllib.request.Request(url, json.dumps(text).encode())
-            with urllib.request.urlopen(request, context=etcd.context) as answer:
-                assert answer.status == 200
-
-        say("user/add", name="root", password="secret")
-        say("role/add", name="root")
-        say("user/grant", user="root", role="root")
-        say("enable")
+        with_users(etcd, root="secret")
         file = tmp_path / "user"
         file.write_text("root:secret\n")
         tls = {"ca": ca, "cert": ca, "key": key}

@@ -35,7 +35,7 @@ def test_a_cluster_survives_its_owner_and_etcd(server_process: StartServer, tmp_
     ):
         rounds.kill()
         rounds.pause(4.0)
-        rounds.without_etcd(1.0)
+        rounds.without_etcd(1.0, 5.0)
         rounds.check()
         assert len(rounds.takes) == len(rounds.back) == 1
 
@@ -54,7 +54,9 @@ def test_a_cluster_survives_cut_links(server_process: StartServer, tmp_path: Pat
         rounds.check()
 
 
-def test_a_cluster_survives_emptied_disks(server_process: StartServer, tmp_path: Path) -> None:
+def test_a_cluster_survives_emptied_and_failed_disks(
+    server_process: StartServer, tmp_path: Path
+) -> None:
     with (
         running_etcd(tmp_path / "etcd") as etcd,
         ClusterRounds(server_process, etcd, tmp_path / "stamps", 3, constants=SOON) as rounds,
@@ -62,4 +64,5 @@ def test_a_cluster_survives_emptied_disks(server_process: StartServer, tmp_path:
         rounds.kill(emptied=True)
         rounds.empty_a_replica()
         rounds.need_a_command()
+        rounds.fail_disk()
         rounds.check()

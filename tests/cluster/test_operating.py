@@ -1,11 +1,13 @@
 """What operators order in a cluster, with real servers and a real etcd: it holds, whoever owns next."""
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.client.certificates import make_certificate
 from tests.cluster.clusters import owner_of, start_cluster
 from tests.conftest import StartServer
 from tests.etcd import running_etcd
@@ -63,9 +65,55 @@ def test_buckets_outlive_their_owner_and_stay_dropped(
             with Client(second.target) as one, pytest.raises(UprError, match="drained") as caught:
                 one.admin.promote(takeover=True)
             assert caught.value.reason == "DRAINED"
-            assert "may become active" in ran("drain", "--undo", "--target", second.target)
+            assert f"undrained: {second.target}" in ran(
+                "drain", "--undo", "--target", second.target
+            )
             wait_until_counted(servers, third)
             etcd.kill()
-            with pytest.raises(UprError, match="it is not known whether bucket 'some' was created"):
+            with pytest.raises(UprError, match="nothing was changed"):
                 client.admin.create_bucket("some")
             assert client.bucket("orders").set(b"b", b"2")
+
+
+def test_the_files_that_etcd_is_shown_are_exchanged_while_a_server_runs(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    tls = tmp_path / "tls"
+    tls.mkdir()
+    make_certificate(tls)
+    chain, key = tls / "chain.pem", tls / "key.pem"
+    with running_etcd(tmp_path / "etcd", tls=tls) as etcd:
+        files = ("--cluster-ca", str(chain), "--tls-cert", str(chain), "--tls-key", str(key))
+        server = server_process("--cluster", etcd.cluster, *files)
+
+        def ordered(name: str) -> bool:
+            with contextlib.suppress(UprError), Client(server.target, tls=chain) as client:
+                client.admin.promote()
+                client.admin.create_bucket(name)
+                return True
+            return False
+
+        wait_for(lambda: ordered("before"), "a bucket")
+        make_certificate(tls)
+        etcd.kill()
+        etcd.start()
+        wait_for(lambda: ordered("after"), "another bucket, behind the exchange")
+
+
+def test_a_cluster_without_a_bucket_changes_its_owner(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    with running_etcd(tmp_path / "etcd") as etcd:
+        servers = start_cluster(server_process, etcd, 2)
+        first, second = servers
+        with Client([server.target for server in servers]) as client:
+            client.admin.drop_bucket("default")
+            wait_for(lambda: not versions(second), "no bucket")
+            told = json.loads(ran("drain", "--json", "--target", first.target))
+            assert told == {"drained": True, "successor": second.target}
+            assert "may become active" in ran("drain", "--undo", "--target", first.target)
+            wait_until_counted(servers, second)
+            second.kill()
+            owner_of([first])
+            client.admin.create_bucket("some")
+            assert client.bucket("some").set(b"a", b"1")

@@ -1,15 +1,25 @@
 """What a cluster keeps in etcd, and how it is named."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from upr.cluster.map import MapRows
+from upr.cluster.map import Buckets, MapRows
 from upr.cluster.registry import Bucket, Entry, Found, Map, Place, decode_node, encode_node
-from upr_protocol.errors import InvalidArgumentError, TooManyError, UnavailableError, UprError
+from upr.service.buckets.serving import not_active
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    PartitionNotActiveError,
+    TooManyError,
+    UnavailableError,
+    UnknownOutcomeError,
+    UprError,
+)
 from upr_protocol.limits import BUCKETS_MAX, DROPPED_MAX
-from upr_protocol.ownership import Row, Served
+from upr_protocol.ownership import Row, Served, Standing
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 SOME = Bucket("some", 2**64 - 1, "zstd", 5)
@@ -105,9 +115,67 @@ async def test_a_lost_answer_is_looked_for_once() -> None:
     def again(known: Map) -> Map:
         return known.dropping(len(known.dropped))
 
-    with pytest.raises(UnavailableError):
+    with pytest.raises(UnknownOutcomeError):
         await rows.change(again)
     assert registry.lost == 1
+
+
+class Gone:
+    """A registry whose owner is replaced behind the first change, whose answer may be lost besides."""
+
+    def __init__(self, *, lost: bool) -> None:
+        self.lost, self.entry = lost, Entry(KNOWN.encode(), 1)
+
+    async def read(self, prefix: bytes) -> Found:
+        return Found({prefix + b"map": self.entry}, self.entry.revision)
+
+    async def swap(self, key: bytes, value: bytes, revision: int) -> bool:
+        next_owner = KNOWN.row.claimed(B, 9)
+        self.entry = Entry(replace(Map.decode(value), row=next_owner).encode(), 2)
+        if self.lost:
+            raise UnavailableError("no answer of etcd")
+        return True
+
+
+class Owner:
+    """A catalog of the owner of KNOWN, which steps down before anything is made or dropped here."""
+
+    def __init__(self) -> None:
+        self.replica_set, self.replica = KNOWN.replica_set, False
+        self.standing = SimpleNamespace(standing=Standing(A, KNOWN.row))
+        self.versions = {SOME.version: SOME.name}
+
+    def check_active(self) -> None:
+        pass
+
+    def check_new(self, name: str, compression: str) -> None:
+        pass
+
+    def version_of(self, name: str, version: int | None) -> int:
+        return SOME.version
+
+    async def create(self, *_: object, active: bool) -> None:
+        raise not_active("")
+
+    async def drop(self, *_: object) -> None:
+        raise not_active("")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("lost", [False, True])
+async def test_what_may_have_been_done_is_not_refused_as_if_it_was_not(lost: bool) -> None:
+    """Else the order is given to the next owner, who has done it by then and refuses it."""
+    for word in ("created", "dropped"):
+        registry: Any = Gone(lost=lost)
+        catalog: Any = Owner()
+        buckets = Buckets(MapRows(registry, Place((), "x")), catalog)
+        ordered = buckets.create("new") if word == "created" else buckets.drop(SOME.name)
+        with pytest.raises(UnknownOutcomeError, match=f"was {word}") as caught:
+            await ordered
+        assert not caught.value.retriable
+        # Of the next owner's map nothing is changed, and it is known that nothing was.
+        with pytest.raises(PartitionNotActiveError):
+            await (buckets.create("new") if word == "created" else buckets.drop(SOME.name))
 
 
 @pytest.mark.parametrize(

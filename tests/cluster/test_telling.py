@@ -12,7 +12,7 @@ from tests.harness import RunningServer, wait_until
 from tests.replica.sets import topology, wait_until_counted
 from tests.service.pages import http_of, numbers
 from upr.cli.admin import main
-from upr_client import Client
+from upr_client import Client, UprError
 from upr_client.admin import SetPart, Topology
 from upr_protocol.ownership import GRANTED_SECONDS
 
@@ -68,6 +68,9 @@ def test_a_cluster_is_told_with_its_states_grants_and_keys(
     wait_until(lambda: part(owner).state == "owner", owner.log_text)
     # Alone it has nobody who could follow it, and takes no write.
     wait_until(lambda: troubles(owner) == {"counted", "copies"}, owner.log_text)
+    with Client(owner.target, retry_seconds=0) as client, pytest.raises(UprError) as refused:
+        client.bucket().set(b"k", b"v")
+    assert refused.value.reason == "TOO_FEW_REPLICAS"
     replica = server_process(*options, constants=SOON)
     wait_until_counted([owner, replica], owner)
     wait_until(lambda: not troubles(owner) | troubles(replica), owner.log_text)

@@ -147,13 +147,12 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("disk", [128], indirect=True)
-@pytest.mark.parametrize("size", [1000, 200_000])
-async def test_a_disk_of_128_mib(disk: Disk, size: int) -> None:
-    await fill_and_stop(disk, size, 0)
+async def test_a_disk_of_128_mib(disk: Disk) -> None:
+    await fill_and_stop(disk, 1000, 0)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.asyncio
-@pytest.mark.parametrize("disk", [4096], indirect=True)
-async def test_a_disk_of_some_gib(disk: Disk) -> None:
-    await fill_and_stop(disk, 1000, 60)
+@pytest.mark.parametrize(("disk", "size"), [(1024, 200_000), (4096, 1000)], indirect=["disk"])
+async def test_a_disk_of_some_gib(disk: Disk, size: int) -> None:
+    await fill_and_stop(disk, size, 60)

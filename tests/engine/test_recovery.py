@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.engine.test_follower_steps import following, sent_while_awake, write
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket
 from upr.engine.partitions import ACTIVE, DEAD
@@ -18,6 +19,7 @@ from upr.storage.store import Identity
 from upr_protocol.block import U64, Block, build_block, make_runs, sealed
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.failover import FailoverLog
+from upr_protocol.handshake import answer_start
 from upr_protocol.wire.codec import decode_block, encode_block
 
 CUT, WHOLE = 5, 6
@@ -74,6 +76,34 @@ def test_a_record_is_at_the_last_complete_marker_and_what_is_above_goes() -> Non
     kept = [decode_block(data) for _, _, data in found.blocks]
     assert [row[1] for row in all_rows(kept)] == [1, 2, 3]
     assert [entry.runs["partition"].tolist() for entry in found.entries] == [[WHOLE]]
+
+
+def test_a_record_without_a_durable_row_stays_for_who_holds_lost_rows_of_it() -> None:
+    first = recovered(stored(), JOURNAL)
+    served = Bucket(Identity("b", 7), first.partitions, first.next_commit, proven=False)
+    served.recovered(first.entries)
+    held_id = first.partitions.logs[WHOLE].newest.failover_id
+    follower, wake = following(served, WHOLE)
+    # Stability memory: the follower takes seqno 3, which no commit ever holds.
+    write(served, WHOLE)
+    held = sent_while_awake(follower, wake)[-1].runs
+    assert (held["start_seqno"].tolist(), held["end_seqno"].tolist()) == ([2], [3])
+
+    # On the disk the next start finds what it would find if nothing had been numbered.
+    again = recovered(first.rows, JOURNAL).partitions
+    log = again.logs[WHOLE]
+    assert [record.seqno for record in log] == [0, 2, 2]
+    assert log.records[1].failover_id == held_id
+
+    def told(log: FailoverLog, seqno: int) -> int | None:
+        return answer_start(
+            log, failover_id=held_id, seqno=seqno, data_id=held_id, high_seqno=2
+        ).rollback_seqno
+
+    replaced = FailoverLog((log.records[0], log.newest))
+    assert (told(log, 3), told(replaced, 3)) == (2, 0), "all of its data instead of one row"
+    # Nor need a row be lost: who was told the id loses everything as well.
+    assert told(replaced, 2) == 0
 
 
 def test_what_was_cut_off_stays_away_at_the_next_start() -> None:

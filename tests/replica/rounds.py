@@ -16,15 +16,17 @@ from collections import Counter
 from click.testing import CliRunner
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import RunningServer, wait_until
 from tests.proxy import DIRECTIONS, Proxy
-from tests.replica.sets import wait_for, wait_until_counted, wait_until_equal
+from tests.replica.sets import state_of, wait_for, wait_until_counted, wait_until_equal
 from upr.cli import admin
 from upr_client import Client, Only, Rollback, UprError
 from upr_client.errors import ClosedError
+from upr_protocol.partitioning import partition_of
 
 STABILITIES = ("memory", "disk", "replicated(1)")
 SAFE = "replicated(1)"
+GATHERED = "promoted with less than the other had"
 
 
 class Reading:
@@ -84,7 +86,13 @@ class Reading:
 
     def until(self, key: bytes) -> None:
         """Wait until a key was seen."""
-        wait_for(lambda: key in self.seen or self.error is not None, f"{key!r} to be seen")
+        before = len(self.seen)
+        wait_until(
+            lambda: key in self.seen or self.error is not None,
+            lambda: (
+                f"{key!r} was not seen at {self.stability}; {before} keys were, now {len(self.seen)}"
+            ),
+        )
 
 
 class Writing:
@@ -209,7 +217,12 @@ class Rounds:
             # What is still on its way is lost.
             proxy.reset()
             proxy.heal()
-        old, self.owner = self.owner, self._promoted(replicas)
+        durable = {one.target: [row[2] for row in state_of(one.target)] for one in replicas}
+        # Drawn again: the one that lacks what the other has is promoted as well.
+        old, self.owner = self.owner, self._promoted(self._rng.sample(replicas, 2))
+        here = durable.pop(self.owner.target)
+        (there,) = durable.values()
+        self.counts[GATHERED] += any(a < b for a, b in zip(here, there, strict=True))
         old.start()
         wait_until_counted(self.servers, self.owner)
         for writer in self._writers:
@@ -246,17 +259,23 @@ class Rounds:
             self.counts[f"written at {writer.durability}"] += len(writer.acknowledged)
             self.counts[f"undone at {writer.durability}"] += len(lost)
             assert not lost or writer.durability == "disk"
-            assert lost <= gone
+            assert {key: gone.get(key) for key in lost} == {key: key * 5 for key in lost}
         assert self.counts[f"rollbacks at {SAFE}"] == 0
 
 
-def undone(servers: list[RunningServer]) -> set[bytes]:
-    """Return the keys that any of the servers has undone."""
-    found = set()
+def undone(servers: list[RunningServer]) -> dict[bytes, bytes]:
+    """Return keys and values that any of the servers has undone; all are sets.
+
+    Raises:
+        AssertionError: a row is not in the partition of its key.
+    """
+    found = {}
     for server in servers:
         for file in (server.data / "undone").glob("*.jsonl"):
-            lines = file.read_text().splitlines()[1:]
-            found |= {base64.b64decode(json.loads(line)["key"]) for line in lines}
+            for row in map(json.loads, file.read_text().splitlines()[1:]):
+                key = base64.b64decode(row["key"])
+                assert row["partition"] == partition_of(key)
+                found[key] = base64.b64decode(row["value"])
     return found
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.harness import poll
+from tests.harness import WAIT_SECONDS, poll
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
 from upr.replica import owning, replication
-from upr.replica.holding import Holding, Promoted
+from upr.replica.holding import Holding, Promoted, told_once
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import Owning
 from upr.replica.replication import Replication
@@ -60,11 +61,12 @@ class Member:
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
     members: list[Member] = []
 
-    async def begin(*upstream: Member, data: Path | None = None) -> Member:
+    async def begin(*upstream: Member, data: Path | None = None, anonymous: bool = False) -> Member:
         config = ServerConfig(
             data=data or tmp_path / str(len(members)),
             listen="127.0.0.1:0",
             replicate_from=tuple(one.target for one in upstream),
+            anonymous=anonymous,
             open_admin=True,
         )
         server = Server(config, replicate=ReplicaMethods)
@@ -164,6 +166,52 @@ async def test_buckets_are_carried_over_as_the_old_owner_has_them(
     assert host.disk.quota.limit == 10**6
     async with AsyncClient(new.target) as client:
         assert await client.bucket("new").get(b"k") == b"v"
+
+
+@pytest.mark.asyncio
+async def test_a_quota_that_was_begun_before_a_takeover_is_at_the_new_owner(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    disk, go_on = old.catalog.find("default").disk, threading.Event()
+    store, waiting = disk.store, disk._store_thread._work
+    put_quota, began = store.put_quota, threading.Event()
+
+    def held_up(limit: int) -> None:
+        began.set()
+        assert go_on.wait(WAIT_SECONDS)
+        put_quota(limit)
+
+    monkeypatch.setattr(store, "put_quota", held_up)
+    async with AsyncClient(old.target) as client:
+        setting = asyncio.create_task(client.admin.set_bucket_quota("default", 10**6))
+        await until(began.is_set)
+        taking_over = asyncio.create_task(new.owning.promote(takeover=True))
+        # What the old owner stores when it steps down waits behind the quota.
+        await until(lambda: taking_over.done() or not (old.owning.active or waiting.empty()))
+        go_on.set()
+        await asyncio.gather(setting, taking_over)
+    assert new.catalog.find("default").disk.quota.limit == 10**6
+
+
+@pytest.mark.asyncio
+async def test_one_that_followed_another_does_not_serve_as_if_it_had_not(start: Start) -> None:
+    """Nobody tells them who is counted: what it has on its disk is all that it knows."""
+    first = await start()
+    copy = await start(first, anonymous=True)
+    folder = first.catalog._directory.path
+    await until(lambda: copy.owning.in_step)
+    assert first.owning.holding.served() == 1
+    await first.stop()
+    await copy.owning.promote(force=True)
+    back = await start(copy, data=folder, anonymous=True)
+    await until(lambda: back.owning.in_step)
+    assert back.owning.holding.served() == 0
+    await back.stop()
+    again = await start(data=folder)
+    await until(lambda: bool(again.owning.active or again.owning.waiting))
+    assert not again.owning.active
+    assert "nobody knows whether something is missing" in again.owning.waiting
 
 
 @pytest.mark.asyncio
@@ -394,10 +442,10 @@ async def test_who_counts_is_stored_before_it_counts(
     monkeypatch.setattr(old.owning, "_round", nothing)
     await idle.wait()
     directory, bucket = new.owning.standing.directory, old.catalog.find("default").bucket
-    old.owning._known = frozenset()
+    old.owning.counting.known = frozenset()
     await old.owning.store(lambda standing: standing)
     assert not old.catalog.standing.known
-    await old.owning._count_copies()
+    await old.owning.counting.count_copies()
     assert bucket.copies.counted == {directory}
     stored = read_standing(old.catalog._directory.path, "d", replica=False)
     assert stored.known == {directory}
@@ -472,6 +520,9 @@ async def test_what_is_given_up_is_told_from_where_the_branches_part(start: Star
         ("default", 7, 0, 50),
         (f"{1:016x}", 7, 0, 50),
     ]
+    # One partition is told once.
+    both = [("default", 7, 20, 50), ("b", 7, 1, 2), ("default", 7, 30, 60)]
+    assert told_once(both) == [("b", 7, 1, 2), ("default", 7, 20, 60)]
 
 
 @pytest.mark.asyncio
@@ -541,6 +592,26 @@ async def test_tables_that_are_given_up_by_force_are_told(
 
 
 @pytest.mark.asyncio
+async def test_one_out_of_step_is_promoted_by_force_only_and_tells_what_it_may_lack(
+    start: Start,
+) -> None:
+    old, new = await start_set(start)
+    await leave_alone(new)
+    # As if it had received stored rows, and their producers' numbers not yet.
+    host = new.catalog.find("default")
+    assert host.following is not None
+    host.following.begin_tables()
+    await host.set_joining(True)
+    await old.stop()
+    async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
+        with pytest.raises(UprError) as refused:
+            await client.admin.promote()
+        assert refused.value.reason == "NOT_IN_STEP"
+        done = await client.admin.promote(force=True)
+    assert done.tables == ("default",)
+
+
+@pytest.mark.asyncio
 async def test_another_owner_at_the_address_of_the_last_one_is_followed(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -584,7 +655,7 @@ async def test_what_only_one_that_is_forgotten_had_is_not_lost(
         await until(lambda: meeting.met.pop(goes, None) is None)
         with pytest.raises(UprError, match="must be one that will not come back"):
             # It is not met, and follows.
-            await old.owning.forget(goes)
+            await old.owning.counting.forget(goes)
     await gone.stop()
     name = f"replica:{goes}"
     await until(lambda: goes not in meeting.met and name not in host.bucket.consumers)
@@ -613,7 +684,7 @@ async def test_what_only_one_that_is_forgotten_had_is_not_lost(
     row = old.owning.standing.row
     assert row.counted == {one, row.owner}
     await until(lambda: meeting.met[one].row.age >= row.age)
-    await old.owning._count()
+    await old.owning.counting.count()
     assert row.owner in old.owning.standing.row.counted
     may_receive.set()
     await until(lambda: old.owning.standing.row.counted == {one})
@@ -636,13 +707,13 @@ async def test_a_round_beside_it_does_not_count_one_that_is_forgotten(
         await keep(stored)
 
     monkeypatch.setattr(old.catalog, "keep_standing", held_up)
-    forgetting = asyncio.create_task(owner.forget(goes))
+    forgetting = asyncio.create_task(owner.counting.forget(goes))
     await stores.wait()
     # Two more are in step: their row is two newer.
     monkeypatch.setattr(owner.meeting, "registered", lambda _: True)
     met = next(iter(owner.meeting.met.values()))
     owner.meeting.met |= {f"{n:016x}": met for n in (1, 2)}
-    counting = asyncio.create_task(owner._count())
+    counting = asyncio.create_task(owner.counting.count())
     for _ in range(10):
         await asyncio.sleep(0)
     may_store.set()
@@ -679,3 +750,52 @@ async def test_one_that_joins_holds_up_purging_and_is_no_copy(
     assert host.bucket.copies.stable(1)[p] == 0
     may_tell.set()
     await until(lambda: bool(host.bucket.copies.stable(1)[p] == written.seqno))
+
+
+@pytest.mark.asyncio
+async def test_a_set_without_a_bucket_changes_its_owner_and_counts_who_has_heard_of_none(
+    start: Start,
+) -> None:
+    old, new = await start_set(start)
+    async with AsyncClient(old.target) as client:
+        await client.admin.drop_bucket("default")
+        await until(lambda: new.names == [])
+        assert new.owning.in_step
+        assert old.owning.meeting.met[new.owning.standing.directory].in_step
+        # Nothing else is in the way of a drain, and the former owner confirms that nothing is missing.
+        assert await client.admin.drain() == new.target
+    await new.owning.promote(takeover=True)
+    assert new.owning.active
+    counted = {old.owning.standing.directory}
+    await until(lambda: new.owning.standing.row.counted == counted)
+    # It has heard of a bucket, and then that there is none.
+    async with AsyncClient(new.target) as client:
+        await client.admin.create_bucket("next")
+        await until(lambda: old.names == ["next"])
+        await client.admin.drop_bucket("next")
+    await until(lambda: old.names == [] and old.owning.in_step)
+    await new.stop()
+    late = await start(new)
+    await old.owning.promote()
+    assert old.owning.active
+    # This one heard of no list.
+    assert not late.owning.in_step
+    with pytest.raises(UprError, match="not in step"):
+        await late.owning.promote()
+
+
+@pytest.mark.asyncio
+async def test_a_server_without_a_bucket_confirms_nothing_after_a_restart(start: Start) -> None:
+    """What it had may be lost, and the others would drop it."""
+    old, new = await start_set(start)
+    async with AsyncClient(old.target) as client:
+        await client.admin.drop_bucket("default")
+    epoch = old.owning.standing.row.epoch
+    assert old.owning.holding.served() == epoch
+    await old.stop()
+    again = await start(data=old.catalog._directory.path)
+    assert again.names == []
+    assert again.owning.holding.served() == 0
+    await until(lambda: again.owning.active)
+    assert again.owning.standing.row.epoch > epoch
+    assert not new.owning.active

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.client.certificates import make_certificate
 from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
-from upr.replica.links import Links
+from upr.replica.links import Channels, Links
 from upr.replica.meeting import Meeting, Met, row_of_message
 from upr.replica.owning import Owning
 from upr.service.buckets.catalog import Catalog, DamagedBucket
@@ -23,6 +24,7 @@ from upr_protocol.errors import (
     InvalidArgumentError,
     PartitionNotActiveError,
     ProtocolError,
+    UprError,
 )
 from upr_protocol.limits import MEMBER_SECONDS, SERVERS_MAX, SET_MEMBERS_MAX
 from upr_protocol.ownership import Row, Served
@@ -86,6 +88,28 @@ async def test_one_that_cannot_be_asked_is_left_out_and_told_once(
     assert await meeting.reach(["other"]) == {}
     (record,) = caplog.records
     assert "cannot be read" in record.error  # type: ignore[attr-defined]
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_is_half_there_changes_no_link(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "upr.replica.links")
+    make_certificate(tmp_path)
+    chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
+    whole = chain.read_bytes()
+    channels = Channels(Links(chain, chain, key), 1.0)
+    first = channels.to("127.0.0.1:1")
+    for half in (whole[:-9], whole[:99], whole.replace(b"A", b"B")):
+        chain.write_bytes(half)
+        assert channels.to("127.0.0.1:1") is first
+        with pytest.raises(UprError, match="cannot be used"):
+            channels.to("127.0.0.1:2")
+    make_certificate(tmp_path)
+    assert channels.to("127.0.0.1:1") is not first
+    said = ["changed files cannot be used for links", "files can be used for links again"]
+    assert [one.message for one in caplog.records] == said
+    await channels.close()
 
 
 @pytest.mark.asyncio
@@ -159,9 +183,10 @@ async def test_servers_that_are_known_are_bounded_and_forgotten(
     meeting.met[member(1).directory] = met
     assert meeting.find("127.0.0.2:2").directory == member(3).directory
     meeting.met.clear()
-    await asyncio.gather(*(meeting._stub(member(one).address) for one in (2, 3)))
+    for one in (2, 3):
+        meeting._stub(member(one).address)
     owning._catalog.standing = replace(owning._catalog.standing, standing=counted)
-    await meeting.forget()
+    meeting.forget()
     assert len(meeting.members) == SET_MEMBERS_MAX
     # One that tells of itself, or is counted, gets the place of the one that was silent for longest.
     meeting.heard_of([member(1000)])
@@ -172,9 +197,9 @@ async def test_servers_that_are_known_are_bounded_and_forgotten(
     now = time.monotonic() + MEMBER_SECONDS + 1
     monkeypatch.setattr("upr.replica.meeting.time.monotonic", lambda: now)
     meeting.heard(member(1))
-    await meeting.forget()
+    meeting.forget()
     assert meeting.addresses.keys() == {member(1).directory, member(2).directory}
-    assert meeting._channels.keys() == {member(2).address}
+    assert meeting._channels.addresses == {member(2).address}
     # Of one that does not answer nobody is told, unless it is counted.
     assert [one.directory for one in meeting.members_to_tell(counted)] == sorted(
         [member(2).directory, standing.directory]

@@ -1,13 +1,18 @@
 """What operators are told of a part in a set, by a time that the test sets."""
 
 import asyncio
+import contextlib
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from upr.cli import admin as commands
+from upr.cli.admin_commands import topology
 from upr.replica.telling import COPIES, COUNTED, PATIENCE_SECONDS, Telling
+from upr_client.admin import Promotion
 from upr_protocol.errors import TooFewReplicasError
 from upr_protocol.ownership import Row, Standing
 
@@ -25,7 +30,9 @@ class Part:
         copies = SimpleNamespace(shortage=lambda count: self.short if count == 2 else None)
         host = SimpleNamespace(bucket=SimpleNamespace(copies=copies), following=None)
         catalog: Any = SimpleNamespace(hosts=[host], may_serve=lambda: True)
-        cluster: Any = SimpleNamespace(trouble=None, name="prod", silent_seconds=0.0)
+        cluster: Any = SimpleNamespace(
+            trouble=None, bucket_trouble=None, name="prod", silent_seconds=0.0
+        )
         agreeing = SimpleNamespace(trouble="", serving_seconds=1.0)
         owning: Any = SimpleNamespace(active=True, claiming=False, agreeing=agreeing)
         self.owning = owning
@@ -86,3 +93,28 @@ def test_changes_of_owner_are_counted_and_the_first_is_none(
         part.look(0.0)
         seen.append(asyncio.run(told()))
     assert seen == [(0, "owner")] * 2 + [(1, "waiting"), (2, "waiting"), (2, "waiting")]
+
+
+def test_what_a_forced_promotion_gives_up_is_told_for_each_partition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = (("default", 3, 20, 50), ("orders", 7, 0, 50))
+    done = Promotion(4, 2, ("10.0.0.2:7711",), lost, ("orders",))
+
+    def promote(*, force: bool, takeover: bool, seconds: float) -> Promotion:
+        assert force
+        return done
+
+    client = SimpleNamespace(admin=SimpleNamespace(promote=promote))
+    monkeypatch.setattr(topology, "open_client", lambda _: contextlib.nullcontext(client))
+    result = CliRunner().invoke(
+        commands.main, ["promote", "--force", "--yes", "--target", "10.0.0.1:7711"]
+    )
+    assert result.stderr.splitlines() == [
+        "2 partitions got a failover record",
+        "warning: without 10.0.0.2:7711: what only it has is undone when it comes back",
+        "warning: bucket orders: the newest positions of consumers, cuts and numbers of producers may be lost;"
+        " a write that is sent again may be applied twice",
+        "warning: bucket default, partition 3: 30 mutations above 20 may be lost",
+        "warning: bucket orders, partition 7: mutations up to 50 may be lost",
+    ]

@@ -7,6 +7,7 @@ serve is never older than one that might before, and the cluster mends itself.
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.simulation.processes import ServerProcess
 from tests.simulation.replicas import STEP_SECONDS, ReplicasWorld
 from tests.simulation.truth import Violation
 from upr.cluster.registry import Entry, Found, Map
+from upr.engine.bucket import Bucket
 from upr.replica import agreeing
 from upr.replica.agreeing import Agreeing
 from upr_client import AsyncClient, UprError
@@ -24,6 +26,8 @@ CALL_SECONDS = 2.0
 HEAL_SECONDS = 90.0
 ORDERS = 16
 """Answers and orders of buckets in a run; each bucket takes what a whole one takes."""
+REFUSALS = ("PARTITION_NOT_ACTIVE", "ALREADY_EXISTS", "BUCKET_NOT_FOUND")
+"""Reasons for which an order changed nothing; of the last two it is known besides whether there is such a bucket."""
 
 
 class FakeEtcd:
@@ -158,14 +162,18 @@ class ClusterWorld(ReplicasWorld):
         number = servers or (3 if seed % 3 else 2 + seed % 2 * 2)
         super().__init__(folder, seed, [0] * (number - 1))
         self.etcd = FakeEtcd(self._timeline)
-        self._newest = 0
+        self._newest = 0, ""
         rng = self._timeline.drawn("clocks")
         self.rates = {server.host: rng.uniform(0.96, 1.04) for server in self.servers}
+        self._min_copies = self._timeline.drawn("copies").choice((0, 0, 1))
         for server in self.servers:
             server.upstreams, server.registry = (), self.etcd
+            server.settings["min_copies"] = self._min_copies
         self.created: dict[int, str] = {}
         self.dropped: set[int] = set()
         self._ordering = 0
+        # Names of which it is not known whether there is a bucket.
+        self._doubtful: set[str] = set()
 
     def patched(self, patch: pytest.MonkeyPatch) -> None:
         """Have clocks of different rates, and look at each answer to whether an owner may serve."""
@@ -178,13 +186,31 @@ class ClusterWorld(ReplicasWorld):
             answer = may_serve(one)
             standing = one._catalog.standing.standing
             if answer and not one._catalog.replica:
-                if standing.row.epoch < self._newest:
-                    host = running().host
-                    raise Violation(f"{host} serves in {standing.row.epoch} after {self._newest}")
-                self._newest = standing.row.epoch
+                own, newest = (standing.row.epoch, running().place), self._newest
+                # Who is forced goes on without those who grant another one to serve.
+                forced = any(change.forced for change in self.truth.changes)
+                if not forced and (own < newest if own[0] != newest[0] else own != newest):
+                    raise Violation(f"{own} serves after {newest}")
+                self._newest = own
             return answer
 
         patch.setattr(Agreeing, "may_serve", looked)
+        write = Bucket.write
+
+        def written(bucket: Bucket, *what: Any) -> Any:
+            outcome = write(bucket, *what)
+            numbered = not outcome.duplicate and len(outcome.runs) > len(outcome.refused)
+            if self._min_copies and numbered and not self._counted_followers(bucket):
+                raise Violation(f"{running().host} numbered a write that no replica will have")
+            return outcome
+
+        patch.setattr(Bucket, "write", written)
+
+    def _counted_followers(self, bucket: Bucket) -> set[str]:
+        """Return the counted servers that follow a bucket of the server that runs."""
+        (server,) = (s for s in self.servers if s.host == running().host)
+        following = {f.options.directory for f in bucket.followers if f.options.consumer}
+        return following & server.owning.standing.row.counted if server.owning else set()
 
     def make_first(self, first: ServerProcess) -> None:
         """Make the map, by order: no new server does so by itself."""
@@ -211,8 +237,20 @@ class ClusterWorld(ReplicasWorld):
             self.order_bucket(f"extra {rng.randrange(2)}", drops=rng.random() < 0.5)
             if rng.random() < 0.2:
                 rng.choice(self.servers).dies_at = "bucket."
+        if rng.random() < 0.01:
+            self.fail_disk(rng.choice(self.servers), rng.choice((1.0, 10.0, 20.0)))
         self._without_owner = 0.0
         super()._fault()
+
+    def fail_disk(self, server: ServerProcess, seconds: float) -> None:
+        """Have nothing that a server journals become durable; some time later it is killed, and begins again."""
+        self.counts["failed disks"] += server.loop is not None
+        server.fails_at = "journal.before_sync"
+        self._in(seconds, lambda: self._end_failure(server))
+
+    def _end_failure(self, server: ServerProcess) -> None:
+        if server.fails_at:
+            self._crash(server)
 
     @property
     def ordering(self) -> bool:
@@ -240,8 +278,17 @@ class ClusterWorld(ReplicasWorld):
             word = "drops" if drops else "creations"
             if isinstance(outcome, UprError):
                 self.counts[f"{word}: {outcome.reason}"] += 1
+                if outcome.reason not in REFUSALS:
+                    self._doubtful.add(name)
+                elif name not in self._doubtful:
+                    if outcome.reason in REFUSALS[-2:] and drops is bool(before):
+                        raise Violation(
+                            f"{word} of {name}: {outcome.reason}, and {before} was there"
+                        )
+                    self.created |= dict.fromkeys(before, name)
                 return
             self.counts[word] += 1
+            self._doubtful.discard(name)
             if before and (not drops or before != [outcome]):
                 raise Violation(f"{word} of {name} gave {outcome}, and {before} was there")
             if drops:
@@ -269,9 +316,9 @@ class ClusterWorld(ReplicasWorld):
     def _promote(
         self, server: ServerProcess, *, force: bool = False, takeover: bool = False
     ) -> None:
-        """Have the operator take over at times; who is active is not his business otherwise."""
-        if takeover:
-            super()._promote(server, takeover=True)
+        """Have the operator take over at times, and seldom force one; who is active is not his business otherwise."""
+        if takeover or (force and self.rng.random() < 0.3):
+            super()._promote(server, force=force, takeover=takeover)
 
     def _lose_disk(self, server: ServerProcess) -> None:
         super()._lose_disk(server)
@@ -282,6 +329,8 @@ class ClusterWorld(ReplicasWorld):
         self.net.heal()
         self.etcd.heal()
         self.no_more_deaths()
+        for server in self.servers:
+            self._end_failure(server)
         self.until(lambda: all(server.loop for server in self.servers), 15, "started")
         began = self._timeline.now
         while not any(map(self.in_step, self.servers)):

@@ -248,23 +248,24 @@ def done(answer: "asyncio.Future[T]", work: Callable[[], T]) -> Callable[[], Non
 
 
 class SimulatedWorker:
-    """A thread that runs functions one after the other: stands in for ``Worker`` of the disk."""
+    """Threads that run functions in the order in which they are asked for: stands in for ``Worker`` of the disk."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, count: int = 1) -> None:
         self._name = name
         self._work: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
-        self._busy = self._closed = False
+        self._idle = count
+        self._closed = False
 
-    async def run(self, call: Callable[[], T]) -> T:
+    def run(self, call: Callable[[], T]) -> "asyncio.Future[T]":
         if self._closed:
             raise RuntimeError(f"the {self._name} thread has ended")
         loop = running()
         answer: asyncio.Future[T] = loop.create_future()
         self._work.append((answer, call))
-        if not self._busy:
-            self._busy = True
+        if self._idle:
+            self._idle -= 1
             loop.call_later(loop.thread_seconds(), self._next, loop)
-        return await answer
+        return answer
 
     def _next(self, loop: SimulatedLoop) -> None:
         if self._work:
@@ -272,7 +273,7 @@ class SimulatedWorker:
         if self._work:
             loop.call_later(loop.thread_seconds(), self._next, loop)
         else:
-            self._busy = False
+            self._idle += 1
 
     def _do(self, loop: SimulatedLoop) -> None:
         answer, call = self._work.popleft()

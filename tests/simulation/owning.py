@@ -223,7 +223,7 @@ class World:
             return
         self.meet(other, server.standing.epoch)
         epoch = other.standing.row.epoch if other.active else 0
-        if not gathering and not server.standing.may_follow(epoch, serves=other.active):
+        if not gathering and (not other.active or epoch < server.standing.epoch):
             return
         server.served = 0
         if not gathering:

@@ -3,6 +3,7 @@
 Nothing of the server is replaced but what is outside of it: the event loop, threads, clocks, chance, and gRPC.
 """
 
+import errno
 import functools
 import random
 import secrets
@@ -123,9 +124,11 @@ class ServerProcess:
     Attributes:
         upstreams: what it is told to follow when it is started.
         registry: of its cluster; None for none.
+        settings: others that it is started with.
         loop: of the process that runs; None while there is none.
         disks: how often it got an empty disk.
         dies_at: how the name of the failpoint begins at which the process dies next; empty for none.
+        fails_at: the same, of those at which its disk fails until the next start.
     """
 
     def __init__(
@@ -133,14 +136,14 @@ class ServerProcess:
     ) -> None:
         self._timeline, self._net = timeline, net
         self._folder = folder
-        self._settings = settings
+        self.settings = settings
         self.number = number
         self.host = f"server {number}"
         self.address = f"127.0.0.1:{7001 + number}"
         self.upstreams: tuple[str, ...] = ()
         self.registry: Registry | None = None
         self.disks = self.boots = 0
-        self.dies_at = ""
+        self.dies_at = self.fails_at = ""
         self.loop: SimulatedLoop | None = None
         self.server: Server | None = None
 
@@ -183,6 +186,7 @@ class ServerProcess:
         """Begin a process."""
         assert self.loop is None
         self.boots += 1
+        self.fails_at = ""
         self.loop = loop = SimulatedLoop(self._timeline, self.host)
         loop.place = self.data.name
 
@@ -190,6 +194,8 @@ class ServerProcess:
             if loop.alive and self.dies_at and point.startswith(self.dies_at):
                 self.dies_at, loop.alive = "", False
                 raise Died
+            if self.fails_at and point.startswith(self.fails_at):
+                raise OSError(errno.EIO, "the disk fails")
 
         loop.reach = reach
         loop.create_task(self._run())
@@ -201,7 +207,7 @@ class ServerProcess:
             open_admin=True,
             replicate_from=self.upstreams,
             cluster="" if self.registry is None else "etcd://etcd/simulated",
-            **self._settings,
+            **self.settings,
         )
         loop = running()
         try:

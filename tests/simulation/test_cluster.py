@@ -11,9 +11,12 @@ import pytest
 from tests.simulation import worlds
 from tests.simulation.clustered import ClusterWorld
 from tests.simulation.processes import ServerProcess
+from tests.simulation.truth import USED
 from upr.cluster.registry import Map
 from upr.engine.partitions import ACTIVE
+from upr.service.buckets.catalog import Catalog
 from upr_client import AsyncClient, UprError
+from upr_protocol.errors import NoRoomError
 from upr_protocol.ownership import Standing
 
 SEEDS = max(int(os.environ.get("UPR_SIMULATION_SEEDS", "30")) // 30, 1)
@@ -110,6 +113,42 @@ def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
     assert tuple(said[-2:]) == began_and_ended
 
 
+def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
+    world: ClusterWorld,
+) -> None:
+    first, *others = world.servers
+    first.fails_at = "journal.before_sync"
+    world.etcd.down = True
+    world.until(lambda: first.owning.holding.failure is not None, 10, "failed")  # type: ignore[union-attr]
+    world.pass_time(3.0)
+    # While nobody can claim it stays, so that it can be read.
+    assert first.active
+    cuts = world.cut_off(first)
+    world.pass_time(6.0)
+    world.etcd.heal()
+    world.pass_time(1.5)
+    # Nobody who would claim is heard.
+    assert first.active
+    world.net.heal(*cuts)
+    world.until(lambda: any(s.active for s in others), 40, "replaced", step=0.05)
+    acknowledged = dict(world.counts)
+    for durability in ("disk", "replicated(1)"):
+        what = f"acknowledged at {durability}"
+        world.until(lambda what=what: world.counts[what] > acknowledged[what], 20, what)  # type: ignore[misc]
+    new = next(s for s in others if s.active)
+    assert new.bucket is not None
+    # What was numbered and is on no disk is numbered again, under another id.
+    logs = new.bucket.bucket.partitions.logs
+    assert {len(logs[p].to_pairs()) for p in USED} == {2}
+    assert first.owning is not None
+    assert not first.owning.in_step
+    assert world.promoted(first) == world.promoted(first, force=True) == "STORAGE_FAILED"
+    first.kill()
+    first.start()
+    world.settle()
+    world.check()
+
+
 def test_a_change_that_etcd_makes_later_is_not_taken_for_none(world: ClusterWorld) -> None:
     """The owner does not hear whether a server is counted no more, and that one alone would grant it to go on."""
     first, second, third = world.servers
@@ -176,6 +215,7 @@ def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
     world.etcd.late = 2.0
     ordered(world, drops=True)
     assert not world.dropped
+    assert world.counts["drops: UNKNOWN_OUTCOME"] == 1
     world.etcd.late = 0.0
     world.until(lambda: not buckets(second), 20, "dropped")
     ordered(world)
@@ -243,6 +283,31 @@ def test_a_first_server_that_is_killed_behind_the_map_makes_what_that_has(tmp_pa
             world.until(lambda: first.died, 10, "dead")
             world.no_more_deaths()
             world.until(lambda: first.bucket is not None and first.waiting == "", 30, "made")
+
+
+def test_a_bucket_that_cannot_be_made_is_told_as_that(
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = world.servers[0].server
+    assert server is not None
+    assert server._sets is not None
+
+    def full(*_: object) -> None:
+        raise NoRoomError("no room", hint="free some")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "_create_now", full)
+        ordered(world)
+        assert world.counts["creations: UNKNOWN_OUTCOME"] == 1
+        world.until(lambda: server._problems() != [], 10, "told")
+        (problem,) = server._problems()
+        assert (problem.reason, problem.hint) == ("NO_ROOM", "free some")
+        assert "bucket 'some' cannot be made: no room" in problem.message
+        # It takes its part, and serves.
+        assert [kind for kind, error in server._sets.troubles.items() if error] == ["buckets"]
+        assert world.servers[0].waiting == ""
+    world.until(lambda: server._problems() == [], 10, "made")
+    assert list(buckets(world.servers[0]).values()) == ["some"]
 
 
 def test_no_order_claims_the_map_of_another_set(world: ClusterWorld) -> None:

@@ -236,7 +236,7 @@ def test_a_promotion_in_the_middle_of_a_snapshot_goes_back_to_the_marker_before_
     world = ReplicasWorld(tmp_path / "world", 5, (0,))
     world._frame_bytes = 1
     for server in world.servers:
-        server._settings["flush_seconds"] = 1000.0
+        server.settings["flush_seconds"] = 1000.0
     # A row is a block, and a frame.
     with prepared(2), world.living():
         world.start()
@@ -290,7 +290,7 @@ def test_a_repeated_write_is_known_to_a_replica_that_was_told_of_it(
     world = ReplicasWorld(tmp_path / "world", 5, (0,))
     active, replica = world.servers
     for server in world.servers:
-        server._settings["flush_seconds"] = 1000.0
+        server.settings["flush_seconds"] = 1000.0
     with prepared(0), world.living():
         world.start()
         directory = standing(replica).directory

@@ -1,5 +1,6 @@
 """``check``: each contradiction is found, and what is lawful is not one."""
 
+import json
 import os
 import shutil
 import struct
@@ -478,6 +479,27 @@ def test_a_reader_that_hangs_is_damage(
     monkeypatch.setattr(sys, "executable", str(sleeper))
     (report,) = check_directory(closed.path, hang_seconds=0.2)
     assert "nothing was read for 0.2 s" in only(report).what
+
+
+def test_a_reader_that_is_killed_is_followed_by_one_behind_that_partition(
+    closed: Closed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, asked = tmp_path / "reader", tmp_path / "asked"
+    reader.write_text(
+        f"""#!/bin/sh
+echo "$3" >> '{asked}'
+case "$3" in *'"again": false'*) echo '{{"at": [1021, "blocks"]}}'; kill -9 $$;; esac
+echo '{{"end": true}}'
+"""
+    )
+    reader.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(reader))
+    (report,) = check_directory(closed.path)
+    (finding,) = report.findings
+    assert finding.partition == 1021
+    assert finding.what == "the reading process was killed by SIGKILL while reading blocks"
+    tasks = [json.loads(line) for line in asked.read_text().splitlines()]
+    assert [task["partitions"] for task in tasks] == [list(range(1024)), [1022, 1023]]
 
 
 def test_lengths_that_are_lawful(tmp_path: Path) -> None:

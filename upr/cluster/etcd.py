@@ -1,7 +1,8 @@
 """etcd: the four operations of a registry over etcd's API, version 3. No locks and no elections of etcd's are used.
 
 Every call has a deadline, because a server of etcd that was stopped answers nothing and keeps the connection. A call that
-fails is not made again here, but the next one goes to the next server.
+fails is not made again here, but the next one goes to the next server. Files of TLS and of the user are read again when they
+change.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ import grpc
 from upr.cluster.registry import Entry, Found
 from upr.cluster.wire import etcd_pb2 as wire
 from upr.cluster.wire import etcd_pb2_grpc as stubs
-from upr_client.endpoints import Login
+from upr.replica.links import Channels, Links
+from upr.service.access.files import signature
+from upr.service.trouble import words_of
 from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError
 from upr_protocol.limits import SET_MEMBERS_MAX
 
@@ -49,9 +52,13 @@ def read_user(path: Path) -> tuple[str, str]:
         InvalidArgumentError: it has no NAME:PASSWORD.
         OSError: it cannot be read.
     """
-    name, colon, password = path.read_text(encoding="utf-8").strip().partition(":")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    name, colon, password = text.strip().partition(":")
     if not (name and colon and password):
-        raise InvalidArgumentError(f"{path} must have one line NAME:PASSWORD")
+        raise InvalidArgumentError(
+            "the file of etcd's user has other lines; it must have one line NAME:PASSWORD",
+            hint=f"write {path} anew",
+        )
     return name, password
 
 
@@ -78,20 +85,28 @@ class Etcd:
     ) -> None:
         self._endpoints = list(endpoints)
         self._at = 0
-        self._login = Login.of(False, ca, cert, key, None)
-        self._user = None if user is None else read_user(user)
+        links = Links(ca, cert, key, options=_OPTIONS)
+        links.check()
+        self._channels = Channels(links, CALL_SECONDS + 1.0)
+        self._user = user
+        if user is not None:
+            read_user(user)
         self._token = ""
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        # The file of the user that it was given to.
+        self._given: object = None
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
-        if endpoint not in self._channels:
-            credentials = self._login.credentials
-            if credentials is None:
-                made = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
-            else:
-                made = grpc.aio.secure_channel(endpoint, credentials, options=_OPTIONS)
-            self._channels[endpoint] = made
-        return self._channels[endpoint]
+    async def _shown(self, endpoint: str) -> Any:
+        """Return the metadata that show the user of now; None without one."""
+        if self._user is None:
+            return None
+        token, file = self._token, signature([self._user])
+        if not token or file != self._given:
+            name, password = read_user(self._user)
+            asked = wire.AuthenticateRequest(name=name, password=password)
+            auth: Any = stubs.AuthStub(self._channels.to(endpoint))
+            token = (await auth.Authenticate(asked, timeout=CALL_SECONDS)).token
+            self._token, self._given = token, file
+        return (("token", token),)
 
     async def _call(self, do: Callable[[grpc.aio.Channel, Any], Awaitable[_T]]) -> _T:
         """Call the server of etcd that answered last.
@@ -103,23 +118,22 @@ class Etcd:
             UnavailableError: it did not answer, or refused; whether it did anything is not known.
         """
         endpoint = self._endpoints[self._at % len(self._endpoints)]
-        channel = self._channel(endpoint)
         try:
             # Beside the deadline of gRPC, so that nothing waits longer.
             async with asyncio.timeout(CALL_SECONDS + 0.5):
-                if self._user is not None and not self._token:
-                    asked = wire.AuthenticateRequest(name=self._user[0], password=self._user[1])
-                    auth: Any = stubs.AuthStub(channel)
-                    answer = await auth.Authenticate(asked, timeout=CALL_SECONDS)
-                    self._token = answer.token
-                return await do(channel, (("token", self._token),) if self._token else None)
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
-            self._at += 1
-            # It may have run out.
-            self._token = ""
-            timeout = isinstance(error, TimeoutError)
-            words = "no answer in time" if timeout else error.details() or error.code().name  # type: ignore[union-attr]
-            raise UnavailableError(f"etcd at {endpoint}: {words}") from None
+                metadata = await self._shown(endpoint)
+                return await do(self._channels.to(endpoint), metadata)
+        except TimeoutError:
+            words = "no answer in time"
+        except grpc.aio.AioRpcError as error:
+            words = error.details() or error.code().name
+        except (OSError, UprError) as error:
+            # A file that is being exchanged.
+            words = words_of(error)
+        self._at += 1
+        # It may have run out.
+        self._token = ""
+        raise UnavailableError(f"etcd at {endpoint}: {words}")
 
     async def read(self, prefix: bytes) -> Found:
         """Return all keys with a prefix."""
@@ -209,9 +223,7 @@ class Etcd:
 
     async def close(self) -> None:
         """Close all connections."""
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._channels.close()
 
 
 async def _next(call: Any) -> Any:

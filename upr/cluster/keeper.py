@@ -8,7 +8,8 @@ any other (``upr.replica.owning``). While etcd is away nothing changes, and whoe
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import lmdb
 
@@ -20,7 +21,13 @@ from upr.config import ServerConfig
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import RESUME_SECONDS, Owning
 from upr.service.buckets.catalog import DEFAULT_BUCKET, Catalog
-from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError, shown
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    UnavailableError,
+    UnknownOutcomeError,
+    UprError,
+    shown,
+)
 from upr_protocol.ownership import GRANT_SECONDS, Row, first_row
 from upr_protocol.wire.v1.replica_service_pb2 import SetMember
 
@@ -85,7 +92,7 @@ class Keeper:
         self._read_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._keep_key())
+                tasks.create_task(self._keep_key(owning))
                 tasks.create_task(self._watch())
                 tasks.create_task(self._decide(owning))
         finally:
@@ -101,18 +108,36 @@ class Keeper:
 
     # etcd
 
-    async def _keep_key(self) -> None:
+    async def _keep_key(self, owning: Owning) -> None:
         """Keep the key that says that this server is there."""
         key = self._place.nodes + self._catalog.directory_id.encode()
         while True:
             try:
-                value = encode_node(self._address(), __version__)
-                await self._registry.session(key, value, LEASE_SECONDS)
+                if not self._gave_up(owning):
+                    value = encode_node(self._address(), __version__)
+                    session = self._registry.session(key, value, LEASE_SECONDS)
+                    await self._until_given_up(session, owning)
             except UprError as error:
                 self._tell("the session with etcd", error)
             else:
                 self._tell("the session with etcd")
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _until_given_up(self, session: Coroutine[Any, Any, None], owning: Owning) -> None:
+        task = asyncio.create_task(session)
+        try:
+            while not (task.done() or self._gave_up(owning)):
+                await asyncio.wait({task}, timeout=LOOK_SECONDS)
+            if task.done():
+                task.result()
+        finally:
+            task.cancel()
+
+    def _gave_up(self, owning: Owning) -> bool:
+        """Return whether the map names this server, and another one is to claim: to them it is as if it were dead."""
+        owner = "" if self._map is None else self._map.row.owner
+        failed = owning.holding.failure is not None and not owning.active
+        return failed and owner == owning.standing.directory
 
     async def _watch(self) -> None:
         """Read all that is kept of the cluster whenever it changes."""
@@ -129,11 +154,16 @@ class Keeper:
     @property
     def trouble(self) -> UprError | None:
         """Why this server takes no part in its cluster; None while it does."""
-        found = next(filter(None, (*self._told.values(), self.buckets.trouble)), None)
+        found = next(filter(None, self._told.values()), None)
         if found is None or (isinstance(found, UprError) and found.hint):
             return found
-        hint = _AWAY_HINT if isinstance(found, UnavailableError) else ""
+        hint = _AWAY_HINT if isinstance(found, UnavailableError | UnknownOutcomeError) else ""
         return UprError(str(found), reason="CLUSTER_FAILS", hint=hint, retriable=True)
+
+    @property
+    def bucket_trouble(self) -> UprError | None:
+        """Why a bucket is not as the map says; None while all are."""
+        return self.buckets.trouble
 
     # Deciding
 
@@ -176,7 +206,7 @@ class Keeper:
         if owning.active:
             await self._keep_buckets(self._map, now)
         else:
-            self.buckets.tell("")
+            self.buckets.tell(None)
 
     def _check_set(self, known: Map) -> None:
         """Raise where the map is of another set than this server."""
@@ -195,7 +225,7 @@ class Keeper:
             await self.buckets.create(DEFAULT_BUCKET)
         self._is_first = False
         if self.buckets.are(known):
-            self.buckets.tell("")
+            self.buckets.tell(None)
         elif now - self._matched_at >= MATCH_SECONDS:
             self._matched_at = now
             await self.buckets.match()
@@ -205,6 +235,9 @@ class Keeper:
         if self._has_just_tried or owning.claiming:
             return
         if owning.active:
+            if owning.holding.failure is not None:
+                await self._give_up(owning)
+                return
             # Who claimed died before it served, and counted servers wait for it.
             is_due = row.epoch > owning.standing.row.epoch and row.owner not in self._nodes()
             if is_due and not row.serving:
@@ -243,6 +276,19 @@ class Keeper:
             if key.startswith(prefix)
         }
 
+    async def _give_up(self, owning: Owning) -> None:
+        """Own no more where what is written cannot be stored, if another server is there that claims then."""
+        # What was read may be old by now, and without etcd nobody claims.
+        self._found, _ = await self.rows.found()
+        there = owning.standing.row.counted & self._nodes().keys() - {owning.standing.directory}
+        meeting = owning.meeting
+        met = [meeting.met[one] for one in there if meeting.met_lately({one})]
+        if owning.active and any(one.in_step and not one.drained for one in met):
+            log.warning(
+                "this server gives the ownership up", extra={"error": str(owning.holding.failure)}
+            )
+            await owning.step_down(fenced=True)
+
     def _may_claim(self, owning: Owning, row: Row, now: float) -> bool:
         """Return whether this server is to claim: the owner is gone, for both witnesses, and others had their turn."""
         own = owning.standing.directory
@@ -250,7 +296,7 @@ class Keeper:
             # A claim of its own failed; an owner that restarts resumes by itself.
             return not row.serving
         agreeing = owning.agreeing
-        if own not in row.counted or agreeing is None:
+        if own not in row.counted or agreeing is None or owning.holding.failure is not None:
             return False
         if row.owner in self._nodes() or agreeing.unasked_seconds < GRANT_SECONDS:
             self._gone_at = now

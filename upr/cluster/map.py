@@ -8,8 +8,9 @@ into the map. The other servers have the buckets of the owner.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from upr.cluster.registry import Bucket, Found, Map, Place, Registry
 from upr.service.buckets.bucket_service import BucketService
@@ -19,12 +20,14 @@ from upr_protocol.errors import (
     AlreadyExistsError,
     BucketNotFoundError,
     UnavailableError,
+    UnknownOutcomeError,
     UprError,
     shown,
 )
 from upr_protocol.ownership import Row
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 CHANGES_MAX = 8
 """Attempts at a change of the map: each is after another change of it."""
@@ -84,23 +87,31 @@ class MapRows:
                 was lost: the map may be what it returned before.
 
         Raises:
-            UprError: it is not known whether it was changed.
+            UnknownOutcomeError: it may have been changed, and why that cannot be found out.
+            UprError: it was not changed.
         """
         is_unknown = False
-        for _ in range(CHANGES_MAX):
-            found, known = await self._there()
-            new = changed(known)
-            if new is None or new == known:
-                return new
-            revision = found.entries[self._key].revision
-            try:
-                if await self._registry.swap(self._key, new.encode(), revision):
+        try:
+            for _ in range(CHANGES_MAX):
+                found, known = await self._there()
+                new = changed(known)
+                if new is None or new == known:
                     return new
-            except UnavailableError:
-                if is_unknown:
-                    raise
-                is_unknown = True
-        raise UnavailableError("the map of the cluster changes again and again", hint="try again")
+                revision = found.entries[self._key].revision
+                try:
+                    if await self._registry.swap(self._key, new.encode(), revision):
+                        return new
+                except UnavailableError:
+                    if is_unknown:
+                        raise
+                    is_unknown = True
+            raise UnavailableError(
+                "the map of the cluster changes again and again", hint="try again"
+            )
+        except UprError as error:
+            if is_unknown:
+                raise UnknownOutcomeError(error.message) from error
+            raise
 
     async def begin(self, first: Map) -> bool:
         """Make the map, if there is none; return whether it was made by this."""
@@ -110,12 +121,14 @@ class MapRows:
 class Buckets:
     """The buckets of a cluster: created and dropped here by order at the owner, and had as the map says.
 
+    An order that fails with another reason than UNKNOWN_OUTCOME changed nothing, so that it may be given to another server.
+
     Attributes:
-        trouble: why a bucket is not as the map says, in words; empty while all are.
+        trouble: why a bucket is not as the map says; None while all are.
     """
 
     def __init__(self, rows: MapRows, catalog: Catalog) -> None:
-        self.trouble = ""
+        self.trouble: UprError | None = None
         self._rows = rows
         self._catalog = catalog
         # Of what is read of the map nothing is done while a bucket is being created or dropped.
@@ -126,7 +139,7 @@ class Buckets:
         """Create a bucket; see ``Catalog.create``.
 
         Raises:
-            UnavailableError: etcd did not answer; it is created if the map has it.
+            UnknownOutcomeError: etcd did not answer, and it is created if the map has it; or it has, and it is not here yet.
         """
         async with self._changing:
             # First: a replica may not have heard of a drop.
@@ -144,13 +157,9 @@ class Buckets:
                     )
                 return known.adding(new)
 
-            await self._change(with_it, f"bucket {shown(name)} was created")
-            try:
-                return await self._make(new, active=True)
-            except UprError as error:
-                way_out = "the cluster has it: it is made here when that is mended, or dropped by 'upr-admin bucket drop'"
-                error.hint = "; ".join(filter(None, (error.hint, way_out)))
-                raise
+            words = f"bucket {shown(name)} was created"
+            await self._change(with_it, words)
+            return await _here(self._make(new, active=True), words)
 
     async def _make(self, one: Bucket, *, active: bool) -> BucketService:
         return await self._catalog.create(
@@ -161,7 +170,7 @@ class Buckets:
         """Drop a bucket; see ``Catalog.drop``.
 
         Raises:
-            UnavailableError: etcd did not answer; it is dropped if the map says so.
+            UnknownOutcomeError: etcd did not answer, and it is dropped if the map says so; or it does, and it is still here.
         """
         async with self._changing:
             self._catalog.check_active()
@@ -173,7 +182,7 @@ class Buckets:
             words = f"bucket {shown(name)} was dropped"
             await self._change(lambda known: known.dropping(chosen), words)
             if chosen in self._catalog.versions:
-                await self._catalog.drop(name, chosen)
+                await _here(self._catalog.drop(name, chosen), words)
             return chosen
 
     async def _known(self, name: str, version: int | None, missing: UprError) -> int:
@@ -199,9 +208,14 @@ class Buckets:
 
         try:
             await self._rows.change(by_owner)
+        except UnknownOutcomeError as error:
+            raise UnknownOutcomeError(
+                f"{error.message}; it is not known whether {words}",
+                hint="see what is there with 'upr-admin bucket list', when etcd answers",
+                retriable=False,
+            ) from error
         except UnavailableError as error:
-            error.message += f"; it is not known whether {words}"
-            error.hint = "etcd must answer for that; see what is there when it does, with 'upr-admin bucket list'"
+            error.message += "; nothing was changed"
             raise
 
     def are(self, known: Map) -> bool:
@@ -239,7 +253,8 @@ class Buckets:
                     log.warning("the map of the cluster is set right by what its owner has")
             if known is None:
                 return
-            failed, here = "", self._catalog.versions
+            failed: UprError | None = None
+            here = self._catalog.versions
             for version, name in here.items():
                 if version in known.dropped:
                     failed = await self._drop(name, version) or failed
@@ -272,28 +287,45 @@ class Buckets:
                 known = known.adding(Bucket(found.name, found.version, found.compression, quota))
         return known
 
-    async def _drop(self, name: str, version: int) -> str:
+    async def _drop(self, name: str, version: int) -> UprError | None:
         """Drop a bucket here; return why it cannot be."""
         try:
             await self._catalog.drop(name, version)
         except UprError as error:
-            return f"bucket {shown(name)} cannot be dropped: {error}"
+            return _cannot(f"bucket {shown(name)} cannot be dropped", error)
         log.warning("a bucket was dropped here, as in the cluster", extra={"bucket": name})
-        return ""
+        return None
 
-    async def _made(self, one: Bucket, *, active: bool) -> str:
+    async def _made(self, one: Bucket, *, active: bool) -> UprError | None:
         """Make a bucket here; return why it cannot be."""
         try:
             await self._make(one, active=active)
         except UprError as error:
-            return f"bucket {shown(one.name)} cannot be made: {error}"
+            return _cannot(f"bucket {shown(one.name)} cannot be made", error)
         log.warning("a bucket was made here, as in the cluster", extra={"bucket": one.name})
-        return ""
+        return None
 
-    def tell(self, words: str) -> None:
+    def tell(self, trouble: UprError | None) -> None:
         """Say in the log once that a bucket is not as the map says, and once that all are."""
-        if words not in ("", self.trouble):
-            log.warning("buckets are not as in the cluster", extra={"why": words})
-        elif self.trouble and not words:
+        if trouble is not None and str(trouble) != str(self.trouble):
+            log.warning("buckets are not as in the cluster", extra={"why": str(trouble)})
+        elif trouble is None and self.trouble is not None:
             log.info("buckets are as in the cluster again")
-        self.trouble = words
+        self.trouble = trouble
+
+
+def _cannot(words: str, error: UprError) -> UprError:
+    hint = error.hint or "the other buckets are served; it is tried again every second"
+    return UprError(f"{words}: {error.message}", reason=error.reason, hint=hint, retriable=True)
+
+
+async def _here(doing: Awaitable[_T], words: str) -> _T:
+    """Do here what the map has already."""
+    try:
+        return await doing
+    except UprError as error:
+        raise UnknownOutcomeError(
+            f"{words} in the cluster, and not here yet: {error.message}",
+            hint=error.hint or "what is missing is done by whoever is the active server",
+            retriable=False,
+        ) from error

@@ -85,7 +85,6 @@ class FlushPlan:
         return merged
 
     def producer_rows(self, part: FlushSlice, merged: Merged) -> dict[bytes, ProducerNumbers]:
-        """Return the producer rows to store with the slice."""
         assert self._producers is not None
         return self._producers.of(part.first, part.last, merged.ends)
 
@@ -352,7 +351,7 @@ class Bucket:
         """Forget what replicas acknowledged: the bucket became active, or is active no more.
 
         Where it became active, the replicas' streams begin anew, so that what they acknowledge is of this term. Where it
-        is no more, who is shown what is stable must go to another server.
+        is no more, followers that are shown what is stable must go to another server.
         """
         self.copies.begin_term()
         self.may_undo = True

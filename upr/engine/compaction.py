@@ -125,7 +125,7 @@ def purge_limits(bucket: Bucket, ages: PurgeAges, now: int) -> PurgeLimits:
     """
     never = _below_high(bucket)
     never = np.minimum(never, bucket.cuts.lowest())
-    # A replica purges what its upstream has purged: that one knows all who have not passed the rest.
+    # A replica purges what its upstream has purged: the upstream knows every consumer that has not passed the rest.
     table = bucket.partitions
     never = np.where(table.state == ACTIVE, never, np.minimum(never, table.purge))
     passed = np.minimum(never, _passed_by_all(bucket))

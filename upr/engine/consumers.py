@@ -95,7 +95,6 @@ class Saves:
         self._waiting.append(save)
 
     def of(self, name: str) -> list[Save]:
-        """Return the saves of a consumer."""
         return [save for save in self._waiting if save.name == name]
 
     def went_back(self, name: str, partitions: I64, newest_ids: U64, seqnos: U64) -> None:
@@ -136,7 +135,6 @@ class Saves:
         return taken
 
     def stored(self, saves: Sequence[Save]) -> None:
-        """Record that saves are in the store."""
         self._end(saves)
         for save in saves:
             if not save.void:
@@ -300,7 +298,6 @@ class Consumers:
                 del self._consumers[name]
 
     def get(self, name: str) -> Consumer | None:
-        """Return a registered consumer, or None."""
         return self._consumers.get(name)
 
     @property

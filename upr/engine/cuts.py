@@ -61,7 +61,6 @@ class Cut:
         self.seqnos[list(self.pins)] = [pin.seqno for pin in self.pins.values()]
 
     def row(self) -> CutRow:
-        """Return the row to store."""
         return CutRow(self.created, self.expires, self.lease, self.pins)
 
 
@@ -249,7 +248,6 @@ class Cuts:
     # Queries
 
     def has(self, cut: Cut) -> bool:
-        """Return whether this cut still has its name."""
         return self._named.get(cut.name) is cut
 
     def live(self, now: int) -> list[Cut]:

@@ -238,7 +238,7 @@ class Follower:
         self.reads = 0
         """Number of reads of the store."""
         self.has_tables = False
-        """Whether a replica was told all small tables, so that it is in step as soon as it has what they name."""
+        """Whether a replica got all small tables, so that it is in step as soon as it has what they name."""
         self._turn = 0
         self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
         self._told_purge: U64 = np.zeros(PARTITIONS, np.uint64)
@@ -424,7 +424,7 @@ class Follower:
         return self._bucket.consumers.get(self.options.consumer) is self
 
     def _epoch(self, partition: int) -> int:
-        """Return a partition's epoch for a replica; a consumer is told none."""
+        """Return a partition's epoch for a replica; a consumer gets none."""
         return int(self._table.epoch[partition]) if self.options.is_replica else 0
 
     def _attach(self, partition: int) -> None:

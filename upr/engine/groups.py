@@ -99,12 +99,10 @@ class Group:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Member]:
-        """Yield the members by name."""
         return iter(sorted(self._members.values(), key=lambda member: member.name))
 
     @property
     def has_calls(self) -> bool:
-        """Return whether a call of any member is open."""
         return any(member.seat is not None for member in self._members.values())
 
     @property
@@ -353,7 +351,6 @@ class Seat:
             self.group.heard(self.member, now)
 
     def release(self, partitions: Iterable[int], now: int) -> list[int]:
-        """See ``Group.release``."""
         return self.group.release(self.member, partitions, now) if self.taken else []
 
     def close(self, now: int, *, left: bool) -> None:

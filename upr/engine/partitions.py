@@ -243,7 +243,7 @@ class Copies:
         self.count(frozenset(), frozenset())
 
     def count(self, counted: frozenset[str], in_step: Collection[str]) -> bool:
-        """Take over who is counted; return whether that changed what is stable."""
+        """Take over which replicas are counted; return whether that changed what is stable."""
         self.ready = counted.intersection(in_step)
         if counted == self.counted:
             return False
@@ -293,7 +293,7 @@ class Copies:
         return np.minimum(self._markers.seqno, largest)
 
     def unknown(self, copies: int, partition: int) -> bool:
-        """Return whether there is something in a partition, and so many replicas have told nothing of it."""
+        """Return whether there is something in a partition, and fewer than so many replicas acknowledged any of it."""
         return bool(self._markers.seqno[partition]) and not self.stable(copies)[partition]
 
     def shortage(self, copies: int) -> TooFewReplicasError | None:

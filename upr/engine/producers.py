@@ -132,7 +132,7 @@ class Producer:
             if applied >= number:
                 seen[i] = True
                 durable_with = max(durable_with, entry)
-            # Also where the tail has older ones: a replica was told it of blocks that it read from a store.
+            # Also where the tail has older ones: a replica got the number with blocks that it read from a store.
             elif row is not None and row.number >= number:
                 seen[i] = True
                 if row.number == number:
@@ -195,7 +195,6 @@ class ProducerCall:
 
     @property
     def name(self) -> bytes:
-        """Return the producer's name."""
         return self.producer.name
 
     def check(self, number: int, previous_number: int) -> None:

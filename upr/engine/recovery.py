@@ -4,6 +4,10 @@ Without the clean-shutdown proof, a crash may have lost rows that were only in m
 every active partition gets a new failover record at its last complete durable marker. Rows above that marker are
 truncated: with them the partition would have a state that never was ("Partition Failover Record" of the
 specification).
+
+A record is added even where nothing durable was numbered under the newest one, and that one stays: a follower with
+stability ``memory`` may hold rows of it that were lost, and others were told its id. Without it they would be rolled
+back to 0 and not to its seqno.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -76,7 +76,7 @@ class FollowOptions:
 
     @property
     def is_replica(self) -> bool:
-        """Whether a replica follows: it is told of producers, epochs and the small tables."""
+        """Whether a replica follows: it is sent producers, epochs and the small tables as well."""
         return bool(self.directory)
 
     @property
@@ -193,11 +193,9 @@ class EndReason:
 
     @classmethod
     def of(cls, error: UprError) -> "EndReason":
-        """Return an error as an end reason."""
         return cls(error.reason, error.retriable, error.message, error.hint, error.owner)
 
     def error(self) -> UprError:
-        """Return it as an error."""
         return UprError(
             self.words,
             reason=self.reason,
@@ -265,7 +263,6 @@ TOO_SLOW: Final = "TOO_SLOW"
 
 
 def too_slow(seconds: float) -> EndReason:
-    """Return the end reason for a consumer whose connection accepts no data."""
     return EndReason(
         TOO_SLOW,
         True,
@@ -319,7 +316,7 @@ Answer = Started | RolledBack | Refused
 
 def not_stable(partition: int, copies: int) -> TooFewReplicasError:
     return TooFewReplicasError(
-        f"fewer than {copies} counted replicas have told what they have of partition {partition}, so that it is not known"
+        f"fewer than {copies} counted replicas have said what they have of partition {partition}, so that it is not known"
         " where a stream from now or from a time begins",
         hint="retry later; 'upr-admin topology' shows the replicas",
     )

@@ -2,8 +2,8 @@
 
 Small writes that follow each other gather in one entry, the open one, until somebody asks for it, or for the end of the
 tail: the committer, when the commit before is on disk; a follower that reads what is not durable; a cut. Then their
-blocks become one, so that journal, flush and readers pay for a block once a commit and not once a write. Who knows an
-entry's number never sees it change.
+blocks become one, so that journal, flush and readers pay for a block once a commit and not once a write. An entry whose
+number is known never changes.
 
 A commit may still be small. So readers that are behind are given many small entries as one, a window, which is made
 when the first of them comes by.

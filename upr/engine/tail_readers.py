@@ -99,7 +99,6 @@ class Waiting:
         self._horizon[partitions] = 0
 
     def has(self, partition: int) -> bool:
-        """Return whether a partition waits."""
         return bool(self._horizon[partition])
 
     def take(self, stable: U64) -> tuple[I64, I64]:

@@ -11,7 +11,7 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.following import Following
 from upr_protocol.block import U64
-from upr_protocol.errors import UprError, shown
+from upr_protocol.errors import StorageFailedError, UprError, shown
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.ownership import HELD, Held, Row
 
@@ -81,11 +81,25 @@ def given_up(answer: Answer, lacking: Mapping[int, Sequence[int]]) -> list[Lost]
     return lost
 
 
+def told_once(lost: Iterable[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
+    """Return what was given up with one row for each partition, from the lowest start to the highest end."""
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+    for name, partition, here, there in lost:
+        least, most = found.get((name, partition), (here, there))
+        found[name, partition] = min(least, here), max(most, there)
+    return sorted((*where, *ends) for where, ends in found.items())
+
+
 class Holding:
-    """What one server has of the buckets of its catalog."""
+    """What one server has of the buckets of its catalog.
+
+    Attributes:
+        serving: the epoch in which this process served last; 0 if it did not.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
+        self.serving = 0
 
     def _hosts(self) -> dict[int, BucketService]:
         return {host.bucket.identity.version: host for host in self._catalog.hosts}
@@ -199,9 +213,11 @@ class Holding:
             if host.following is not None
         }
 
-    def lost(self, known: Mapping[int, U64]) -> list[tuple[str, int, int, int]]:
-        """Return what the former owner was known to have above what is here."""
-        found = []
+    def lost(
+        self, known: Mapping[int, U64], found: Sequence[tuple[str, int, int, int]]
+    ) -> list[tuple[str, int, int, int]]:
+        """Return what the former owner was known to have above what is here, with what was found before, each partition once."""
+        found = [*found]
         for host in self._catalog.hosts:
             identity, here = host.bucket.identity, host.bucket.partitions.high
             told = known.get(identity.version)
@@ -210,22 +226,44 @@ class Holding:
                     (identity.name, p, int(here[p]), int(told[p]))
                     for p in np.flatnonzero(told > here).tolist()
                 ]
-        return found
+        return told_once(found)
 
     @property
     def is_whole(self) -> bool:
         """Whether nothing was received since the small tables were last whole, in each bucket, also before a restart."""
-        hosts = self._catalog.hosts
-        return bool(hosts) and not any(
-            h.following is not None and h.following.joining is not False for h in hosts
-        )
+        return bool(self._catalog.hosts) and not self._joining()
+
+    def out_of_step(self) -> set[int]:
+        """Return the versions of buckets in which rows may be here without what the small tables say of them."""
+        return {version for version, one in self._joining().items() if not one.in_step}
+
+    def _joining(self) -> dict[int, Following]:
+        hosts = self._hosts()
+        return {v: f for v, f in self._followings(hosts).items() if f.joining is not False}
+
+    @property
+    def failure(self) -> StorageFailedError | None:
+        """Why what is written here cannot be stored until the next start, of the first such bucket; None where it can."""
+        failures = (host.bucket.failure for host in self._catalog.hosts)
+        return next(filter(None, failures), None)
+
+    def check_stores(self) -> None:
+        """Raise StorageFailedError where ``failure`` says so: this server must not be the active one."""
+        if (failure := self.failure) is not None:
+            raise failure.with_traceback(None)
 
     def served(self) -> int:
         """Return the epoch in which this server served last; 0 if it cannot tell that nothing is missing."""
+        if self.failure is not None:
+            # Seqnos were given that may be on disk, and may not.
+            return 0
         epochs = set()
         for host in self._catalog.hosts:
             table = host.bucket.partitions
             epochs |= set(table.served_epoch[table.state != DEAD].tolist())
+        if not self._catalog.versions:
+            # No partition says it. Before a restart there may have been a bucket here that is lost.
+            return self.serving
         return int(epochs.pop()) if len(epochs) == 1 else 0
 
     def not_given(self, who: str, lacking: Mapping[int, Sequence[int]], why: str) -> UprError:

@@ -1,6 +1,8 @@
-"""Links: channels to the other servers of a set, with TLS and this server's own credentials."""
+"""Links: channels to the other servers of a set, and to etcd, with TLS and this server's own credentials."""
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -9,15 +11,18 @@ from typing import Any, Self
 import grpc
 
 from upr.config import ServerConfig
-from upr.service.access.files import signature
+from upr.service.access.files import read_tls, signature
 from upr_client.endpoints import Login, authorization, check_token
+from upr_protocol.errors import UprError
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
+
+log = logging.getLogger(__name__)
 
 _Metadata = tuple[tuple[str, str], ...] | None
 
 
 class Link:
-    """A channel whose calls all carry a token, as far as generated stubs use one."""
+    """A channel whose calls carry a token unless they say otherwise, as far as generated stubs use one."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[], _Metadata]) -> None:
         self._channel = channel
@@ -26,12 +31,12 @@ class Link:
     def unary_unary(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
         """Return a method that takes one request."""
         method = self._channel.unary_unary(*arguments, **options)
-        return lambda request, timeout: method(request, timeout=timeout, metadata=self._metadata())
+        return lambda request, **more: method(request, **{"metadata": self._metadata(), **more})
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
         """Return a method whose messages are written and read one by one."""
         method = self._channel.stream_stream(*arguments, **options)
-        return lambda: method(metadata=self._metadata())
+        return lambda **more: method(**{"metadata": self._metadata(), **more})
 
     async def close(self, grace: float | None = None) -> None:
         """Close the channel; calls that are under way have ``grace`` seconds to end."""
@@ -57,12 +62,14 @@ class Links:
         ca: PEM file of the authorities of their certificates; None for no encryption.
         cert, key: PEM files of this server's certificate, which is shown to them.
         token: file of the token that is shown to them; read with each call.
+        options: of their channels.
     """
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     token: Path | None = None
+    options: Sequence[tuple[str, int]] = tuple(CLIENT_OPTIONS)
 
     @classmethod
     def of(cls, config: ServerConfig) -> "Links":
@@ -75,11 +82,27 @@ class Links:
             links = cls(token=config.peer_token)
         else:
             links = cls(config.peer_ca, config.tls_cert, config.tls_key, config.peer_token)
-        links._login().packed()
+        links.check()
         return links
 
+    def check(self) -> None:
+        """Raise UprError where a file cannot be read, or used."""
+        self._login().packed()
+
     def _login(self) -> Login:
-        return Login.of(False, self.ca, self.cert, self.key, self.token)
+        login = Login.of(False, self.ca, self.cert, self.key, self.token)
+        try:
+            is_whole = read_tls(self.cert, self.key, self.ca) == [login.cert, login.key, login.ca]
+        except (OSError, ValueError):
+            is_whole = False
+        if not is_whole:
+            raise UprError(
+                "the files of TLS that other servers are shown, or known by, cannot be used",
+                reason="FILE_UNUSABLE",
+                hint=f"mend {', '.join(str(one) for one in (self.cert, self.key, self.ca) if one)}",
+                retriable=True,
+            )
+        return login
 
     def version(self) -> tuple[object, ...]:
         """Return what changes with the files of TLS, without reading them."""
@@ -89,12 +112,78 @@ class Links:
         """Return a Link, which generated stubs take for a channel; its certificate is the one that the files have now.
 
         Raises:
-            UprError: a file cannot be read, or the token would be sent over a network for everybody to read.
+            UprError: a file cannot be read, or used, or the token would be sent over a network for everybody to read.
         """
         login, token = self._login(), self.token
         check_token(token, (address,), login.tls)
         if login.credentials is None:
-            channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+            channel = grpc.aio.insecure_channel(address, options=self.options)
         else:
-            channel = grpc.aio.secure_channel(address, login.credentials, options=CLIENT_OPTIONS)
+            channel = grpc.aio.secure_channel(address, login.credentials, options=self.options)
         return Link(channel, lambda: None if token is None else authorization(token))
+
+
+class Channels:
+    """Channels that stay open, one to each address; a new one takes its place when the files of TLS change.
+
+    What they had counts on until they can be used.
+
+    Args:
+        links: opens them.
+        grace: seconds for which calls of one that is replaced may go on.
+    """
+
+    def __init__(self, links: Links, grace: float) -> None:
+        self._links = links
+        self._grace = grace
+        self._open: dict[str, tuple[object, Any]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_unusable = False
+
+    @property
+    def addresses(self) -> Collection[str]:
+        """Where they lead."""
+        return self._open.keys()
+
+    def to(self, address: str) -> Any:
+        """Return the channel to an address; it is to be used at once.
+
+        Raises:
+            UprError: see ``Links.open``.
+        """
+        known, version = self._open.get(address), self._links.version()
+        if known is not None and known[0] == version:
+            return known[1]
+        try:
+            link = self._links.open(address)
+        except UprError as error:
+            if known is None:
+                raise
+            if not self._is_unusable:
+                self._is_unusable = True
+                log.error("changed files cannot be used for links", extra={"error": str(error)})
+            return known[1]
+        if self._is_unusable:
+            self._is_unusable = False
+            log.info("files can be used for links again")
+        self._drop(address)
+        self._open[address] = version, link
+        return link
+
+    def _drop(self, address: str) -> None:
+        if address in self._open:
+            closing = asyncio.create_task(self._open.pop(address)[1].close(self._grace))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def keep(self, addresses: Collection[str]) -> None:
+        """Close those that lead elsewhere."""
+        for address in self._open.keys() - set(addresses):
+            self._drop(address)
+
+    async def close(self) -> None:
+        """Close all."""
+        for _, link in self._open.values():
+            await link.close()
+        self._open.clear()
+        await asyncio.gather(*self._closing)

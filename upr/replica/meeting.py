@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from upr.replica.links import Links
+from upr.replica.links import Channels, Links
 from upr.service.buckets.catalog import Catalog
 from upr.storage.directory import HEX_ID
 from upr.storage.standing import Stored
@@ -154,12 +154,11 @@ class Meeting:
     ) -> None:
         self._catalog = catalog
         self._address = address
-        self._links = links
+        self._channels = Channels(links, PROMISE_SECONDS)
         self._meets = meets
         self._upstreams = dict.fromkeys(upstreams, "")
         self._told_alone = self._told_full = False
         self._failed: dict[str, str] = {}
-        self._channels: dict[str, tuple[object, Any]] = {}
         self.addresses: dict[str, str] = dict(catalog.standing.addresses)
         self._seen: dict[str, float] = dict.fromkeys(self.addresses, time.monotonic())
         self.met: dict[str, Met] = {}
@@ -282,14 +281,13 @@ class Meeting:
         if directory in self.addresses:
             self._seen[directory] = time.monotonic()
 
-    async def forget(self) -> None:
+    def forget(self) -> None:
         """Forget servers that are not counted and were not seen for MEMBER_SECONDS, and close channels to nobody."""
         before = time.monotonic() - MEMBER_SECONDS
         for directory in self.addresses.keys() - self._needed():
             if self._seen[directory] < before:
                 self.drop(directory)
-        for address in self._channels.keys() - set(self.addresses.values()):
-            await self._channels.pop(address)[1].close()
+        self._channels.keep(self.addresses.values())
 
     def met_lately(self, directories: Iterable[str]) -> bool:
         """Return whether each of these servers answered a moment ago: a process that was stopped meanwhile met nobody."""
@@ -304,6 +302,11 @@ class Meeting:
     def has_news(self) -> bool:
         """Whether there are addresses that are not stored."""
         return self.addresses != dict(self._catalog.standing.addresses)
+
+    def has_failed(self, former: str) -> bool:
+        """Return whether an owner can store nothing more: what it has is to be taken, and it confirms nothing."""
+        met = self.met.get(former)
+        return met is not None and met.row.owner == former and not met.in_step
 
     def registered(self, directory: str) -> bool:
         """Return whether a replica follows here, registered, in every bucket."""
@@ -323,17 +326,9 @@ class Meeting:
                     told = wire.SetMember(directory=options.directory, address=options.address)
                     self.heard(told)
 
-    async def _stub(self, address: str) -> Any:
+    def _stub(self, address: str) -> Any:
         """Return the calls of the server at an address, with the certificates of now."""
-        old, version = self._channels.get(address), self._links.version()
-        if old is not None and old[0] == version:
-            return ReplicaServiceStub(old[1])
-        link = self._links.open(address)
-        self._channels[address] = version, link
-        if old is not None:
-            # What is under way may end.
-            await old[1].close(PROMISE_SECONDS)
-        return ReplicaServiceStub(link)
+        return ReplicaServiceStub(self._channels.to(address))
 
     async def meet_all(self, standing: Standing) -> None:
         """Meet all known servers at once."""
@@ -344,7 +339,7 @@ class Meeting:
         self.met = await self.reach(set(self.addresses))
         for directory in self.met:
             self._saw(directory)
-        await self.forget()
+        self.forget()
 
     async def _meet_upstreams(self) -> None:
         """Ask servers that this one was told to follow who they are, where that is not known.
@@ -386,7 +381,7 @@ class Meeting:
             epoch=standing.epoch,
             members=self.members_to_tell(standing),
         )
-        stub = await self._stub(address)
+        stub = self._stub(address)
         return await stub.Meet(request, timeout=ANSWER_SECONDS)
 
     async def _meet(self, directory: str) -> Met | None:
@@ -422,7 +417,7 @@ class Meeting:
             replica_set=self._catalog.replica_set, owner=self.member, epoch=epoch
         )
         try:
-            stub = await self._stub(self.addresses.get(directory, ""))
+            stub = self._stub(self.addresses.get(directory, ""))
             answer = await stub.Grant(request, timeout=ANSWER_SECONDS)
         except (grpc.aio.AioRpcError, UprError) as error:
             self._tell(directory, error if isinstance(error, UprError) else error_from_call(error))
@@ -454,7 +449,7 @@ class Meeting:
 
     async def _ask(self, directory: str, request: wire.PromiseRequest) -> Outdated | Answer | None:
         try:
-            stub = await self._stub(self.addresses[directory])
+            stub = self._stub(self.addresses[directory])
             answer = await stub.Promise(request, timeout=PROMISE_SECONDS)
         except (grpc.aio.AioRpcError, UprError) as error:
             if isinstance(error, grpc.aio.AioRpcError):
@@ -471,6 +466,4 @@ class Meeting:
 
     async def close(self) -> None:
         """Close the channels."""
-        for _, link in self._channels.values():
-            await link.close()
-        self._channels.clear()
+        await self._channels.close()

@@ -12,6 +12,7 @@ from upr.replica.holding import Promoted
 from upr.replica.meeting import held_to_messages, row_of_message, row_to_message
 from upr.replica.owning import Owning
 from upr.replica.telling import Cluster, Telling
+from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.catalog import Catalog, finish_even_if_cancelled
 from upr.service.calls import answering
 from upr.service.overload.intake import Context
@@ -21,6 +22,8 @@ from upr_protocol.wire.v1 import replica_service_pb2 as wire
 from upr_protocol.wire.v1.types_pb2 import SetPart
 
 log = logging.getLogger(__name__)
+_TOPOLOGY = "/upr.v1.ReplicaService/GetTopology"
+_UNTOLD = "whoever has a role for all buckets is told why"
 _T = TypeVar("_T")
 
 
@@ -101,10 +104,14 @@ class ReplicaMethods:
         self, request: wire.GetTopologyRequest, context: Context
     ) -> wire.GetTopologyResponse:
         """Return what this server knows of its set."""
-        return self.topology()
+        return self.topology(PERMIT.get().may_everywhere(RULES[_TOPOLOGY].roles))
 
-    def topology(self) -> wire.GetTopologyResponse:
-        """Return it as a message."""
+    def topology(self, told_why: bool) -> wire.GetTopologyResponse:
+        """Return it as a message.
+
+        Args:
+            told_why: whether what it waits for is told; the words may name any bucket.
+        """
         owning, meeting = self._owning, self._owning.meeting
         standing = owning.standing
         return wire.GetTopologyResponse(
@@ -114,7 +121,7 @@ class ReplicaMethods:
             row=row_to_message(standing.row),
             promised=standing.promised,
             members=[self._status(member) for member in meeting.members],
-            waiting=self.waiting,
+            waiting=self.waiting if told_why else self.waiting and _UNTOLD,
             candidate=standing.candidate,
             claiming=self._is_claiming(standing.candidate),
             part=self.part,
@@ -228,11 +235,11 @@ class ReplicaMethods:
     async def ForgetServer(
         self, request: wire.ForgetServerRequest, context: Context
     ) -> wire.ForgetServerResponse:
-        """Count a server no more, and forget it; see ``Owning.forget``."""
+        """Count a server no more, and forget it; see ``Counting.forget``."""
         self._check_not_waiting()
         self._catalog.check_active()
         member = self._owning.meeting.find(request.server)
-        row = await _whole(self._owning.forget(member.directory))
+        row = await _whole(self._owning.counting.forget(member.directory))
         return wire.ForgetServerResponse(member=member, row=row_to_message(row))
 
     @answering

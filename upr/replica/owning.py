@@ -19,13 +19,13 @@ from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, DEAD
 from upr.engine.recovery import Undo
 from upr.replica.agreeing import Agreeing, Rows, is_released
+from upr.replica.counting import Counting, check_owns
 from upr.replica.holding import (
     Holding,
     Lost,
     Promoted,
     by_version,
     given_up,
-    highs_as_held,
     in_one_order,
     not_known,
 )
@@ -34,11 +34,8 @@ from upr.replica.meeting import MEET_SECONDS, Answer, Meeting
 from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.conversation import REPLICAS_NAME
 from upr.service.trouble import words_of
-from upr_protocol.block import U64
 from upr_protocol.errors import (
-    BucketGoneError,
     DataDamagedError,
     StorageFailedError,
     UnavailableError,
@@ -104,18 +101,15 @@ class Owning:
         # Held while buckets change their role: a promise waits for an activation, and sees it.
         self._changing = asyncio.Lock()
         self._storing = asyncio.Lock()
-        self._counting = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self._replication: Replication | None = None
         # Whom it follows, and whether anonymously.
         self._followed: tuple[tuple[str, ...], bool] = ((), False)
         self._took_back_at = -RESUME_SECONDS
         self._paused = False
-        self._floor: dict[int, U64] = {}
-        # The counted replicas of which everybody knows who could be promoted.
-        self._known = catalog.standing.known
+        self.counting = Counting(catalog, self.meeting, self.holding, self.agreeing, self.store)
         if self.active:
-            self._note_floor()
+            self.counting.note_floor()
             if self.agreeing is not None:
                 self.agreeing.begin(self.standing.row, resumed=True)
         self._tell_owner()
@@ -127,18 +121,16 @@ class Owning:
 
     @property
     def in_step(self) -> bool:
-        """Whether it has every bucket that was listed last, and its small tables are whole in each; those of the owner
-        are its own, also after a restart.
+        """Whether it has every bucket that was listed last, which may be none, and its small tables are whole in each;
+        those of the owner are its own, also after a restart. One that cannot store what is written is not.
         """
-        hosts = self._catalog.hosts
+        if self.holding.failure is not None:
+            return False
         if self.active or self.standing.row.owner == self.standing.directory:
             return True
-        held = {host.bucket.identity.version for host in hosts}
-        return (
-            bool(hosts)
-            and self._catalog.listed <= held
-            and all(host.following is not None and host.following.in_step for host in hosts)
-        )
+        hosts, listed = self._catalog.hosts, self._catalog.listed
+        has_all = listed is not None and listed <= {h.bucket.identity.version for h in hosts}
+        return has_all and all(h.following is not None and h.following.in_step for h in hosts)
 
     @property
     def claiming(self) -> bool:
@@ -163,8 +155,8 @@ class Owning:
         async with self._storing:
             after = change(self.standing)
             if after is not None:
-                self._known &= after.row.counted
-                stored = replace(self._catalog.standing, standing=after, known=self._known)
+                self.counting.known &= after.row.counted
+                stored = replace(self._catalog.standing, standing=after, known=self.counting.known)
                 if stored != self._catalog.standing or self.meeting.has_news:
                     await self._catalog.keep_standing(self.meeting.with_addresses(stored))
         if after is not None:
@@ -210,7 +202,7 @@ class Owning:
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes; what is numbered is on disk when this returns. See ``BucketService.step_down``."""
         # Whoever owns next may count others.
-        self._known = frozenset()
+        self.counting.known = frozenset()
         if fenced and self.agreeing is not None:
             self.agreeing.end()
         hosts = self._catalog.hosts
@@ -347,8 +339,10 @@ class Owning:
             if hosts == self._catalog.hosts:
                 break
             # A candidate goes on following meanwhile, and may drop a bucket or open it anew.
-        for error in filter(None, found):
-            raise error
+        for host, error in zip(hosts * 2, found, strict=True):
+            # What cannot be stored any more is not confirmed either.
+            if error is not None and host.bucket.failure is None:
+                raise error
 
     def _check_whole(self, *, force: bool) -> None:
         if self._catalog.damaged and not force:
@@ -374,6 +368,7 @@ class Owning:
         async with self._claiming:
             if self.active and not force:
                 return Promoted(self.standing.row)
+            self.holding.check_stores()
             if not (self.in_step or self.holding.is_whole or force):
                 raise UprError(
                     "this server is not in step, so producers' numbers and positions may be missing",
@@ -447,7 +442,7 @@ class Owning:
             if own is not None:
                 end = await self._drive(claim, {**answers, me: own}, force, takeover)
                 if isinstance(end, Promoted):
-                    end.lost = sorted({*end.lost, *self.holding.lost(known)})
+                    end.lost = self.holding.lost(known, end.lost)
                     return end
                 await self.store(lambda standing, newer=end.row: standing.learned(newer))  # type: ignore[misc]
                 above = end.epoch
@@ -460,8 +455,7 @@ class Owning:
         me, asked, handed_over = self.standing.directory, False, False
         previous = claim.row.previous
         last = "" if previous is None else previous.directory
-        lost: list[Lost] = []
-        tables: set[int] = set()
+        lost, tables = list[Lost](), set[int]()
         while True:
             self._check_mine(claim)
             # Of buckets that the former owner has not, if it confirms, nothing is taken: they were dropped.
@@ -485,7 +479,11 @@ class Owning:
                 if refused is not None:
                     return refused
                 failpoints.hit("promote.after_promises")
-            elif takeover and not claim.confirmed and previous is not None:
+            elif (
+                takeover
+                and previous is not None
+                and not (claim.confirmed or (last in answers and self.meeting.has_failed(last)))
+            ):
                 raise UprError(
                     f"{self.meeting.named(last)} does not confirm that nothing is missing",
                     reason="NOT_CONFIRMED",
@@ -500,6 +498,7 @@ class Owning:
                 only = by_version(step.partitions, versions)
                 lost += await self._gather(claim, step.directory, answers, force, only, tables)
             else:
+                tables |= self.holding.out_of_step()
                 end = await self._serve(claim, step, versions)
                 end.lost = self.holding.short_of(lost)
                 end.tables = sorted(map(self.holding.named, tables))
@@ -596,7 +595,8 @@ class Owning:
         async with self._becoming_active():
             await self.store(lambda standing: standing.learned(step.row))
             failpoints.hit("promote.after_row")
-            self._check_owns()
+            self.holding.check_stores()
+            check_owns(self.standing)
             await self._catalog.match()
             held = in_one_order(self.holding.now(), versions)
             cut_off = step.cut_off(held)
@@ -631,33 +631,20 @@ class Owning:
                 await self.step_down(fenced=True)
                 raise
 
-    def _check_owns(self) -> None:
-        """Raise if another server was promised, or has, a higher epoch."""
-        if not self.standing.owns:
-            raise UnavailableError(
-                "another server claimed a higher epoch meanwhile",
-                hint="'upr-admin topology' shows who is active",
-            )
-
     async def _begin_to_serve(self, *, resumed: bool = False) -> None:
         """Be active: the buckets are. A higher epoch that was met while they became so ends it at once."""
         self.active, self._catalog.replica, self.waiting = True, False, ""
+        self._catalog.listed = None
         if self.agreeing is not None:
             self.agreeing.begin(self.standing.row, resumed=resumed)
         self._tell_owner()
-        self._note_floor()
+        self.counting.note_floor()
         if not self.standing.owns:
             await self.step_down(fenced=True)
-        self._check_owns()
+        self.holding.check_stores()
+        check_owns(self.standing)
 
-    def _note_floor(self) -> None:
-        """Remember what the owner had when it began to serve."""
-        self._floor = {
-            host.bucket.identity.version: host.bucket.partitions.high.copy()
-            for host in self._catalog.hosts
-        }
-
-    # Meeting, and who is counted
+    # Meeting
 
     async def run(self) -> None:
         """Meet the others, follow or serve, until cancelled."""
@@ -683,7 +670,7 @@ class Owning:
         promised = self.standing.promised
         if self.active:
             # One that stands still holds a meeting up: who follows by now counts before.
-            await self._count_copies()
+            await self.counting.count_copies()
         await self.meeting.meet_all(self.standing)
         for one in list(self.meeting.met.values()):
             await self.learned(one.row, one.epoch)
@@ -694,7 +681,7 @@ class Owning:
         if self.active and not self.standing.owns:
             await self.step_down(fenced=True)
         elif self.active:
-            await self._count()
+            await self.counting.count()
             self._wait_for("")
         elif self.standing.owns and not self._paused:
             await self._resume()
@@ -739,162 +726,10 @@ class Owning:
         row, candidate = standing.row, standing.candidate
         gave_way = row.owner == standing.directory and row.serving and promised > row.epoch
         claiming = self.claiming or any(one.claiming for one in met.values())
-        if claiming or not gave_way or standing.promised != promised:
+        if claiming or self.holding.failure or not gave_way or standing.promised != promised:
             return False
         # One that is not heard may serve by force, and what it acknowledged would be undone.
         doubtful = {candidate} if candidate else {one.directory for one in self.meeting.members}
         now = asyncio.get_running_loop().time()
         heard = doubtful <= met.keys() | {standing.directory}
         return heard and now - self._took_back_at >= RESUME_SECONDS
-
-    async def _count(self) -> None:
-        """Count the replicas that are in step, and count this server no more when another has all that it had."""
-        try:
-            await self._recount()
-            before = self.standing.row
-            await self._change_row(self._next_row)
-            if before != self.standing.row:
-                # At once: until they have stored it, a promotion waits for servers that are counted no more.
-                await self.meeting.meet_all(self.standing)
-        finally:
-            # Also where the row cannot be changed now.
-            if self.active and self.standing.owns:
-                await self._count_copies()
-
-    async def _change_row(self, change: Callable[[Standing], Row]) -> None:
-        """Change this owner's row: in the map, where there is one, and then here."""
-        if self.agreeing is None:
-            await self.store(lambda standing: standing.learned(change(standing)))
-            return
-
-        def changed() -> Row:
-            row = change(self.standing)
-            # At once: who may be counted no more acknowledges nothing that counts.
-            self._known &= row.counted
-            for host in self._catalog.hosts:
-                host.bucket.count(self._known, host.bucket.copies.ready)
-            return row
-
-        async with self._counting:
-            row = await self.agreeing.next_row(self.standing.row, changed)
-            await self.store(lambda standing: standing.learned(row))
-
-    def _next_row(self, standing: Standing) -> Row:
-        """Return the row with the replicas that are in step, or without this server when another has all that it had."""
-        row, met = standing.row, self.meeting.met
-        for directory, one in sorted(met.items()):
-            if one.in_step and directory not in row.counted and self.meeting.registered(directory):
-                row = row.counting(directory)
-        if row == standing.row and self.agreeing is not None:
-            row = self.agreeing.shrunk(row, self._floor)
-            if row.owner in row.counted - standing.row.counted:
-                self._note_floor()
-        if row != standing.row:
-            return row
-        floor = in_one_order(
-            {v: highs_as_held(high) for v, high in self._floor.items()}, self._floor
-        )
-        holding = {d: in_one_order(one.held, self._floor)["marker"] for d, one in met.items()}
-        stored = {d for d, one in met.items() if one.row.age >= row.age}
-        return row.without(row.owner, floor["high"], holding, stored) or row
-
-    async def _recount(self) -> None:
-        """Count this server again, if a counted one has less than it acknowledged: that one could be promoted alone.
-
-        It stays counted until one has all that is here now, as when it began to serve.
-        """
-        hosts = list(self._catalog.hosts)
-        fallen = set().union(*(host.bucket.copies.fallen for host in hosts))
-
-        if lost := fallen & self.standing.row.counted:
-            self._note_floor()
-            await self._change_row(lambda standing: standing.row.counting(standing.row.owner))
-            if self.standing.row.owner not in self.standing.row.counted:
-                # Another change had to be finished first.
-                return
-            log.warning(
-                "a counted server has less than it acknowledged: this one is counted too until another has all",
-                extra={"servers": ", ".join(sorted(map(self.meeting.named, lost)))},
-            )
-        for host in hosts:
-            host.bucket.copies.fallen -= fallen
-
-    async def forget(self, directory: str) -> Row:
-        """Count a server no more that will not come back, and forget it and how far it was; return the row.
-
-        It may be the only one that has what was acknowledged at ``replicated(k)`` besides this one, which is counted until
-        another has all that is here.
-
-        Raises:
-            UprError: STILL_THERE, it answers, follows here, or is this one; PartitionNotActiveError, this one is not active.
-            StorageFailedError: it could not be stored, or its positions could not be removed; it can be repeated.
-        """
-        name = REPLICAS_NAME + directory
-        hosts = list(self._catalog.hosts)
-        here = directory == self.standing.directory or directory in self.meeting.met
-        if here or any(name in host.bucket.consumers for host in hosts):
-            raise UprError(
-                f"{self.meeting.named(directory)} is there; must be one that will not come back",
-                reason="STILL_THERE",
-                hint="stop it first, and remove its data directory",
-            )
-
-        refused = False
-
-        def change(standing: Standing) -> Row:
-            nonlocal refused
-            refused = not (self.active and standing.owns)
-            if refused or directory not in standing.row.counted:
-                return standing.row
-            # What it acknowledges counts no more before the floor: what is stable by it alone lies below that.
-            self._known -= {directory}
-            for host in self._catalog.hosts:
-                host.bucket.count(self._known, host.bucket.copies.ready)
-            self._note_floor()
-            return standing.row.forgetting(directory)
-
-        try:
-            await self._change_row(change)
-            if refused or directory in self.standing.row.counted:
-                self._catalog.check_active()
-                self._check_owns()
-                raise UnavailableError("the row is being changed", hint="say it again")
-            # The others stop telling of it when they know the row.
-            await self.meeting.meet_all(self.standing)
-            for host in hosts:
-                host.bucket.consumer_positions.forget(name)
-                with contextlib.suppress(BucketGoneError):
-                    await host.acknowledged.save()
-        except (OSError, lmdb.Error) as error:
-            raise StorageFailedError(
-                f"that a server is forgotten could not be stored: {words_of(error)}",
-                hint="say it again: what is done already stays done",
-                retriable=True,
-            ) from error
-        self.meeting.drop(directory)
-        log.warning("a server was forgotten", extra={"directory": directory})
-        return self.standing.row
-
-    async def _count_copies(self) -> None:
-        """Tell the buckets whose acknowledgements count, and who is ready there.
-
-        A replica counts when all counted ones have stored that it does: one that has not could be promoted without it.
-        It is ready in a bucket when its call there was told all small tables.
-        """
-        row, met = self.standing.row, self.meeting.met
-        others = row.counted - {row.owner}
-        stored = {d for d, one in met.items() if one.row.age >= row.age}
-        known = others if others <= stored else self._known & others
-        if self.agreeing is not None:
-            # Everybody who claims reads the row where it was changed.
-            known = others & self.agreeing.sure
-        if known != self._known:
-            self._known = known
-            # After a restart one that is away does not keep the others from counting.
-            await self.store(lambda standing: standing)
-        if not (self.active and self.standing.owns):
-            return
-        for host in self._catalog.hosts:
-            ready = {f.options.directory for f in host.bucket.followers if f.has_tables}
-            host.bucket.count(self._known, ready)
-            host.bucket.may_undo = bool(others)

@@ -22,6 +22,7 @@ PATIENCE_SECONDS = 5.0
 """Time that something must last which is so for a moment after each start."""
 ETCD: Final = "etcd"
 GRANTS: Final = "grants"
+BUCKETS: Final = "buckets"
 COUNTED: Final = "counted"
 COPIES: Final = "copies"
 
@@ -40,6 +41,10 @@ class Cluster(Protocol):
     @property
     def trouble(self) -> UprError | None:
         """Why the server takes no part; None while it does."""
+
+    @property
+    def bucket_trouble(self) -> UprError | None:
+        """Why a bucket is not as the map says; None while all are."""
 
     @property
     def silent_seconds(self) -> float:
@@ -133,7 +138,7 @@ class Telling:
     def troubles(self) -> Mapping[str, UprError | None]:
         """What is wrong, by kind; None where nothing is."""
         agreeing, cluster = self._owning.agreeing, self._cluster
-        found = dict[str, UprError | None].fromkeys((ETCD, GRANTS, COUNTED, COPIES))
+        found = dict[str, UprError | None].fromkeys((ETCD, BUCKETS, GRANTS, COUNTED, COPIES))
         if cluster is not None and (error := cluster.trouble) is not None:
             found[ETCD] = UprError(
                 f"cluster {cluster.name}: {error.message}",
@@ -141,6 +146,8 @@ class Telling:
                 hint=error.hint,
                 retriable=error.retriable,
             )
+        if cluster is not None:
+            found[BUCKETS] = cluster.bucket_trouble
         if agreeing is not None and agreeing.trouble:
             found[GRANTS] = UprError(
                 f"this server takes and answers no write: {agreeing.trouble}",

@@ -255,6 +255,5 @@ class DataDirectory:
         return new
 
     def close(self) -> None:
-        """Release the locks."""
         for fd in self._lock:
             os.close(fd)

@@ -247,7 +247,7 @@ class Journal:
         self._version = bucket_version
         self._fd: int | None = None
         self._size = 0
-        # Nothing is appended to a segment of an older format: who knows that format alone would misread it.
+        # Nothing is appended to a segment of an older format: a program that knows only that format would misread it.
         self._full = False
         self._failed = ""
         folder.mkdir(exist_ok=True)
@@ -349,7 +349,7 @@ class Journal:
                 return 0
             raise DataDamagedError(f"{segment.path}: the segment's header is damaged")
         if version not in _FORMATS_READ:
-            # No damage: who took it for some would throw good data away.
+            # No damage. Taken for damage, good data would be thrown away.
             raise DataDirectoryError(
                 f"{segment.path}: the segment is of format {version}; must be {' or '.join(map(str, _FORMATS_READ))}",
                 hint="use the program that wrote it, or a newer one",

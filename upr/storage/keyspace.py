@@ -256,7 +256,6 @@ def aside_key(partition: int, commit: int, sequence: int) -> bytes:
 
 
 def is_aside_key(key: bytes) -> bool:
-    """Return whether a key is an aside key of this partition."""
     return len(key) == _ASIDE_KEY.size and _ASIDE_KEY.unpack(key)[0] < PARTITIONS
 
 

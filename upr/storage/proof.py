@@ -47,7 +47,6 @@ class ProofFile:
     birth: int
 
     def path(self, folder: Path) -> Path:
-        """Return its path in a folder."""
         return folder / _FILE.format(self.token)
 
     def is_there(self, folder: Path) -> bool:
@@ -97,7 +96,6 @@ def make_file(folder: Path) -> ProofFile:
 
 
 def remove_others(folder: Path, kept: ProofFile) -> None:
-    """Remove the files of earlier proofs."""
     for path in folder.glob("proof-*"):
         if path != kept.path(folder):
             path.unlink(missing_ok=True)

@@ -290,7 +290,7 @@ class TailPart:
 
 
 class TailKeys:
-    """Index of the keys in a tail, made by searches: whoever only writes pays nothing.
+    """Index of the keys in a tail, made by searches, so that a bucket that is only written to pays nothing.
 
     Reader threads extend it, and the flush drops from it what it drops from the tail.
     """

@@ -46,8 +46,9 @@ def read_standing(folder: Path, directory: str, *, replica: bool, meets: bool = 
     """Return what is stored in a data directory; without the file a server is alone, or a replica that knows nobody.
 
     Args:
-        replica: whether the server is told to follow. One that is the owner stays it.
-        meets: whether it can ask who was promoted since. Where it cannot, the first owner follows whom it is told to.
+        replica: whether the server was started as a replica. One that is the owner stays it.
+        meets: whether it can ask which server was promoted since. Where it cannot, the first owner follows the server
+            that it was started with.
 
     Raises:
         DataDirectoryError: the file is malformed, or of another format.

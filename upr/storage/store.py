@@ -812,7 +812,6 @@ class Store:
                 txn.put(key, keyspace.pack_consumer(key, row), db=self._consumers)
 
     def producers(self) -> int:
-        """Return the number of stored producers."""
         with self._env.begin() as txn:
             return int(txn.stat(self._producer_times)["entries"])
 
@@ -886,7 +885,7 @@ def _merged(
         part["partition"], old["partition"], assume_unique=True, return_indices=True
     )
     larger = old["number"][had] > part["number"][new]
-    # A replica has numbers that it was told, while its tail has older ones of the same partitions.
+    # A replica has numbers from its upstream, while its tail has older ones of the same partitions.
     ahead = [
         at
         for at, (partition, _, failover_id, _, end) in zip(

@@ -381,7 +381,6 @@ def check_ends(
 def check_consumers(
     items: Items, rows: Mapping[int, PartitionRow], highs: Mapping[int, int], report: Report
 ) -> None:
-    """Check the table ``consumers``."""
     for key, value in items(b"consumers"):
         name, partition = key[:-3], int.from_bytes(key[-2:], "big")
         if not 4 <= len(key) <= NAME_BYTES_MAX + 3 or key[-3] or partition >= PARTITIONS:
