@@ -1,3 +1,3 @@
 """upr-stream: a partitioned change-stream server."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev2"

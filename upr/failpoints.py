@@ -3,7 +3,7 @@
 ``UPR_FAILPOINTS="name=action;name=action"``, with the actions
 
 * ``kill`` or ``kill:N``: SIGKILL the process at the first, or the N-th, time the place is reached;
-* ``hold:PATH``: block the calling thread for as long as the file PATH exists;
+* ``hold:PATH``: block the calling thread for as long as the file PATH exists, and write the name there;
 * ``error:CODE`` or ``error:CODE:N``: raise OSError with that errno name, always or only at the N-th time;
 * ``error-while:CODE:PATH``: the same for as long as the file PATH exists.
 
@@ -13,6 +13,7 @@ Imports nothing of this project; anyone may import it. Names are listed in NAMES
 that a test cannot arm a place that no longer exists.
 """
 
+import contextlib
 import errno
 import os
 import signal
@@ -76,6 +77,8 @@ def _action(name: str, spec: str) -> Callable[[], None]:
         path = rest
 
         def hold() -> None:
+            with contextlib.suppress(FileNotFoundError), open(path, "r+") as file:
+                file.write(name)
             while os.path.exists(path):
                 time.sleep(_HOLD_POLL_SECONDS)
 

@@ -226,6 +226,26 @@ def test_contexts(world: World) -> None:
     world.run(*create, "b")
 
 
+def test_takeovers_and_backups_take_a_context_by_its_name(world: World) -> None:
+    root = ("--tls-ca", str(world.ca), "--token-file", str(world.folder / "root.token"))
+    world.run("admin", "context", "add", "root", "--target", world.target, *root)
+    world.run("admin", "context", "use", "root")
+    repository = ("backup", str(world.folder / "repository"))
+    # The current one is for what a person does at a terminal: a backup goes to the server that its repository names.
+    missing = world.run(*repository, "init", status=2)
+    assert "'--target'" in missing.stderr
+    assert "--context" in missing.stderr
+    world.run(*repository, "init", "--context", "root", "--target", world.target, status=2)
+    world.run(*repository, "init", "--context", "root", UPR_TARGET="127.0.0.1:9")
+    assert "needs --target or --context" in world.run(*repository, "backup", *root, status=2).stderr
+    world.run(*repository, "backup", UPR_CONTEXT="root", UPR_TOKEN="upr_made-up")
+    world.run(*repository, "verify", "--against-server", "--context", "root")
+    world.run(*repository, "restore", "--context", "root", "--bucket", "another", "--create-bucket")
+    there = ("admin", "takeover", "--to", world.target)
+    assert "takes a token" in world.run(*there, "--tls-ca", str(world.ca), status=4).stderr
+    assert world.run(*there, "--context", "root").stdout == f"active: {world.target}, epoch 1\n"
+
+
 def test_no_command_takes_a_secret_as_an_argument() -> None:
     """Everyone on the machine sees arguments; secrets come out of files."""
 

@@ -182,7 +182,7 @@ def test_what_lies_above_the_marker_and_speaks_of_the_future_goes(tmp_path: Path
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
         "bucket default: new failover records in 1023 partitions, 1 are not active and keep theirs",
-        "bucket default: cut 'nightly' released",
+        "released: nightly, a cut of bucket default",
         "bucket default: consumer 'ahead' was at 13 in partition 3, which the copy does not have: removed",
     ]
     row = row_of(closed, 3)

@@ -30,6 +30,8 @@ PROGRAMS: dict[str, click.Command] = {
 }
 STUBS = ("chown", "install", "podman", "python3", "systemctl", "useradd")
 """Programs that would change this machine or need a registry."""
+FOLDERS = ("/srv/upr/", "/backups/")
+"""What the guides take for folders of the machine."""
 RETRIED = ("upr-admin promote", "upr-admin takeover")
 """Commands that are refused until the servers are in step; people try again too."""
 
@@ -71,9 +73,9 @@ class Shell:
 
     def _here(self, command: str) -> str:
         """Return a command with the folders and ports of this machine."""
-        command = command.replace("/srv/upr/", f"{self.folder}/srv/").replace(
-            "/opt/upr/bin/pip", "true"
-        )
+        for folder in FOLDERS:
+            command = command.replace(folder, f"{self.folder}/srv/")
+        command = command.replace("/opt/upr/bin/pip", "true")
         return re.sub(
             r"127\.0\.0\.1:77\d\d", lambda found: self.ports.get(found[0], found[0]), command
         )
@@ -85,12 +87,13 @@ class Shell:
         """
         for address, port in self.ports.items():
             told = told.replace(port, address)
-        told = told.replace(f"{self.folder}/srv/", "/srv/upr/")
 
         def lines(text: str) -> list[str]:
+            for folder in (*FOLDERS, f"{self.folder}/srv/"):
+                text = text.replace(folder, "FOLDER/")
             text = re.sub(r"\b([0-9a-f]{32}|[0-9a-f]{16})\b", "ID", text)
             # Of a backup of one row, which is compressed with its time.
-            text = re.sub(r"\b17\d\d\b", "SIZE", text)
+            text = re.sub(r"\b1[67]\d\d\b", "SIZE", text)
             text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", "TIME", text)
             return sorted(" ".join(line.split()) for line in text.splitlines())
 

@@ -55,9 +55,9 @@ def expressions() -> list[str]:
 
 
 def samples(server_process: StartServer) -> set[str]:
-    """Return the names of all samples of a server with a consumer, of its replica, and of one of a cluster."""
+    """Return the names of all samples of a server with all ports and a consumer, of its replica, and of one of a cluster."""
     http = ("--http", "127.0.0.1:0")
-    upstream = server_process(*http)
+    upstream = server_process(*http, "--text", "127.0.0.1:0")
     with Client(upstream.target) as client:
         client.bucket().set(b"key", b"value")
         client.admin.reset_consumer("default", "consumer", "now", create=True)

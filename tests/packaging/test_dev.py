@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tools import dev
+from tools.bench import hostile
 
 
 @pytest.fixture
@@ -18,6 +21,8 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def step(words: str, command: list[str], tells: object = None) -> None:
         done.append(words)
+        # Only what a demo installs has to leave little behind.
+        assert ("PIP_NO_CACHE_DIR=1" in command) == ("of the server" in words)
         if "venv" in command:
             python = Path(command[-1]) / "bin" / "python"
             python.parent.mkdir(parents=True)
@@ -132,6 +137,21 @@ def test_a_demo_of_a_repository_is_of_that_alone(monkeypatch: pytest.MonkeyPatch
     made = "whole: False"
     assert done[:3] == [made, "demo of writes undone", "demo of a history"]
     assert done[3:] == [made, "demo of a history", made, "demo of a failover"]
+
+
+def test_what_the_readme_says_to_try_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(dev.__file__).parents[1] / "README.md").read_text()
+    part = readme.partition("\n## Try it\n")[2].partition("\n## ")[0]
+    typed = re.findall(r"^python3 tools/dev\.py (\S+) +#", part, re.MULTILINE)
+    told = dict.fromkeys(re.findall(r"`(demo --[^`]+)`", part))
+    done: list[object] = []
+    monkeypatch.setattr(dev, "demo", lambda repo, story: done.append((repo, story)))
+    monkeypatch.setattr(dev, "test", lambda arguments: done.append(arguments))
+    for words in [*typed, *told]:
+        monkeypatch.setattr(sys, "argv", ["tools/dev.py", *words.split()])
+        assert dev.main() == 0
+    assert done[:2] == [(None, None), []]
+    assert done[2:] == [(Path("PATH"), None), (None, "failover"), (None, "cluster")]
 
 
 def test_steps_do_not_see_another_environment_s_modules(
@@ -295,3 +315,16 @@ def test_the_version_of_etcd(
     error = capfd.readouterr().err
     assert error.startswith("error: the servers of a cluster need etcd 3 or newer, there is none")
     assert error.endswith("apt-get install etcd-server)\n")
+
+
+def test_an_attack_that_takes_too_much_is_told() -> None:
+    fine = hostile.Outcome("gets", 0.8, 0.8, 1.0, 2.0, 4.0, 1.0, 512, 0.5, 0.5)
+    assert not hostile.missed(fine)
+    worse = [
+        replace(fine, written=0.79),
+        replace(fine, followed=0.79),
+        replace(fine, back_seconds=4.1),
+        replace(fine, back_seconds=None),
+        replace(fine, anonymous_mib=513),
+    ]
+    assert [len(hostile.missed(one)) for one in worse] == [1] * len(worse)

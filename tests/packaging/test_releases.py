@@ -123,8 +123,8 @@ def test_the_wire_of_a_release_is_spoken(version: str) -> None:
 def test_every_release_is_kept() -> None:
     released = re.findall(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert set(released) - {FIRST} <= set(KEPT)
-    assert {upr.__version__} - {FIRST} <= set(KEPT)
-    assert KEPT
+    # Also that of a development version: what a program calls itself is never that of directories that it does not open.
+    assert upr.__version__ in KEPT
 
 
 @pytest.mark.parametrize("version", KEPT)

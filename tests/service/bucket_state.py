@@ -25,6 +25,14 @@ def folders(server: RunningServer) -> set[str]:
     return {path.name for path in (server.data / "buckets").iterdir()}
 
 
+def break_journal(server: RunningServer, version: int) -> None:
+    """Damage the journal of a stopped server's bucket."""
+    (segment,) = server.data.glob(f"buckets/{version:016x}/journal/*.journal")
+    data = bytearray(segment.read_bytes())
+    data[100] ^= 1
+    segment.write_bytes(data)
+
+
 async def until(is_so: Callable[[], bool]) -> None:
     """Wait until something is so."""
     async with asyncio.timeout(WAIT_SECONDS):

@@ -7,21 +7,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer, poll
-from tests.service.bucket_state import folders_are, rows_of
+from tests.harness import poll
+from tests.service.bucket_state import break_journal, folders_are, rows_of
 from upr.config import ServerConfig
 from upr.service.buckets.catalog import Catalog, DamagedBucket, create_bucket
 from upr.storage.directory import DataDirectory
 from upr_client import AsyncClient
 from upr_client.errors import AlreadyExistsError, DataDamagedError, StorageFailedError
 from upr_protocol.block import build_block
-
-
-def break_journal(server: RunningServer, version: int) -> None:
-    (segment,) = server.data.glob(f"buckets/{version:016x}/journal/*.journal")
-    data = bytearray(segment.read_bytes())
-    data[100] ^= 1
-    segment.write_bytes(data)
 
 
 @pytest.mark.asyncio

@@ -786,14 +786,14 @@ async def test_a_worker_leaves_out_what_was_cancelled_before_its_turn() -> None:
         done.append("fails")
         raise OSError("no disk")
 
-    tasks = [asyncio.create_task(worker.run(first)) for _ in range(2)]
-    waiting = asyncio.create_task(worker.run(lambda: done.append("cancelled")))
-    failing = asyncio.create_task(worker.run(fails))
+    tasks = [worker.run(first) for _ in range(2)]
+    waiting = worker.run(lambda: done.append("cancelled"))
+    failing = worker.run(fails)
     await asyncio.to_thread(begun.wait, WAIT_SECONDS)
     # Of a function that runs only the waiting ends.
     for task in (tasks[0], waiting):
         task.cancel()
-    await asyncio.wait([tasks[0], waiting])
+    await asyncio.gather(tasks[0], waiting, return_exceptions=True)
     go_on.set()
     assert await tasks[1] == "test"
     with pytest.raises(OSError, match="no disk"):
@@ -803,6 +803,20 @@ async def test_a_worker_leaves_out_what_was_cancelled_before_its_turn() -> None:
     with pytest.raises(RuntimeError, match="has ended"):
         await worker.run(fails)
     Worker("never used").close()
+
+
+@pytest.mark.asyncio
+async def test_of_two_threads_of_a_worker_one_goes_on_while_the_other_is_held_up() -> None:
+    worker = Worker("two threads", 2)
+    go_on = threading.Event()
+    held = worker.run(lambda: go_on.wait(2 * WAIT_SECONDS))
+    async with asyncio.timeout(WAIT_SECONDS):
+        for _ in range(3):
+            assert not await worker.run(go_on.is_set)
+    go_on.set()
+    assert await held
+    worker.close()
+    assert "two threads" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.asyncio

@@ -15,9 +15,9 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer, wait_until
 from tests.replica.sets import start_set, wait_until_equal
 from tests.service.browser import Browser
+from tests.service.bucket_state import break_journal
 from tests.service.pages import http_of
 from tests.service.test_access import Guarded
-from tests.service.test_bucket_damage import break_journal
 from upr.cli.admin import main as admin
 from upr_client import Client, Group
 from upr_protocol.partitioning import partition_of

@@ -219,6 +219,8 @@ async def test_a_replica_undoes_what_its_upstream_lost_and_keeps_it_in_a_file(
     )
     assert "b'lost'" not in shown("undone", "list", str(replica.data))
     assert "'lost'" in shown("undone", "list", str(replica.data), "--rows")
+    replica.terminate()
+    shown("check", str(replica.data))
 
 
 def small_tables(server: RunningServer) -> tuple[Any, Any, Any]:

@@ -81,20 +81,17 @@ class Truth:
 
 
 @pytest.mark.asyncio
-async def test_single_writes_of_many_connections_drain_like_bulk(
-    server_process: StartServer,
-) -> None:
+async def test_single_writes_of_many_connections_drain_like_bulk(target: str) -> None:
     connections, each = 24, 50
-    server = server_process()
 
     async def write(writer: int) -> None:
-        async with AsyncClient(server.target) as client:
+        async with AsyncClient(target) as client:
             bucket = client.bucket()
             for number in range(each):
                 await bucket.set(b"%d of %d" % (number, writer), b"%d" % number)
 
     await asyncio.gather(*map(write, range(connections)))
-    async with AsyncClient(server.target) as client, client.bucket().changes(until="now") as seen:
+    async with AsyncClient(target) as client, client.bucket().changes(until="now") as seen:
         blocks = 0
         state: dict[bytes, bytes | None] = {}
         async for batch in seen.batches():

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, ServerFailed, wait_until
 from tests.proxy import Proxy
+from tests.service.pages import http_of, numbers
 from tests.service.test_text_lines import read_line, row_of
 from upr.service.text.lines import split_token
 from upr_client import Client
@@ -351,13 +352,15 @@ def test_silence_ends_a_connection_that_pinged_and_no_other(server_process: Star
 
 
 def test_who_takes_nothing_is_ended_loudly_and_resumes(server_process: StartServer) -> None:
-    server = server_process("--text", "127.0.0.1:0", "--reader-timeout", "0.5s")
+    both = ("--text", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    server = server_process(*both, "--reader-timeout", "0.5s")
     rows = [(key, b"%d" % number * 500_000) for number, key in enumerate(KEYS[:40])]
     write(server, *rows)
     with following(text_address(server), "NAME slow", f"REPLICATE default {P} 0") as client:
         wait_until(lambda: "a consumer is too slow" in server.log_text(), server.log_text)
         assert '"consumer": "slow"' in server.log_text()
         assert text_status(server).too_slow == 1
+        assert numbers(http_of(server))["upr_text_too_slow_total", ""] == 1
         # What is on its way can still be read; then the connection ends, in the middle of the rows.
         assert client.read_on(len(rows))
         assert len(client.rows()) < len(rows)
@@ -365,6 +368,21 @@ def test_who_takes_nothing_is_ended_loudly_and_resumes(server_process: StartServ
     with following(text_address(server), f"REPLICATE default {P} {token}") as again:
         again.until(lambda: len(again.rows()) + len(client.rows()) >= len(rows))
         assert client.rows() | again.rows() == dict(rows)
+
+
+def test_a_shell_without_any_client_reads_a_bucket(server: RunningServer) -> None:
+    """What nc does: lines go out as they are, the half of the sender is closed, and what comes is printed to its end."""
+    write(server, (KEYS[0], b"by a shell"))
+    host, port = text_address(server).split(":")
+    script = (
+        f"exec 3<>/dev/tcp/{host}/{port}; printf 'NAME shell\\nREPLICATE default {P} 0\\n' >&3;"
+        ' while read -r line <&3; do echo "$line"; case $line in RDATA*) exit;; esac; done'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert said[0].startswith("SERVER ")
+    assert f"RDATA default {P} " in said[-1]
+    assert json.loads(said[-1].split(" ", 4)[4])["value"] == "by a shell"
 
 
 def test_connections_and_buckets_of_one_are_limited(server: RunningServer) -> None:

@@ -22,15 +22,12 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def server() -> None:
-    """Run upr-server."""
     run("upr-server", *EXTRAS["server"], "upr.cli.server")
 
 
 def admin() -> None:
-    """Run upr-admin."""
     run("upr-admin", *EXTRAS["admin"], "upr.cli.admin")
 
 
 def cat() -> None:
-    """Run upr-cat."""
     run("upr-cat", *EXTRAS["cat"], "upr.cli.cat")

@@ -26,7 +26,6 @@ _SKIPS_SHOWN = 100
 
 
 def durability_option(function: _F) -> _F:
-    """Add --durability."""
     return click.option(
         "--durability",
         type=click.Choice(get_args(Durability)),
@@ -254,4 +253,4 @@ def _report(summary: dict[str, int], as_json: bool) -> None:
     if as_json:
         print_json(summary)
     else:
-        note("loaded " + ", ".join(f"{count} {what}" for what, count in summary.items()))
+        note("loaded: " + ", ".join(f"{count} {what}" for what, count in summary.items()))

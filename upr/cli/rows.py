@@ -68,7 +68,6 @@ def row_line(key: bytes, value: bytes | None) -> str:
 
 
 def marker_line(marker: Marker) -> str:
-    """Return a snapshot marker as a line."""
     return f'{{"partition": {marker.partition}, "op": "marker", "seqno": {marker.seqno}}}'
 
 

@@ -45,7 +45,6 @@ from upr_protocol.wire.v1.types_pb2 import SetPart
 
 
 def check_quota(quota_bytes: int) -> int:
-    """Return a quota, or raise InvalidArgumentError."""
     if quota_bytes > QUOTA_BYTES_MAX:
         raise InvalidArgumentError(
             f"quota is {quota_bytes} bytes; must be at most {QUOTA_BYTES_MAX}"

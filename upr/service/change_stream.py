@@ -409,7 +409,6 @@ class ChangeStreamMethods:
 
     @property
     def open_calls(self) -> int:
-        """Open Follow calls."""
         return len(self._calls)
 
     def shut_down(self) -> None:

@@ -445,7 +445,6 @@ def _streams_of(start: wire.Start) -> int:
 
 
 def _end_start(traced: tracing.CallTrace, message: Any) -> None:
-    """End the span of a Start if the message is its answer."""
     if isinstance(message, wire.FollowResponse) and message.HasField("start_answers"):
         answers = message.start_answers.answers
         traced.end(not_started=sum(not one.HasField("started") for one in answers))

@@ -63,7 +63,6 @@ class Health:
                 await asyncio.gather(*map(self._wake, answers))
 
     async def _wake(self, name: str) -> None:
-        """Wake the watchers of a name."""
         watched = self.servicer._server_watchers.get(name)
         if watched is not None:
             async with watched:

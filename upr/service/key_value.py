@@ -396,7 +396,6 @@ class KeyValueMethods:
 
     @property
     def open_calls(self) -> int:
-        """Open Write calls."""
         return len(self._calls)
 
     def shut_down(self) -> None:

@@ -178,8 +178,8 @@ class SetMethods(Protocol):
     async def run(self) -> None:
         """Take part in the set of servers until cancelled."""
 
-    def topology(self) -> replica_service_pb2.GetTopologyResponse:
-        """Return what the server knows of its set."""
+    def topology(self, told_why: bool) -> replica_service_pb2.GetTopologyResponse:
+        """Return what the server knows of its set; why it waits, which may name any bucket, only if that may be told."""
 
 
 Replicate = Callable[[Catalog, ServerConfig, Callable[[], str]], SetMethods]

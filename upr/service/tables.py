@@ -1,11 +1,11 @@
-"""The small tables of a bucket, as a replica is told of them: producers' numbers, positions of consumers, cuts.
+"""The small tables of a bucket, as a replica gets them: producers' numbers, positions of consumers, cuts.
 
-A producer's number comes with its block while that is in the tail. Of stored blocks the tables tell it. So they are
-told whole when all streams of the replica are past the store, and once more whenever one of them has read from it since:
+A producer's number comes with its block while that is in the tail. For stored blocks the tables have it. So they are
+sent whole when all streams of the replica are past the store, and once more whenever one of them has read from it since:
 by then a flush has stored the numbers of every block that was read.
 
-Rows of consumers are told again whenever they were stored, and cuts. A new cut goes before the next frame too: no row
-above its pins goes out before it. Who takes over waits until all changes are told; they are counted for that.
+Rows of consumers are sent again whenever they were stored, and so are cuts. A new cut goes before the next frame too: no row
+above its pins goes out before it. A replica that takes over waits until it has all changes; they are counted for that.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine
@@ -96,7 +96,7 @@ class TableFeed:
         return self._changed.setdefault(name, np.zeros(PARTITIONS, bool))
 
     def next_work(self) -> Coroutine[Any, Any, None] | None:
-        """Return what is to be told now, as something to be run to its end; None for nothing."""
+        """Return what sends what is due now, to be run to its end; None for nothing."""
         if self._whole and self._follower.reads != self._reads_told:
             self._whole, self._changes_told = False, 0
             self._follower.has_tables = False
@@ -120,7 +120,7 @@ class TableFeed:
         try:
             await work
         except (OSError, lmdb.Error, BucketGoneError):
-            # Told when there is work again, or in the next call. What was to be told whole is not complete until then.
+            # Sent when there is work again, or in the next call. What was to be sent whole is not complete until then.
             return
         finally:
             self._busy = False

@@ -122,7 +122,6 @@ class Troubles:
         self._changed()
 
     def problem_of(self, what: str) -> UprError:
-        """Return the problem of one trouble."""
         return self._now[what].problem()
 
     def problem(self) -> UprError | None:

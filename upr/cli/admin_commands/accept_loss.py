@@ -9,7 +9,7 @@ import click
 
 from upr.cli.admin_commands.restore_copy import open_directory
 from upr_cli_kit.options import PARTITION_SET, one_list
-from upr_cli_kit.output import confirm, json_option, note, print_json, verbose_option
+from upr_cli_kit.output import confirm, json_option, note, print_done, print_json, verbose_option
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import BucketNotFoundError, InvalidArgumentError, UprError
 from upr_protocol.failover import format_failover_id
@@ -275,7 +275,7 @@ def accept_loss(
             f"partition {told['partition']}: active again, with a new failover record at {told['kept']}"
         )
     for cut in document["released_cuts"]:
-        click.echo(f"cut {cut!r} released")
+        print_done(False, "released", cut, f"a cut of bucket {bucket}")
 
 
 def _find(folders: Iterable[Path], name: str) -> _Accepting:

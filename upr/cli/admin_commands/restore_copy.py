@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr_cli_kit.options import DirectoryPath
-from upr_cli_kit.output import confirm, json_option, note, print_json, verbose_option
+from upr_cli_kit.output import confirm, json_option, note, print_done, print_json, verbose_option
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import FAILOVER_LOG_MAX
@@ -134,7 +134,7 @@ def restore_copy(directory: Path, yes: bool, as_json: bool) -> None:
             f"{document['not_active']} are not active and keep theirs"
         )
         for cut in document["released_cuts"]:
-            click.echo(f"bucket {name}: cut {cut!r} released")
+            print_done(False, "released", cut, f"a cut of bucket {name}")
         for position in document["removed_positions"]:
             click.echo(
                 f"bucket {name}: consumer {position['consumer']!r} was at {position['seqno']} "

@@ -159,19 +159,17 @@ def promote(force: bool, yes: bool, seconds: float, target: str, as_json: bool) 
 
 
 @click.command("takeover")
-@click.option(
-    "--to", "target", type=ADDRESS, required=True, help="HOST:PORT of the server to be active."
-)
+@click.option("--to", type=ADDRESS, required=True, help="HOST:PORT of the server to be active.")
 @login_options
 @_seconds_option
 @json_option
 @verbose_option
-def takeover(target: str, seconds: float, as_json: bool) -> None:
+def takeover(to: str, seconds: float, as_json: bool) -> None:
     """Make another server the active one, without losing anything: the active one hands over.
 
     Writers are refused for a moment, and go on at the new one by themselves.
     """
-    _promote(target, seconds, as_json, takeover=True)
+    _promote(to, seconds, as_json, takeover=True)
 
 
 @click.command("drain")
@@ -194,9 +192,9 @@ def drain(undo: bool, seconds: float, target: str, as_json: bool) -> None:
     if as_json:
         print_json({"drained": not undo, "successor": successor or None})
     elif undo:
-        click.echo(f"{target} may become active")
+        print_done(False, "undrained", target, "it may become active")
     else:
-        click.echo(f"{target} is drained" + (f"; {successor} is active" if successor else ""))
+        print_done(False, "drained", target, f"{successor} is active" if successor else "")
 
 
 def _promote(
@@ -210,7 +208,7 @@ def _promote(
         document["lost"] = [dict(zip(names, one, strict=True)) for one in done.lost]
         print_json(document)
         return
-    click.echo(f"{target} is active in epoch {done.epoch}")
+    print_done(False, "active", target, f"epoch {done.epoch}")
     _tell_losses(done)
 
 
@@ -220,8 +218,11 @@ def _tell_losses(done: "Promotion") -> None:
     for name in done.without:
         note(f"warning: without {name}: what only it has is undone when it comes back")
     for name in done.tables:
-        note(f"warning: bucket {name}: the newest positions of consumers and cuts may be lost")
-    for bucket, partition, seqno, high in done.lost:
         note(
-            f"warning: bucket {bucket}, partition {partition}: {high - seqno} mutations above {seqno} may be lost"
+            f"warning: bucket {name}: the newest positions of consumers, cuts and numbers of producers may be lost;"
+            " a write that is sent again may be applied twice"
         )
+    for bucket, partition, seqno, high in done.lost:
+        # Above 0 as well where it is not known here how much of it is there.
+        what = f"{high - seqno} mutations above {seqno}" if seqno else f"mutations up to {high}"
+        note(f"warning: bucket {bucket}, partition {partition}: {what} may be lost")

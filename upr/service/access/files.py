@@ -36,6 +36,27 @@ def signature(paths: Iterable[Path]) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(found)
 
 
+def read_tls(cert: Path | None, key: Path | None, authority: Path | None) -> list[bytes | None]:
+    """Return what PEM files have that gRPC can use: of others it says nothing, and an empty one ends the process.
+
+    Raises:
+        OSError: they cannot be read, or used.
+        ValueError: they change.
+    """
+    paths = cert, key, authority
+    before = [None if path is None else path.read_bytes() for path in paths]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if cert is not None:
+        # A password, or OpenSSL asks for one at the terminal.
+        context.load_cert_chain(cert, key, password="")
+    if authority is not None:
+        # By its path: comments in the file may be in any language.
+        context.load_verify_locations(authority)
+    if before != [None if path is None else path.read_bytes() for path in paths]:
+        raise ValueError("the files change")
+    return before
+
+
 class Watched(Generic[_T]):
     """A value that is made of files.
 
@@ -122,19 +143,10 @@ class Certificates:
         self._given: object = self.watched.value
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
-        """Read the files, and check that gRPC can use them: it says nothing, and refuses every connection, if not."""
-        paths = self._cert, self._key, self._client_ca
-        chain, key = self._cert.read_bytes(), self._key.read_bytes()
-        roots = self._client_ca.read_bytes() if self._client_ca is not None else None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A password, or OpenSSL asks for one at the terminal.
-        context.load_cert_chain(self._cert, self._key, password="")
-        if roots is not None:
-            # By its path: comments in the file may be in any language.
-            context.load_verify_locations(self._client_ca)
-        read = [None if path is None else path.read_bytes() for path in paths]
-        if read != [chain, key, roots]:
-            raise ValueError("the files change")
+        """Read the files."""
+        chain, key, roots = read_tls(self._cert, self._key, self._client_ca)
+        assert chain is not None
+        assert key is not None
         return grpc.ssl_server_certificate_configuration([(key, chain)], roots)
 
     def credentials(self) -> grpc.ServerCredentials:

@@ -1,6 +1,7 @@
 """Identities: names with roles, and the file of tokens and certificates that has them.
 
-The file has one JSON object a line; empty lines and lines that begin with ``#`` are passed over:
+The file has one JSON object a line; empty lines and lines that begin with ``#`` are passed over, but a file without anything
+else than blanks is refused:
 
     {"name": "indexer", "token_sha256": "<64 hex digits>", "read": ["orders"], "write": true}
 
@@ -32,6 +33,8 @@ FILE_BYTES_MAX: Final = 4 * 2**20
 """Largest file of identities."""
 _TOKEN_PREFIX: Final = "upr_"
 _FIELDS: Final = {"name", "token_sha256", "certificate", "key_prefixes", *ROLES}
+_NOBODY: Final = "# nobody may call\n"
+"""Content of a file whose last identity is revoked: an empty one is taken for an accident."""
 _WHOLE: Final = ("replicate", "admin")
 """Roles that cannot be for some keys."""
 
@@ -205,13 +208,16 @@ def read_identities(path: Path) -> Identities:
     """Return the identities of a file.
 
     Raises:
-        UprError: it is malformed, or above FILE_BYTES_MAX.
+        UprError: it is malformed, blank, or above FILE_BYTES_MAX.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
         content = file.read(FILE_BYTES_MAX + 1)
     if len(content) > FILE_BYTES_MAX:
         raise _malformed(f"more than {FILE_BYTES_MAX} bytes; must be at most that")
+    if not content.strip():
+        # A full disk, or a writer that was killed, leaves this too, and nobody could call any more.
+        raise _malformed("it has no identity; must have one, or a comment where nobody is to call")
     try:
         return Identities(content.decode())
     except UnicodeDecodeError:
@@ -264,7 +270,8 @@ def revoke_identity(path: Path, name: str) -> bool:
 
     def left(text: str) -> str:
         lines = text.splitlines(keepends=True)
-        return "".join(x for x in lines if (one := _parsed(x)) is None or one.name != name)
+        rest = "".join(x for x in lines if (one := _parsed(x)) is None or one.name != name)
+        return rest if rest.strip() or rest == text else _NOBODY
 
     return _change(path, left)
 

@@ -320,9 +320,8 @@ NOBODY: Final = Identity("nobody", {})
 _HINT: Final = (
     "give --token-file or UPR_TOKEN_FILE, or token= in the SDK; 'upr-admin token add' makes one"
 )
-_FREE: Final = Permit("", "", _of(" ".join(ROLES)), ANYONE, True)
-PERMIT: ContextVar[Permit] = ContextVar("PERMIT", default=_FREE)
-"""Permit of the call that is served; outside of one everything is allowed."""
+PERMIT: ContextVar[Permit] = ContextVar("PERMIT")
+"""Permit of the call that is served. There is none outside of a call: a method that no gate admitted does nothing."""
 
 
 def ended_error() -> UnavailableError:

@@ -82,7 +82,6 @@ def new_failover_id() -> int:
 
 
 def only_deletes(block: Block) -> bool:
-    """Return whether a block has only deletes."""
     return bool(block.ops) and block.ops.count(OP_DELETE) == len(block.ops)
 
 
@@ -125,8 +124,8 @@ class BucketService:
         self._wanted_room = 0
         self.failover_log_records = config.failover_log_records
         self.on_consumers: set[Callable[[Collection[tuple[bytes, int]]], None]] = set()
-        """Functions that are told which rows of consumers, by name and partition, were stored or removed; of none when
-        cuts were."""
+        """Functions that are called with the name and partition of each consumer's row that was stored or removed; with
+        none when cuts were."""
         self.table_changes = 0
         """Number of times that rows of consumers or cuts were stored since the start."""
         self.users: set[Callable[[BucketGoneError], None]] = set()
@@ -407,7 +406,7 @@ class BucketService:
         """
         following = self.following
         if following is not None and following.joining != joining:
-            # Who is cancelled here does not know what is stored: the next one stores in any case.
+            # A call that is cancelled here does not know what is stored: the next one stores in any case.
             following.joining = None
             await self.disk.in_store_thread(lambda: self.disk.store.put_joining(joining))
             following.joining = joining
@@ -443,11 +442,12 @@ class BucketService:
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes, in this step, and have everything that was numbered on disk before this returns.
 
+        Of a bucket whose storage has failed nothing more comes on disk.
+
         Args:
             fenced: whether another server may be active: what is not acknowledged now is not acknowledged any more.
 
         Raises:
-            StorageFailedError: the journal failed.
             OSError, lmdb.Error: the states cannot be stored.
         """
         table = self.bucket.partitions
@@ -461,12 +461,18 @@ class BucketService:
         for follower in list(self.bucket.followers):
             if not follower.options.any_server:
                 follower.end_call(moved(table.owner))
-        if self.bucket.tail.end > self.bucket.tail.durable:
-            await self.journalled(self.bucket.tail.end - 1)
         rows = {
             p: (REPLICA, int(table.epoch[p]), int(table.purge[p]), table.logs[p]) for p in active
         }
-        await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows))
+        try:
+            if self.bucket.tail.end > self.bucket.tail.durable:
+                await self.journalled(self.bucket.tail.end - 1)
+            # Behind a quota that is being stored: that is acknowledged, and the next owner asks for it afterwards.
+            await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows))
+        except (StorageFailedError, OSError, lmdb.Error):
+            # What failed for good keeps nobody from being active instead: the next start is not clean, and asks first.
+            if self.bucket.failure is None:
+                raise
 
     async def settle_tables(self) -> None:
         """Wait until every change of consumers and cuts that was begun is stored, or has failed; after ``step_down``."""
@@ -672,7 +678,7 @@ class BucketService:
         self.disk.changed()
 
     async def journalled(self, entry: int) -> None:
-        """Wait until a tail entry is on disk, whoever is active; see ``durable``."""
+        """Wait until a tail entry is on disk, whether or not this server is active; see ``durable``."""
         while self.bucket.tail.durable <= entry:
             if self.disk.gone is not None:
                 raise self.disk.gone
@@ -729,6 +735,8 @@ class BucketService:
         """Refuse writes until the next start: the state of the disk is unknown."""
         if self.bucket.failure is not None:
             return
+        # Where other servers are counted, or another one is active, that one may take it, and it can be read there.
+        error.retriable |= self._replica or self.bucket.may_undo
         log.critical(
             "storage failed: no more writes are taken",
             extra={"bucket": self.bucket.identity.name, "error": str(error)},

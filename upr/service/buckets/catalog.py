@@ -173,7 +173,7 @@ def _damaged(folder: Path, error: Exception) -> DamagedBucket:
 
 
 def _rows_of(folder: Path) -> list[PartitionRow]:
-    """Return the partitions' rows that can be read; what cannot is told when the bucket is opened."""
+    """Return the partitions' rows that can be read; what cannot is reported when the bucket is opened."""
     with contextlib.suppress(Exception), contextlib.closing(Store(folder / "store")) as store:
         return [row for row in store.partitions().values() if isinstance(row, PartitionRow)]
     return []
@@ -210,7 +210,7 @@ class Catalog:
         self._on_failure: Callable[[], Awaitable[None]] | None = None
         self._waiting = WaitingRoom()
         self._reopening: dict[str, DamagedBucket] = {}
-        # In a cluster the map says who begins.
+        # In a cluster the map says which server begins.
         begins = config.cluster and not (directory.path / NAME).exists()
         told = bool(config.replicate_from or begins)
         self.standing = read_standing(
@@ -221,11 +221,11 @@ class Catalog:
                 f"listen address is {config.listen}; must be one that the other servers of the set reach, or be advertised",
                 hint="give --advertise HOST:PORT with an address of this host",
             )
-        # The first owner, told to follow, asks whether one was promoted since: alone it would not.
+        # The first owner, started as a replica, asks whether another one was promoted since: alone it would not.
         asks = told and self.standing.standing.row.epoch == 1
         self.replica = asks or not (self.standing.alone and self._serves())
-        self.listed: frozenset[int] = frozenset()
-        """Versions of the buckets that the upstream listed last."""
+        self.listed: frozenset[int] | None = None
+        """Versions of the buckets that the upstream listed last; None before it did, and at the active server."""
         self.owner = ""
         """HOST:PORT of the active server while this one is not, as far as it is known."""
         self.becoming: asyncio.Event | None = None
@@ -248,7 +248,7 @@ class Catalog:
             for host in self.hosts:
                 host.close_files()
             raise
-        # An owner that was told to follow once has replicas on disk; who decides who is active makes them active.
+        # An owner that was once started as a replica has replicas on disk. What decides which server is active makes them active.
         states = [host.bucket.partitions.state for host in self.hosts]
         self.replica |= bool(np.isin(states, (REPLICA, PENDING)).any())
 
@@ -611,7 +611,7 @@ class Catalog:
             UprError: it could not be opened.
         """
         host = self.find(name)
-        # What was acknowledged by the upstream is told as undone only when it is in the journal.
+        # What was acknowledged by the upstream is reported as undone only when it is in the journal.
         await host.journalled(host.bucket.tail.end - 1)
         error = BucketGoneError(
             f"bucket {shown(name)} is opened anew with the history of its upstream",

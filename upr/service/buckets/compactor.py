@@ -96,7 +96,7 @@ class Compactor:
 
     Attributes:
         ages: how old tombstones must be.
-        turn: held by whoever merges: ``run``, or the purger.
+        turn: held while something is merged, by ``run`` or by the purger.
 
     Args:
         room: returns how many bytes the disk can take.
@@ -405,7 +405,7 @@ class Compactor:
     def _claim_room(self, heads: Sequence[Head]) -> AbstractContextManager[None]:
         """Claim room for blocks to compact: a merge needs it before it gives any back, and leaves the reserve to the flush.
 
-        It is not waited for here: who reads at 0 waits for a purge to end, and others for their ``turn``.
+        It is not waited for here: readers at 0 wait for a purge to end, and others for their ``turn``.
         """
         room = self._room()
         size = sum(head.size for head in heads)

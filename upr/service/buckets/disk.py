@@ -6,9 +6,7 @@ handed a Disk.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -31,43 +29,46 @@ _Answer = asyncio.Future[Any]
 
 
 class Worker:
-    """Thread that runs functions for event loops, one after the other.
+    """Thread, or several, that run functions for event loops, in the order in which they are asked for.
 
     Each write waits for the journal's, and an executor's own work takes a tenth of a lone write's time.
 
     Args:
-        name: of the thread, which starts with the first function.
+        name: of the threads, which start with the first function.
+        count: of the threads.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, count: int = 1) -> None:
         self._name = name
+        self._count = count
         self._work: SimpleQueue[tuple[_Answer, Callable[[], Any]] | None] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._threads: list[Thread] = []
         self._closed = False
 
-    async def run(self, call: Callable[[], _T]) -> _T:
-        """Run a function and return what it returns; if the caller is cancelled before its turn it is not run.
+    def run(self, call: Callable[[], _T]) -> "asyncio.Future[_T]":
+        """Run a function; the future has what it returns. If that is cancelled before its turn it is not run.
 
         Raises:
             RuntimeError: the worker was closed.
         """
         if self._closed:
             raise RuntimeError(f"the {self._name} thread has ended")
-        if self._thread is None:
+        while len(self._threads) < self._count:
             # A daemon, so that a process whose bucket was never closed can end.
-            self._thread = Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        answer: _Answer = asyncio.get_running_loop().create_future()
+            thread = Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._work.put((answer, call))
-        result: _T = await answer
-        return result
+        return answer
 
     def close(self) -> None:
-        """Run what was asked for and end the thread."""
+        """Run what was asked for and end the threads."""
         self._closed = True
-        if self._thread is not None:
+        for _ in self._threads:
             self._work.put(None)
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -146,7 +147,7 @@ class Disk:
             raise
         self._journal_thread = Worker("journal")
         self._store_thread = Worker("store")
-        self._readers = ThreadPoolExecutor(_READERS, "reader")
+        self._readers = Worker("reader", _READERS)
 
     # Threads
 
@@ -161,8 +162,7 @@ class Disk:
 
     async def in_reader(self, call: Callable[[], _T]) -> _T:
         """Run a function of a few short transactions in a reader thread."""
-        pool = self._readers
-        return await self._in(partial(asyncio.get_running_loop().run_in_executor, pool), call)
+        return await self._in(self._readers.run, call)
 
     async def in_journal_thread(self, call: Callable[[], _T]) -> _T:
         """Run a function in the thread that owns the journal."""
@@ -181,7 +181,7 @@ class Disk:
 
     def refresh_quota(self) -> None:
         """Measure the bucket's size in a reader thread, without waiting for it."""
-        asyncio.get_running_loop().run_in_executor(self._readers, self.quota.refresh)
+        self._readers.run(self.quota.refresh)
 
     # Waiting for changes
 
@@ -192,7 +192,7 @@ class Disk:
         try:
             await future
         finally:
-            # Whoever gives up must leave nothing behind: the next change may be days away.
+            # A caller that gives up must leave nothing behind: the next change may be days away.
             self._waiting.pop(future, None)
 
     def changed(self) -> None:
@@ -215,6 +215,6 @@ class Disk:
         """Wait for the threads, and close journal and store."""
         self._journal_thread.close()
         self._store_thread.close()
-        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._readers.close()
         self.journal.close()
         self.store.close()

@@ -18,14 +18,14 @@ class Following:
         connected: whether its streams are open.
         joining: whether rows may have come without what the small tables say of them; stored, so it outlives a crash. None
             while that is being stored.
-        tables: whether the upstream has told all of its small tables.
-        rows: while it tells them: by consumer, in which partitions it told a row, shape (1024,).
-        told: how many changes of them it has told; see Tables.changes.
+        tables: whether the upstream has sent all of its small tables.
+        rows: while it sends them: by consumer, in which partitions it sent a row, shape (1024,).
+        told: how many changes of them it has sent; see Tables.changes.
         needed: the seqnos that they name, shape (1024,).
         refused: the partitions that the upstream does not send, and why.
         undone: mutations that were undone since the server was started.
         problem: why it does not follow now; None while it does.
-        highs: the newest seqnos that the upstream told of, shape (1024,).
+        highs: the newest seqnos that the upstream named, shape (1024,).
     """
 
     def __init__(self, bucket: Bucket, undone: int = 0, *, joining: bool = False) -> None:
@@ -53,12 +53,12 @@ class Following:
         return self.tables and bool((durable >= self.needed).all())
 
     def lag(self) -> int:
-        """Return how many mutations that the upstream told of are not durable here."""
+        """Return how many mutations that the upstream named are not durable here."""
         durable = self._bucket.partitions.durable
         return int((np.maximum(self.highs, durable) - durable).sum())
 
     def lag_seconds(self) -> float:
-        """Return the seconds since it last had everything that it was told of, while connected; 0 while it has."""
+        """Return the seconds since it last had everything that the upstream named, while connected; 0 while it has."""
         if self.connected and not self.lag():
             self._level = time.monotonic()
             return 0.0

@@ -164,7 +164,6 @@ class Quota:
         return 0 < self.limit < self.used + pending
 
     def error(self, pending: int) -> QuotaExceededError:
-        """Return the error of a write that exceeds the quota."""
         return QuotaExceededError(
             f"size of the bucket would be {self.used + pending} bytes; must be at most its quota {self.limit}",
             hint="delete rows, and wait for compaction; or raise the quota with 'upr-admin bucket quota'",

@@ -33,7 +33,6 @@ class Durations:
         self.seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         self.counts[bisect_left(BOUNDS_SECONDS, seconds)] += 1
         self.seconds += seconds
 

@@ -309,7 +309,8 @@ class Feed:
     Args:
         process: the state of the process, as GetStatus shows it.
         ready: returns whether the server is ready.
-        topology: returns what the server knows of its set; None for a server that is always alone.
+        topology: returns what the server knows of its set, with why it waits if that may be told; None for a server that is
+            always alone.
         turns: of everything that has its share together.
     """
 
@@ -318,7 +319,7 @@ class Feed:
         catalog: Catalog,
         process: Process,
         ready: Callable[[], bool],
-        topology: Callable[[], Message] | None,
+        topology: Callable[[bool], Message] | None,
         turns: Turns,
     ) -> None:
         self._catalog = catalog
@@ -383,6 +384,7 @@ class Feed:
     def _status(self, request: Request, viewer: Identity) -> Document:
         process, catalog = self._process, self._catalog
         anonymous, _ = memory_bytes()
+        sees_all = viewer.may_everywhere(VIEWERS)
         # They have paths of keys and names of identities.
         problems = process.problems() if viewer.may_everywhere(("admin",)) else ()
         found = [(h.bucket.identity.name, h.problem) for h in catalog.hosts]
@@ -398,7 +400,7 @@ class Feed:
             "epoch": catalog.standing.standing.epoch,
             "memory_bytes": anonymous,
             "problems": [_problem(one) for one in problems],
-            "set": None if self._topology is None else _message(self._topology()),
+            "set": None if self._topology is None else _message(self._topology(sees_all)),
             "buckets": [
                 {"name": name, "problem": _problem(problem)}
                 for name, problem in sorted(found, key=lambda one: one[0])

@@ -137,7 +137,6 @@ class _Page:
         return lines
 
     def gauge(self, name: str, words: str, value: float, **labels: str) -> None:
-        """Add a gauge."""
         lines = self._lines(name, "gauge", words)
         lines.append(f"{name}{_braced(labels)} {+value}\n")
 
@@ -254,7 +253,6 @@ class Metrics:
         self._shared = Shared(self._pieces, turns)
 
     async def page(self) -> bytes:
-        """Return the page."""
         return await self._shared.page()
 
     def _pieces(self) -> Iterator[bytes]:
@@ -287,6 +285,10 @@ class Metrics:
             ("write", process.write_calls()),
         ):
             page.gauge("upr_open_calls", "Open streaming calls.", count, kind=kind)
+        if (port := process.text_port()) is not None:
+            page.gauge("upr_text_connections", "Open text connections.", port.connections)
+            words = "Text connections that were ended because they took nothing."
+            page.counter("upr_text_too_slow", words, port.too_slow)
         for kind, size in zip(("anonymous", "mapped"), memory_bytes(), strict=True):
             page.gauge("upr_memory_bytes", "Memory; the mapped part can be freed.", size, kind=kind)
         page.gauge(

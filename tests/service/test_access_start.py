@@ -1,0 +1,134 @@
+"""Access as a server starts: files and addresses that it refuses, and where its admin socket is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.client.certificates import make_certificate
+from tests.harness import RunningServer
+from upr.service.access.identities import add_identity
+
+
+@pytest.mark.parametrize("name", ["with blanks, commas and 100%", "x" * 100])
+def test_data_directories_with_unusual_paths(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    server = RunningServer(folder, environment={"UPR_SERVER_OPEN_ADMIN": "0"}).start()
+    try:
+        admin = [sys.executable, "-m", "upr.cli", "admin", "bucket", "drop", "default", "--yes"]
+        done = subprocess.run([*admin, "--data", str(server.data)], capture_output=True, text=True)
+        too_long = len(os.fsencode(server.data / "admin.sock")) > 107
+        is_left_out = too_long or "," in str(server.data)
+        assert done.returncode == (5 if is_left_out else 0), done.stderr
+        assert ("there is no admin socket" in server.log_text()) == is_left_out
+        if is_left_out:
+            why = "must be at most 107" if too_long else "has a comma"
+            assert why in server.log_text()
+            assert "no admin socket" in done.stderr
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"name": "a"}', "neither a token nor"),
+        ('{"name": "a", "certificate": "c", "reads": true}', "other fields"),
+        ('{"name": "a", "certificate": "c", "read": "orders"}', "must be true or a list"),
+        ('{"name": "a", "certificate": "c", "replicate": ["orders"]}', "must be true"),
+        ('{"name": "a", "token_sha256": "upr_abc"}', "64 hex digits"),
+        ('{"name": "a", "certificate": "c", "read": true, "key_prefixes": "a"}', "list of texts"),
+        ('{"name": "a", "certificate": "c", "read": true, "key_prefixes": [""]}', "not empty"),
+        ('{"name": "a", "certificate": "c", "read": true, "key_prefixes": []}', "must be some"),
+        (
+            r'{"name": "a", "certificate": "c", "read": true, "key_prefixes": ["\udcff"]}',
+            "must be UTF-8",
+        ),
+        (
+            '{"name": "a", "certificate": "c", "admin": true, "key_prefixes": ["a"]}',
+            "read and write only",
+        ),
+        ('{"name": "a", "certificate": "c"}\n{"name": "a", "certificate": "d"}', "name occurs"),
+        (
+            '{"name": "a", "certificate": "c"}\n{"name": "b", "certificate": "c"}',
+            "certificate occurs",
+        ),
+        ("[1]", "other fields"),
+        ("", "has no identity"),
+        ("{", "no JSON"),
+    ],
+)
+def test_a_malformed_file_is_refused_at_the_start(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "identities"
+    file.write_text(f"# who may what\n\n{line}\n" if line else "\n")
+    server = RunningServer(tmp_path, "--tokens", str(file))
+    server.launch()
+    assert server.wait() == 2
+    assert words in server.log_text()
+    assert "upr_abc" not in server.log_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["cert"], "must be a certificate with its key"),
+        (["client-ca"], "must be a certificate with its key"),
+        (["cert", "other-key"], "cannot be used"),
+        (["cert", "no-key"], "No such file"),
+        (["cert", "key", "no-client-ca"], "No such file"),
+        (["cert", "key", "own-ca", "text"], "it knows no credentials"),
+    ],
+)
+def test_tls_that_cannot_be_is_refused_at_the_start(
+    tmp_path: Path, names: list[str], words: str
+) -> None:
+    (tmp_path / "other").mkdir()
+    make_certificate(tmp_path)
+    make_certificate(tmp_path / "other")
+    paths = {
+        "cert": ("--tls-cert", tmp_path / "chain.pem"),
+        "key": ("--tls-key", tmp_path / "key.pem"),
+        "client-ca": ("--tls-client-ca", tmp_path / "chain.pem"),
+        "other-key": ("--tls-key", tmp_path / "other" / "key.pem"),
+        "no-key": ("--tls-key", tmp_path / "none"),
+        "no-client-ca": ("--tls-client-ca", tmp_path / "none"),
+        "own-ca": ("--tls-client-ca", tmp_path / "chain.pem"),
+        "text": ("--text", "127.0.0.1:0"),
+    }
+    server = RunningServer(tmp_path, *(str(part) for name in names for part in paths[name]))
+    server.launch()
+    assert server.wait() == 2
+    assert words in server.log_text()
+
+
+def test_another_address_needs_tls_and_identities(tmp_path: Path) -> None:
+    make_certificate(tmp_path)
+    add_identity(tmp_path / "identities", "a", {"read": None})
+    tls = ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem")]
+    tokens = ["--tokens", str(tmp_path / "identities")]
+    for target, options, serves in (
+        ("0.0.0.0:0", tls, False),
+        ("0.0.0.0:0", tokens, False),
+        ("0.0.0.0:0", [*tls, *tokens], True),
+        ("0.0.0.0:0", ["--insecure"], True),
+        # A socket that is no TCP: whoever connects there would be its owner.
+        ("unix:7711", [*tls, *tokens], False),
+    ):
+        server = RunningServer(tmp_path, *options)
+        server.target = target
+        try:
+            if serves:
+                server.start()
+                assert ("--insecure" in options) == ("listening for everybody" in server.log_text())
+                assert server.terminate() == 0
+            else:
+                server.launch()
+                assert server.wait() == 2
+                words = "must be HOST:PORT" if target.startswith("unix") else "must be loopback"
+                assert words in server.log_text()
+        finally:
+            server.close()
+            server.log.unlink()
