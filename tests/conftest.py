@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ import pytest
 from hypothesis import settings
 
 from tests.harness import RunningServer, skip_syncs
+from upr.service.access.rules import ANYONE, PERMIT, RULES, Permit
 
 StartServer = Callable[..., RunningServer]
 
+# For methods that are called in this process, without a gate.
+PERMIT.set(Permit("", "", RULES["/upr.v1.AdminService/GetStatus"], ANYONE, may_destroy=True))
 # How long an example takes says something of the machine, and pytest's own time limit ends one that hangs.
 settings.register_profile("upr", deadline=None)
 settings.load_profile("upr")
@@ -90,7 +93,7 @@ def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSe
     """
     servers: list[RunningServer] = []
 
-    def start(*options: str, **more: Mapping[str, Any]) -> RunningServer:
+    def start(*options: str, **more: Any) -> RunningServer:
         folder: Path = tmp_path_factory.mktemp("server")
         server = RunningServer(folder, *options, **more)
         servers.append(server)

@@ -88,6 +88,7 @@ def _serve(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     constants: Mapping[str, float],
+    syncs: bool,
 ) -> None:
     """Do what ``python -m upr.cli`` does with these arguments, in a process that was forked for it."""
     # A Ctrl-C at the terminal is for pytest, which then stops the server itself.
@@ -105,7 +106,8 @@ def _serve(
         module, _, constant = name.rpartition(".")
         assert hasattr(importlib.import_module(module), constant), name
         setattr(importlib.import_module(module), constant, value)
-    skip_syncs()
+    if not syncs:
+        skip_syncs()
     # The server's first collection need not look through all that was imported, and copy its pages.
     gc.freeze()
     # They were read when the module was imported.
@@ -156,6 +158,7 @@ class RunningServer:
         environment: added to the process's environment, for failpoints.
         constants: other values for constants of the server's modules, such as a time that a test would wait for, each
             by the name of the module that uses it and its own.
+        syncs: whether it syncs what it writes, as the command does; without, a test waits for no disk.
     """
 
     def __init__(
@@ -164,12 +167,14 @@ class RunningServer:
         *options: str,
         environment: Mapping[str, str] | None = None,
         constants: Mapping[str, float] | None = None,
+        syncs: bool = False,
     ) -> None:
         self.folder = folder
         self.data = folder / "data"
         self.log = folder / "server.log"
         self.environment = dict(environment or {})
         self.constants = dict(constants or {})
+        self.syncs = syncs
         self.options = list(options)
         self.target = "127.0.0.1:0"
         self._ready = folder / "ready"
@@ -194,7 +199,7 @@ class RunningServer:
         Args:
             environment: for this start only, added to what the object was made with.
             prefix: a command that starts it, such as ``prlimit`` or ``env``; without one it is a fork, which is
-                there sooner and syncs nothing.
+                there sooner.
 
         Raises:
             ServerFailed: it ended, or was not ready in time; with its log.
@@ -222,7 +227,7 @@ class RunningServer:
         variables = {"UPR_SERVER_OPEN_ADMIN": "1", **os.environ}
         variables |= {**self.environment, **(environment or {})}
         if not prefix:
-            self._process = _Forked(self.log, arguments, variables, self.constants)
+            self._process = _Forked(self.log, arguments, variables, self.constants, self.syncs)
             return
         assert not self.constants, "only a fork has other constants"
         with self.log.open("ab") as log:

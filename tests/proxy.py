@@ -25,6 +25,7 @@ class _Lane:
         self.seconds = 0.0
         self.bytes_per_second = 0.0
         self.cut_after: int | None = None
+        self.stall_after: int | None = None
         self.open = asyncio.Event()
         self.open.set()
 
@@ -62,6 +63,7 @@ class Proxy:
         target: "host:port" for clients.
         accepted: connections so far.
         cuts: connections that ``cut_after`` ended.
+        stalled: connections that ``stall_after`` holds, or held until they ended.
         passed: bytes passed on by direction, of all connections.
         on_change: called, in the proxy's thread, when a connection is accepted or cut.
     """
@@ -69,7 +71,7 @@ class Proxy:
     def __init__(self, server: str = "") -> None:
         self._server = server
         self.target = ""
-        self.accepted = self.cuts = 0
+        self.accepted = self.cuts = self.stalled = 0
         self.passed: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)
         self.on_change: Callable[[], None] = lambda: None
         self._loop = asyncio.new_event_loop()
@@ -145,6 +147,14 @@ class Proxy:
             self._lanes[direction].cut_after = count
             for connection in self._connections:
                 connection.cut_after[direction] = count
+
+        self._do(arm)
+
+    def stall_after(self, direction: Direction, count: int) -> None:
+        """Pass no more than so many bytes on in each connection to come; its end is not held back."""
+
+        def arm() -> None:
+            self._lanes[direction].stall_after = count
 
         self._do(arm)
 
@@ -241,6 +251,7 @@ class Proxy:
         server: str,
     ) -> None:
         lane, writer = self._lanes[direction], connection.writers[direction]
+        stall, count = lane.stall_after, 0
         hole = self._hole(server, direction)
         try:
             while True:
@@ -268,6 +279,10 @@ class Proxy:
                 if left is not None:
                     self._cut(connection, direction)
                     return
+                count += len(piece)
+                if stall is not None and count >= stall:
+                    self.stalled += 1
+                    await asyncio.Event().wait()
         except (OSError, RuntimeError):
             connection.reset()
 

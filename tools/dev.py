@@ -91,8 +91,9 @@ class Environment:
             step(f"pip into {self.folder.name}", [*pip, "-q", "--upgrade", PIP])
             step(f"packages into {self.folder.name}", [*pip, *self._requirements], PIP_TELLS)
         else:
-            # Python compiles what is imported; most of it never is.
-            install = [*pip, "--no-compile", *(self._least or [])]
+            # Python compiles what is imported; most of it never is. And what is downloaded is kept once: the variable
+            # reaches the pip that pip starts for what a build needs, an option does not.
+            install = ["env", "PIP_NO_CACHE_DIR=1", *pip, "--no-compile", *(self._least or [])]
             step(f"packages of the server into {self.folder.name}", install, PIP_TELLS)
         # Last, so that an interrupted installation is begun anew.
         packages = "all" if whole else "least"
@@ -357,10 +358,10 @@ def test(arguments: list[str]) -> None:
             POSTGRES.bring()
             REFERENCE.make()
         lint()
-        # Most of them wait for something half of the time. Whatever the machine has, four are what the tests are
+        # Most of them wait for something half of the time. Whatever the machine has, five are what the tests are
         # tried with: that keeps two cores busy.
         chosen = [] if everything else ["-m", "not long"]
-        arguments = ["-n", "4", "--dist", "worksteal", *chosen]
+        arguments = ["-n", "5", "--dist", "worksteal", *chosen]
     MAIN.run("tests", ["-m", "pytest", *arguments])
 
 
@@ -405,6 +406,8 @@ def soak(kind: str, arguments: list[str]) -> None:
     setup()
     if kind == "cluster":
         ETCD.bring()
+    elif kind == "spark":
+        JAVA.bring()
     MAIN.run(f"soak, {kind}", ["-m", f"tools.soak_{kind}", *arguments])
 
 
@@ -421,6 +424,7 @@ SOAKS = {
     "faults": "a live server and SDK clients: broken networks, SIGKILL, SIGSTOP",
     "replicas": "three servers, SDK clients: held links, SIGKILL, promotions",
     "cluster": "three servers and an etcd: SIGKILL, SIGSTOP, no etcd; nobody promotes",
+    "spark": "loads into Spark in a row, beside a backup every minute",
 }
 
 
@@ -446,7 +450,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("gen", help="write generated code")
     measures = commands.add_parser(
         "bench",
-        help="measure; [spark|backup|cpu|hostile|peers] --json, --only ingest|singles|reading|get|resume|latency|live|merging|secure",
+        help="measure; [spark|backup|cpu|hostile|peers] --json, --only ingest|singles|reading|get|resume|latency|live|merging|secure|replicas",
     )
     measures.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     soaking = commands.add_parser("soak", help="long tests, bounded by --minutes")
@@ -457,7 +461,7 @@ def parser() -> argparse.ArgumentParser:
     soaking.add_argument("--seed", help="to have the same choices again")
     soaking.add_argument("--steps", help="of each simulated world")
     soaking.add_argument("--world", help="only this kind of world, with --simulation or --cluster")
-    soaking.add_argument("--join-bytes", help="what a replica joins first, with --replicas")
+    soaking.add_argument("--join-bytes", help="size of what a replica joins first, with --replicas")
     mutations = commands.add_parser(
         "mutants",
         help="deliberate faults, each must turn a test red; --only NAME, --sample [--seed N], --jobs N, --list [--json]",

@@ -153,7 +153,9 @@ async def one_round(folder: Path, seed: int, ends: float) -> Counter[str]:
     Raises:
         AssertionError: something was not as it must be.
     """
-    server = RunningServer(folder, "--tail-bytes", "300000", "--flush-seconds", "2").start()
+    server = RunningServer(
+        folder, "--tail-bytes", "300000", "--flush-seconds", "2", syncs=True
+    ).start()
     try:
         with ExitStack() as stack:
             proxies = [

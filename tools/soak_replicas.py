@@ -6,12 +6,13 @@ drawn replica is promoted, and the old one comes back as a replica. At the end a
 write at ``replicated(1)`` is missing, each one at ``disk`` that was undone is kept, and no follower at ``replicated(1)``
 was ever rolled back (``tests/replica/rounds.py``). With ``--join-bytes`` a replica first joins a server that has so much,
 under writers, and is promoted after SIGKILL of that (``tests/replica/joining.py``). Between worlds two servers take over from
-each other TAKEOVERS times (``tests/replica/test_owning.py``).
+each other TAKEOVERS times (``tests/replica/test_owning.py``). A world that has begun is ended. What servers wrote in one with a violation
+stays.
 """
 
 import argparse
-import itertools
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -24,23 +25,39 @@ from typing import Any
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.replica.joining import join
-from tests.replica.rounds import Rounds
+from tests.replica.rounds import GATHERED, Rounds
 from tests.replica.test_owning import take_over
 from tools.demo import say
+from upr_protocol.limits import parse_size
 
 ROUNDS = 20
 TAKEOVERS = 20
 
 
 @contextmanager
+def kept_if_wrong(words: str) -> Iterator[Path]:
+    """Give an empty folder, which stays when the body fails; that is told, with the words."""
+    folder = Path(tempfile.mkdtemp(prefix="upr-soak-"))
+    try:
+        yield folder
+    except Exception:
+        print(f"VIOLATION ({words}): {folder} has what was written and logged", file=sys.stderr)
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+
+
+@contextmanager
 def starting(folder: Path) -> Iterator[StartServer]:
-    """Give what starts a server; all are gone at the end."""
+    """Give what starts a server, which syncs as the command does; all are gone at the end."""
     servers: list[RunningServer] = []
 
     def start(*options: str, **more: Mapping[str, Any]) -> RunningServer:
         place = folder / str(len(servers))
         place.mkdir()
-        servers.append(RunningServer(place, *options, **more))
+        servers.append(RunningServer(place, *options, syncs=True, **more))
         return servers[-1].start()
 
     try:
@@ -50,19 +67,18 @@ def starting(folder: Path) -> Iterator[StartServer]:
             server.close()
 
 
-def one_world(folder: Path, seed: int, ends: float) -> Counter[str]:
-    """Run the rounds of one world, fewer if the time is over.
+def one_world(folder: Path, seed: int) -> Counter[str]:
+    """Run the rounds of one world.
 
     Raises:
         AssertionError: something was not as it must be.
     """
     with starting(folder) as start:
         with Rounds(start, seed) as rounds:
-            for number in itertools.count(1):
+            for _ in range(ROUNDS):
                 rounds.run()
-                if number == ROUNDS or time.monotonic() >= ends:
-                    break
             rounds.check()
+        assert rounds.counts[GATHERED], "what a new owner lacked was never tried"
         return rounds.counts
 
 
@@ -72,17 +88,17 @@ def join_once(size: int) -> None:
     Raises:
         AssertionError: the replica lacks something.
     """
-    with tempfile.TemporaryDirectory(prefix="upr-soak-") as folder, starting(Path(folder)) as start:
+    with kept_if_wrong(f"--join-bytes {size}") as folder, starting(folder) as start:
         written, seconds = join(start, size)
     say(f"joined {size} bytes in {seconds:.1f} s; {written} keys were written meanwhile: fine")
 
 
 def main() -> int:
-    """Return 0 when nothing was wrong."""
+    """Return 0 when nothing was wrong; a violation is raised."""
     parser = argparse.ArgumentParser(prog="tools/dev.py soak --replicas", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="of the first world")
-    parser.add_argument("--join-bytes", type=int, default=0, help="what a replica joins first")
+    parser.add_argument("--join-bytes", type=parse_size, default=0, help="such as 1GiB")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
     say(f"failovers for {options.minutes} minutes, first seed {seed}")
@@ -91,21 +107,18 @@ def main() -> int:
     ends = time.monotonic() + options.minutes * 60
     total: Counter[str] = Counter()
     while time.monotonic() < ends:
-        with tempfile.TemporaryDirectory(prefix="upr-soak-") as folder:
-            try:
-                total += one_world(Path(folder), seed, ends)
-                (place := Path(folder) / "takeovers").mkdir()
-                with starting(place) as start:
-                    pause = take_over(start, TAKEOVERS)
-            except Exception as error:
-                print(f"VIOLATION (seed {seed}): {error!r}", file=sys.stderr)
-                return 1
+        with kept_if_wrong(f"--seed {seed}") as folder:
+            total += one_world(folder, seed)
+            (place := folder / "takeovers").mkdir()
+            with starting(place) as start:
+                pause = take_over(start, TAKEOVERS)
         told = ", ".join(f"{count} {what}" for what, count in sorted(total.items()))
         say(
-            f"seed {seed}: fine; longest pause of a writer in takeovers {pause:.3f} s; so far {told}"
+            f"seed {seed}, {ROUNDS} rounds, {TAKEOVERS} takeovers: fine; longest pause of a writer in takeovers"
+            f" {pause:.3f} s; so far {told}"
         )
         seed += 1
-    say("no violation")
+    say(f"no violation in {total['rounds']} rounds")
     return 0
 
 

@@ -2,8 +2,8 @@
 
 A seed decides everything: which world (see ``tests/simulation/worlds.py``), its block sizes, and each of its steps. On a
 violation the seed, a command that shows it again, with as few steps as some tries find, and the lines to be kept in
-``tests/simulation/corpus`` are printed, and the status is 1. At the end it is said which statements of engine and protocol
-core no world has reached.
+``tests/simulation/corpus`` are printed, and the status is 1. At the end it is said which statements of engine, replica, cluster
+and protocol core no world has reached.
 """
 
 import argparse
@@ -35,7 +35,7 @@ TRACE_EVERY = 8
 """Of so many pairs of worlds one is traced, which takes longer."""
 TRACED_CALLS = 40
 """So many calls of a function are traced, and then one in as many."""
-LOOKED_AT = ("upr/engine", "upr/replica", "client/upr_protocol")
+LOOKED_AT = ("upr/engine", "upr/replica", "upr/cluster", "client/upr_protocol")
 TOLD = (
     "crashes",
     "power losses",
@@ -55,6 +55,11 @@ TOLD = (
     "died at a failpoint",
     "pauses",
     "lost disks",
+    "failed disks",
+    "outages of etcd",
+    "cuts from etcd",
+    "losses of etcd",
+    "drops",
     "promotions",
     "takeovers",
     "forced promotions",

@@ -368,7 +368,7 @@ async def soak(seconds: float, seed: int, folder: Path) -> None:
     Raises:
         Violation: something was not as it must be.
     """
-    server = RunningServer(folder, *SERVER_OPTIONS).start()
+    server = RunningServer(folder, *SERVER_OPTIONS, syncs=True).start()
     try:
         async with AsyncClient(server.target) as client:
             run = Soak(client, seed, seconds)

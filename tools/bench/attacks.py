@@ -22,6 +22,7 @@ from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
+from upr_protocol.wire.v1 import types_pb2 as types
 
 LARGE: Final = 20 * 2**20
 _ALL: Final = range(PARTITIONS)
@@ -69,6 +70,22 @@ async def large_writes(target: str) -> None:
 async def large_writers(target: str) -> None:
     """4 writers of 20 MiB values without a pause."""
     await _large_writers(target, 4)
+
+
+async def tail_writers(target: str) -> None:
+    """16 calls of one connection with two values of 20 MiB each under way, which wait for room in the tail."""
+    block = _large_block()
+    async with RawClient(target) as client:
+
+        async def write() -> None:
+            writer = await client.writer()
+            await writer.send_block(block)
+            while True:
+                await writer.send_block(block)
+                async with asyncio.timeout(60):
+                    await writer.read()
+
+        await _many(16, write)
 
 
 async def idle_writers(target: str) -> None:
@@ -228,15 +245,49 @@ async def cuts(target: str) -> None:
     await _many(10, create)
 
 
+async def wrong_tokens(target: str) -> None:
+    """8 clients that ask for the status with a token that nobody has, without a pause."""
+    shown = (("authorization", "Bearer upr_made-up"),)
+
+    async def ask() -> None:
+        async with RawClient(target) as client:
+            while True:
+                with contextlib.suppress(grpc.RpcError):
+                    await client.admin.GetStatus(
+                        admin.GetStatusRequest(), metadata=shown, timeout=60
+                    )
+
+    await _many(8, ask)
+
+
 async def consumers(target: str) -> None:
-    """20 clients that register ever new consumers."""
+    """20 clients that register ever new consumers, each with long positions in all partitions."""
     names = itertools.count()
+    log = [types.FailoverRecord(failover_id=2**47 + i, seqno=2**40 + i) for i in range(25)]
+    positions = [
+        changes.Position(
+            partition=partition,
+            failover_id=2**47 + 24,
+            data_id=2**47 + 24,
+            horizon=2**48 - 1,
+            failover_log=log,
+        )
+        for partition in _ALL
+    ]
 
     async def follow() -> None:
         async with RawClient(target) as client:
             while True:
                 name = f"attack-{os.getpid()}-{next(names)}"
                 follow = await client.follow(consumer=name, heartbeat_seconds=30)
+                request = changes.SavePositionsRequest(
+                    bucket="default",
+                    bucket_version=follow.opened.bucket_version,
+                    consumer=name,
+                    generation=follow.opened.generation,
+                    positions=positions,
+                )
+                await client.changes.SavePositions(request, timeout=60)
                 follow.call.cancel()
 
     await _many(20, follow)
@@ -245,6 +296,7 @@ async def consumers(target: str) -> None:
 ATTACKS: Final[dict[str, Attack]] = {
     "large-writes": large_writes,
     "large-writers": large_writers,
+    "tail-writers": tail_writers,
     "idle-writers": idle_writers,
     "compressed-hellos": compressed_hellos,
     "long-names": long_names,
@@ -257,7 +309,10 @@ ATTACKS: Final[dict[str, Attack]] = {
     "gets": gets,
     "cuts": cuts,
     "consumers": consumers,
+    "wrong-tokens": wrong_tokens,
 }
+GUARDED: Final = frozenset({"wrong-tokens"})
+"""Attacks on a server with identities."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Measure upr-backup's local engine beside what the SDK drains without writing a file, in one run.
+"""Measure upr-backup's local engine beside what the SDK drains without writing a file, in one run; and its list.
 
 The table, or with ``--json`` one document, goes to stdout; progress goes to stderr. CPU is that of the client's
 processes alone, all of them together.
@@ -15,15 +15,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
+from tests.spark.handmade import write_many
+from tests.spark.s3 import s3_server
+from tests.spark.s3_backups import LOCATION, put_folder
 from tools.bench.common import VALUE_BYTES, Figure, say, server
 from upr_client import Client
 from upr_client.arrow import record_batch
 
 WRITE_ROWS: Final = 50_000
 PROCESSES: Final = (1, 2, 4)
+POINTS: Final = 10_000
+LOCAL_SECONDS: Final = 1.0
+S3_SECONDS: Final = 3.0
+S3_PAGE: Final = 1000
+"""Names in one page of a listing, as S3 has them."""
 
 
 def fill(target: str, rows: int) -> None:
@@ -60,6 +69,37 @@ def backup(target: str, folder: Path, processes: int) -> tuple[float, float, int
     return taken, _children_cpu() - before, int(json.loads(done.stdout)["rows"])
 
 
+def listing(location: str, environment: dict[str, str]) -> float:
+    """List all backups of a repository of POINTS, and return the seconds of the whole command, its start included."""
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "upr_backup", location, "list"],
+        check=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+    taken = time.perf_counter() - began
+    assert len(done.stdout.splitlines()) == POINTS + 1
+    return taken
+
+
+def listings() -> Iterator[Figure]:
+    """Yield how long a list takes on a local disk and on an object store: the median of five."""
+    with tempfile.TemporaryDirectory(prefix="upr-bench-") as name, s3_server() as s3:
+        say(f"a repository of {POINTS} points")
+        folder = Path(name, "repository")
+        write_many(folder, POINTS)
+        put_folder(s3, folder)
+        s3.page = S3_PAGE
+        for place, location, target in (
+            ("local disk", str(folder), LOCAL_SECONDS),
+            ("S3", LOCATION, S3_SECONDS),
+        ):
+            times = sorted(listing(location, s3.environment) for _ in range(5))
+            note = f"at most {times[-1]:.2f}"
+            yield Figure(f"list of {POINTS} points, {place}", times[2], "s", target, note=note)
+
+
 def _children_cpu() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -91,11 +131,11 @@ def measure(rows: int) -> Iterator[Figure]:
 def main() -> int:
     """Measure, and print; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--rows", type=int, default=2_000_000, help="0: only the lists")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     figures = []
-    for figure in measure(options.rows):
+    for figure in chain(listings(), measure(options.rows) if options.rows else ()):
         figures.append(figure)
         if not options.json:
             print(figure.line(), flush=True)

@@ -69,6 +69,17 @@ def bare_server() -> Iterator[str]:
         process.wait(10)
 
 
+async def bare_calls(channel: grpc.aio.Channel, count: int) -> list[float]:
+    """Call the bare server so often, one call after the other; return how long each took, in milliseconds."""
+    call: Any = channel.unary_unary(BARE_UNARY)
+    taken = []
+    for _ in range(count):
+        began = time.perf_counter()
+        await call(b"")
+        taken.append((time.perf_counter() - began) * 1e3)
+    return taken
+
+
 async def produce(target: str, seconds: float, durability: str, rate: int = PER_SECOND) -> None:
     """Write ``rate`` keys a second, each with a STAMP."""
     async with AsyncClient(target) as client:

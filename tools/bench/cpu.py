@@ -1,5 +1,6 @@
 """CPU of the server, in microseconds a row, beside that of another commit (``dev.py bench cpu --against REV``), or scraped
-once a second beside not at all (``--http``).
+once a second beside not at all (``--http``). Of coming back and of starting all partitions that of the SDK as well, each
+time that this is done.
 
 Wall times on a busy machine mean little; the CPU that a process used moves far less. The two trees run in turn, each
 with its own SDK and wire, so that a drift of the machine's speed meets both.
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -24,13 +26,15 @@ from typing import Any, Final
 
 from tests.harness import RunningServer
 from tools.bench.common import batches, say, server, zipfian_rows
-from upr_client import AsyncClient
+from upr_client import AsyncClient, MemoryPositions
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PASSES: Final = 4
 """Ingests of all rows: with the last ones a flush and compaction run."""
 DRAINS: Final = 4
 SINGLES: Final = 3000
+OPENINGS: Final = 40
+"""Connections that start all partitions."""
 TASKS: Final = 16
 
 
@@ -69,18 +73,42 @@ async def _singles(target: str) -> int:
     return SINGLES // TASKS * TASKS
 
 
+def _to_now(client: AsyncClient, store: MemoryPositions | None = None) -> Any:
+    bucket: Any = client.bucket()
+    # The tree that is compared may have the SDK from before ``until="now"``.
+    if "until_now" in inspect.signature(bucket.changes).parameters:
+        return bucket.changes(until_now=True, positions=store)
+    return bucket.changes(until="now", resume=store)
+
+
 async def _drain(target: str) -> int:
     rows = 0
     async with AsyncClient(target) as client:
-        bucket: Any = client.bucket()
-        # The tree that is compared may have the SDK from before ``until="now"``.
-        old = "until_now" in inspect.signature(bucket.changes).parameters
-        to_now = {"until_now": True} if old else {"until": "now"}
         for _ in range(DRAINS):
-            async with bucket.changes(**to_now) as changes:
+            async with _to_now(client) as changes:
                 async for batch in changes.batches():
                     rows += batch.rows
     return rows
+
+
+async def _write_few(target: str) -> None:
+    async with AsyncClient(target) as client:
+        await client.bucket().write_many((b"key-%d" % number, b"value") for number in range(4000))
+
+
+async def _start(target: str) -> None:
+    """Connect and start all partitions at 0, up to the first frame."""
+    for _ in range(OPENINGS):
+        async with AsyncClient(target) as client, client.bucket().changes() as changes:
+            await anext(changes.batches())
+
+
+async def _resume(target: str, store: MemoryPositions) -> None:
+    """Connect and start all partitions where the positions are, which is the end but for the first time."""
+    for _ in range(OPENINGS):
+        async with AsyncClient(target) as client, _to_now(client, store) as changes:
+            async for _ in changes.batches():
+                pass
 
 
 @contextmanager
@@ -114,6 +142,15 @@ def measure(*, scraped: bool = False) -> dict[str, float]:
     with ExitStack() as opened:
         options = opened.enter_context(_scraped()) if scraped else ()
         running = opened.enter_context(server(*options))
+        # First, while there is hardly a row, so that the figures are those of the Starts.
+        store = MemoryPositions()
+        asyncio.run(_write_few(running.target))
+        asyncio.run(_resume(running.target, store))
+        for name, opening in (("start", _start), ("resume", partial(_resume, store=store))):
+            began, ours = server_cpu(running), time.process_time()
+            asyncio.run(opening(running.target))
+            found[f"{name} of 1,024"] = (server_cpu(running) - began) / OPENINGS * 1e6
+            found[f"{name} of 1,024, SDK"] = (time.process_time() - ours) / OPENINGS * 1e6
         loads = (("ingest", _ingest), ("drain, tail", _drain), ("single set", _singles))
         for name, load in loads:
             began = server_cpu(running)
@@ -197,7 +234,7 @@ def main() -> int:
     if options.json:
         print(json.dumps(found, indent=1))
         return 0
-    print(f"{'server CPU, us a row':<24}{names[0]:>9}{names[1]:>14}{'ratio':>8}")
+    print(f"{'CPU, us a row or time':<24}{names[0]:>9}{names[1]:>14}{'ratio':>8}")
     for load, row in found.items():
         print(f"{load:<24}{row['here']:>9.2f}{row['there']:>14.2f}{row['ratio']:>8.3f}")
     return 0

@@ -10,7 +10,7 @@ import grpc.aio
 import numpy as np
 
 from tests.harness import RunningServer
-from tools.bench.children import BARE_UNARY, bare_server
+from tools.bench.children import bare_calls, bare_server
 from tools.bench.common import KEYS, VALUE_BYTES, Figure, Row, batches, server, zipfian_rows
 from tools.bench.cpu import server_cpu
 from upr.storage.blocks import hashes_of
@@ -113,7 +113,6 @@ async def _measure(
         grpc.aio.insecure_channel(bare, options=CLIENT_OPTIONS) as channel,
     ):
         bucket: AsyncBucket = client.bucket()
-        empty: Any = channel.unary_unary(BARE_UNARY)
         for what, ask, asked, check in (
             ("present", bucket.get, some, lambda key, got: got == truth[key]),
             ("absent", bucket.get, absent[:CALLS], lambda key, got: got is None),
@@ -121,11 +120,11 @@ async def _measure(
         ):
             # The first searches of a tail make its index.
             await _timed(ask, asked[:3])
-            bare_before, _ = await _timed(empty, [b""] * CALLS)
+            bare_before = await bare_calls(channel, CALLS)
             before = server_cpu(running)
             taken, answers = await _timed(ask, asked)
             used = (server_cpu(running) - before) / len(asked) * 1e3
-            bare_after, _ = await _timed(empty, [b""] * CALLS)
+            bare_after = await bare_calls(channel, CALLS)
             wrong = sum(not check(key, got) for key, got in zip(asked, answers, strict=True))
             assert not wrong, f"{wrong} answers are wrong"
             p50, p99 = np.percentile(taken, (50, 99))

@@ -1,11 +1,12 @@
 """Honest clients beside hostile ones: what 10 followers and 2 writers keep of their rate, and the server's memory.
 
-``dev.py bench hostile``. The honest load and each attack are processes of their own, the attack at ``nice 19``; each
+``dev.py bench hostile`` ends with status 1 where an attack takes more than it may. The honest load and each attack are processes of their own, the attack at ``nice 19``; each
 attack has a server of its own, which the honest load has to itself before and after it.
 """
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Final
 
 from tests.harness import RunningServer
-from tools.bench.attacks import ATTACKS
+from tools.bench.attacks import ATTACKS, GUARDED
 from tools.bench.common import say, server
+from upr.service.access.identities import add_identity
 from upr_client import AsyncBucket, AsyncClient
 from upr_protocol.errors import UprError
 
@@ -38,6 +40,8 @@ SLOT_SECONDS: Final = 0.5
 BEFORE_SECONDS: Final = 6.0
 AFTER_SECONDS: Final = 8.0
 ENOUGH: Final = 0.8
+BACK_SECONDS: Final = 4.0
+ANONYMOUS_MIB: Final = 512
 
 
 @dataclass(slots=True)
@@ -65,6 +69,21 @@ class Outcome:
     server_cpu: float
 
 
+def missed(one: Outcome) -> list[str]:
+    """Return what an attack takes more of than it may, in words."""
+    found = [
+        f"{share:.0%} of what is {what} was left; must be at least {ENOUGH:.0%}"
+        for share, what in ((one.written, "written"), (one.followed, "followed"))
+        if share < ENOUGH
+    ]
+    if one.anonymous_mib > ANONYMOUS_MIB:
+        found.append(f"the server took {one.anonymous_mib} MiB; must be at most {ANONYMOUS_MIB}")
+    if one.back_seconds is None or one.back_seconds > BACK_SECONDS:
+        back = "not back" if one.back_seconds is None else f"back after {one.back_seconds:.1f} s"
+        found.append(f"the rate was {back}; must be within {BACK_SECONDS:g} s")
+    return [f"{one.attack}: {words}" for words in found]
+
+
 # The honest load: a process that prints a line for each slot of time.
 
 
@@ -73,6 +92,7 @@ async def honest(target: str) -> None:
     acknowledged = 0
     followed = 0
     delays: list[float] = []
+    token = os.environ.get("UPR_TOKEN")
     places = asyncio.Semaphore(WRITERS * IN_FLIGHT)
 
     async def send(bucket: AsyncBucket, rows: list[tuple[bytes, bytes]]) -> None:
@@ -88,7 +108,7 @@ async def honest(target: str) -> None:
         delays.append((time.monotonic() - began) * 1000)
 
     async def write(number: int) -> None:
-        async with AsyncClient(target) as client, asyncio.TaskGroup() as sending:
+        async with AsyncClient(target, token=token) as client, asyncio.TaskGroup() as sending:
             bucket = client.bucket()
             at = time.monotonic()
             for batch in itertools.count():
@@ -108,7 +128,7 @@ async def honest(target: str) -> None:
         while True:
             try:
                 async with (
-                    AsyncClient(target) as client,
+                    AsyncClient(target, token=token) as client,
                     client.bucket().changes(start="now") as changes,
                 ):
                     async for batch in changes.batches():
@@ -140,7 +160,7 @@ class _Slot:
 class _Watch:
     """Reads the honest process's lines, the server's memory and the disk's delays, in threads."""
 
-    def __init__(self, running: RunningServer) -> None:
+    def __init__(self, running: RunningServer, token: str) -> None:
         self.slots: list[_Slot] = []
         self.anonymous_kib = 0
         self.syncs: list[tuple[float, float]] = []
@@ -150,6 +170,7 @@ class _Watch:
             [sys.executable, "-m", "tools.bench.hostile", "--honest", running.target],
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | ({"UPR_TOKEN": token} if token else {}),
         )
         runs = (self._read, self._look, self._sync)
         self._threads = [threading.Thread(target=run) for run in runs]
@@ -194,8 +215,14 @@ def measure(attack: str, seconds: float) -> Outcome:
     """Run one attack beside the honest load on a new server."""
     # What the attack before has left to be written would be in the way of this one's fsyncs.
     os.sync()
-    with server() as running:
-        watch = _Watch(running)
+    options, token = [], ""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if attack in GUARDED:
+            file = Path(folder) / "identities"
+            token = add_identity(file, "honest", {"read": None, "write": None})
+            options = ["--tokens", str(file)]
+        running = stack.enter_context(server(*options))
+        watch = _Watch(running, token)
         try:
             while sum(slot.followed > 0 for slot in watch.slots) < 4:
                 time.sleep(SLOT_SECONDS)
@@ -271,7 +298,10 @@ def main() -> int:
             )
     if options.json:
         print(json.dumps([asdict(one) for one in outcomes], indent=1))
-    return 0
+    wrong = [words for one in outcomes for words in missed(one)]
+    for words in wrong:
+        print(f"error: {words}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

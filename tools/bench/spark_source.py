@@ -83,6 +83,7 @@ def session(folder: Path) -> Any:
     builder = configure(SparkSession.builder.master("local[2]").appName("upr-stream bench"))
     settings = {
         "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.memory": "1g",

@@ -29,6 +29,9 @@ TAIL_LIMIT_SECONDS: Final = 60.0
 CONSUMERS: Final = 8
 JOIN_SECONDS: Final = 10.0
 RESUMES: Final = 25
+KEPT: Final = 10_000
+"""Keys that can be read."""
+GETS: Final = 2_000
 _MILLI: Final = 1e3
 
 
@@ -151,7 +154,7 @@ async def _bulk(name: str, peer: Running, rows: list[Row]) -> Iterator[Measured]
 
 
 def _consume(name: str, address: str, total: int, pipe: Connection) -> None:
-    """Drain once when told to, in a process of its own, and say what came of it."""
+    """Drain once when told to, in a process of its own, and say when asked what came of it."""
 
     async def consume() -> dict[bytes, bytes | None]:
         async with connected(name, address) as store:
@@ -161,7 +164,8 @@ def _consume(name: str, address: str, total: int, pipe: Connection) -> None:
     pipe.recv()
     state = asyncio.run(consume())
     pipe.send("done")
-    # Not in the time.
+    # Not in the time, which goes on until all are done.
+    pipe.recv()
     pipe.send(_digest(_live(state.items())))
 
 
@@ -187,6 +191,8 @@ def _consumers(name: str, peer: Running, rows: list[Row]) -> Measured:
             pipe.recv()
         rate = CONSUMERS * len(rows) / timer.seconds()
         figure = timer.figure(f"{CONSUMERS} consumers, all of them", rate, "rows/s")
+        for pipe in pipes:
+            pipe.send("check")
         found = [pipe.recv() for pipe in pipes]
     finally:
         for pipe in pipes:
@@ -311,4 +317,38 @@ def resume(name: str) -> Iterator[Measured]:
         yield asyncio.run(_resume(name, peer, Path(folder)))
 
 
-MEASURES: Final = {"singles": singles, "bulk": bulk, "tail": tail, "resume": resume}
+# Reading a key.
+
+
+async def _gets(name: str, peer: Running) -> Iterator[Measured]:
+    rows = [
+        (key, key * (VALUE_BYTES // len(key))) for key in (b"key-%012d" % n for n in range(KEPT))
+    ]
+    asked = np.random.default_rng(1).integers(0, KEPT, GETS).tolist()
+    delays: list[float] = []
+    found: list[Row] = []
+    async with connected(name, peer.address) as store:
+        await store.keep(rows)
+        for number in asked[: GETS // 10]:
+            await store.get(rows[number][0])
+        timer = Timer(peer)
+        for number in asked:
+            key = rows[number][0]
+            began = time.perf_counter()
+            value = await store.get(key)
+            delays.append(time.perf_counter() - began)
+            found.append((key, value))
+        p50, p99 = np.percentile(delays, (50, 99)) * _MILLI
+        figure = timer.figure("get, p50", float(p50), "ms")
+    if wrong := [one for one, number in zip(found, asked, strict=True) if one != rows[number]]:
+        raise WrongResultError(f"{len(wrong)} of {GETS} answers are wrong; the first is {wrong[0]}")
+    return iter([figure, Measured("get, p99", float(p99), "ms")])
+
+
+def gets(name: str) -> Iterator[Measured]:
+    """One key after the other, each written a moment before: from the tail of this server."""
+    with running(name) as peer:
+        yield from asyncio.run(_gets(name, peer))
+
+
+MEASURES: Final = {"singles": singles, "bulk": bulk, "tail": tail, "resume": resume, "get": gets}

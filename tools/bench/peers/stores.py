@@ -67,6 +67,12 @@ class Store(Protocol):
     async def resume(self, path: str) -> list[Row]:
         """Load that, follow from there, and return the changes that came first; at least 1."""
 
+    async def keep(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        """Write values to where they are found by their keys; called once."""
+
+    async def get(self, key: bytes) -> bytes | None:
+        """Read the value of a key."""
+
 
 class Upr:
     """This server. A write is acknowledged after fsync."""
@@ -113,6 +119,12 @@ class Upr:
                 if batch.rows:
                     return batch.items()
         raise AssertionError("the stream ended")
+
+    async def keep(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        await self._bucket.write_many(rows)
+
+    async def get(self, key: bytes) -> bytes | None:
+        return await self._bucket.get(key)
 
 
 class Redis:
@@ -183,12 +195,20 @@ class Redis:
         after = _stored(path)
         return (await self._read(after, 0))[1]
 
+    async def keep(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        await self._redis.mset(dict(rows))
+
+    async def get(self, key: bytes) -> bytes | None:
+        value: bytes | None = await self._redis.get(key)
+        return value
+
 
 class Postgres:
     """A table of changes in PostgreSQL; who follows it is a logical replica."""
 
     _INSERT = "INSERT INTO changes (key, value) VALUES ($1, $2)"
     _READ = "SELECT seq, key, value FROM changes WHERE seq > $1 ORDER BY seq LIMIT $2"
+    _GET = "SELECT value FROM kept WHERE key = $1"
     _INSERTED: Final = re.compile(rb"key\[bytea\]:'\\x(\w+)' value\[bytea\]:'\\x(\w+)'")
     _ROWS: Final = 10_000
 
@@ -260,6 +280,15 @@ class Postgres:
         records = await self._pool.fetch(self._READ, int(_stored(path)), ROWS_AT_ONCE)
         return [(key, value) for _, key, value in records]
 
+    async def keep(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        async with self._pool.acquire() as connection:
+            await connection.execute("CREATE TABLE kept (key bytea PRIMARY KEY, value bytea)")
+            await connection.copy_records_to_table("kept", records=rows)
+
+    async def get(self, key: bytes) -> bytes | None:
+        value: bytes | None = await self._pool.fetchval(self._GET, key)
+        return value
+
 
 class Nats:
     """A stream of NATS JetStream with a file store."""
@@ -328,6 +357,15 @@ class Nats:
             if rows:
                 return rows
         raise AssertionError("the stream ended")
+
+    async def keep(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        self._kept = await self._stream.create_key_value(bucket="kept")
+        for key, value in rows:
+            await self._kept.put(key.decode(), value)
+
+    async def get(self, key: bytes) -> bytes | None:
+        value: bytes | None = (await self._kept.get(key.decode())).value
+        return value
 
 
 async def write_all(store: Store, rows: list[Row]) -> None:
