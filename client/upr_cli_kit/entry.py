@@ -4,11 +4,16 @@ Imports nothing outside the standard library before it knows that the extra is i
 ``pip install upr-stream`` answers with the extra's name and not with a traceback.
 """
 
+import _thread
 import importlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Any, Final
+
+_INTERRUPT_AGAIN_SECONDS: Final = 0.05
 
 
 def _open_standard_streams() -> None:
@@ -24,6 +29,19 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is None:
             os.open(os.devnull, access)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def _lose_no_interrupt() -> None:
+    """Repeat a Ctrl-C that came in the middle of a callback of the interpreter, which nothing can be raised out of."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            threading.Timer(_INTERRUPT_AGAIN_SECONDS, _thread.interrupt_main).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def run(program: str, extra: str, needed: Sequence[str], module: str) -> None:
@@ -44,6 +62,7 @@ def run(program: str, extra: str, needed: Sequence[str], module: str) -> None:
         )
         sys.exit(2)
     _open_standard_streams()
+    _lose_no_interrupt()
     # gRPC's C core writes lines of its own to stderr, beside the error that says the same.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:

@@ -290,17 +290,21 @@ def check_started(
     return partitions
 
 
-# As plain integers: of an enum each use is a lookup by name, and some are in loops over 1024 partitions.
+# As plain integers: of an enum each use is a lookup by name, and some are in loops over 1024 partitions. And numpy asks
+# an enum for attributes in Python code, of which it drops whatever is raised there, a KeyboardInterrupt too.
+_IDLE: Final = int(State.IDLE)
 _READY: Final = int(State.READY)
 _STARTING: Final = int(State.STARTING)
 _LIVE: Final = int(State.LIVE)
+_UNDOING: Final = int(State.UNDOING)
 _DONE: Final = int(State.DONE)
+_FAILED: Final = int(State.FAILED)
 
 _NO_TOKEN: Final = -1
 _STATE_AFTER: Final = {
     Fate.DONE: _DONE,
     Fate.AGAIN: _READY,
-    Fate.FAILED: int(State.FAILED),
+    Fate.FAILED: _FAILED,
 }
 
 
@@ -482,9 +486,9 @@ class Consumer:
             )
         self._state[wanted] = _STARTING
         known = self._version[wanted] == self.bucket_version
-        ids = (column[wanted] * known for column in (self._failover, self._data))
+        failover, data = self._failover[wanted] * known, self._data[wanted] * known
         seqnos, horizons = self._seqno[wanted], self._horizon[wanted]
-        columns = (wanted, next(ids), seqnos, next(ids), horizons, self._target[wanted])
+        columns = (wanted, failover, seqnos, data, horizons, self._target[wanted])
         begun = self._begun[wanted]
         return start_requests(columns, begun, self._until_now, self._exact, self._beginning)
 
@@ -512,7 +516,7 @@ class Consumer:
         if new := positions.keys() - table.keys():
             table = table.updated(PositionTable.of(dict.fromkeys(new, fresh)))
         partitions = table.rows["partition"].astype(np.int64)
-        for partition in partitions[self._state[partitions] != State.IDLE].tolist():
+        for partition in partitions[self._state[partitions] != _IDLE].tolist():
             raise InvalidArgumentError(f"partition {partition} is followed already")
         self._set_positions(table)
         self._high[partitions] = self._target[partitions] = 0
@@ -521,18 +525,18 @@ class Consumer:
 
     def unfollow(self, partitions: Iterable[int]) -> None:
         """Follow these partitions no more; a rollback that was pending is dropped."""
-        self._changed[self._leave(partitions, State.IDLE)] = False
+        self._changed[self._leave(partitions, _IDLE)] = False
         self._list_followed()
 
     def finish(self, partitions: Iterable[int]) -> None:
         """Take nothing more of these partitions; their positions stay."""
-        self._leave(partitions, State.DONE)
+        self._leave(partitions, _DONE)
 
     def resume(self, partitions: Iterable[int]) -> None:
         """Resume partitions that were paused."""
         self._state[list(partitions)] = _READY
 
-    def _leave(self, partitions: Iterable[int], state: State) -> list[int]:
+    def _leave(self, partitions: Iterable[int], state: int) -> list[int]:
         gone = list(partitions)
         self._stale[gone] += self._state[gone] == _STARTING
         self._state[gone], self._token[gone] = state, _NO_TOKEN
@@ -540,7 +544,7 @@ class Consumer:
         return gone
 
     def _list_followed(self) -> None:
-        self._followed = np.flatnonzero(self._state != State.IDLE)
+        self._followed = np.flatnonzero(self._state != _IDLE)
         self.partitions = self._followed.tolist()
 
     def abandon(self) -> None:
@@ -613,7 +617,7 @@ class Consumer:
             try:
                 check_pin(partition, pin, failover_id, until_seqno, known)
             except SnapshotGoneError:
-                self._state[partition] = State.FAILED
+                self._state[partition] = _FAILED
                 raise
         if not failover_id or (log is not None and log.newest.failover_id != failover_id):
             raise ProtocolError(
@@ -709,7 +713,7 @@ class Consumer:
         if not undo:
             self._apply(pending)
             return None
-        self._state[partition] = State.UNDOING
+        self._state[partition] = _UNDOING
         self._undoing[partition] = pending
         return pending
 
@@ -719,7 +723,7 @@ class Consumer:
 
     def _apply(self, pending: PendingRollback) -> None:
         self._set_position(pending.partition, pending.after)
-        self._state[pending.partition] = State.READY
+        self._state[pending.partition] = _READY
         self._changed[pending.partition] = True
         if self._is_of_another(pending.partition):
             # Dropped once more while the application was undoing.
@@ -748,7 +752,7 @@ class Consumer:
             ProtocolError: no Start was sent for the partition.
         """
         self._expect_starting(partition)
-        self._state[partition] = State.READY if retriable else State.FAILED
+        self._state[partition] = _READY if retriable else _FAILED
 
     def ended(self, streams: Sequence[tuple[int, int]], reason: str) -> list[int]:
         """Streams (partition, token) ended. Return the partitions that this concerns; old tokens do not count.
@@ -772,7 +776,7 @@ class Consumer:
             self._state[partition] = state
             horizon = int(self._horizon[partition])
             if reason == "FINISHED" and partition in self._exact:
-                self._state[partition] = State.FAILED
+                self._state[partition] = _FAILED
                 told = None if horizon == UNKNOWN_HORIZON else horizon
                 check_complete(partition, int(self._seqno[partition]), told)
                 self._state[partition] = _DONE
@@ -817,7 +821,7 @@ class Consumer:
 
     def _move(self, delivery: Delivery, part: slice, seqnos: U64) -> npt.NDArray[np.bool_]:
         """Move the positions of runs; return which of these end in a marker. Partitions that went meanwhile stay."""
-        followed = self._state[delivery.partitions[part]] != State.IDLE
+        followed = self._state[delivery.partitions[part]] != _IDLE
         partitions, seqnos = delivery.partitions[part][followed], seqnos[followed]
         # Where a partition is there twice, the last one counts.
         self._seqno[partitions] = seqnos

@@ -3,9 +3,13 @@
 
 import asyncio
 import os
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.client._async.adapter import serve as serve_async
@@ -37,8 +41,10 @@ from upr_client import (
 )
 from upr_client._async.waiters import Waiters
 from upr_client._sync.call import Follow
+from upr_client._sync.io import Event, Queue, RequestQueue, Semaphore
 from upr_client._sync.waiters import Waiters as SyncWaiters
 from upr_client.errors import BehindError, ClosedError, HandlerError, NoRoomError
+from upr_protocol.consumer import Consumer
 from upr_protocol.failover import FailoverLog
 
 FOLLOW = [
@@ -314,3 +320,146 @@ def test_acknowledging_while_connecting_disturbs_nothing() -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Follow, "__init__", woken)
                 assert next(changes).seqno == 1
+
+
+def interrupted(work: Callable[[], object], step: int, of: str = "opcode") -> bool:
+    """Run ``work`` with a KeyboardInterrupt at its ``step``-th bytecode, or function call; False when it has fewer.
+
+    It fails when the interrupt goes no further than the code that it meets.
+    """
+    left = step
+
+    def at_each(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = of == "opcode"
+        left -= event == of
+        if left < 0:
+            raise KeyboardInterrupt
+        return at_each
+
+    before = sys.gettrace()
+    sys.settrace(at_each)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    assert left >= 0, f"the interrupt at {of} {step} was lost"
+    return False
+
+
+def of_events() -> tuple[Callable[[], object], Callable[[], object]]:
+    event = Event()
+    return lambda: event.wait(0), event.set
+
+
+def of_waited_events() -> tuple[Callable[[], object], Callable[[], object]]:
+    event = Event()
+    return event.set, lambda: event.wait(0)
+
+
+def of_places() -> tuple[Callable[[], object], Callable[[], object]]:
+    places = Semaphore(1)
+
+    def take_and_give_back() -> None:
+        if places.try_take():
+            places.give_back()
+
+    return take_and_give_back, places.try_take
+
+
+def of_queues() -> tuple[Callable[[], object], Callable[[], object]]:
+    queue = Queue[int]()
+    return lambda: queue.get(0), lambda: queue.put(1)
+
+
+def of_filled_queues() -> tuple[Callable[[], object], Callable[[], object]]:
+    queue = Queue[int]()
+    return lambda: queue.put(1), lambda: queue.get(0)
+
+
+def of_requests() -> tuple[Callable[[], object], Callable[[], object]]:
+    requests = RequestQueue[int]()
+    requests.put(1)
+    return lambda: requests.put(2), lambda: next(requests)
+
+
+def of_closed_requests() -> tuple[Callable[[], object], Callable[[], object]]:
+    requests = RequestQueue[int]()
+    return requests.close, requests.close
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        of_events,
+        of_waited_events,
+        of_places,
+        of_queues,
+        of_filled_queues,
+        of_requests,
+        of_closed_requests,
+    ],
+)
+def test_an_interrupt_anywhere_stops_no_other_thread(
+    made: Callable[[], tuple[Callable[[], object], Callable[[], object]]],
+) -> None:
+    step, more = 0, True
+    while more:
+        work, of_another = made()
+        more = interrupted(work, step)
+        other = threading.Thread(target=of_another, daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), f"interrupted before bytecode {step}"
+        step += 1
+    assert step > 5
+
+
+def test_a_flag_wakes_all_that_wait_and_only_once_it_is_set() -> None:
+    flag, woken = Event(), Queue[bool]()
+    assert not flag.wait(0.01)
+    threads = [threading.Thread(target=lambda: woken.put(flag.wait(10))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert woken.get(0.05) is None
+    flag.set()
+    assert [woken.get(10) for _ in threads] == [True] * 8
+    assert flag.wait()
+    flag.clear()
+    assert not flag.wait(-1)
+    for thread in threads:
+        thread.join()
+
+
+def follow_for_a_while() -> None:
+    """Do what a consumer does, in the core: start, receive, acknowledge, be rolled back, store, leave."""
+    session = Consumer((), lasting=True)
+    session.opened(VERSION)
+    session.follow({1: None, 2: None, 3: None})
+    session.starts([1, 2, 3])
+    session.started(1, 7, ID_A, 9, None, LOG)
+    session.started(2, 8, ID_A, 9, None, LOG)
+    session.refused(3, True)
+    delivery = session.frame([run_block(1, 0, 4)], np.array([7]))
+    assert delivery is not None
+    session.acknowledge(delivery)
+    session.positions(session.take_changed())
+    session.disconnected()
+    session.starts([1])
+    assert session.rollback(
+        1, 3, ID_B, "RULE", "words", FailoverLog.from_pairs([(ID_A, 0), (ID_B, 3)])
+    )
+    session.rolled_back(1)
+    session.ended([(2, 8)], "BUCKET_DROPPED")
+    session.unfollow([1])
+    session.finish([3])
+
+
+def test_an_interrupt_is_lost_nowhere_in_a_session() -> None:
+    """Not in a callback of the interpreter or of numpy either, which nothing can be raised out of."""
+    step = 0
+    while interrupted(follow_for_a_while, step, of="call"):
+        step += 1
+    assert step > 100

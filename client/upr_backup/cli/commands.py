@@ -3,14 +3,11 @@
 Each command imports what it needs when it runs, so that ``--help`` and the usual mistakes are quick.
 """
 
-import _thread
 import math
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +81,6 @@ def init(storage: Storage, target: str | None, bucket: str, as_json: bool) -> No
 
 _SHOWN = 5
 _PROCESSES_MAX = 64
-_INTERRUPT_AGAIN_SECONDS = 0.05
 
 
 def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -241,26 +237,7 @@ def _take(
                 far.close()
             return _show(manifest, as_json, run.skipped)
 
-        with _no_interrupt_lost():
-            return once() if every is None else _repeat(once, every)
-
-
-@contextmanager
-def _no_interrupt_lost() -> Iterator[None]:
-    """Repeat a Ctrl-C that came in the middle of a callback of the interpreter, which nothing can be raised out of."""
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if unraisable.exc_type is KeyboardInterrupt:
-            threading.Timer(_INTERRUPT_AGAIN_SECONDS, _thread.interrupt_main).start()
-        else:
-            before(unraisable)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
+        return once() if every is None else _repeat(once, every)
 
 
 def _engine(

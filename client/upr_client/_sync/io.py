@@ -1,11 +1,18 @@
-"""Primitives in which the two flavours differ: threads here, asyncio in ``_async/io.py``, which has the same names. Both are written by hand."""
+"""Primitives in which the two flavours differ: threads here, asyncio in ``_async/io.py``, which has the same names. Both are written by hand.
+
+Python raises a KeyboardInterrupt between any two steps of the main thread. A lock that code in Python takes, as
+``threading.Condition`` does, may stay locked then for ever, and with it the reader of a call. What other threads use as
+well is made of steps of the interpreter's own C code here, each of which is done or not.
+"""
 
 import _thread
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -45,20 +52,36 @@ class Event:
     """A flag that can be waited for."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._is_set = False
+        # A locked lock for each that waits.
+        self._waiting: deque[_thread.LockType] = deque()
 
     def is_set(self) -> bool:
-        return self._event.is_set()
+        return self._is_set
 
     def set(self) -> None:
-        self._event.set()
+        self._is_set = True
+        for woken in self._waiting.copy():
+            # Another thread may have released it, in a ``set`` of its own.
+            with contextlib.suppress(RuntimeError):
+                woken.release()
 
     def clear(self) -> None:
-        self._event.clear()
+        self._is_set = False
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it is set; False when ``seconds`` passed before."""
-        return self._event.wait(seconds)
+        if self._is_set:
+            return True
+        woken = _thread.allocate_lock()
+        woken.acquire()
+        self._waiting.append(woken)
+        try:
+            # Looked at after the lock can be found, so that no ``set`` is missed.
+            return self._is_set or woken.acquire(timeout=-1 if seconds is None else max(seconds, 0))
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(woken)
 
 
 Once = Event
@@ -80,68 +103,69 @@ class Semaphore:
     """So many may be taken at a time."""
 
     def __init__(self, count: int) -> None:
-        self._places = threading.Semaphore(count)
+        self._places: SimpleQueue[None] = SimpleQueue()
+        for _ in range(count):
+            self._places.put(None)
 
     def take(self) -> None:
-        self._places.acquire()
+        self._places.get()
 
     def try_take(self) -> bool:
         """Take one if there is one at once."""
-        return self._places.acquire(blocking=False)
+        try:
+            self._places.get_nowait()
+        except Empty:
+            return False
+        return True
 
     def give_back(self) -> None:
-        self._places.release()
+        self._places.put(None)
 
 
 class Queue(Generic[T]):
     """Messages from the reader of a call; bounded by the credit and not by itself."""
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()
-        self._filled = threading.Condition()
+        self._items: SimpleQueue[T] = SimpleQueue()
 
     def put(self, item: T) -> None:
-        with self._filled:
-            self._items.append(item)
-            self._filled.notify()
+        self._items.put(item)
 
     def get(self, seconds: float | None = None) -> T | None:
         """Return the next item, None when none came in ``seconds``."""
-        with self._filled:
-            if not self._filled.wait_for(lambda: self._items, seconds):
-                return None
-            return self._items.popleft()
+        try:
+            return self._items.get(timeout=None if seconds is None else max(seconds, 0))
+        except Empty:
+            return None
 
 
 class RequestQueue(Generic[T]):
     """The requests of a call, handed to gRPC as an iterator. Closing it is the half-close."""
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()
-        self._filled = threading.Condition()
+        # None is the end.
+        self._items: SimpleQueue[T | None] = SimpleQueue()
         self._closed = False
 
     def put(self, item: T) -> None:
         """Add a request; after ``close`` it is dropped."""
-        with self._filled:
-            if not self._closed:
-                self._items.append(item)
-                self._filled.notify()
+        if not self._closed:
+            self._items.put(item)
 
     def close(self) -> None:
-        with self._filled:
-            self._closed = True
-            self._filled.notify_all()
+        self._closed = True
+        self._items.put(None)
 
     def __iter__(self) -> "RequestQueue[T]":
         return self
 
     def __next__(self) -> T:
-        with self._filled:
-            self._filled.wait_for(lambda: self._items or self._closed)
-            if not self._items:
-                raise StopIteration
-            return self._items.popleft()
+        item = self._items.get()
+        if item is None:
+            # For whoever asks again; what was put behind the end is never reached.
+            self._items.put(None)
+            raise StopIteration
+        return item
 
 
 class Background:
