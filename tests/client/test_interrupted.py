@@ -433,6 +433,28 @@ def test_a_flag_wakes_all_that_wait_and_only_once_it_is_set() -> None:
         thread.join()
 
 
+def test_no_thread_of_a_call_is_left_when_it_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the end of the process stops inside gRPC may hold a lock that gRPC waits for in the end."""
+    takers: list[threading.Thread] = []
+    ends = threading.Event()
+
+    class Slow(RequestQueue[Any]):
+        def __next__(self) -> Any:
+            takers.append(threading.current_thread())
+            try:
+                return super().__next__()
+            except StopIteration:
+                ends.wait(0.2)
+                raise
+
+    monkeypatch.setattr("upr_client._sync.call.RequestQueue", Slow)
+    with serve([FOLLOW]) as server, Client(server.target) as client:
+        with client.bucket().changes(only=Only([1])) as changes:
+            assert next(changes).seqno == 1
+    assert takers
+    assert not any(taker.is_alive() for taker in takers)
+
+
 def follow_for_a_while() -> None:
     """Do what a consumer does, in the core: start, receive, acknowledge, be rolled back, store, leave."""
     session = Consumer((), lasting=True)

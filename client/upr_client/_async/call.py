@@ -483,6 +483,7 @@ class Call:
             self._requests.close()
             self._ended.set()
             self._on_end(error)
+        await self._requests.join()
 
 
 class _End(NamedTuple):

@@ -173,6 +173,9 @@ class RequestQueue(Generic[T]):
             await self._filled.wait()
         return self._items.popleft()
 
+    async def join(self) -> None:
+        """Return at once: the task that takes the requests ends with the call."""
+
 
 class Background:
     """Something that runs beside the application until it ends by itself."""

@@ -478,6 +478,7 @@ class Call:
             self._requests.close()
             self._ended.set()
             self._on_end(error)
+        self._requests.join()
 
 
 class _End(NamedTuple):

@@ -146,6 +146,7 @@ class RequestQueue(Generic[T]):
         # None is the end.
         self._items: SimpleQueue[T | None] = SimpleQueue()
         self._closed = False
+        self._taker: threading.Thread | None = None
 
     def put(self, item: T) -> None:
         """Add a request; after ``close`` it is dropped."""
@@ -160,12 +161,22 @@ class RequestQueue(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        self._taker = threading.current_thread()
         item = self._items.get()
         if item is None:
             # For whoever asks again; what was put behind the end is never reached.
             self._items.put(None)
             raise StopIteration
         return item
+
+    def join(self) -> None:
+        """Wait for the end of gRPC's thread that takes the requests, after ``close``.
+
+        It holds a lock of the call in its last steps. At the end of the process a thread stops where it is, and what
+        gRPC does then, when the call is freed, would wait for that lock for ever.
+        """
+        if self._taker is not None:
+            self._taker.join()
 
 
 class Background:
