@@ -27,10 +27,10 @@ def stamp_answers(path: str) -> None:
 
     def stamped(call: Any) -> Any:
         results = due(call)
+        now = boot_seconds()
         if any(not result.HasField("refused") for result in results):
             # The one that it promised to another may be higher by now.
             epoch = int(call._host.bucket.partitions.served_epoch.max())
-            now = boot_seconds()
             os.write(file, np.array((now, epoch), STAMP).tobytes())
         return results
 

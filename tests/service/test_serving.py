@@ -9,6 +9,7 @@ import pytest
 
 from tests.harness import WAIT_SECONDS
 from tests.service.test_host import TURNS, Script, config, opening, rows, started
+from upr.service import key_value
 from upr.service.buckets import serving
 from upr.service.buckets.catalog import Catalog
 from upr.service.key_value import KeyValueMethods
@@ -73,6 +74,42 @@ async def test_a_write_is_neither_numbered_nor_answered_while_another_may_serve(
     assert not early, "it was answered while another server may have been the active one"
     assert given == 1
     assert [bool(result.runs) for result in told] == [True, True]
+
+
+@pytest.mark.asyncio
+async def test_an_answer_is_not_handed_over_once_another_may_serve(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process stood still after it had looked, and while it made the answer."""
+    host = await started(catalog.find("default"))
+    made, may = asyncio.Event(), True
+    catalog.may_serve = lambda: may
+    context: Any = Script(opening("p"))
+    call = asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context))
+    assert (await context.said.get()).HasField("opened")
+    result = key_value._result
+
+    def slowly(pending: Any) -> Any:
+        nonlocal may
+        may = made.is_set()
+        made.set()
+        return result(pending)
+
+    monkeypatch.setattr(key_value, "_result", slowly)
+    context.send(1, rows(b"a"))
+    async with asyncio.timeout(WAIT_SECONDS):
+        await made.wait()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        early = not context.said.empty()
+        may = True
+        host.disk.changed()
+        told = (await context.said.get()).result
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await host.close()
+    assert not early
+    assert told.runs
 
 
 @pytest.mark.asyncio

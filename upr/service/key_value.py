@@ -624,6 +624,8 @@ class _WriteCall:
             if pending.written is not None and not self._is_durable(pending):
                 await self._until_durable(pending, pending.written)
             results = self._due()
+            if not results:
+                continue
             if len(results) == 1:
                 await self._context.write(wire.WriteResponse(result=results[0]))
             else:
@@ -648,7 +650,10 @@ class _WriteCall:
         self._host.disk.traffic.writes[outcome] += 1
 
     def _due(self) -> list[wire.WriteResult]:
-        """Return the first result, and those behind it that are due as well, as far as one message should hold them."""
+        """Return the first result, and those behind it that are due as well, as far as one message should hold them.
+
+        Nothing is returned when another server may be the active one by now.
+        """
         results = [_result(self._pending[0])]
         size = results[0].ByteSize()
         for pending in itertools.islice(self._pending, 1, None):
@@ -656,7 +661,10 @@ class _WriteCall:
                 break
             results.append(_result(pending))
             size += results[-1].ByteSize()
-        return results
+        # Last, because a process may stand still at any moment, and what was looked at before is old then.
+        if self._host.serving.may() or all(one.HasField("refused") for one in results):
+            return results
+        return []
 
     def _is_durable(self, pending: _Pending) -> bool:
         """Return whether a write is where it is to be before it is acknowledged, and this server may say so; a refused one
