@@ -7,8 +7,8 @@ import pytest
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket, FlushPlan
 from upr.engine.follower import Follower
-from upr.engine.partitions import ACTIVE, Partitions
-from upr.engine.streams import FollowOptions, RolledBack, Started, StartRequest
+from upr.engine.partitions import ACTIVE, REPLICA, Partitions
+from upr.engine.streams import FollowOptions, Refused, RolledBack, Started, StartRequest
 from upr.engine.tail import MARK_EVERY
 from upr.engine.tail_readers import ENTRIES_AT_ONCE
 from upr.storage.blocks import Encoded
@@ -16,7 +16,7 @@ from upr.storage.keyspace import PartitionRow
 from upr.storage.read import ReadResult
 from upr.storage.store import Identity
 from upr_protocol.block import Block, block_values, build_block, make_runs, sealed
-from upr_protocol.errors import CorruptBlockError, DataDamagedError
+from upr_protocol.errors import CorruptBlockError, DataDamagedError, StorageFailedError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import FRAME_BYTES
@@ -313,6 +313,45 @@ def test_a_damaged_partition_ends_its_own_stream_only() -> None:
     frame = follower.next_frame()
     assert frame is not None
     assert [r[1] for r in all_rows(map(decode_block, frame.blocks))] == list(range(1, 10))
+
+
+def test_who_may_read_anywhere_leaves_a_replica_that_stores_nothing_more() -> None:
+    def started(options: FollowOptions, *requests: StartRequest) -> tuple[Follower, list[str]]:
+        follower = Follower(b, options, CreditWindow(1 << 20), Wake())
+        answers = follower.start(requests)
+        kinds = [a.error.reason if isinstance(a, Refused) else type(a).__name__ for a in answers]
+        return follower, kinds
+
+    def ends(follower: Follower) -> list[str]:
+        while follower.next_frame() is not None:
+            pass
+        return [one.why.reason for one in follower.take_ended()]
+
+    b = bucket()
+    write(b, MINE)
+    commit(b)
+    anywhere, replica = (
+        FollowOptions(any_server=True),
+        FollowOptions(memory=True, directory="0" * 16),
+    )
+    at = StartRequest(MINE, MINE + 1, 1, MINE + 1)
+    here, _ = started(anywhere, StartRequest(MINE, None, 0, None))
+    sole, _ = started(FollowOptions(), StartRequest(MINE, None, 0, None))
+    chain, _ = started(replace(replica, any_server=True), StartRequest(MINE, None, 0, None))
+    b.fail(StorageFailedError("the journal failed"))
+    # As long as it is the active one nobody else has more.
+    assert (ends(here), ends(sole), ends(chain)) == ([], [], [])
+    assert started(anywhere, at)[1] == ["Started"]
+    b.partitions.state[:] = REPLICA
+    assert (ends(here), ends(sole), ends(chain)) == (["STORAGE_ERROR"], [], [])
+    assert started(anywhere, at)[1] == ["BEHIND"]
+    # What it has it gives, and what is to end here ends.
+    late, kinds = started(anywhere, StartRequest(MINE, None, 0, None))
+    assert (kinds, ends(late)) == (["Started"], ["STORAGE_ERROR"])
+    assert started(anywhere, replace(at, until_now=True))[1] == ["Started"]
+    assert started(anywhere, replace(at, until_seqno=1))[1] == ["Started"]
+    assert started(anywhere, replace(at, until_seqno=2))[1] == ["BEHIND"]
+    assert started(replace(replica, any_server=True), at)[1] == ["Started"]
 
 
 def test_a_stream_that_begins_inside_a_run_of_the_tail_gets_what_is_above() -> None:

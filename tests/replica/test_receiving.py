@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from upr.replica.links import Links
 from upr.replica.receiving import Introduction, Receiving, UndoNeededError
 from upr.replica.replication import Replication
 from upr.replica.tables import take_tables
+from upr.service import trouble
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.tables import TableFeed
 from upr_protocol.block import POSITION
@@ -278,6 +280,52 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
     await asyncio.gather(task, return_exceptions=True)
     assert host.bucket.may_undo
     await host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_once(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses: list[tuple[int, bool]] = []
+    opened = wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1000))
+    record = types.FailoverRecord(failover_id=9, seqno=0, epoch=1)
+    told = wire.Started(token=7, failover_id=9, high_seqno=5, epoch=1, failover_log=[record])
+    answer = wire.StartAnswer(partition=3, started=told)
+    started = wire.FollowResponse(start_answers=wire.StartAnswers(answers=[answer]))
+    block = types.Block.FromString(entry((3, 0, 2, 2)).data)
+    frame = wire.Frame(blocks=[block], tokens=np.array([7], "<u4").tobytes())
+
+    class Gives(Upstream):
+        def Follow(self) -> Upstream:
+            return Upstream(opened, started, wire.FollowResponse(frame=frame))
+
+    def delay(tries: int, *_: Any, away: bool) -> float:
+        pauses.append((tries, away))
+        if len(pauses) == 4:
+            host.disk.troubles.ends(trouble.JOURNAL)
+        return 0 if len(pauses) < 7 else 1000
+
+    async def received(*_: Any) -> None:
+        if trouble.JOURNAL in host.disk.troubles:
+            raise host.disk.troubles.problem_of(trouble.JOURNAL)
+
+    monkeypatch.setattr(replication, "delay", delay)
+    monkeypatch.setattr(host, "receive", received)
+    catalog: Any = SimpleNamespace(directory_id="d", replica_set="s")
+    following = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
+    caplog.set_level(logging.INFO, "upr.replica")
+    host.disk.troubles.begins(trouble.JOURNAL, OSError(errno.EIO, "broken"))
+    task = asyncio.create_task(following._receive(host, "127.0.0.1:1", Gives()))
+    while len(pauses) < 7:
+        await asyncio.to_thread(int)
+    task.cancel()
+    # From the fifth on it is the upstream that ends each call, behind a block.
+    assert pauses == [(0, False), (1, False), (2, False), (3, False), *[(0, True)] * 3]
+    words = [one.message for one in caplog.records if one.name == replication.__name__]
+    ended, again = "a call to the upstream ended", "the upstream is followed again"
+    assert words[:3] == [ended, again, ended]
+    assert host.following is not None
+    assert "gone" in str(host.following.problem)
 
 
 class Channel:

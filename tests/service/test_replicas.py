@@ -283,8 +283,9 @@ async def test_a_bucket_that_is_opened_anew_is_not_gone(
 
 @pytest.mark.asyncio
 @pytest.mark.crash
+@pytest.mark.parametrize("killed", ["", "recovery.before_records", "recovery.after_records"])
 async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobody_else_has(
-    server_process: StartServer,
+    server_process: StartServer, killed: str
 ) -> None:
     old = server_process("--flush-seconds", "0.2")
     new = replica_of(server_process, old)
@@ -301,7 +302,12 @@ async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobo
         await client.bucket("default").write_many([*pairs(3, b"after"), (b"after", b"v")])
         # No flush before it undoes: merged, its rows would go back to the marker before the merged ones.
         old.options = ["--flush-seconds", "600", "--replicate-from", new.target]
-        old.start()
+        if killed:
+            # While it undoes, behind its start: the next start does that again, or has done it.
+            old.launch(environment={"UPR_FAILPOINTS": f"{killed}=kill:2"})
+            assert old.wait() == -signal.SIGKILL
+            assert len(undone(old)) == 6
+        old.start(environment={"UPR_FAILPOINTS": ""})
         await in_sync(new, old)
         assert await rows(old) == await rows(new)
         assert await reader.bucket("default").get(b"alone", read_from="any") is None
@@ -312,7 +318,7 @@ async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobo
         old.terminate()
         old.options = ["--replicate-from", "127.0.0.1:1"]
         old.start()
-        (file,) = (old.data / "undone").glob("*.jsonl")
+        file = max((old.data / "undone").glob("*.jsonl"))
         put_back = (
             "undone",
             "apply",
@@ -328,7 +334,9 @@ async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobo
         values = await client.bucket("default").get_many([b"alone", *(key for key, _ in pairs(6))])
         assert list(values.values()) == [b"v", *[b"after"] * 3, *[b"alone"] * 2, b"v"]
     told = [(base64.b64decode(row["key"]), base64.b64decode(row["value"])) for row in undone(old)]
-    assert sorted(told) == sorted([*pairs(5, b"alone"), (b"alone", b"v")])
+    # Killed in between, it is kept twice.
+    times = 2 if killed.endswith("before_records") else 1
+    assert sorted(told) == sorted([*pairs(5, b"alone"), (b"alone", b"v")] * times)
     old.terminate()
     new.terminate()
     for server in (old, new):
@@ -514,8 +522,9 @@ async def test_what_changes_state_is_refused_by_a_replica_and_done_at_the_active
 
 @pytest.mark.asyncio
 @pytest.mark.crash
+@pytest.mark.parametrize("killed", [False, True])
 async def test_a_bucket_that_its_upstream_never_had_is_kept(
-    server_process: StartServer, tmp_path: Path
+    server_process: StartServer, killed: bool
 ) -> None:
     old = server_process()
     new = replica_of(server_process, old)
@@ -528,7 +537,10 @@ async def test_a_bucket_that_its_upstream_never_had_is_kept(
     old.kill()
     new.start()
     shown("promote", "--force", "--yes", "--target", new.target)
-    old.start()
+    if killed:
+        old.launch(environment={"UPR_FAILPOINTS": "bucket.before_drop=kill"})
+        assert old.wait() == -signal.SIGKILL
+    old.start(environment={"UPR_FAILPOINTS": ""})
     wait_until_counted([old, new], new)
     (one,) = json.loads(shown("undone", "list", str(old.data), "--json"))
     assert (one["bucket"], one["mutations"]) == ("second", 20)

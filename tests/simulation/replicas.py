@@ -20,13 +20,14 @@ import numpy as np
 import pytest
 
 from tests.simulation.calling import Net
-from tests.simulation.looping import Timeline, running
+from tests.simulation.looping import SimulatedLoop, Timeline, running
 from tests.simulation.people import SAFE, People
 from tests.simulation.power import Medium
 from tests.simulation.processes import ServerProcess, simulate
 from tests.simulation.truth import USED, Truth, Violation
 from upr.engine import follower
 from upr.engine.bucket import Bucket
+from upr_protocol.errors import UnavailableError
 from upr_protocol.limits import FRAME_BYTES
 
 STEP_SECONDS = 0.25
@@ -103,6 +104,7 @@ class ReplicasWorld:
         self._numbers = itertools.count()
         self.outcome = ""
         self._received: Callable[[Bucket], None] = lambda _: None
+        self._deaf: SimulatedLoop | None = None
         self._without_owner = 0.0
         self._disks_lost = 0
 
@@ -122,6 +124,8 @@ class ReplicasWorld:
             receive = Bucket.receive
 
             def received(bucket: Bucket, *what: Any) -> Any:
+                if running() is self._deaf:
+                    raise UnavailableError("the rest is lost on the way")
                 outcome = receive(bucket, *what)
                 self._received(bucket)
                 return outcome
@@ -324,13 +328,13 @@ class ReplicasWorld:
                 found += 1
                 if found == parts and owner.loop is not None:
                     self.net.lose(owner.host, behind.host)
-                    owner.loop.alive = False
+                    owner.loop.alive, self._deaf = False, behind.loop
 
         self._received = received
         for _ in range(200):
             if found < parts:
                 self.pass_time(0.02)
-        self._received = lambda _: None
+        self._received, self._deaf = lambda _: None, None
         return found >= parts
 
     def _take_over(self) -> None:

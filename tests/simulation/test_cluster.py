@@ -117,6 +117,9 @@ def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
     world: ClusterWorld,
 ) -> None:
     first, *others = world.servers
+    addresses = [server.address for server in world.servers]
+    stays = world.people.follow("anywhere", "disk", "any", addresses)
+    world.until(lambda: stays.newest.keys() == {*USED}, 10, "followed")
     first.fails_at = "journal.before_sync"
     world.etcd.down = True
     world.until(lambda: first.owning.holding.failure is not None, 10, "failed")  # type: ignore[union-attr]
@@ -140,6 +143,11 @@ def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
     # What was numbered and is on no disk is numbered again, under another id.
     logs = new.bucket.bucket.partitions.logs
     assert {len(logs[p].to_pairs()) for p in USED} == {2}
+    # Who may read anywhere does not stay with one that gets nothing more.
+    highs = {p: int(new.bucket.bucket.partitions.high[p]) for p in USED}
+    world.until(
+        lambda: all(stays.rows[p][-1].seqno >= high for p, high in highs.items()), 20, "elsewhere"
+    )
     assert first.owning is not None
     assert not first.owning.in_step
     assert world.promoted(first) == world.promoted(first, force=True) == "STORAGE_FAILED"

@@ -213,10 +213,26 @@ def flush(world: ReplicasWorld, server: ServerProcess) -> None:
     world.until(lambda: tail.first == tail.end, 20, "flushed")
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "",
+        pytest.param("promote.after_claim", marks=pytest.mark.long),
+        pytest.param("promote.after_promises", marks=pytest.mark.long),
+        pytest.param("promote.after_row", marks=pytest.mark.long),
+        "recovery.before_records",
+        "recovery.after_records",
+        pytest.param("promote.before_partitions", marks=pytest.mark.long),
+        pytest.param("promote.after_partitions", marks=pytest.mark.long),
+    ],
+)
 def test_a_promotion_in_the_middle_of_a_snapshot_goes_back_to_the_marker_before_it(
-    tmp_path: Path,
+    tmp_path: Path, place: str
 ) -> None:
-    """Cut off behind each part of it but the last one; each time the other server is the active one."""
+    """Cut off behind each part of it but the last one; each time the other server is the active one.
+
+    It also dies at a place on its way to be active, where it opens its bucket anew to cut the part off.
+    """
     keys = [key for key in KEYS if partition_of(key) == USED[0]]
     written: list[WriteResults] = []
     asked = [1]
@@ -261,7 +277,16 @@ def test_a_promotion_in_the_middle_of_a_snapshot_goes_back_to_the_marker_before_
             active.kill()
             # It is not in step, and nobody else has more.
             assert world.promoted(replica) == "NOT_IN_STEP"
-            assert world.promoted(replica, force=True) == ""
+            if place:
+                replica.dies_at = place
+                assert world.promoted(replica, force=True) == "UNAVAILABLE"
+                assert replica.died
+                replica.kill()
+                replica.start()
+                world.until(lambda: replica.owning is not None, 10, "started")  # noqa: B023
+                world.pass_time(2.0)
+            if not replica.active:
+                assert world.promoted(replica, force=True) == ""
             table = engine(replica).partitions
             assert (high(replica), table.logs[USED[0]].newest.seqno) == (marker, marker)
             active.start()

@@ -334,7 +334,15 @@ class Follower:
             gone = no_such_end(partition, request.until_exact, request.seqno, high)
             if gone is not None:
                 return Refused(partition, gone)
-        return self._open(request, log, high)
+        now = int(self._now()[partition])
+        until = now if request.until_now else request.until_seqno
+        if request.until_exact is not None:
+            until = request.until_exact
+        has_all = request.seqno >= now and (until is None or until > request.seqno)
+        if self._bucket.failure is not None and has_all and self._left[partition]:
+            words = f"partition {partition} gets nothing above seqno {now} here: storage failed"
+            return Refused(partition, BehindError(words, hint="read another server of the set"))
+        return self._open(request, log, high, until)
 
     def start_plain(self, asked: PlainStarts) -> tuple[npt.NDArray[np.void], list[StartRequest]]:
         """Open, in this step, all streams whose answer fits a record.
@@ -346,7 +354,7 @@ class Follower:
         self._live = False
         table, tail = self._table, self._bucket.tail
         plain = asked.plain(table)
-        if self.seat is not None or self._term is not None:
+        if self.seat is not None or self._term is not None or self._left.any():
             plain[:] = False
         self._end(asked.partitions[plain & (self._token[asked.partitions] != 0)].tolist(), STOPPED)
         p, seqnos = asked.partitions[plain], asked.seqnos[plain]
@@ -380,11 +388,17 @@ class Follower:
         failed = (bucket.failure is not None or bucket.stalled) and not self.options.memory
         return self._table.durable if failed else self._table.high
 
-    def _open(self, request: StartRequest, log: FailoverLog, high: int) -> Started:
-        partition = request.partition
-        until = int(self._now()[partition]) if request.until_now else request.until_seqno
-        if (exact := request.until_exact) is not None:
-            until = exact
+    @property
+    def _left(self) -> npt.NDArray[np.bool_]:
+        """By partition, whether a consumer of any server is to go elsewhere when it has all: no more is stored here."""
+        leaves = self.options.any_server and not self.options.is_replica
+        left: npt.NDArray[np.bool_] = self._table.state != ACTIVE
+        return left if leaves and self._bucket.failure is not None else np.zeros_like(left)
+
+    def _open(
+        self, request: StartRequest, log: FailoverLog, high: int, until: int | None
+    ) -> Started:
+        partition, exact = request.partition, request.until_exact
         self._last_token += 1
         self._token[partition] = self._last_token
         self._seqno[partition] = request.seqno
@@ -747,7 +761,8 @@ class Follower:
         table = self._table
         last = table.high if self.options.memory else table.durable
         unmet = (self._until != NO_END) & (self._until > self._seqno)
-        waiting = (self._token != 0) & (self._seqno >= last) & ((table.high > last) | unmet)
+        more = (table.high > last) | unmet | self._left
+        waiting = (self._token != 0) & (self._seqno >= last) & more
         if waiting.any():
             words = (
                 f"the changes that the stream waits for cannot become durable: {failure.message}"

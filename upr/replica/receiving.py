@@ -9,7 +9,7 @@ What is acknowledged is the last complete durable marker: after each fsync, not 
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,7 @@ class Receiving:
     Args:
         stub: ChangeStreamServiceStub of the upstream.
         only: the partitions that are followed; None for all.
-
-    Attributes:
-        followed: whether what the upstream answered could be stored.
+        on_followed: called when the upstream is followed: it answered, and what comes can be stored here.
     """
 
     def __init__(
@@ -84,9 +82,11 @@ class Receiving:
         stub: Any,
         introduction: Introduction,
         only: Sequence[int] | None = None,
+        on_followed: Callable[[], None] = lambda: None,
     ) -> None:
         self._only = only
-        self.followed = False
+        self._on_followed = on_followed
+        self._followed = False
         assert host.following is not None
         self._host = host
         self._bucket = host.bucket
@@ -122,7 +122,7 @@ class Receiving:
             chosen = partitions if self._only is None else np.intersect1d(partitions, self._only)
             self._unanswered = set(chosen.tolist())
             await self._start(chosen.tolist())
-            self._following.connected, self._following.problem = True, None
+            self._following.connected = True
             acknowledging = asyncio.create_task(self._acknowledge())
             while True:
                 await self._take(await self._read(silence))
@@ -240,8 +240,15 @@ class Receiving:
         self._unanswered.difference_update(answer.partition for answer in answers)
         if not self._unanswered:
             self._bucket.may_undo = False
-        self.followed = True
+        # Of a server that cannot store anything now the first block decides.
+        if self._host.problem is None:
+            self._goes_on()
         await self._start(again)
+
+    def _goes_on(self) -> None:
+        if not self._followed:
+            self._followed, self._following.problem = True, None
+            self._on_followed()
 
     def _check_epoch(self, partition: int, epoch: int) -> None:
         own = int(self._table.epoch[partition])
@@ -356,6 +363,7 @@ class Receiving:
                 entry = TailEntry(runs, data, numbered, 0).only(live)
                 block, data, numbered = entry.block(), entry.data, list(entry.writes)
             await self._host.receive(block, data, numbered)
+            self._goes_on()
         back = self._returned.consumed(frame.credit_bytes)
         if back:
             await self._say(credit=wire.Credit(bytes=back))

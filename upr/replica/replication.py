@@ -13,6 +13,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import grpc
 import lmdb
@@ -30,6 +31,7 @@ from upr_protocol.errors import (
     AlreadyExistsError,
     BucketGoneError,
     BucketNotFoundError,
+    NoRoomError,
     StorageFailedError,
     UprError,
     shown,
@@ -44,6 +46,15 @@ LIST_SECONDS = 1.0
 """Interval at which the upstream's buckets are looked at."""
 ANSWER_SECONDS = 5.0
 """Longest wait for the list."""
+_STORAGE = StorageFailedError.default_reason
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """Trouble of one bucket: how often in a row its call ended in vain, and the reason that the log has; empty for none."""
+
+    tries: int = 0
+    told: str = ""
 
 
 class Replication:
@@ -85,6 +96,7 @@ class Replication:
         self._told = ""
         self._seen: set[int] = set()
         self._failures: dict[int, str] = {}
+        self._troubles: dict[int, _Trouble] = {}
         self._look = asyncio.Event()
         self._tries = 0
         self._matched: list[asyncio.Future[None]] = []
@@ -214,6 +226,7 @@ class Replication:
         """Drop a bucket; one that this upstream never listed is kept aside, because it may be nowhere else."""
         log.warning("a bucket is gone at the upstream", extra={"bucket": identity.name})
         keep = identity.version not in self._seen
+        self._troubles.pop(identity.version, None)
         try:
             with contextlib.suppress(BucketNotFoundError, BucketGoneError):
                 await self._catalog.drop(identity.name, identity.version, keep=keep)
@@ -250,7 +263,15 @@ class Replication:
             self._calls[version] = asyncio.create_task(self._receive(host, upstream, streams))
 
     async def _receive(self, host: BucketService, upstream: str, streams: object) -> None:
-        failures = 0
+        identity = host.bucket.identity
+        trouble = self._troubles.setdefault(identity.version, _Trouble())
+        only = None if self._only is None else self._only[identity.version]
+
+        def followed() -> None:
+            if trouble.told:
+                log.info("the upstream is followed again", extra={"bucket": identity.name})
+            trouble.tries, trouble.told = 0, ""
+
         while True:
             following = host.following
             assert following is not None
@@ -262,32 +283,40 @@ class Replication:
                 self._anonymous,
             )
             try:
-                version = host.bucket.identity.version
-                only = None if self._only is None else self._only[version]
-                receiving = Receiving(host, streams, introduction, only)
+                receiving = Receiving(host, streams, introduction, only, followed)
                 try:
                     await receiving.run()
                 except UndoNeededError as needed:
-                    host = await self._undo(host, needed.undo)
+                    host = await self._undo(host, needed.undo, is_news=trouble.told != _STORAGE)
                     continue
             except BucketGoneError:
                 # Dropped here or there: the next list says what to do.
                 return
             except UprError as error:
-                following.problem = error
+                problem = error
             except (OSError, lmdb.Error) as error:
-                following.problem = StorageFailedError(words_of(error), retriable=True)
-            log.info(
-                "a call to the upstream ended",
-                extra={"bucket": host.bucket.identity.name, "error": str(following.problem)},
+                problem = StorageFailedError(words_of(error), retriable=True)
+            following.problem = problem
+            if trouble.told != problem.reason:
+                trouble.told = problem.reason
+                log.info(
+                    "a call to the upstream ended",
+                    extra={"bucket": identity.name, "error": str(problem)},
+                )
+            # What cannot be stored here costs the upstream a whole call each time.
+            stores = host.problem is None and not isinstance(
+                problem, StorageFailedError | NoRoomError
             )
-            failures = 0 if receiving.followed else failures + 1
-            await asyncio.sleep(delay(failures, random.random(), away=True))
+            await asyncio.sleep(delay(trouble.tries, random.random(), away=stores))
+            trouble.tries += 1
 
-    async def _undo(self, host: BucketService, undo: Mapping[int, Undo]) -> BucketService:
+    async def _undo(
+        self, host: BucketService, undo: Mapping[int, Undo], *, is_news: bool
+    ) -> BucketService:
         name = host.bucket.identity.name
-        log.warning(
-            "the upstream has another history: a part of the bucket's is undone",
-            extra={"bucket": name, "partitions": len(undo)},
-        )
+        if is_news:
+            log.warning(
+                "the upstream has another history: a part of the bucket's is undone",
+                extra={"bucket": name, "partitions": len(undo)},
+            )
         return await self._catalog.reopen(name, undo)
