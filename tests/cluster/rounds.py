@@ -7,6 +7,7 @@ and none after the next one has begun to.
 
 import contextlib
 import random
+import resource
 import shutil
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from tests.proxy import Proxy
 from tests.replica.rounds import SAFE, Reading, Writing, shown, undone
 from tests.replica.sets import state_of, topology, wait_for, wait_until_equal
 from upr.cli import admin
+from upr_client import Client
 
 PAIRS = (("disk", 2), (SAFE, 2))
 ETCD = 3
@@ -34,6 +36,10 @@ BACK_SECONDS = 3.0
 """Time in which an owner that is back goes on: its key in etcd was renewed a while before it was lost."""
 FAILS = ".fails"
 """End of the name of a file beside a server's stamps: while it is there, no fsync of the server's journal succeeds."""
+
+
+JOURNAL_BYTES = 2**18
+"""Length of a journal beside which a server's other files are small."""
 
 
 class ClusterRounds:
@@ -227,6 +233,36 @@ class ClusterRounds:
         assert old.terminate() == 1
         self._come_back(old, emptied=False)
         self.counts["disks failed"] += 1
+
+    def fill_disk(self, seconds: float) -> None:
+        """Have the owner's journal not grow for a time: writers wait, nobody else follows, and then all goes on."""
+        owner = self.owner
+
+        def size() -> int:
+            return max(file.stat().st_size for file in owner.data.rglob("*.journal"))
+
+        def allow(size: int) -> None:
+            resource.prlimit(owner.pid, resource.RLIMIT_FSIZE, (size, hard))
+
+        wait_for(lambda: size() > JOURNAL_BYTES, "a journal")
+        hard = resource.prlimit(owner.pid, resource.RLIMIT_FSIZE)[1]
+        with self._unchanged(), Client(owner.target) as client:
+            allow(size())
+            wait_for(lambda: self._problems(client) == {"NO_ROOM"}, "it to say that it is full")
+            acknowledged = [len(writer.acknowledged) for writer in self._writers]
+            until = boot_seconds() + seconds
+            while boot_seconds() < until:
+                time.sleep(0.01)
+            assert [len(writer.acknowledged) for writer in self._writers] == acknowledged
+            allow(hard)
+            self._go_on()
+            wait_for(lambda: not self._problems(client), "it to say nothing more")
+        self.counts["disks filled"] += 1
+
+    @staticmethod
+    def _problems(client: Client) -> set[str]:
+        problems = (bucket.problem for bucket in client.admin.status().buckets)
+        return {one.reason for one in problems if one is not None}
 
     def restart(self, *, cleanly: bool = True) -> None:
         """Stop the owner, or SIGKILL it, and start it at once: it goes on, without a record if it was stopped cleanly.

@@ -5,12 +5,20 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from upr.replica import agreeing
 from upr.replica.agreeing import Agreeing
 from upr_protocol.errors import UnavailableError
-from upr_protocol.ownership import Row, Standing
+from upr_protocol.limits import PARTITIONS
+from upr_protocol.ownership import (
+    GRANT_SECONDS,
+    GRANTED_SECONDS,
+    HELD,
+    Row,
+    Standing,
+)
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 OWN = Row(4, 2, A, True, frozenset({B, C}))
@@ -34,17 +42,32 @@ class Answers:
         return outcome
 
 
+class Clock:
+    """The boot-time clock of a server."""
+
+    now = 100.0
+
+
 @pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreeing, "boot_seconds", lambda: 100.0)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(agreeing, "boot_seconds", lambda: clock.now)
+    return clock
+
+
+def started(standing: Standing, rows: Answers, meeting: Any, *hosts: Any) -> Agreeing:
+    catalog: Any = SimpleNamespace(
+        directory_id=A,
+        standing=SimpleNamespace(standing=standing),
+        hosts=list(hosts),
+        replica=False,
+    )
+    return Agreeing(rows, catalog, meeting)
 
 
 def owner(rows: Answers) -> Agreeing:
     """Return one that owns, and was granted by C only."""
-    catalog: Any = SimpleNamespace(
-        directory_id=A, standing=SimpleNamespace(standing=Standing(A, OWN, 4, A))
-    )
-    one = Agreeing(rows, catalog, SimpleNamespace())  # type: ignore[arg-type]
+    one = started(Standing(A, OWN, 4, A), rows, SimpleNamespace())
     one.begin(OWN, resumed=False)
     one.grants.given(C, 4, 100.0)
     assert one.may_serve()
@@ -87,3 +110,46 @@ async def test_no_grant_is_given_while_any_promise_is_about_to_be() -> None:
             pass
         assert not one.give(4, A)
     assert one.give(4, A)
+
+
+def test_a_server_that_may_have_forgotten_a_grant_promises_nothing_for_its_time() -> None:
+    """It has not been asked for one since, either."""
+    one = started(Standing(A, OWN, 4, B), Answers(), SimpleNamespace())
+    assert one.grants.left(100.0) == GRANT_SECONDS
+    assert one.unasked_seconds == 0
+    # One that knows of no owner was never counted.
+    new = started(Standing(A, Row(0, 0, "", False, frozenset())), Answers(), SimpleNamespace())
+    assert new.grants.left(100.0) <= 0
+
+
+@pytest.mark.asyncio
+async def test_a_grant_counts_from_when_it_was_asked_for(clock: Clock) -> None:
+    async def ask_grant(directory: str, epoch: int) -> bool:
+        clock.now += 1.0
+        return True
+
+    one = started(Standing(A, OWN, 4, A), Answers(), SimpleNamespace(ask_grant=ask_grant))
+    one.begin(OWN, resumed=False)
+    await one._ask(B)
+    assert one.granted_seconds(B) == GRANTED_SECONDS - 1.0
+
+
+@pytest.mark.parametrize(("begun_at", "counted"), [(5, {B}), (6, {A, B})])
+def test_who_lacks_what_the_owner_began_with_is_not_counted_alone(
+    clock: Clock, begun_at: int, counted: set[str]
+) -> None:
+    """Nothing of it was acknowledged in this epoch: the owner was restarted, and C is silent since."""
+    held = np.zeros(PARTITIONS, HELD)
+    held["marker"] = 5
+    copies = SimpleNamespace(stable=lambda k: np.zeros(PARTITIONS, np.uint64))
+    host = SimpleNamespace(
+        bucket=SimpleNamespace(identity=SimpleNamespace(version=7), copies=copies)
+    )
+    meeting = SimpleNamespace(met={B: SimpleNamespace(held={7: held})})
+    one = started(Standing(A, OWN, 4, A), Answers(), meeting, host)
+    one.begin(OWN, resumed=False)
+    assert one.silent(OWN) == set()
+    clock.now += agreeing.SILENT_SECONDS + 0.1
+    one._seen[B] = clock.now
+    floor = {7: np.full(PARTITIONS, begun_at, np.uint64)}
+    assert one.shrunk(OWN, floor).counted == counted

@@ -1,4 +1,4 @@
-"""A cluster goes on by itself: its owner is killed, stopped and cut off, disks are emptied, and etcd is away.
+"""A cluster goes on by itself: its owner is killed, stopped and cut off, disks are emptied and full, and etcd is away.
 
 ``tools/dev.py soak --cluster`` does all of it often, and with the times of the product.
 """
@@ -66,3 +66,16 @@ def test_a_cluster_survives_emptied_and_failed_disks(
         rounds.need_a_command()
         rounds.fail_disk()
         rounds.check()
+
+
+def test_a_cluster_is_upgraded_one_by_one_and_waits_for_room(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    with (
+        running_etcd(tmp_path / "etcd") as etcd,
+        ClusterRounds(server_process, etcd, tmp_path / "stamps", 4, constants=SOON) as rounds,
+    ):
+        rounds.fill_disk(3.0)
+        rounds.roll()
+        rounds.check()
+        assert not any("writes failed" in what for what in rounds.counts)

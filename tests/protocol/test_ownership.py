@@ -185,6 +185,18 @@ def test_the_epoch_of_the_row_decides_before_the_marker() -> None:
     assert (step.directory, step.partitions.tolist(), step.seqnos.tolist()) == (C, [0], [7])
 
 
+def test_each_partition_is_taken_of_the_server_that_has_most_of_it() -> None:
+    claim, _ = claim_of_b()
+    mine = held((3, 1, 5, 5), (3, 1, 5, 5))
+    claim.promised(Promise(B, SERVED, mine, False))
+    claim.promised(Promise(A, SERVED, held((3, 1, 9, 9), (3, 1, 4, 4)), False))
+    claim.promised(Promise(C, SERVED, held((3, 1, 4, 4), (3, 1, 8, 8)), False))
+    for has, source in ((mine, (A, [0], [9])), (held((3, 1, 9, 9), (3, 1, 5, 5)), (C, [1], [8]))):
+        step = claim.next(has)
+        assert isinstance(step, Follow)
+        assert (step.directory, step.partitions.tolist(), step.seqnos.tolist()) == source
+
+
 def test_a_log_is_taken_over_also_where_no_data_is_lacking() -> None:
     claim, _ = claim_of_b()
     mine = held((3, 1, 5, 5))

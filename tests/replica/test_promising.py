@@ -6,17 +6,21 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
 from tests.client.certificates import make_certificate
+from tests.engine.test_replication import bucket
 from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
+from upr.replica.holding import held_of
 from upr.replica.links import Channels, Links
 from upr.replica.meeting import Meeting, Met, row_of_message
 from upr.replica.owning import Owning
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import (
@@ -26,6 +30,7 @@ from upr_protocol.errors import (
     ProtocolError,
     UprError,
 )
+from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.limits import MEMBER_SECONDS, SERVERS_MAX, SET_MEMBERS_MAX
 from upr_protocol.ownership import Row, Served
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
@@ -133,6 +138,17 @@ async def test_a_promise_in_between_lets_it_follow_nobody(
         await owning.store(lambda standing: standing.promise(2, "other"))
 
     monkeypatch.setattr(owning, "follow_nobody", promises)
+    await owning._follow_owner()
+    assert owning._following is None
+
+
+@pytest.mark.asyncio
+async def test_who_has_promised_takes_nothing_from_the_owner_before(owning: Owning) -> None:
+    await owning._follow_owner()
+    following = owning._following
+    assert following is not None
+    assert await owning.promise(2, "other", CLAIM) is not None
+    assert following.done()
     await owning._follow_owner()
     assert owning._following is None
 
@@ -260,3 +276,26 @@ async def test_clients_are_told_of_no_more_servers_than_they_keep(owning: Owning
     told = owning._catalog.servers()
     assert told[:2] == ["127.0.0.1:69", "127.0.0.1:2"]
     assert len(told) == SERVERS_MAX
+
+
+@pytest.mark.asyncio
+async def test_a_grant_of_another_server_at_its_address_is_none(
+    owning: Owning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting, answers = owning.meeting, ["other", "emptied"]
+
+    async def grant(request: wire.GrantRequest, **_: float) -> wire.GrantResponse:
+        member = wire.SetMember(directory=answers.pop(0))
+        return wire.GrantResponse(member=member, granted=True)
+
+    monkeypatch.setattr(meeting, "_stub", lambda address: SimpleNamespace(Grant=grant))
+    assert await meeting.ask_grant("other", 2)
+    assert not await meeting.ask_grant("other", 2)
+
+
+def test_what_is_held_is_of_the_epoch_of_its_last_row_and_not_of_the_log() -> None:
+    one = bucket()
+    one.partitions.set_log(3, FailoverLog((FailoverRecord(1, 0, 3), FailoverRecord(2, 5, 4))))
+    one.markers.seqno[3] = 5
+    held = held_of(cast(BucketService, SimpleNamespace(bucket=one)))[3]
+    assert (held["epoch"], held["id"], held["marker"]) == (3, 2, 5)

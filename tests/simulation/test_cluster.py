@@ -11,7 +11,7 @@ import pytest
 from tests.simulation import worlds
 from tests.simulation.clustered import ClusterWorld
 from tests.simulation.processes import ServerProcess
-from tests.simulation.truth import USED
+from tests.simulation.truth import USED, Violation
 from upr.cluster.registry import Map
 from upr.engine.partitions import ACTIVE
 from upr.service.buckets.catalog import Catalog
@@ -111,6 +111,26 @@ def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
         "the owner's trouble is over",
     )
     assert tuple(said[-2:]) == began_and_ended
+
+
+def test_who_was_restarted_promises_nothing_beside_a_grant_that_it_forgot(
+    world: ClusterWorld,
+) -> None:
+    first, second, third = world.servers
+    world.cut_off(first, third)
+    world.pass_time(2.0)
+    second.kill()
+    killed = world.elapsed
+    # Neither is heard by the owner, which relies on what it was granted last, and tells them nothing.
+    world.cut_off(first)
+    second.start()
+    world.until(lambda: bool(second.server and second.server._serving), 1, "started", step=0.01)
+    world.order(third)
+    world.until(lambda: third.active, 12, "promoted", step=0.01)
+    assert world.elapsed - killed > 2_500_000
+    world.net.heal()
+    world.settle()
+    world.check()
 
 
 def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
@@ -260,6 +280,14 @@ def test_an_old_copy_of_the_map_takes_nothing_from_its_owner(world: ClusterWorld
         lambda: {b.version: b.name for b in known().buckets} == catalog.versions, 20, "set right"
     )
     assert buckets(first) == world.created
+    # One that was dropped while the row stayed as it is.
+    old = known()
+    ordered(world, drops=True)
+    world.etcd.put_back(old.encode())
+    world.until(lambda: not known().buckets[1:], 10, "set right")
+    assert known().row == old.row
+    assert buckets(first) == {}
+    ordered(world)
     # An older row besides, with more that are counted, and a bucket that was dropped.
     old = known()
     world.cut_off(first, third)
@@ -278,6 +306,34 @@ def test_an_old_copy_of_the_map_takes_nothing_from_its_owner(world: ClusterWorld
     # Nobody was active who knew that it was dropped.
     world.dropped.clear()
     world.check()
+
+
+def test_by_an_old_copy_with_the_newest_row_that_it_knows_one_follows_and_the_others_undo(
+    world: ClusterWorld,
+) -> None:
+    """Nobody is there who knows better: neither the owner, nor any server that was counted since."""
+    first, second, third = world.servers
+    world.cut_off(first, third)
+    world.until(lambda: counted(world) == {1}, 30, "counted alone")
+    world.pass_time(1.0)
+    old = world.etcd.values("/map")[0]
+    world.net.heal()
+    world.cut_off(second)
+    world.etcd.cut.add(second.host)
+    world.until(lambda: counted(world) == {2}, 60, "counted instead")
+    world.pass_time(1.0)
+    first.kill()
+    third.kill()
+    world.etcd.put_back(old)
+    world.net.heal()
+    world.etcd.cut.clear()
+    world.until(lambda: second.active, 30, "active by it")
+    first.start()
+    third.start()
+    # What they acknowledged since is undone, and kept.
+    with pytest.raises(Violation, match="was rolled back"):
+        world.until(lambda: False, 60, "undone")
+    assert world._undone(first)
 
 
 def test_a_first_server_that_is_killed_behind_the_map_makes_what_that_has(tmp_path: Path) -> None:

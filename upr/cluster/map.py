@@ -133,6 +133,8 @@ class Buckets:
         self._catalog = catalog
         # Of what is read of the map nothing is done while a bucket is being created or dropped.
         self._changing = asyncio.Lock()
+        # Those that the newest map of this owner says were dropped.
+        self._dropped: tuple[int, ...] = ()
         catalog.ordered, catalog.match = self, self.match
 
     async def create(self, name: str, compression: str = "", *, quota: int = 0) -> BucketService:
@@ -207,7 +209,7 @@ class Buckets:
             return changed(known)
 
         try:
-            await self._rows.change(by_owner)
+            self._note(await self._rows.change(by_owner))
         except UnknownOutcomeError as error:
             raise UnknownOutcomeError(
                 f"{error.message}; it is not known whether {words}",
@@ -217,6 +219,10 @@ class Buckets:
         except UnavailableError as error:
             error.message += "; nothing was changed"
             raise
+
+    def _note(self, known: Map | None) -> None:
+        if known is not None:
+            self._dropped = known.dropped
 
     def are(self, known: Map) -> bool:
         """Return whether the buckets here are those that a map has, and its row is not of an old copy.
@@ -251,6 +257,7 @@ class Buckets:
                 known = await self._rows.change(with_ours)
                 if known not in (None, before):
                     log.warning("the map of the cluster is set right by what its owner has")
+            self._note(known)
             if known is None:
                 return
             failed: UprError | None = None
@@ -267,7 +274,8 @@ class Buckets:
         """Return a map with what only this server, its owner, has; None where it is not of this owner.
 
         In an old copy of etcd's data the row may be older than the one here, and buckets may be there that were dropped, and
-        perhaps created again, since. The owner had what the map had before, so what it has is newer.
+        perhaps created again, since. The owner had what the map had before, so what it has is newer. Where the row has not
+        changed since, only this owner itself can have dropped some.
         """
         own, here = self._catalog.standing.standing.row, self._catalog.versions
         if known.replica_set == self._catalog.replica_set and known.row.age < own.age:
@@ -277,6 +285,9 @@ class Buckets:
                     known = known.dropping(one.version)
         if not self._is_owners(known):
             return None
+        for version in self._dropped:
+            if version not in known.dropped:
+                known = known.dropping(version)
         for host in self._catalog.hosts:
             found = host.bucket.identity
             there = {bucket.name: bucket.version for bucket in known.buckets}
