@@ -41,6 +41,7 @@ from upr_client import (
 )
 from upr_client._async.waiters import Waiters
 from upr_client._sync.call import Follow
+from upr_client._sync.changes import Changes
 from upr_client._sync.io import Event, Queue, RequestQueue, Semaphore
 from upr_client._sync.waiters import Waiters as SyncWaiters
 from upr_client.errors import BehindError, ClosedError, HandlerError, NoRoomError
@@ -453,6 +454,21 @@ def test_no_thread_of_a_call_is_left_when_it_was_closed(monkeypatch: pytest.Monk
             assert next(changes).seqno == 1
     assert takers
     assert not any(taker.is_alive() for taker in takers)
+
+
+def test_what_an_interrupt_met_half_done_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted_here(_: Changes) -> None:
+        raise KeyboardInterrupt
+
+    positions = MemoryPositions()
+    with serve([FOLLOW]) as server, Client(server.target) as client:
+        with client.bucket().changes(resume=positions, only=Only([1])) as changes:
+            assert next(changes).seqno == 1
+            monkeypatch.setattr(Changes, "_go_on", interrupted_here)
+            with pytest.raises(KeyboardInterrupt):
+                list(changes)
+            changes.save()
+    assert positions.load([1]) == {}
 
 
 def follow_for_a_while() -> None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -283,18 +284,62 @@ def _follow(
             layout, header = csv_key_line, b"partition,seqno,op,key\n"
     with open_client(target) as client:
         followed = bucket_there(client, bucket)
-        with followed.changes(**options) as changes:
-            try:
-                _print_all(changes, layout, count, header)
-            except KeyboardInterrupt:
-                changes.save()
-                raise
+        with followed.changes(**options) as changes, _stopped_by_interrupts(changes) as receiving:
+            _print_all(receiving, changes, layout, count, header)
 
 
-def _print_all(changes: "Changes", layout: Layout | None, count: int | None, header: bytes) -> None:
+@contextmanager
+def _stopped_by_interrupts(changes: "Changes") -> "Iterator[Iterator[ChangeBatch | Rollback]]":
+    """Yield what ``batches`` gives, with a Ctrl-C as the end of it.
+
+    A KeyboardInterrupt there would come anywhere in it. It is raised while something is printed, which may take for ever,
+    for the second Ctrl-C, and at the end.
+    """
+    stopped = receives = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        if stopped or not receives:
+            raise KeyboardInterrupt
+        stopped = True
+        changes.stop()
+
+    def receiving() -> "Iterator[ChangeBatch | Rollback]":
+        nonlocal receives
+        batches = changes.batches()
+        while True:
+            receives = True
+            item = next(batches, None)
+            receives = False
+            if item is None or stopped:
+                return
+            yield item
+
+    before = signal.getsignal(signal.SIGINT)
+    # Ignored in the background of a shell without job control.
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield receiving()
+        if stopped:
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        changes.save()
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _print_all(
+    receiving: "Iterator[ChangeBatch | Rollback]",
+    changes: "Changes",
+    layout: Layout | None,
+    count: int | None,
+    header: bytes,
+) -> None:
     from upr_client import Rollback
 
-    for batch in changes.batches():
+    for batch in receiving:
         # Not before: the server may refuse the positions.
         sys.stdout.buffer.write(header)
         header = b""

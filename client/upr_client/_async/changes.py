@@ -219,6 +219,8 @@ class AsyncChanges:
         self._ending = Event()
         self._end_soon: Callable[[], None] = self._end
         self._closed = False
+        # A KeyboardInterrupt came in the middle of something.
+        self._torn = False
         # Held while something is received, so that ``ready`` does not do so beside an iteration.
         self._receiving = Semaphore(1)
         self._asked = 0
@@ -392,9 +394,14 @@ class AsyncChanges:
     async def save(self) -> None:
         """Store the positions that changed, in one atomic write; nothing without a position store.
 
+        Nothing either after a KeyboardInterrupt while the next item was awaited: what it met may be half done. What was
+        consumed since the last time comes again; to have it stored, call ``stop`` from a signal handler.
+
         Raises:
             FencedError: another owner follows under the consumer's name by now, and stores its positions.
         """
+        if self._torn:
+            return
         try:
             await self._storing.save()
         finally:
@@ -579,6 +586,9 @@ class AsyncChanges:
                     "the changes came to their end", hint="ask the bucket for new ones"
                 )
             return item
+        except KeyboardInterrupt:
+            self._torn = True
+            raise
         except Exception as error:
             self._failure = error
             raise
