@@ -665,7 +665,7 @@ class _WriteCall:
         written, bucket = pending.written, self._host.bucket
         if written is None:
             return True
-        if not self._host.serving.may():
+        if not self._host.may_answer:
             return False
         if pending.copies == _MEMORY:
             return True
@@ -681,6 +681,7 @@ class _WriteCall:
                 if pending.copies > 0:
                     await self._host.replicated(written, pending.copies)
                 await self._host.serving.until_answered(written)
+            self._host.check_answer()
         except TimeoutError:
             seconds, where = WRITE_OUTCOME_SECONDS, "durable"
             if pending.copies > 0:
