@@ -21,7 +21,6 @@ SHORT = {
     "client/upr_backup/__main__.py",
     "client/upr_backup/cli/entry.py",
     "client/upr_backup/spark_job.py",
-    "client/upr_cli_kit/entry.py",
     "client/upr_client/testing/child.py",
     "client/upr_client/testing/pytest_plugin.py",
     # One idea that engine and clients share.

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.looping import SimulatedLoop
+from tests.simulation.looping import SimulatedLoop, running
 from tests.simulation.processes import ServerProcess
 from tests.simulation.replicas import ReplicasWorld
 from tests.simulation.truth import KEYS, USED
 from tests.simulation.worlds import prepared
 from upr.engine.bucket import Bucket
+from upr.replica.owning import Owning
 from upr_client import AsyncClient, WriteResults
 from upr_protocol.ownership import Standing
 from upr_protocol.partitioning import partition_of
@@ -149,6 +150,30 @@ def test_a_split_brain_heals(begun: Begin) -> None:
     end(world)
     assert world.counts["undone at disk"] > 0
     assert candidate.active
+
+
+def test_who_met_a_higher_epoch_acknowledges_nothing_while_it_stores_that(
+    begun: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = begun()
+    active, candidate, _ = world.servers
+    cuts = world.cut_off(active)
+    world.pass_time(1.0)
+    assert world.promoted(candidate) == ""
+    world.pass_time(2.0)
+    assert active.active
+    store = Owning.store
+
+    async def slow(owning: Owning, change: Any) -> Any:
+        if running() is active.loop:
+            await asyncio.sleep(2.0)
+        return await store(owning, change)
+
+    monkeypatch.setattr(Owning, "store", slow)
+    world.net.heal(*cuts)
+    world.until(lambda: not active.active, 20, "stepped down")
+    assert world.truth.told_while_active
+    end(world)
 
 
 def test_a_chain_loses_its_links_in_turn(begun: Begin) -> None:

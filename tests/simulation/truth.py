@@ -11,14 +11,16 @@ import pytest
 
 from tests.model import Row, State, apply, partition_of
 from tests.raw import all_rows
-from tests.simulation.looping import running
+from tests.simulation.looping import SimulatedLoop, running
 from upr.engine.bucket import Bucket
 from upr.engine.partitions import Partitions
 from upr.engine.tail import Tail
 from upr.replica.owning import Owning
+from upr.service import key_value
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.ownership import Claim
+from upr_protocol.ownership import Row as OwnerRow
 
 USED = sorted({partition_of(b"key%d" % i) for i in range(4)})
 KEYS = [key for i in range(2500) if partition_of(key := b"key%d" % i) in USED]
@@ -72,6 +74,8 @@ class Truth:
         self._out_of_step: set[str] = set()
         self._states: dict[tuple[int, int], tuple[int, State]] = {}
         self._owners: dict[int, str] = {}
+        self._replaced: dict[SimulatedLoop, int] = {}
+        self.told_while_active = 0
         self._numbering: Bucket | None = None
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
@@ -126,11 +130,37 @@ class Truth:
             ]
             forced, in_step = place in self._forcing, place not in self._out_of_step
             self.changes.append(Change(claim.row.epoch, place, forced, in_step, heard))
+            self._replaced.pop(running(), None)
             return await serve(owning, claim, step, versions)
 
         patch.setattr(Owning, "promote", promoted)
         patch.setattr(Owning, "_drive", driven)
         patch.setattr(Owning, "_serve", served)
+        self._watch_answers(patch)
+
+    def _watch_answers(self, patch: pytest.MonkeyPatch) -> None:
+        """Have no process acknowledge what it numbered once it was told, as the owner, of a higher epoch."""
+        learned, result = Owning.learned, key_value._result
+
+        async def told(owning: Owning, row: OwnerRow, epoch: int) -> None:
+            after = owning.standing.learned(row).met(epoch)
+            if owning.active and not after.owns:
+                self._replaced[running()] = after.epoch
+                self.told_while_active += 1
+            await learned(owning, row, epoch)
+
+        def answered(pending: Any) -> Any:
+            written, replaced = pending.written, self._replaced.get(running(), 0)
+            if pending.error is None and pending.copies != key_value._MEMORY and replaced:
+                for run, given in zip(written.runs, written.failover_ids.tolist(), strict=True):
+                    row = self.rows.get((int(run["partition"]), given, int(run["end_seqno"])))
+                    if row is not None and row.epoch < replaced:
+                        words = f"{row} was acknowledged by one that knew of epoch {replaced}"
+                        running().broken = Violation(words)
+            return result(pending)
+
+        patch.setattr(Owning, "learned", told)
+        patch.setattr(key_value, "_result", answered)
 
     def may_be_lost(self, partition: int, given: int, seqno: int) -> bool:
         """Return whether a mutation was at no server that was heard when a promotion was forced.

@@ -193,11 +193,19 @@ class Owning:
             # An owner owns no more; a replica goes on until it is asked itself.
             return after.met(epoch) if after.owns else after
 
-        if change(self.standing) != self.standing:
-            await self.store(change)
-        if self.active and not self.standing.owns:
-            log.warning("a higher epoch was met: this server steps down", extra={"epoch": epoch})
-            await self.step_down(fenced=True)
+        after = change(self.standing)
+        if self.active and not after.owns:
+            # Before it is stored, which takes a while.
+            for host in self._catalog.hosts:
+                host.fence()
+        try:
+            if after != self.standing:
+                await self.store(change)
+        finally:
+            if self.active and not change(self.standing).owns:
+                words = "a higher epoch was met: this server steps down"
+                log.warning(words, extra={"epoch": epoch})
+                await self.step_down(fenced=True)
 
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes; what is numbered is on disk when this returns. See ``BucketService.step_down``."""

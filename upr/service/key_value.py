@@ -662,7 +662,7 @@ class _WriteCall:
             results.append(_result(pending))
             size += results[-1].ByteSize()
         # Last, because a process may stand still at any moment, and what was looked at before is old then.
-        if self._host.serving.may() or all(one.HasField("refused") for one in results):
+        if self._host.may_answer or all(one.HasField("refused") for one in results):
             return results
         return []
 
@@ -673,7 +673,7 @@ class _WriteCall:
         written, bucket = pending.written, self._host.bucket
         if written is None:
             return True
-        if not self._host.serving.may():
+        if not self._host.may_answer:
             return False
         if pending.copies == _MEMORY:
             return True
@@ -689,6 +689,7 @@ class _WriteCall:
                 if pending.copies > 0:
                     await self._host.replicated(written, pending.copies)
                 await self._host.serving.until_answered(written)
+            self._host.check_answer()
         except TimeoutError:
             seconds, where = WRITE_OUTCOME_SECONDS, "durable"
             if pending.copies > 0:

@@ -439,6 +439,10 @@ class BucketService:
         # Gets that wait for a write hear that it was undone.
         self.disk.changed()
 
+    def fence(self) -> None:
+        """Acknowledge and number nothing from this step on: another server may be active; ``step_down`` follows."""
+        self._fenced = True
+
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes, in this step, and have everything that was numbered on disk before this returns.
 
@@ -454,7 +458,7 @@ class BucketService:
         active = np.flatnonzero(table.state == ACTIVE).tolist()
         table.state[active] = REPLICA
         self.bucket.begin_term()
-        self._fenced = fenced
+        self._fenced |= fenced
         self._replica = True
         self.following = self.following or self._new_following()
         self.disk.changed()
@@ -489,7 +493,7 @@ class BucketService:
 
     def check_active(self) -> None:
         """Raise PartitionNotActiveError on a replica: what it stored by itself would be nowhere else."""
-        if self._replica:
+        if self._replica or self._fenced:
             raise not_active(self.bucket.partitions.owner)
 
     def waiting(self, size: int) -> AbstractContextManager[None]:
@@ -638,6 +642,15 @@ class BucketService:
         if self.bucket.tail.durable > entry:
             return
         await self.journalled(entry)
+        self.check_answer()
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether writes may be acknowledged: as far as this server knows nobody else can be the active one."""
+        return not self._fenced and self.serving.may()
+
+    def check_answer(self) -> None:
+        """Raise UnknownOutcomeError where another server is active, or may be."""
         if self._fenced:
             raise UnknownOutcomeError(
                 "another server became active before the write was acknowledged",
