@@ -324,19 +324,17 @@ class Follower:
         if answer.kind == "rollback":
             return RolledBack(partition, answer, log, self._epoch(partition))
         if answer.kind == "behind":
-            behind = BehindError(answer.words, hint="retry later")
-            return Refused(partition, behind)
+            return Refused(partition, BehindError(answer.words, hint="retry later"))
         if request.chooses_beginning:
             # No stream may begin between 0 and the purge seqno: after a reconnect it would roll back to 0.
             seqno = beginnings.of(request)
             request = replace(request, seqno=0 if seqno < int(table.purge[partition]) else seqno)
+        now = int(self._now()[partition])
+        until = now if request.until_now else request.until_seqno
         if request.until_exact is not None:
             gone = no_such_end(partition, request.until_exact, request.seqno, high)
             if gone is not None:
                 return Refused(partition, gone)
-        now = int(self._now()[partition])
-        until = now if request.until_now else request.until_seqno
-        if request.until_exact is not None:
             until = request.until_exact
         has_all = request.seqno >= now and (until is None or until > request.seqno)
         if self._bucket.failure is not None and has_all and self._left[partition]:
@@ -392,8 +390,7 @@ class Follower:
     def _left(self) -> npt.NDArray[np.bool_]:
         """By partition, whether a consumer of any server is to go elsewhere when it has all: no more is stored here."""
         leaves = self.options.any_server and not self.options.is_replica
-        left: npt.NDArray[np.bool_] = self._table.state != ACTIVE
-        return left if leaves and self._bucket.failure is not None else np.zeros_like(left)
+        return (self._table.state != ACTIVE) & (leaves and self._bucket.failure is not None)
 
     def _open(
         self, request: StartRequest, log: FailoverLog, high: int, until: int | None
@@ -764,9 +761,7 @@ class Follower:
         more = (table.high > last) | unmet | self._left
         waiting = (self._token != 0) & (self._seqno >= last) & more
         if waiting.any():
-            words = (
-                f"the changes that the stream waits for cannot become durable: {failure.message}"
-            )
+            words = f"changes that the stream waits for cannot become durable: {failure.message}"
             why = EndReason("STORAGE_ERROR", failure.retriable, words, failure.hint)
             self._end(np.flatnonzero(waiting).tolist(), why)
             self.wake()

@@ -203,8 +203,9 @@ class Owning:
                 await self.store(change)
         finally:
             if self.active and not change(self.standing).owns:
-                words = "a higher epoch was met: this server steps down"
-                log.warning(words, extra={"epoch": epoch})
+                log.warning(
+                    "a higher epoch was met: this server steps down", extra={"epoch": epoch}
+                )
                 await self.step_down(fenced=True)
 
     async def step_down(self, *, fenced: bool) -> None:

@@ -219,8 +219,7 @@ class AsyncChanges:
         self._ending = Event()
         self._end_soon: Callable[[], None] = self._end
         self._closed = False
-        # A KeyboardInterrupt came in the middle of something.
-        self._torn = False
+        self._interrupted = False
         # Held while something is received, so that ``ready`` does not do so beside an iteration.
         self._receiving = Semaphore(1)
         self._asked = 0
@@ -394,13 +393,12 @@ class AsyncChanges:
     async def save(self) -> None:
         """Store the positions that changed, in one atomic write; nothing without a position store.
 
-        Nothing either after a KeyboardInterrupt while the next item was awaited: what it met may be half done. What was
-        consumed since the last time comes again; to have it stored, call ``stop`` from a signal handler.
+        Nothing after a KeyboardInterrupt while the next item was awaited: what it met may be half done, and comes again.
 
         Raises:
             FencedError: another owner follows under the consumer's name by now, and stores its positions.
         """
-        if self._torn:
+        if self._interrupted:
             return
         try:
             await self._storing.save()
@@ -587,7 +585,7 @@ class AsyncChanges:
                 )
             return item
         except KeyboardInterrupt:
-            self._torn = True
+            self._interrupted = True
             raise
         except Exception as error:
             self._failure = error

@@ -220,8 +220,7 @@ class Changes:
         self._ending = Event()
         self._end_soon: Callable[[], None] = self._end
         self._closed = False
-        # A KeyboardInterrupt came in the middle of something.
-        self._torn = False
+        self._interrupted = False
         # Held while something is received, so that ``ready`` does not do so beside an iteration.
         self._receiving = Semaphore(1)
         self._asked = 0
@@ -395,13 +394,12 @@ class Changes:
     def save(self) -> None:
         """Store the positions that changed, in one atomic write; nothing without a position store.
 
-        Nothing either after a KeyboardInterrupt while the next item was awaited: what it met may be half done. What was
-        consumed since the last time comes again; to have it stored, call ``stop`` from a signal handler.
+        Nothing after a KeyboardInterrupt while the next item was awaited: what it met may be half done, and comes again.
 
         Raises:
             FencedError: another owner follows under the consumer's name by now, and stores its positions.
         """
-        if self._torn:
+        if self._interrupted:
             return
         try:
             self._storing.save()
@@ -588,7 +586,7 @@ class Changes:
                 )
             return item
         except KeyboardInterrupt:
-            self._torn = True
+            self._interrupted = True
             raise
         except Exception as error:
             self._failure = error
