@@ -481,8 +481,9 @@ class PartitionPurge:
         old_tombstones: those of them that are old enough.
         purged: those that went, or would go.
         purge_seqno: tombstones at or below may be gone.
-        holders: streams, consumers and cuts that have not passed the old ones.
+        holders: streams, consumers and cuts that have not passed the old ones, at most 20, the lowest first.
         problem: why the partition could not be looked at; None otherwise.
+        more_holders: how many more there are.
     """
 
     partition: int
@@ -492,6 +493,7 @@ class PartitionPurge:
     purge_seqno: int
     holders: tuple[PurgeHolder, ...]
     problem: UprError | None
+    more_holders: int = 0
 
 
 def partition_purge(message: admin.PartitionPurge) -> PartitionPurge:

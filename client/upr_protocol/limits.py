@@ -236,6 +236,9 @@ QUOTA_BYTES_MAX: Final = 2**60
 DURATION_SECONDS_MAX: Final = 36_500 * 24 * 3600.0
 """The longest duration that is taken where nothing else limits it."""
 
+PURGE_HOLDERS_MAX: Final = 20
+"""Holders of a partition's tombstones that an answer to Purge names; of the others it has the number."""
+
 PREFIXES_MAX: Final = 16
 """Key prefixes of an identity. Each is looked for in every key that it writes."""
 
@@ -245,6 +248,7 @@ assert (
     GET_BYTES_MAX + WAITING_GET_BYTES <= WAITING_GETS_BYTES_MAX < GET_CALLS_MAX * WAITING_GET_BYTES
 )
 assert PARTITIONS * FAILOVER_LOG_MAX * 19 < MESSAGE_BYTES_MAX
+assert PARTITIONS * (PURGE_HOLDERS_MAX + 1) * (NAME_BYTES_MAX + 100) < MESSAGE_BYTES_MAX
 assert FRAME_BYTES < BLOCK_COLUMN_BYTES < CREDIT_BYTES <= CREDIT_BYTES_MAX
 assert BLOCK_ROWS_MAX <= RUN_SPAN_MAX < SEQNO_MAX
 

@@ -34,6 +34,7 @@ def test_what_goes_and_what_stays_is_told(server_process: StartServer, dry_run: 
             "purge_seqno": 0,
             "holders": [],
             "problem": None,
+            "more_holders": 0,
         }
     ]
     table = CliRunner().invoke(main, ["purge", *options]).stdout.splitlines()

@@ -157,6 +157,40 @@ async def test_who_finds_no_memory_waits_for_a_flush(
         await stay()
 
 
+@pytest.mark.asyncio
+async def test_who_is_refused_has_the_tail_flushed_a_few_times_at_most(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much others write meanwhile."""
+    monkeypatch.setattr("upr.engine.bucket.PRODUCER_MEMORY_BYTES", 5000)
+    flush, flushes = host.flusher.flush, 0
+
+    async def counted(*, wanted: bool) -> bool:
+        nonlocal flushes
+        flushes += 1
+        return await flush(wanted=wanted)
+
+    async def others() -> None:
+        while True:
+            await host.write(row(b"a"), b"", None, 0)
+            await asyncio.sleep(0)
+
+    async def stay() -> None:
+        for i in range(20):
+            await host.producers.open(b"stays %d" % i)
+
+    monkeypatch.setattr(host.flusher, "flush", counted)
+    await host.write(row(b"a"), b"", None, 0)
+    writing = asyncio.create_task(others())
+    try:
+        with pytest.raises(TooManyError, match="must be at most 5000"):
+            await stay()
+    finally:
+        writing.cancel()
+    # The first one may begin before the newest entry is durable, and the last one behind the one that helped.
+    assert 1 <= flushes <= 3
+
+
 # Who is forgotten
 
 

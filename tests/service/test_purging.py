@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lmdb
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -24,6 +25,7 @@ from upr.storage.directory import DataDirectory
 from upr.storage.keyspace import partition_key
 from upr_protocol.block import build_block
 from upr_protocol.errors import NoRoomError
+from upr_protocol.limits import PURGE_HOLDERS_MAX
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
 P, Q = 9, 11
@@ -102,6 +104,24 @@ async def test_a_purge_whose_caller_leaves_is_not_stopped_half_way(
     async with asyncio.timeout(WAIT_SECONDS), host.compactor.turn:
         assert ends(host) == [4]
     assert not host.bucket.purging.any()
+
+
+@pytest.mark.asyncio
+async def test_the_lowest_holders_are_named_and_the_others_counted(host: BucketService) -> None:
+    """All names of a thousand in each partition would be more than a message."""
+    consumers, ids = host.bucket.consumer_positions, host.bucket.partitions.newest_id
+    for seqno in (2, 1):
+        for i in range(PURGE_HOLDERS_MAX):
+            at = np.array([seqno], np.uint64)
+            consumers.acknowledge(f"{seqno} {i:03}", np.array([P]), at, ids[[P]], 5)
+    (one,) = (await purge(host)).partitions
+    assert (one.old_tombstones, one.purged, one.more_holders) == (1, 0, PURGE_HOLDERS_MAX)
+    assert [(h.kind, h.seqno) for h in one.holders] == [("consumer", 1)] * PURGE_HOLDERS_MAX
+    assert {h.name for h in one.holders} == {f"1 {i:03}" for i in range(PURGE_HOLDERS_MAX)}
+    for i in range(PURGE_HOLDERS_MAX):
+        consumers.forget(f"2 {i:03}")
+    (one,) = (await purge(host)).partitions
+    assert (len(one.holders), one.more_holders) == (PURGE_HOLDERS_MAX, 0)
 
 
 @pytest.mark.asyncio

@@ -36,7 +36,7 @@ from upr_protocol.errors import (
     UprError,
     shown,
 )
-from upr_protocol.limits import PARTITIONS, QUOTA_BYTES_MAX, check_name
+from upr_protocol.limits import PARTITIONS, PURGE_HOLDERS_MAX, QUOTA_BYTES_MAX, check_name
 from upr_protocol.position import Position
 from upr_protocol.wire.codec import position_to_message, problem_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -507,8 +507,10 @@ class AdminMethods:
                     old_tombstones=result.tombstones.old,
                     purged=result.purged,
                     purge_seqno=int(host.bucket.partitions.purge[partition]),
+                    more_holders=max(len(result.holders) - PURGE_HOLDERS_MAX, 0),
                 )
-                for one in result.holders:
+                # A thousand streams that hold all partitions up would be more than a message.
+                for one in sorted(result.holders, key=lambda one: one.seqno)[:PURGE_HOLDERS_MAX]:
                     message.holders.add(kind=one.kind, name=one.name, seqno=one.seqno)
         return response
 

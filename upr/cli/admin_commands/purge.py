@@ -59,7 +59,8 @@ def purge(
 def _holders(one: "PartitionPurge") -> str:
     if one.problem is not None:
         return str(one.problem)
-    return ", ".join(f"{h.kind} {h.name} at {h.seqno}".replace("  ", " ") for h in one.holders)
+    names = [f"{h.kind} {h.name} at {h.seqno}".replace("  ", " ") for h in one.holders]
+    return ", ".join(names + [f"{one.more_holders} more"] * bool(one.more_holders))
 
 
 def _document(one: "PartitionPurge") -> dict[str, Any]:

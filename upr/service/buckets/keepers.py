@@ -448,6 +448,7 @@ class ProducerKeeper:
         """
         disk, bucket = self._disk, self._bucket
         deadline = time.monotonic() + _WAIT_SECONDS
+        asked_at = bucket.tail.end
         while True:
             first, last = bucket.tail.first, None
             if not bucket.knows_producer(name):
@@ -460,8 +461,9 @@ class ProducerKeeper:
             try:
                 return bucket.open_producer(name, last)
             except TooManyError:
-                # A flush helps: producers whose writes are stored need no memory.
-                if bucket.tail.first == bucket.tail.end or time.monotonic() > deadline:
+                # A flush helps: producers whose writes are stored need no memory. One that was refused must not have
+                # the tail flushed again and again while others write.
+                if bucket.tail.first >= asked_at or time.monotonic() > deadline:
                     raise
                 self._flush()
                 await disk.next_change()

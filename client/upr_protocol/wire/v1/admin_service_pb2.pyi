@@ -703,6 +703,7 @@ class PartitionPurge(_message.Message):
     PURGE_SEQNO_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    MORE_HOLDERS_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     """0 to 1023."""
     tombstones: _builtins.int
@@ -713,9 +714,11 @@ class PartitionPurge(_message.Message):
     """Those that went, or would go."""
     purge_seqno: _builtins.int
     """The purge seqno, after what was done."""
+    more_holders: _builtins.int
+    """How many more hold old ones up."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___PurgeHolder]:
-        """Who holds old ones up, each with the seqno that it has passed."""
+        """Who holds old ones up, each with the seqno that it has passed: at most 20, the lowest first."""
 
     @_builtins.property
     def problem(self) -> _types_pb2.Problem:
@@ -731,10 +734,11 @@ class PartitionPurge(_message.Message):
         purge_seqno: _builtins.int = ...,
         holders: _abc.Iterable[Global___PurgeHolder] | None = ...,
         problem: _types_pb2.Problem | None = ...,
+        more_holders: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "old_tombstones", b"old_tombstones", "partition", b"partition", "problem", b"problem", "purge_seqno", b"purge_seqno", "purged", b"purged", "tombstones", b"tombstones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "more_holders", b"more_holders", "old_tombstones", b"old_tombstones", "partition", b"partition", "problem", b"problem", "purge_seqno", b"purge_seqno", "purged", b"purged", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
