@@ -37,10 +37,8 @@ from upr_protocol.errors import (
     AlreadyExistsError,
     DataDirectoryError,
     NoRoomError,
-    PartitionNotActiveError,
     ShuttingDownError,
     StorageFailedError,
-    UnknownOutcomeError,
     UprError,
 )
 from upr_protocol.failover import FailoverLog
@@ -830,27 +828,6 @@ async def test_a_server_that_was_fenced_acknowledges_again_once_it_is_promoted(
     await host.activate(2, {})
     written = await host.write(rows(b"a"), b"", None, 0)
     await asyncio.wait_for(host.durable(written.entry), WAIT_SECONDS)
-    assert await asyncio.wait_for(host.close(), WAIT_SECONDS)
-
-
-@pytest.mark.asyncio
-async def test_what_was_durable_before_another_became_active_is_acknowledged_no_more(
-    folder: Path,
-) -> None:
-    host = await started(BucketService(folder, config(folder)))
-    call: Any = object.__new__(writes_module._WriteCall)
-    call._host = host
-    until = asyncio.get_running_loop().time() + WAIT_SECONDS
-    written = await host.write(rows(b"a"), b"", None, 0)
-    pending = writes_module._Pending(1, 0, until, written)
-    await asyncio.wait_for(host.durable(written.entry), WAIT_SECONDS)
-    assert call._is_durable(pending)
-    host.fence()
-    assert not call._is_durable(pending)
-    await call._until_durable(pending, written)
-    assert isinstance(pending.error, UnknownOutcomeError)
-    with pytest.raises(PartitionNotActiveError):
-        await host.write(rows(b"b"), b"", None, 0)
     assert await asyncio.wait_for(host.close(), WAIT_SECONDS)
 
 

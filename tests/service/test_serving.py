@@ -148,3 +148,24 @@ async def test_a_repetition_is_not_answered_by_one_that_stepped_down(catalog: Ca
     with pytest.raises(PartitionNotActiveError):
         await host.write(rows(b"a"), b"p", call, 1)
     await host.close()
+
+
+@pytest.mark.asyncio
+async def test_what_was_durable_before_another_became_active_is_acknowledged_no_more(
+    catalog: Catalog,
+) -> None:
+    host = await started(catalog.find("default"))
+    call: Any = object.__new__(key_value._WriteCall)
+    call._host = host
+    until = asyncio.get_running_loop().time() + WAIT_SECONDS
+    written = await host.write(rows(b"a"), b"", None, 0)
+    pending = key_value._Pending(1, 0, until, written)
+    await asyncio.wait_for(host.durable(written.entry), WAIT_SECONDS)
+    assert call._is_durable(pending)
+    host.fence()
+    assert not call._is_durable(pending)
+    await call._until_durable(pending, written)
+    assert isinstance(pending.error, UnknownOutcomeError)
+    with pytest.raises(PartitionNotActiveError):
+        await host.write(rows(b"b"), b"", None, 0)
+    assert await asyncio.wait_for(host.close(), WAIT_SECONDS)

@@ -390,7 +390,8 @@ class Follower:
     def _left(self) -> npt.NDArray[np.bool_]:
         """By partition, whether a consumer of any server is to go elsewhere when it has all: no more is stored here."""
         leaves = self.options.any_server and not self.options.is_replica
-        return (self._table.state != ACTIVE) & (leaves and self._bucket.failure is not None)
+        left: npt.NDArray[np.bool_] = self._table.state != ACTIVE
+        return left if leaves and self._bucket.failure is not None else np.zeros_like(left)
 
     def _open(
         self, request: StartRequest, log: FailoverLog, high: int, until: int | None
@@ -755,11 +756,9 @@ class Follower:
 
     def _end_waiting(self, failure: UprError) -> None:
         """End the streams that have everything durable: after a failed journal, nothing more becomes durable."""
-        table = self._table
-        last = table.high if self.options.memory else table.durable
-        unmet = (self._until != NO_END) & (self._until > self._seqno)
-        more = (table.high > last) | unmet | self._left
-        waiting = (self._token != 0) & (self._seqno >= last) & more
+        last = self._table.high if self.options.memory else self._table.durable
+        unmet = (self._until != NO_END) & (self._until > self._seqno) | self._left
+        waiting = (self._token != 0) & (self._seqno >= last) & ((self._table.high > last) | unmet)
         if waiting.any():
             words = f"changes that the stream waits for cannot become durable: {failure.message}"
             why = EndReason("STORAGE_ERROR", failure.retriable, words, failure.hint)

@@ -215,12 +215,11 @@ class Changes:
             bucket, options, self._following, self._mutex, self._say, self._send
         )
         self._unreported: deque[str] = deque(maxlen=1024)
-        self._entered = False
+        self._entered = self._interrupted = False
         # Set by ``stop`` and ``close``: nothing more is handed out.
         self._ending = Event()
         self._end_soon: Callable[[], None] = self._end
         self._closed = False
-        self._interrupted = False
         # Held while something is received, so that ``ready`` does not do so beside an iteration.
         self._receiving = Semaphore(1)
         self._asked = 0
