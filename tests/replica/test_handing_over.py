@@ -799,3 +799,20 @@ async def test_a_server_without_a_bucket_confirms_nothing_after_a_restart(start:
     await until(lambda: again.owning.active)
     assert again.owning.standing.row.epoch > epoch
     assert not new.owning.active
+
+
+@pytest.mark.asyncio
+async def test_an_owner_that_claimed_while_it_heard_of_another_goes_on(start: Start) -> None:
+    old, new = await start_set(start)
+    row, (host,) = old.owning.standing.row, old.catalog.hosts
+    async with old.owning._storing:
+        other = replace(row, epoch=row.epoch + 1, owner=new.owning.standing.directory)
+        learning = asyncio.create_task(old.owning.learned(other, other.epoch))
+        await asyncio.sleep(0)
+        assert not host.may_answer
+        newer = replace(row, epoch=row.epoch + 2)
+        claimed = replace(old.owning.standing, row=newer, promised=newer.epoch, candidate=row.owner)
+        old.catalog.standing = replace(old.catalog.standing, standing=claimed)
+    await learning
+    assert old.owning.active
+    assert host.may_answer

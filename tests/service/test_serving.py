@@ -162,7 +162,7 @@ async def test_what_was_durable_before_another_became_active_is_acknowledged_no_
     pending = key_value._Pending(1, 0, until, written)
     await asyncio.wait_for(host.durable(written.entry), WAIT_SECONDS)
     assert call._is_durable(pending)
-    host.fence()
+    host.fence(on=True)
     assert not call._is_durable(pending)
     await call._until_durable(pending, written)
     assert isinstance(pending.error, UnknownOutcomeError)

@@ -435,6 +435,8 @@ class ReplicasWorld:
     def settle(self) -> None:
         """Mend everything, and wait until one server is active and all others follow it."""
         self.net.heal()
+        # Also where it ends at once: one that is dead looks as it did when it died.
+        self.no_more_deaths()
         began = self._timeline.now
         at = 0
         while not any(self.in_step(server) for server in self.servers):

@@ -94,6 +94,7 @@ class Owning:
         self.agreeing = None if rows is None else Agreeing(rows, catalog, self.meeting)
         catalog.servers = self._servers
         catalog.is_newest = self._is_newest
+        self._fences = 0
         self.active = not catalog.replica
         self.waiting = ""
         self.drained = False
@@ -194,19 +195,30 @@ class Owning:
             return after.met(epoch) if after.owns else after
 
         after = change(self.standing)
-        if self.active and not after.owns:
+        fences = self.active and not after.owns
+        if fences:
             # Before it is stored, which takes a while.
-            for host in self._catalog.hosts:
-                host.fence()
+            self._fence(+1)
         try:
             if after != self.standing:
                 await self.store(change)
         finally:
-            if self.active and not change(self.standing).owns:
+            # It may have become the owner of that very epoch meanwhile.
+            steps_down = self.active and not change(self.standing).owns
+            if fences:
+                self._fence(-1, keeps=steps_down)
+            if steps_down:
                 log.warning(
                     "a higher epoch was met: this server steps down", extra={"epoch": epoch}
                 )
                 await self.step_down(fenced=True)
+
+    def _fence(self, change: int, *, keeps: bool = False) -> None:
+        """Count who fences the buckets, and lift that with the last one."""
+        self._fences += change
+        if self.active and not keeps:
+            for host in self._catalog.hosts:
+                host.fence(on=self._fences > 0)
 
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes; what is numbered is on disk when this returns. See ``BucketService.step_down``."""

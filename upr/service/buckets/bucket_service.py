@@ -439,9 +439,10 @@ class BucketService:
         # Gets that wait for a write hear that it was undone.
         self.disk.changed()
 
-    def fence(self) -> None:
-        """Acknowledge and number nothing from this step on: another server may be active; ``step_down`` follows."""
-        self._fenced = True
+    def fence(self, *, on: bool) -> None:
+        """Acknowledge and number nothing from this step on, while another server may be active; or do so again."""
+        self._fenced = on
+        self.disk.changed()
 
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes, in this step, and have everything that was numbered on disk before this returns.
