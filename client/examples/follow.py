@@ -8,6 +8,7 @@ A change is printed at least once: the file is written once a second, so after a
 """
 
 import argparse
+import signal
 import sys
 from datetime import datetime
 from typing import Literal
@@ -51,9 +52,20 @@ def follow(options: argparse.Namespace) -> None:
             on_rollback="event",
             on_status=say,
         )
+        stopped = []
+
+        def stop(number: int, _: object) -> None:
+            # A KeyboardInterrupt could come in the middle of receiving. The second Ctrl-C ends the process.
+            signal.signal(number, signal.SIG_DFL)
+            stopped.append(number)
+            changes.stop()
+
         with changes:
+            signal.signal(signal.SIGINT, stop)
             for event in changes:
                 show(event)
+        if stopped:
+            say("stopped")
 
 
 def main() -> int:

@@ -456,19 +456,24 @@ def test_no_thread_of_a_call_is_left_when_it_was_closed(monkeypatch: pytest.Monk
     assert not any(taker.is_alive() for taker in takers)
 
 
-def test_what_an_interrupt_met_half_done_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted_here(_: Changes) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_an_interrupt_met_half_done_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    def interrupted_here(*_: object) -> None:
         raise KeyboardInterrupt
 
-    positions = MemoryPositions()
+    positions, tuning = MemoryPositions(), Tuning(save_seconds=3600)
     with serve([FOLLOW]) as server, Client(server.target) as client:
-        with client.bucket().changes(resume=positions, only=Only([1])) as changes:
-            assert next(changes).seqno == 1
-            monkeypatch.setattr(Changes, "_go_on", interrupted_here)
+        with client.bucket().changes(resume=positions, only=Only([1]), tuning=tuning) as changes:
+            assert [next(changes).seqno for _ in range(4)] == [1, 2, 3, 4]
+            if waits:
+                monkeypatch.setattr(Queue, "get", interrupted_here)
+            else:
+                monkeypatch.setattr(Changes, "_receive", interrupted_here)
             with pytest.raises(KeyboardInterrupt):
                 list(changes)
-            changes.save()
-    assert positions.load([1]) == {}
+    assert {p: at.seqno for p, at in positions.load([1]).items()} == ({1: 4} if waits else {})
 
 
 def follow_for_a_while() -> None:

@@ -502,11 +502,15 @@ class Follow:
     Args:
         method: the stub's Follow.
         request: the Open.
+
+    Attributes:
+        waits: whether ``next`` waits for a message; so also after an exception that it did not raise itself.
     """
 
     def __init__(self, method: Callable[..., Any], request: stream_pb2.Open) -> None:
         self._inbox: Queue[Any] = Queue()
         self._told: deque[stream_pb2.FollowResponse] = deque()
+        self.waits = False
         self._state = CallState(request, now())
         self._call = Call(method, "upr-follow", self._on_message, self._on_end)
         self._call.send(stream_pb2.FollowRequest(open=request))
@@ -567,7 +571,9 @@ class Follow:
             return told
         waited = seconds is None or seconds >= MOMENT_SECONDS
         longest = self._state.patience(now())
+        self.waits = True
         message = await self._inbox.get(longest if seconds is None else min(seconds, longest))
+        self.waits = False
         if message is _WAKE:
             return self.told()
         if message is None:

@@ -392,7 +392,7 @@ class AsyncChanges:
     async def save(self) -> None:
         """Store the positions that changed, in one atomic write; nothing without a position store.
 
-        Nothing after a KeyboardInterrupt while the next item was awaited: what it met may be half done, and comes again.
+        Nothing after a KeyboardInterrupt in the middle of receiving: what it met may be half done, and comes again.
 
         Raises:
             FencedError: another owner follows under the consumer's name by now, and stores its positions.
@@ -584,7 +584,7 @@ class AsyncChanges:
                 )
             return item
         except KeyboardInterrupt:
-            self._interrupted = True
+            self._interrupted = self._follow is None or not self._follow.waits
             raise
         except Exception as error:
             self._failure = error

@@ -393,7 +393,7 @@ class Changes:
     def save(self) -> None:
         """Store the positions that changed, in one atomic write; nothing without a position store.
 
-        Nothing after a KeyboardInterrupt while the next item was awaited: what it met may be half done, and comes again.
+        Nothing after a KeyboardInterrupt in the middle of receiving: what it met may be half done, and comes again.
 
         Raises:
             FencedError: another owner follows under the consumer's name by now, and stores its positions.
@@ -585,7 +585,7 @@ class Changes:
                 )
             return item
         except KeyboardInterrupt:
-            self._interrupted = True
+            self._interrupted = self._follow is None or not self._follow.waits
             raise
         except Exception as error:
             self._failure = error
