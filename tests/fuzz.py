@@ -84,15 +84,7 @@ def mend_block(data: bytes) -> bytes:
         message = types_pb2.Block.FromString(data)
     except Exception:
         return data
-    columns = [
-        message.seqnos,
-        message.ops,
-        message.key_offsets,
-        message.keys,
-        message.value_offsets,
-        message.values,
-        message.times,
-    ]
+    columns = codec._columns_of(message)
     message.table_crc = google_crc32c.value(message.runs)
     message.columns_crc = crc_of_columns(columns)
     if message.zstd:
