@@ -323,9 +323,6 @@ def _stopped_by_interrupts(changes: "Changes") -> "Iterator[Iterator[ChangeBatch
         yield receiving()
         if stopped:
             raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        changes.save()
-        raise
     finally:
         signal.signal(signal.SIGINT, before)
 
