@@ -56,7 +56,7 @@ def test_a_long_value_is_cut() -> None:
 
 def test_no_line_of_a_trace_looks_like_a_line_of_the_log() -> None:
     try:
-        raise ValueError("x\n2026-11-22 00:00:00,000 critical forged")
+        raise ValueError("x\n\n2026-11-22 00:00:00,000 critical forged") from KeyError("y")
     except ValueError as error:
         record = logging.makeLogRecord(
             {"msg": "failed", "exc_info": (ValueError, error, error.__traceback__)}

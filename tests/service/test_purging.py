@@ -1,6 +1,7 @@
 """Purging and merging under a bucket's host: interrupted, without room, and met by damage."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from upr.storage.blocks import Replacement
 from upr.storage.directory import DataDirectory
 from upr.storage.keyspace import partition_key
 from upr_protocol.block import build_block
-from upr_protocol.errors import NoRoomError
+from upr_protocol.errors import BucketGoneError, NoRoomError
 from upr_protocol.limits import PURGE_HOLDERS_MAX
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
@@ -172,6 +173,34 @@ async def test_a_purge_without_room_ends_at_once_and_holds_up_no_reader(
         await asyncio.wait_for(host.compactor.purge(P), WAIT_SECONDS)
     assert not host.bucket.purging.any()
     assert ends(host) == [2, 4]
+
+
+@pytest.mark.asyncio
+async def test_a_purge_that_fails_once_its_caller_has_left_disturbs_nobody(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    entered, let = threading.Event(), threading.Event()
+
+    def failing(*_: object) -> None:
+        entered.set()
+        assert let.wait(WAIT_SECONDS)
+        raise BucketGoneError("bucket default was dropped")
+
+    monkeypatch.setattr(host.disk.store, "heads", failing)
+    purge = asyncio.create_task(host.compactor.purge(P))
+    assert await asyncio.to_thread(entered.wait, WAIT_SECONDS)
+    purge.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await purge
+    let.set()
+    async with asyncio.timeout(WAIT_SECONDS):
+        while host.compactor._work:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert unhandled == []
 
 
 @pytest.mark.asyncio

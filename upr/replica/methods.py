@@ -13,7 +13,8 @@ from upr.replica.meeting import held_to_messages, row_of_message, row_to_message
 from upr.replica.owning import Owning
 from upr.replica.telling import Cluster, Telling
 from upr.service.access.rules import PERMIT, RULES
-from upr.service.buckets.catalog import Catalog, finish_even_if_cancelled
+from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.keepers import finish_even_if_cancelled
 from upr.service.calls import answering
 from upr.service.overload.intake import Context
 from upr_protocol.errors import UprError, shown

@@ -57,7 +57,8 @@ class TextFormatter(logging.Formatter):
         text = " ".join(words)
         if not record.exc_info:
             return text
-        return f"{text}\n{textwrap.indent(self.formatException(record.exc_info), '  ')}"
+        trace = self.formatException(record.exc_info)
+        return f"{text}\n{textwrap.indent(trace, '  ', lambda line: True)}"
 
 
 class JsonFormatter(logging.Formatter):

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import lmdb
 import numpy as np
@@ -25,6 +25,7 @@ from upr.service.buckets.bucket_service import (
     BucketService,
     new_failover_id,
 )
+from upr.service.buckets.keepers import finish_even_if_cancelled
 from upr.service.buckets.room import DiskRoom, WaitingRoom
 from upr.service.buckets.serving import not_active
 from upr.service.clock import Clock
@@ -66,7 +67,6 @@ WATCH_SECONDS = 1.0
 """Interval between checks that the data directory and its files still exist."""
 DAMAGED_HINT = "put a copy of its folder in its place and restart the server, or drop the bucket"
 GONE_HINT = "what was known of the old one is void; begin from 0"
-_T = TypeVar("_T")
 
 
 class DuplicateBucketError(DataDirectoryError):
@@ -811,13 +811,6 @@ class Catalog:
             if isinstance(outcome, BaseException):
                 log.error("a bucket could not be closed", exc_info=outcome)
         return not self._lost and all(outcome is True for outcome in outcomes)
-
-
-async def finish_even_if_cancelled(task: "asyncio.Task[_T]") -> _T:
-    """Wait for a task that completes even if the waiting caller is cancelled."""
-    # Retrieve the exception, or asyncio logs it as never retrieved.
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return await asyncio.shield(task)
 
 
 async def _as_it_is() -> None:

@@ -35,7 +35,7 @@ from upr.engine.compaction import (
 )
 from upr.service import trouble
 from upr.service.buckets.disk import Disk
-from upr.service.buckets.keepers import pause
+from upr.service.buckets.keepers import finish_even_if_cancelled, pause
 from upr.storage.blocks import BlockRange, Head, Replacement
 from upr.storage.compact import (
     Direct,
@@ -177,7 +177,7 @@ class Compactor:
         task = asyncio.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
-        return await asyncio.shield(task)
+        return await finish_even_if_cancelled(task)
 
     async def finish(self) -> None:
         """Wait for what has begun, after ``stop``."""

@@ -42,6 +42,8 @@ LEASE_LOOK_SECONDS: Final = 1.0
 """Longest interval between checks of leases. No lease is shorter, so none begins and ends in between."""
 assert LEASE_LOOK_SECONDS <= LEASE_SECONDS_MIN
 
+_T = TypeVar("_T")
+
 
 def micros(seconds: float) -> int:
     """Return a time of the event loop's clock, or a duration, in the engine's microseconds."""
@@ -53,6 +55,13 @@ async def pause(stopping: asyncio.Event, seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await stopping.wait()
+
+
+async def finish_even_if_cancelled(task: asyncio.Task[_T]) -> _T:
+    """Wait for a task that completes even if the waiting caller is cancelled."""
+    # Retrieve the exception, or asyncio logs it as never retrieved.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(task)
 
 
 class LeaseKeeper:
@@ -80,7 +89,6 @@ log = logging.getLogger(__name__)
 
 CUT_LOOK_SECONDS = 1.0
 """Interval between checks of leases."""
-_T = TypeVar("_T")
 
 
 class CutKeeper:
