@@ -200,3 +200,34 @@ def test_closed_streams_and_a_full_disk_are_a_line(target: str, tmp_path: Path) 
         assert client.bucket().get(b"key") == b"value"
     # An identity whose token nobody has seen is not there.
     assert read_identities(tmp_path / "identities").all == []
+
+
+ENDING = """
+import atexit, sys
+from upr_cli_kit.entry import run
+
+class Kept:
+    def __del__(self):
+        open("taken apart", "w")
+
+class Main:
+    def main(self, prog_name):
+        sys.modules["kept"].kept = Kept()
+        atexit.register(open, "done", "w")
+        sys.stdout.write("said")
+        sys.exit(int(sys.argv[1]))
+
+module = type(sys)("kept")
+module.main = Main()
+sys.modules["kept"] = module
+run("upr-x", "x", [], "kept")
+"""
+
+
+@pytest.mark.parametrize("status", [0, 4])
+def test_a_command_ends_before_the_interpreter_is_taken_apart(tmp_path: Path, status: int) -> None:
+    """A thread of Arrow that asks for the interpreter then would abort the process."""
+    command = [sys.executable, "-c", ENDING, str(status)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "said", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["done"]
