@@ -13,9 +13,17 @@ from tests.engine.test_follower_steps import bucket, commit, flush
 from tests.engine.test_replication import entry, write
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket, Written
-from upr.engine.follower import Follower, PlainStarts
+from upr.engine.follower import Follower
 from upr.engine.partitions import ACTIVE, REPLICA, Copies, DurableMarkers
-from upr.engine.streams import NOT_ACTIVE, EndReason, FollowOptions, Refused, Started, StartRequest
+from upr.engine.streams import (
+    NOT_ACTIVE,
+    EndReason,
+    FollowOptions,
+    PlainStarts,
+    Refused,
+    Started,
+    StartRequest,
+)
 from upr.storage.blocks import Encoded
 from upr.storage.keyspace import ProducerRow
 from upr.storage.read import ReadResult

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket, FlushPlan
-from upr.engine.follower import Follower
+from upr.engine.follower import FRAMES_UNTIL_JOINED, READ_PARTITIONS, Follower
 from upr.engine.partitions import ACTIVE, REPLICA, Partitions
 from upr.engine.streams import FollowOptions, Refused, RolledBack, Started, StartRequest
 from upr.engine.tail import MARK_EVERY
@@ -371,3 +372,80 @@ def test_a_stream_that_begins_inside_a_run_of_the_tail_gets_what_is_above() -> N
     ]
     starts = {int(r["partition"]): int(r["start_seqno"]) for block in blocks for r in block.runs}
     assert starts == {MINE: 2, OTHER: 0}
+
+
+def stored_and_tail(count: int, size: int) -> tuple[Bucket, dict[int, bytes]]:
+    """Return a bucket with a stored block in each of so many partitions, and three entries in the tail with one row of each."""
+    b = bucket()
+    for partition in range(count):
+        write(b, partition, b"v" * size)
+    commit(b)
+    blocks = {partition: data for partition, _, data in flush(b)}
+    for _ in range(3):
+        rows = build_block([b"k"] * count, [b"w"] * count, np.arange(count, dtype=np.uint32))
+        b.write(rows, b"", None, 0, 1)
+        commit(b)
+    return b, blocks
+
+
+def frames_of(follower: Follower, blocks: dict[int, bytes]) -> str:
+    """Send all, with reads of the store as long as one is wanted; return a letter a frame: from the store, or the tail."""
+    frames = ""
+    while True:
+        while (frame := follower.next_frame()) is not None:
+            first = decode_block(frame.blocks[0]).runs[0]
+            frames += "s" if first["start_seqno"] == 0 else "t"
+        wanted = follower.next_read()
+        if wanted is None and (frame := follower.next_frame()) is None:
+            return frames
+        if wanted is None:
+            frames += "t"
+            continue
+        results, left = [], wanted[1]
+        for request in wanted[0]:
+            data = [blocks[request.partition]] if left > 0 else []
+            results.append(ReadResult(request, [Encoded(decode_block(d).runs, d) for d in data]))
+            left -= sum(map(len, data))
+        follower.feed(results)
+
+
+def test_streams_that_come_from_the_store_go_on_in_the_tail_together() -> None:
+    count = 5 * READ_PARTITIONS
+    b, blocks = stored_and_tail(count, 1)
+    follower, _ = following(b, *range(count), window=1 << 26)
+    assert frames_of(follower, blocks) == "ssssst"
+
+
+def test_a_stream_waits_for_so_many_others_to_come_from_the_store_and_no_longer() -> None:
+    count = FRAMES_UNTIL_JOINED + 4
+    b, blocks = stored_and_tail(count, FRAME_BYTES)
+    follower, _ = following(b, *range(count), window=1 << 26)
+    assert frames_of(follower, blocks) == "s" * FRAMES_UNTIL_JOINED + "t" + "ssss" + "t"
+
+
+def test_a_stream_waits_for_none_that_cannot_be_read() -> None:
+    b, blocks = stored_and_tail(2, 1)
+    follower, wake = following(b, 0, 1)
+    b.purging[1] = 9
+    assert frames_of(follower, blocks) == "st"
+    assert follower._seqno[:2].tolist() == [4, 0]
+    # Nor for one that goes.
+    b.purging[1] = 0
+    assert follower.next_read() is not None
+    follower.stop([1])
+    follower.feed([])
+    wake.count = 0
+    assert frames_of(follower, blocks) == ""
+
+
+def test_a_stream_that_ended_while_it_came_from_the_store_does_not_come_back() -> None:
+    b, blocks = stored_and_tail(2, FRAME_BYTES)
+    follower, _ = following(b, 0, 1, window=1 << 26)
+    wanted = follower.next_read()
+    assert wanted is not None
+    first = Encoded(decode_block(blocks[0]).runs, blocks[0])
+    follower.feed([ReadResult(wanted[0][0], [first])])
+    assert follower.next_frame() is not None
+    follower.stop([0])
+    assert frames_of(follower, blocks) == "st"
+    assert follower._seqno[:2].tolist() == [1, 4]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.engine.test_follower_steps import commit, flush, write
 from upr.engine.bucket import Bucket
-from upr.engine.follower import Follower, PlainStarts
+from upr.engine.follower import Follower
 from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Partitions
-from upr.engine.streams import FollowOptions, Started, StartRequest
+from upr.engine.streams import FollowOptions, PlainStarts, Started, StartRequest
 from upr.storage.keyspace import PartitionRow
 from upr.storage.store import Identity
 from upr_protocol.block import START

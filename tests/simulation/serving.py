@@ -7,11 +7,11 @@ import numpy as np
 
 from tests.simulation.network import Connection
 from tests.simulation.recording import Recorder
-from upr.engine.follower import PlainStarts
 from upr.engine.streams import (
     Answer,
     FollowOptions,
     FrameOut,
+    PlainStarts,
     Refused,
     RolledBack,
     Started,

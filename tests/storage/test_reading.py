@@ -8,6 +8,7 @@ from tests.service.test_vectors_live import run_of
 from upr.storage.read import read_blocks
 from upr.storage.store import ReadRequest, Store
 from upr_protocol.block import RUN
+from upr_protocol.limits import FRAME_PLAIN_BYTES
 
 
 def test_a_missing_block_is_an_error_of_its_partition(tmp_path: Path) -> None:
@@ -45,4 +46,23 @@ def test_a_flipped_bit_is_an_error_of_its_partition(tmp_path: Path, place: str) 
     assert [len(result.blocks) for result in results] == [0, 1]
     assert results[0].error is not None
     assert "CRC32C" in str(results[0].error)
+    store.close()
+
+
+def test_a_read_is_limited_by_what_it_sends_and_by_what_it_cuts(tmp_path: Path) -> None:
+    """Who is a little behind gets a little of each of many large blocks, and few reads do for all."""
+    rows, partitions = 20_000, 64
+    size = len(run_of(0, 0, rows, rows))
+    store = Store(tmp_path / "store")
+    blocks = [(p, rows, run_of(p, 0, rows, rows)) for p in range(partitions)]
+    store.put_flush(blocks, {}, {})
+    requests = [ReadRequest(p, rows - 10) for p in range(partitions)]
+    results = read_blocks(store, requests, size // 2)
+    cut = sum(len(result.blocks) for result in results)
+    assert (cut - 1) * size < FRAME_PLAIN_BYTES <= cut * size < FRAME_PLAIN_BYTES + size
+    assert [int(r.blocks[0].runs["count"][0]) for r in results[:cut]] == [10] * cut
+    assert not any(result.blocks or result.error for result in results[cut:])
+    # Those that are sent whole count as they are.
+    whole = read_blocks(store, [ReadRequest(p, 0) for p in range(partitions)], 3 * size)
+    assert [len(result.blocks) for result in whole] == [1, 1, 1, *([0] * (partitions - 3))]
     store.close()

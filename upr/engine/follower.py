@@ -11,7 +11,7 @@ little earlier, never later.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from upr.engine.bucket import Bucket
 from upr.engine.groups import Seat
-from upr.engine.partitions import ACTIVE, REPLICA, Partitions
+from upr.engine.partitions import ACTIVE
 from upr.engine.streams import (
     FINISHED,
     LEASE_ENDED,
@@ -29,6 +29,7 @@ from upr.engine.streams import (
     EndReason,
     FollowOptions,
     FrameOut,
+    PlainStarts,
     Refused,
     RolledBack,
     Started,
@@ -45,7 +46,7 @@ from upr.storage.blocks import Encoded
 from upr.storage.read import ReadResult
 from upr.storage.search import StoredBeginning
 from upr.storage.store import ReadRequest
-from upr_protocol.block import I64, POSITION, START, STARTED, U64, Runs
+from upr_protocol.block import I64, POSITION, STARTED, U64, Runs
 from upr_protocol.errors import (
     BehindError,
     InvalidArgumentError,
@@ -100,100 +101,11 @@ class Beginnings:
         return min(seqno, int(self._markers[partition]))
 
 
-_Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(slots=True)
-class PlainStarts:
-    """Start table: requests without special options as columns, one item a request.
-
-    Attributes:
-        partitions: 0 to 1023, each once.
-        failover_ids, seqnos, data_ids, horizons: as in ``StartRequest``, 0 for an id or a horizon that is not named.
-        until_now: whether the streams end at the current seqnos.
-        needs_log: whether the answer must carry the failover log: the request names no id, or has no data.
-    """
-
-    partitions: I64
-    failover_ids: U64
-    seqnos: U64
-    data_ids: U64
-    horizons: U64
-    until_now: bool
-    needs_log: _Mask = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.needs_log = (self.seqnos == 0) | (self.failover_ids == 0)
-
-    @classmethod
-    def read(cls, data: bytes, until_now: bool) -> "PlainStarts":
-        """Return the table of a Start.
-
-        Raises:
-            InvalidArgumentError: its size is none that records add up to, or a partition is out of range or there
-                twice.
-        """
-        if len(data) % START.itemsize or len(data) > PARTITIONS * START.itemsize:
-            raise InvalidArgumentError(
-                f"Start table is {len(data)} bytes; must be a multiple of {START.itemsize}, for at most {PARTITIONS} records"
-            )
-        table = np.frombuffer(data, START)
-        partitions = table["partition"].astype(np.int64)
-        if len(partitions) and int(partitions.max()) >= PARTITIONS:
-            raise InvalidArgumentError(
-                f"partition of a Start is {int(partitions.max())}; must be 0 to {PARTITIONS - 1}"
-            )
-        if len(np.unique(partitions)) < len(partitions):
-            raise InvalidArgumentError("a Start table names a partition twice")
-        ids, seqnos, data_ids, horizons = (
-            table[name].astype(np.uint64) for name in ("failover_id", "seqno", "data_id", "horizon")
-        )
-        return cls(partitions, ids, seqnos, data_ids, horizons, until_now)
-
-    def plain(self, table: Partitions) -> _Mask:
-        """Return where ``answer_start`` would say "started" with an answer that fits a record.
-
-        Doubtful requests are left to it.
-        """
-        p = self.partitions
-        newest = table.newest_id[p]
-        serves = (table.state[p] == ACTIVE) | (table.state[p] == REPLICA)
-        is_new = (self.failover_ids == 0) & (self.seqnos == 0) & (self.data_ids == 0)
-        is_new &= self.horizons == 0
-        held = (self.data_ids == newest) & (self.seqnos > 0)
-        held &= (self.seqnos <= table.high[p]) & (self.seqnos >= table.purge[p])
-        held &= self.horizons <= table.high[p]
-        nothing_held = (
-            (self.seqnos == 0)
-            & (self.horizons == 0)
-            & ((self.data_ids == 0) | (self.data_ids == newest))
-        )
-        goes_on = (self.failover_ids == newest) & (held | nothing_held)
-        born = np.array([len(table.logs[i]) == 1 for i in p.tolist()], bool)
-        plain: _Mask = serves & (is_new | goes_on) & (born | ~self.needs_log)
-        return plain
-
-    def requests(self, chosen: _Mask) -> list[StartRequest]:
-        """Return the chosen records as single requests."""
-        columns = (self.partitions, self.failover_ids, self.seqnos, self.data_ids, self.horizons)
-        return [
-            StartRequest(
-                partition,
-                failover_id or None,
-                seqno,
-                data_id or None,
-                until_now=self.until_now,
-                horizon=horizon or None,
-            )
-            for partition, failover_id, seqno, data_id, horizon in zip(
-                *(column[chosen].tolist() for column in columns), strict=True
-            )
-        ]
-
-
 NO_END: Final = np.iinfo(np.uint64).max
 READ_PARTITIONS: Final = 64
 """Most partitions in one read of the store."""
+FRAMES_UNTIL_JOINED: Final = 16
+"""Frames from the store after which the streams that came to its end go on in the tail, if others still read it."""
 STEPS_AT_ONCE: Final = 4
 """Most attempts to build a frame in one step while the tail holds nothing for this follower."""
 
@@ -235,6 +147,8 @@ class Follower:
         # Partition, token and size of a block that is read again when it can be sent.
         self._unfit: tuple[int, int, int] | None = None
         self._reading = False
+        # Frames from the store since streams joined the tail.
+        self._frames_since = 0
         self.reads = 0
         """Number of reads of the store."""
         self.has_tables = False
@@ -439,14 +353,30 @@ class Follower:
         """Return a partition's epoch for a replica; a consumer gets none."""
         return int(self._table.epoch[partition]) if self.options.is_replica else 0
 
-    def _attach(self, partition: int) -> None:
-        """Attach a stream to the store or the tail, whichever holds its next seqno."""
+    def _attach(self, partition: int, *, soon: bool = False) -> None:
+        """Attach a stream to the store or the tail, whichever holds its next seqno.
+
+        Args:
+            soon: to the tail with others that come from the store. The few of one read would go through all its entries for
+                themselves, and the next few again.
+        """
         seqno = int(self._seqno[partition])
         if seqno < int(self._table.stored[partition]):
             self._from_store[partition] = True
             return
         self._from_store[partition] = False
+        if soon:
+            self._groups.coming[partition] = True
+            return
         self._groups.join([partition], self._bucket.tail.find(partition, seqno))
+
+    def _join_tail(self) -> None:
+        """Attach the streams that come from the store."""
+        coming = np.flatnonzero(self._groups.coming).tolist()
+        self._groups.coming[:] = False
+        self._frames_since = 0
+        for partition in coming:
+            self._attach(partition)
 
     def stop(self, partitions: Iterable[int]) -> None:
         """End streams on request of the consumer; partitions without one are skipped."""
@@ -635,6 +565,9 @@ class Follower:
         waiting = np.flatnonzero(self._from_store & (self._bucket.purging <= self._seqno))
         size = self._unfit[2] if self._unfit is not None and self._is_held_up() else 1
         if not len(waiting) or not self.credit.may_send(size):
+            if self._groups.coming.any():
+                self._join_tail()
+                self.wake()
             return None
         # Turns are fair: a read begins behind the last partition that the one before it found blocks of.
         first = int(np.searchsorted(waiting, self._turn)) % len(waiting)
@@ -700,6 +633,9 @@ class Follower:
         if stable is not None:
             self._return_stable(stable)
         frame = self._frame_from_store(stable)
+        self._frames_since += frame is not None
+        if self._frames_since >= FRAMES_UNTIL_JOINED or not self._is_reading():
+            self._join_tail()
         if frame is None and (self._ready or self._is_held_up()):
             # Blocks from the store wait for credit. Smaller frames from the tail must not use it up for ever.
             # A consumer may take as long as it likes to give credit: what it waits for is not kept.
@@ -797,7 +733,7 @@ class Follower:
             if self._token[partition] and not (
                 waits or any(item[0] == partition for item in self._ready)
             ):
-                self._attach(partition)
+                self._attach(partition, soon=True)
         self._end([p for p in touched if self._is_done(p)], FINISHED)
         if not blocks:
             return None

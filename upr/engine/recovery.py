@@ -24,10 +24,10 @@ from upr.storage.compact import FlushSlice, make_chunk, merge_slice
 from upr.storage.journal import Commit
 from upr.storage.keyspace import PartitionRow, ProducerNumbers
 from upr_protocol.block import U64, Block, Runs, select_runs
-from upr_protocol.errors import CorruptBlockError, DataDamagedError, InvalidArgumentError
+from upr_protocol.errors import CorruptBlockError, DataDamagedError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import FAILOVER_LOG_RECORDS, PARTITIONS
-from upr_protocol.wire.codec import decode_block, encode_block
+from upr_protocol.wire.codec import encode_block, reopen_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +218,9 @@ class _Replay:
     def replay(self, commit: Commit) -> None:
         for place, entry in enumerate(commit.entries):
             try:
-                block = decode_block(entry.block)
-            except (CorruptBlockError, InvalidArgumentError) as error:
+                # It was checked whole before it was journalled.
+                block = reopen_block(entry.block)
+            except CorruptBlockError as error:
                 raise DataDamagedError(
                     f"journal commit {commit.number} holds a damaged block: {error.message}",
                     hint="restore the data directory from a replica or a backup",

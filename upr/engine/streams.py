@@ -8,9 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
+from upr.engine.partitions import ACTIVE, REPLICA, Partitions
 from upr.storage.journal import NumberedWrite
 from upr.storage.read import Showing
 from upr.storage.search import StoredBeginning
+from upr_protocol.block import I64, START, U64
 from upr_protocol.errors import (
     DataDamagedError,
     InvalidArgumentError,
@@ -24,6 +29,8 @@ from upr_protocol.errors import (
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import StartAnswer
 from upr_protocol.limits import PARTITIONS
+
+_Mask = npt.NDArray[np.bool_]
 
 
 def no_such_end(partition: int, exact: int, seqno: int, high: int) -> SnapshotGoneError | None:
@@ -327,3 +334,91 @@ def not_owner(partition: int, member: str) -> NotOwnerError:
         f"member {shown(member)} does not own partition {partition}",
         hint="wait for an Assignment",
     )
+
+
+@dataclass(slots=True)
+class PlainStarts:
+    """Start table: requests without special options as columns, one item a request.
+
+    Attributes:
+        partitions: 0 to 1023, each once.
+        failover_ids, seqnos, data_ids, horizons: as in ``StartRequest``, 0 for an id or a horizon that is not named.
+        until_now: whether the streams end at the current seqnos.
+        needs_log: whether the answer must carry the failover log: the request names no id, or has no data.
+    """
+
+    partitions: I64
+    failover_ids: U64
+    seqnos: U64
+    data_ids: U64
+    horizons: U64
+    until_now: bool
+    needs_log: _Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.needs_log = (self.seqnos == 0) | (self.failover_ids == 0)
+
+    @classmethod
+    def read(cls, data: bytes, until_now: bool) -> "PlainStarts":
+        """Return the table of a Start.
+
+        Raises:
+            InvalidArgumentError: its size is none that records add up to, or a partition is out of range or there
+                twice.
+        """
+        if len(data) % START.itemsize or len(data) > PARTITIONS * START.itemsize:
+            raise InvalidArgumentError(
+                f"Start table is {len(data)} bytes; must be a multiple of {START.itemsize}, for at most {PARTITIONS} records"
+            )
+        table = np.frombuffer(data, START)
+        partitions = table["partition"].astype(np.int64)
+        if len(partitions) and int(partitions.max()) >= PARTITIONS:
+            raise InvalidArgumentError(
+                f"partition of a Start is {int(partitions.max())}; must be 0 to {PARTITIONS - 1}"
+            )
+        if len(np.unique(partitions)) < len(partitions):
+            raise InvalidArgumentError("a Start table names a partition twice")
+        ids, seqnos, data_ids, horizons = (
+            table[name].astype(np.uint64) for name in ("failover_id", "seqno", "data_id", "horizon")
+        )
+        return cls(partitions, ids, seqnos, data_ids, horizons, until_now)
+
+    def plain(self, table: Partitions) -> _Mask:
+        """Return where ``answer_start`` would say "started" with an answer that fits a record.
+
+        Doubtful requests are left to it.
+        """
+        p = self.partitions
+        newest = table.newest_id[p]
+        serves = (table.state[p] == ACTIVE) | (table.state[p] == REPLICA)
+        is_new = (self.failover_ids == 0) & (self.seqnos == 0) & (self.data_ids == 0)
+        is_new &= self.horizons == 0
+        held = (self.data_ids == newest) & (self.seqnos > 0)
+        held &= (self.seqnos <= table.high[p]) & (self.seqnos >= table.purge[p])
+        held &= self.horizons <= table.high[p]
+        nothing_held = (
+            (self.seqnos == 0)
+            & (self.horizons == 0)
+            & ((self.data_ids == 0) | (self.data_ids == newest))
+        )
+        goes_on = (self.failover_ids == newest) & (held | nothing_held)
+        born = np.array([len(table.logs[i]) == 1 for i in p.tolist()], bool)
+        plain: _Mask = serves & (is_new | goes_on) & (born | ~self.needs_log)
+        return plain
+
+    def requests(self, chosen: _Mask) -> list[StartRequest]:
+        """Return the chosen records as single requests."""
+        columns = (self.partitions, self.failover_ids, self.seqnos, self.data_ids, self.horizons)
+        return [
+            StartRequest(
+                partition,
+                failover_id or None,
+                seqno,
+                data_id or None,
+                until_now=self.until_now,
+                horizon=horizon or None,
+            )
+            for partition, failover_id, seqno, data_id, horizon in zip(
+                *(column[chosen].tolist() for column in columns), strict=True
+            )
+        ]

@@ -146,6 +146,8 @@ class TailReaders:
         self.waiting: Waiting | None = None
         """Those that wait to be stable; None where everything durable is shown."""
         self._groups: list[_Group] = []
+        self.coming = np.zeros(PARTITIONS, bool)
+        """Partitions that join soon, several at once."""
         self.moves = 0
 
     @property
@@ -174,6 +176,7 @@ class TailReaders:
     def leave(self, partitions: Iterable[int]) -> None:
         """Remove partitions."""
         gone = list(partitions)
+        self.coming[gone] = False
         if self.waiting is not None:
             self.waiting.drop(gone)
         for group in self._groups:

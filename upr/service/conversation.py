@@ -19,7 +19,7 @@ import numpy as np
 
 from upr.engine.bucket import Bucket
 from upr.engine.consumers import read_positions
-from upr.engine.follower import Follower, PlainStarts
+from upr.engine.follower import Follower
 from upr.engine.streams import (
     SUPERSEDED,
     Answer,
@@ -27,6 +27,7 @@ from upr.engine.streams import (
     EndReason,
     FollowOptions,
     FrameOut,
+    PlainStarts,
     RolledBack,
     Started,
     StartRequest,

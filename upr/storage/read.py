@@ -266,7 +266,7 @@ class ReadResult:
 
 @dataclass(slots=True)
 class _Reading:
-    """Remaining limits of one read: bytes to send, and decompressed bytes."""
+    """Remaining limits of one read: bytes to send, and bytes of blocks that were decompressed or cut."""
 
     showing: Showing
     accept_zstd: bool
@@ -297,8 +297,9 @@ def read_blocks(
 ) -> list[ReadResult]:
     """Read, check and slice blocks for several partitions in one short transaction.
 
-    A read ends with the block that reaches ``max_bytes`` of encoded blocks as sent. It ends before a compressed block
-    that would take the decompressed ones above FRAME_PLAIN_BYTES, unless that is alone.
+    A read ends with the block that reaches ``max_bytes`` of encoded blocks as sent, or FRAME_PLAIN_BYTES of blocks that
+    were cut. It ends before a compressed block that would take the decompressed ones above FRAME_PLAIN_BYTES, unless that
+    is alone.
 
     Args:
         keys_only: leave the values out.
@@ -307,21 +308,21 @@ def read_blocks(
     """
     showing = Showing(keys_only, key_prefix)
     reading = _Reading(showing, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
-    results = []
-    for request, found in zip(requests, store.read(requests, max_bytes), strict=True):
-        result = ReadResult(request)
-        results.append(result)
-        if found is None or reading.is_full:
-            continue
-        try:
-            if not found:
-                raise DataDamagedError("it is missing")
-            result.blocks = list(_continue_from(request, found, reading))
-        except (InvalidArgumentError, DataDamagedError) as error:
-            result.error = DataDamagedError(
-                f"partition {request.partition}: a stored block above seqno {request.above} is damaged: {error.message}",
-                hint="restore the partition from a replica or a backup",
-            )
+    results = [ReadResult(request) for request in requests]
+    with store.reading() as blocks_of:
+        for result in results:
+            request = result.request
+            try:
+                result.blocks = list(_continue_from(request, blocks_of(request), reading))
+                if not result.blocks and not reading.is_full:
+                    raise DataDamagedError("it is missing")
+            except (InvalidArgumentError, DataDamagedError) as error:
+                result.error = DataDamagedError(
+                    f"partition {request.partition}: a stored block above seqno {request.above} is damaged: {error.message}",
+                    hint="restore the partition from a replica or a backup",
+                )
+            if reading.is_full:
+                break
     return results
 
 
@@ -344,6 +345,8 @@ def _continue_from(
                 data = decompress_block(data)
             block = Encoded(runs, data)
         else:
+            if not compressed:
+                reading.plain_bytes -= len(data)
             cut = reading.showing.of(slice_above(decode_block(data), at))
             data = encode_block(cut)
             block = Encoded(cut.runs, data)

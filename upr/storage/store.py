@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -472,27 +473,14 @@ class Store:
             key = keyspace.partition_key(partition)
             txn.put(key, keyspace.pack_partition(partition, row), db=self._partitions)
 
-    def read(self, requests: Sequence[ReadRequest], max_bytes: int) -> list[list[bytes] | None]:
-        """Return stored blocks for each request until ``max_bytes`` are reached.
+    @contextmanager
+    def reading(self) -> Iterator[Callable[[ReadRequest], Iterator[bytes]]]:
+        """Open one read transaction, which must be short, and return what yields the stored blocks of a request.
 
-        The first block of a partition may begin at or below ``above``. Each request before the limit gets at least one
-        block if there is one; later requests get None.
+        The blocks of one are taken before those of the next. The first may begin at or below ``above``.
         """
-        results: list[list[bytes] | None] = [None for _ in requests]
-        left = max_bytes
         with self._env.begin() as txn, txn.cursor(db=self._blocks) as cursor:
-            for i, request in enumerate(requests):
-                found = results[i] = []
-                prefix = keyspace.partition_key(request.partition)
-                more = cursor.set_range(keyspace.block_key(request.partition, request.above + 1))
-                while more and left > 0 and cursor.key().startswith(prefix):
-                    value = bytes(cursor.value())
-                    found.append(value)
-                    left -= len(value)
-                    more = cursor.next()
-                if left <= 0:
-                    break
-        return results
+            yield partial(_blocks_above, cursor)
 
     @contextmanager
     def look(self) -> Iterator[BlockCursor]:
@@ -849,6 +837,14 @@ class Store:
         time, _ = keyspace.unpack_producer_time_key(key)
         old = time + PRODUCER_GRAIN <= before
         return key if old or txn.stat(self._producer_times)["entries"] > keep else None
+
+
+def _blocks_above(cursor: Any, request: ReadRequest) -> Iterator[bytes]:
+    prefix = keyspace.partition_key(request.partition)
+    more = cursor.set_range(keyspace.block_key(request.partition, request.above + 1))
+    while more and cursor.key().startswith(prefix):
+        yield bytes(cursor.value())
+        more = cursor.next()
 
 
 def _keys_of(cursor: Any, name: bytes) -> Iterator[bytes]:
