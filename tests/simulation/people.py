@@ -81,10 +81,11 @@ class Follower:
         p = told.partition
         self._states.pop(p, None)
         gone = [row.seqno for row in self.rows[p] if row.seqno > told.seqno]
+        had = self.rows[p][-1].seqno if self.rows[p] else 0
         self.rows[p] = [row for row in self.rows[p] if row.seqno <= told.seqno]
         self._counts[f"rollbacks at {self.stability}"] += 1
         # Who is away for longer than deletions are kept begins again, whoever is active.
-        away = told.rule == "below_purge"
+        away = told.rule == "below_purge" and had < self._truth.purged.get(p, 0)
         if self.stability == SAFE and not away and not self._may_lose(p, gone):
             raise Violation(f"{self.name} was rolled back: {told}")
         if told.seqno and (p, told.new_id) in self._truth.logs:

@@ -4,7 +4,7 @@ It is taken down where the engine numbers a write and where it takes over a log,
 asked of a server again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from tests.model import Row, State, apply, partition_of
 from tests.raw import all_rows
 from tests.simulation.looping import SimulatedLoop, running
+from upr.engine import compaction
 from upr.engine.bucket import Bucket
 from upr.engine.partitions import Partitions
 from upr.engine.tail import Tail
@@ -70,6 +71,8 @@ class Truth:
         self.rows: dict[tuple[int, int, int], Numbered] = {}
         self.logs: dict[tuple[int, int], Log] = {}
         self.changes: list[Change] = []
+        self.purged: dict[int, int] = {}
+        """By partition, the largest purge seqno of any server."""
         self._forcing: set[str] = set()
         self._out_of_step: set[str] = set()
         self._states: dict[tuple[int, int], tuple[int, State]] = {}
@@ -83,6 +86,7 @@ class Truth:
         self._watch_owners(patch)
         patch.setattr(Bucket, "_numbered", self._before(Bucket._numbered))
         write, set_log, from_rows = Tail.write, Partitions.set_log, Partitions.from_rows
+        tell_raised = compaction._tell_raised
 
         def written(tail: Tail, block: Any, producer: bytes, number: int, now: int) -> int:
             self._numbered(block, producer, number)
@@ -92,12 +96,18 @@ class Truth:
             set_log(table, partition, log)
             self._logged(partition, log)
 
+        def raised(bucket: Bucket, partitions: Sequence[int]) -> None:
+            for p in partitions:
+                self.purged[p] = max(self.purged.get(p, 0), int(bucket.partitions.purge[p]))
+            tell_raised(bucket, partitions)
+
         def opened(rows: Any) -> Partitions:
             table = from_rows(rows)
             for partition in USED:
                 self._logged(partition, table.logs[partition])
             return table
 
+        patch.setattr(compaction, "_tell_raised", raised)
         patch.setattr(Tail, "write", written)
         patch.setattr(Partitions, "set_log", log_set)
         patch.setattr(Partitions, "from_rows", staticmethod(opened))
