@@ -207,7 +207,9 @@ class Standing:
             UprError: NOT_COUNTED, it may lack what was acknowledged.
         """
         row = self.row if basis is None else basis
-        if not force and self.directory not in row.counted and row.owner != self.directory:
+        # Who served last had everything, and claims that never served changed nothing since.
+        last = row.owner if row.served is None else row.served.directory
+        if not force and self.directory not in row.counted | {row.owner, last}:
             raise UprError(
                 f"this server ({self.directory}) is not counted, so it may lack what was acknowledged",
                 reason="NOT_COUNTED",

@@ -68,6 +68,12 @@ def test_only_a_counted_server_or_the_owner_itself_claims() -> None:
         Standing("new disk of a", SERVED).claim()
     assert refused.value.reason == "NOT_COUNTED"
     assert Standing("d", SERVED).claim(force=True).owner == "d"
+    # Nor does a claim that never served keep out who served last.
+    assert A not in SERVED.counted
+    failed = SERVED.claimed(C, 9)
+    assert Standing(A, SERVED, promised=4).claim(basis=failed).previous == Served(A, 3)
+    with pytest.raises(UprError, match="not counted"):
+        Standing("d", SERVED).claim(basis=failed)
 
 
 def test_an_epoch_is_promised_once_and_never_below_another() -> None:
