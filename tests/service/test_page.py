@@ -461,7 +461,8 @@ def test_a_server_that_is_away_is_said_to_be(server_process: StartServer, browse
     assert "The server does not answer." in events
     # One of them may have been on its way.
     assert {one.split(" http")[0] for one in browser.complaints} - {
-        "Failed to load resource: net::ERR_CONNECTION_RESET"
+        "Failed to load resource: net::ERR_CONNECTION_RESET",
+        "Failed to load resource: net::ERR_EMPTY_RESPONSE",
     } <= {"Failed to load resource: net::ERR_CONNECTION_REFUSED"}
     browser.complaints.clear()
     # So is one that answers with its own failure; and a fault in a drawing does not end the polls.
