@@ -3,10 +3,12 @@
 import asyncio
 import itertools
 import os
+import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,23 +47,27 @@ def anonymous(pid: int) -> int:
     raise AssertionError("no RssAnon")
 
 
-@asynccontextmanager
-async def sampled(pid: int) -> AsyncIterator[list[int]]:
-    """Sample a process's anonymous memory while the body runs; yields the samples."""
-    samples = [anonymous(pid)]
+@contextmanager
+def sampled(pid: int) -> Iterator[list[int]]:
+    """Sample a process's anonymous memory while the body runs; yields the samples.
 
-    async def sample() -> None:
-        while True:
-            await asyncio.sleep(SAMPLE_SECONDS)
+    A thread samples: a client that compresses a request holds its event loop meanwhile.
+    """
+    samples = [anonymous(pid)]
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(SAMPLE_SECONDS):
             samples.append(anonymous(pid))
 
-    sampling = asyncio.create_task(sample())
-    try:
-        yield samples
-    finally:
-        sampling.cancel()
-        await asyncio.gather(sampling, return_exceptions=True)
-        samples.append(anonymous(pid))
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(sample)
+        try:
+            yield samples
+        finally:
+            ended.set()
+            sampling.result()
+    samples.append(anonymous(pid))
 
 
 def within(samples: list[int]) -> None:
@@ -182,7 +188,8 @@ async def test_large_writes_that_never_end(server_process: StartServer, left_out
     block = large()
     with Proxy(server.target) as proxy:
         proxy.stall_after("to server", VALUE_BYTES - MIB)
-        async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+        async with AsyncExitStack() as stack:
+            samples = stack.enter_context(sampled(server.pid))
             calls = [await one.writer() for one in await clients(stack, proxy.target, MANY)]
             writes = [asyncio.ensure_future(call.send_block(block)) for call in calls]
 
@@ -209,7 +216,8 @@ async def test_large_writes_that_wait_for_the_tail(
     hold.touch()
     server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"})
     block = large()
-    async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+    async with AsyncExitStack() as stack:
+        samples = stack.enter_context(sampled(server.pid))
         calls = [await one.writer() for one in await clients(stack, server.target, MANY)]
         answers = [asyncio.ensure_future(refusal(call, block)) for call in calls]
         # The tail takes four of them, and three wait for it or for their turn.
@@ -230,7 +238,8 @@ async def test_idle_calls_keep_nothing_of_what_they_have_written(
 ) -> None:
     server = server_process("--flush-seconds", "0.2")
     block = large()
-    async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+    async with AsyncExitStack() as stack:
+        samples = stack.enter_context(sampled(server.pid))
         (client,) = await clients(stack, server.target, 1)
         writers = [await client.writer() for _ in range(7)]
         for writer in writers:
@@ -248,7 +257,8 @@ async def test_names_are_looked_at_before_anything_else_and_never_shown_whole(
 ) -> None:
     server = server_process()
     name = "x" * VALUE_BYTES
-    async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+    async with AsyncExitStack() as stack:
+        samples = stack.enter_context(sampled(server.pid))
         opened = await clients(stack, server.target, 3)
 
         async def follow(one: RawClient, bucket: str) -> None:
@@ -319,7 +329,8 @@ async def test_compressed_requests_are_refused(server_process: StartServer) -> N
     hello = wire.HelloRequest(
         bucket="default", partitions=[wire.HelloPartition(partition=0)] * (20 * MIB // 4)
     )
-    async with AsyncExitStack() as stack, sampled(server.pid) as samples:
+    async with AsyncExitStack() as stack:
+        samples = stack.enter_context(sampled(server.pid))
         opened = await clients(stack, server.target, 8)
         calls = [one.changes.Hello(hello, compression=grpc.Compression.Gzip) for one in opened]
         errors = await asyncio.gather(*calls, return_exceptions=True)

@@ -192,7 +192,7 @@ async def test_what_is_large_and_has_rows_is_not_parsed(server_process: StartSer
         call: Any = channel.stream_stream("/upr.v1.KeyValueService/Write")()
         await call.write(opening.SerializeToString())
         await call.read()
-        async with sampled(server.pid) as samples:
+        with sampled(server.pid) as samples:
             await call.write(b"\x12" + encode_varint(len(body)) + body)
             result = kv.WriteResponse.FromString(await call.read()).result
             assert (result.number, result.refused.reason) == (7, "INVALID_ARGUMENT")

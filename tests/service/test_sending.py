@@ -153,7 +153,8 @@ async def test_followers_that_take_nothing_hold_little_and_keep_nobody_up(
     if stored:
         assert server.terminate() == 0
         server.start()
-    async with sampled(server.pid) as samples, contextlib.AsyncExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
+        samples = stack.enter_context(sampled(server.pid))
         await silent_follows(stack, server.target)
         client = await stack.enter_async_context(RawClient(server.target))
         follow = await client.follow(credit_bytes=64 * MIB)
@@ -232,7 +233,7 @@ async def test_answers_that_clients_do_not_take_are_bounded(server_process: Star
                 return error_from_call(error).reason
             return ""
 
-        async with sampled(server.pid) as samples:
+        with sampled(server.pid) as samples:
             asking = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", ASKING, server.target, str(SILENT), stdout=PIPE
             )

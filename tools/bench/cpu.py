@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,11 @@ PASSES: Final = 4
 """Ingests of all rows: with the last ones a flush and compaction run."""
 DRAINS: Final = 4
 SINGLES: Final = 3000
+TURNS: Final = 4
+"""Of each load, those of the server that is scraped and those of the other together."""
+IDLE_SECONDS: Final = 0.3
+IDLE_SHARE: Final = 0.03
+"""Share of a core that a server uses when it is idle."""
 OPENINGS: Final = 40
 """Connections that start all partitions."""
 TASKS: Final = 16
@@ -136,12 +141,52 @@ def _scraped() -> Iterator[tuple[str, ...]]:
         thread.join()
 
 
-def measure(*, scraped: bool = False) -> dict[str, float]:
+def _until_idle(running: RunningServer) -> None:
+    """Wait until a server has ended what it does by itself: flushes, compaction."""
+    used = -1.0
+    while (now := server_cpu(running)) - used > IDLE_SHARE * IDLE_SECONDS:
+        used = now
+        time.sleep(IDLE_SECONDS)
+
+
+def measure_scraped(*, swapped: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Run each load several times on a server that is scraped and on one that has no HTTP, in turn.
+
+    Returns:
+        The CPU of each, in microseconds a row, by load.
+    """
+    found: tuple[dict[str, float], dict[str, float]] = {}, {}
+    with ExitStack() as opened:
+        options = opened.enter_context(_scraped())
+        pair = [opened.enter_context(server(*options)), opened.enter_context(server())]
+
+        def run(name: str, load: Callable[[str], Coroutine[Any, Any, int]], turns: int) -> None:
+            seconds, rows = [0.0, 0.0], [0, 0]
+            for turn in range(turns):
+                # One, the other twice, and the one again: a drift of the machine's speed meets both.
+                one = (turn + 1) // 2 % 2 ^ swapped
+                began = server_cpu(pair[one])
+                rows[one] += asyncio.run(load(pair[one].target))
+                _until_idle(pair[one])
+                seconds[one] += server_cpu(pair[one]) - began
+            for of, used, count in zip(found, seconds, rows, strict=True):
+                of[name] = used / count * 1e6
+
+        run("ingest", _ingest, TURNS)
+        run("drain, tail", _drain, TURNS)
+        run("single set", _singles, 4 * TURNS)
+        for running in pair:
+            assert running.terminate() == 0, running.log_text()
+            running.start()
+            _until_idle(running)
+        run("drain, store", _drain, TURNS)
+    return found
+
+
+def measure() -> dict[str, float]:
     """Run each load once on a new server. Return its CPU in microseconds a row, by load."""
     found: dict[str, float] = {}
-    with ExitStack() as opened:
-        options = opened.enter_context(_scraped()) if scraped else ()
-        running = opened.enter_context(server(*options))
+    with server() as running:
         # First, while there is hardly a row, so that the figures are those of the Starts.
         store = MemoryPositions()
         asyncio.run(_write_few(running.target))
@@ -176,11 +221,11 @@ def _checkout(revision: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
-def _measure_tree(tree: Path, *options: str) -> dict[str, float]:
+def _measure_tree(tree: Path) -> dict[str, float]:
     """Measure the code of a tree, in a process that imports nothing of this one."""
     path = os.pathsep.join((str(tree), str(tree / "client")))
     done = subprocess.run(
-        [sys.executable, __file__, "--once", *options],
+        [sys.executable, __file__, "--once"],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
@@ -190,20 +235,29 @@ def _measure_tree(tree: Path, *options: str) -> dict[str, float]:
     return found
 
 
+def _pair_of_trees(there: Path, run: int) -> tuple[dict[str, float], dict[str, float]]:
+    if run % 2:
+        other = _measure_tree(there)
+        return _measure_tree(ROOT), other
+    return _measure_tree(ROOT), _measure_tree(there)
+
+
 def compare(
-    here: Callable[[], dict[str, float]], there: Callable[[], dict[str, float]], runs: int
+    pair: Callable[[int], tuple[dict[str, float], dict[str, float]]], runs: int
 ) -> dict[str, dict[str, float]]:
-    """Return, by load, the medians of both and the median of the ratios of the pairs."""
+    """Return, by load, the medians of both and the median of the ratios of the pairs.
+
+    Args:
+        pair: runs both, the one first in runs of even number and the other in the odd ones; returns their CPU by load.
+    """
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
     for run in range(runs):
-        first = there() if run % 2 else here()
-        second = here() if run % 2 else there()
-        pairs.append((second, first) if run % 2 else (first, second))
+        pairs.append(pair(run))
         say(f"pair {run + 1} of {runs}: {pairs[-1]}")
     return {
         load: {
-            "here": statistics.median(one[load] for one, _ in pairs),
-            "there": statistics.median(other[load] for _, other in pairs),
+            "one": statistics.median(one[load] for one, _ in pairs),
+            "other": statistics.median(other[load] for _, other in pairs),
             "ratio": statistics.median(one[load] / other[load] for one, other in pairs),
         }
         for load in pairs[0][0]
@@ -220,23 +274,21 @@ def main() -> int:
     reader.add_argument("--once", action="store_true", help="this tree alone, once, as JSON")
     options = reader.parse_args()
     if options.once:
-        print(json.dumps(measure(scraped=options.http)))
+        print(json.dumps(measure()))
         return 0
-    with ExitStack() as opened:
-        if options.http:
-            names = ("scraped", "not scraped")
-            here, there = partial(_measure_tree, ROOT, "--http"), partial(_measure_tree, ROOT)
-        else:
-            names = ("here", options.against[:12])
-            tree = opened.enter_context(_checkout(options.against))
-            here, there = partial(_measure_tree, ROOT), partial(_measure_tree, tree)
-        found = compare(here, there, options.runs)
+    if options.http:
+        names = ("scraped", "without HTTP")
+        found = compare(lambda run: measure_scraped(swapped=bool(run % 2)), options.runs)
+    else:
+        names = ("here", options.against[:12])
+        with _checkout(options.against) as tree:
+            found = compare(partial(_pair_of_trees, tree), options.runs)
     if options.json:
         print(json.dumps(found, indent=1))
         return 0
     print(f"{'CPU, us a row or time':<24}{names[0]:>9}{names[1]:>14}{'ratio':>8}")
     for load, row in found.items():
-        print(f"{load:<24}{row['here']:>9.2f}{row['there']:>14.2f}{row['ratio']:>8.3f}")
+        print(f"{load:<24}{row['one']:>9.2f}{row['other']:>14.2f}{row['ratio']:>8.3f}")
     return 0
 
 

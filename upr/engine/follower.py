@@ -304,8 +304,10 @@ class Follower:
     def _left(self) -> npt.NDArray[np.bool_]:
         """By partition, whether a consumer of any server is to go elsewhere when it has all: no more is stored here."""
         leaves = self.options.any_server and not self.options.is_replica
+        if not leaves or self._bucket.failure is None:
+            return np.zeros(PARTITIONS, bool)
         left: npt.NDArray[np.bool_] = self._table.state != ACTIVE
-        return left if leaves and self._bucket.failure is not None else np.zeros_like(left)
+        return left
 
     def _open(
         self, request: StartRequest, log: FailoverLog, high: int, until: int | None

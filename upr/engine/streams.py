@@ -376,7 +376,7 @@ class PlainStarts:
             raise InvalidArgumentError(
                 f"partition of a Start is {int(partitions.max())}; must be 0 to {PARTITIONS - 1}"
             )
-        if len(np.unique(partitions)) < len(partitions):
+        if len(partitions) and int(np.bincount(partitions).max()) > 1:
             raise InvalidArgumentError("a Start table names a partition twice")
         ids, seqnos, data_ids, horizons = (
             table[name].astype(np.uint64) for name in ("failover_id", "seqno", "data_id", "horizon")
@@ -402,8 +402,9 @@ class PlainStarts:
             & ((self.data_ids == 0) | (self.data_ids == newest))
         )
         goes_on = (self.failover_ids == newest) & (held | nothing_held)
-        born = np.array([len(table.logs[i]) == 1 for i in p.tolist()], bool)
-        plain: _Mask = serves & (is_new | goes_on) & (born | ~self.needs_log)
+        plain: _Mask = serves & (is_new | goes_on)
+        told = np.flatnonzero(plain & self.needs_log)
+        plain[told] = [len(table.logs[i]) == 1 for i in p[told].tolist()]
         return plain
 
     def requests(self, chosen: _Mask) -> list[StartRequest]:

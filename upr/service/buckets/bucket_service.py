@@ -128,6 +128,8 @@ class BucketService:
         none when cuts were."""
         self.table_changes = 0
         """Number of times that rows of consumers or cuts were stored since the start."""
+        self.in_set: Callable[[], bool] = lambda: False
+        """Returns whether other servers of a set are known."""
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Awaitable[None]] | None = None
@@ -749,8 +751,8 @@ class BucketService:
         """Refuse writes until the next start: the state of the disk is unknown."""
         if self.bucket.failure is not None:
             return
-        # Where other servers are counted, or another one is active, that one may take it, and it can be read there.
-        error.retriable |= self._replica or self.bucket.may_undo
+        # In a set another server is active, or may become it, and whatever fails here can be had there.
+        error.retriable |= self._replica or self.in_set()
         log.critical(
             "storage failed: no more writes are taken",
             extra={"bucket": self.bucket.identity.name, "error": str(error)},

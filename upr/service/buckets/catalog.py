@@ -311,6 +311,7 @@ class Catalog:
             )
         self._hosts[name] = host
         host.serving.may = lambda: self.may_serve()
+        host.in_set = lambda: bool(self.servers())
         host.bucket.partitions.owner = self.owner
         self._raise_epoch(host)
 
