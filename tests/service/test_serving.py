@@ -16,7 +16,7 @@ from upr.service.key_value import KeyValueMethods
 from upr.service.overload.intake import Intake
 from upr.storage.directory import DataDirectory
 from upr_protocol.block import Block
-from upr_protocol.errors import PartitionNotActiveError, UnknownOutcomeError
+from upr_protocol.errors import PartitionNotActiveError, StorageFailedError, UnknownOutcomeError
 from upr_protocol.wire.v1 import types_pb2 as types
 
 
@@ -169,3 +169,17 @@ async def test_what_was_durable_before_another_became_active_is_acknowledged_no_
     with pytest.raises(PartitionNotActiveError):
         await host.write(rows(b"b"), b"", None, 0)
     assert await asyncio.wait_for(host.close(), WAIT_SECONDS)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("others", [[], ["127.0.0.1:9"]])
+async def test_in_a_set_a_failed_storage_is_waited_for_whoever_is_counted(
+    catalog: Catalog, others: list[str]
+) -> None:
+    catalog.servers = lambda: others
+    host = await started(catalog.find("default"))
+    assert not host.bucket.may_undo
+    host.fail(StorageFailedError("the disk fails"))
+    assert host.bucket.failure is not None
+    assert host.bucket.failure.retriable == bool(others)
+    await host.close()

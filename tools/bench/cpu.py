@@ -1,5 +1,5 @@
 """CPU of the server, in microseconds a row, beside that of another commit (``dev.py bench cpu --against REV``), or scraped
-once a second beside not at all (``--http``). Of coming back and of starting all partitions that of the SDK as well, each
+once a second beside one without HTTP (``--http``). Of coming back and of starting all partitions that of the SDK as well, each
 time that this is done.
 
 Wall times on a busy machine mean little; the CPU that a process used moves far less. The two trees run in turn, each

@@ -284,8 +284,7 @@ class Follower:
         in_store, caught_up = seqnos < table.stored[p], seqnos >= highs
         self._from_store[p] = in_store
         self._groups.join(p[caught_up & ~in_store], tail.end)
-        for partition in p[~caught_up & ~in_store].tolist():
-            self._attach(partition)
+        self._attach(p[~caught_up & ~in_store].tolist())
         if asked.until_now:
             self._end(p[ends <= seqnos].tolist(), FINISHED)
         told = np.zeros(len(p), STARTED)
@@ -329,7 +328,7 @@ class Follower:
             self._term[partition] = self._bucket.copies.term
             if self._is_sole:
                 self._bucket.copies.started(self.options.directory, partition, request.seqno)
-        self._attach(partition)
+        self._attach([partition])
         if until is not None and until <= request.seqno:
             self._end([partition], FINISHED)
         return Started(
@@ -355,30 +354,34 @@ class Follower:
         """Return a partition's epoch for a replica; a consumer gets none."""
         return int(self._table.epoch[partition]) if self.options.is_replica else 0
 
-    def _attach(self, partition: int, *, soon: bool = False) -> None:
-        """Attach a stream to the store or the tail, whichever holds its next seqno.
+    def _attach(self, partitions: Sequence[int], *, soon: bool = False) -> None:
+        """Attach each stream to the store or the tail, whichever holds its next seqno.
 
         Args:
             soon: to the tail with others that come from the store. The few of one read would go through all its entries for
                 themselves, and the next few again.
         """
-        seqno = int(self._seqno[partition])
-        if seqno < int(self._table.stored[partition]):
-            self._from_store[partition] = True
+        if not partitions:
             return
-        self._from_store[partition] = False
+        p = np.array(partitions, np.int64)
+        in_store = self._seqno[p] < self._table.stored[p]
+        self._from_store[p] = in_store
+        p = p[~in_store]
         if soon:
-            self._groups.coming[partition] = True
+            self._groups.coming[p] = True
             return
-        self._groups.join([partition], self._bucket.tail.find(partition, seqno))
+        found: dict[int, list[int]] = {}
+        for partition, seqno in zip(p.tolist(), self._seqno[p].tolist(), strict=True):
+            found.setdefault(self._bucket.tail.find(partition, seqno), []).append(partition)
+        for entry, those in found.items():
+            self._groups.join(those, entry)
 
     def _join_tail(self) -> None:
         """Attach the streams that come from the store."""
         coming = np.flatnonzero(self._groups.coming).tolist()
         self._groups.coming[:] = False
         self._frames_since = 0
-        for partition in coming:
-            self._attach(partition)
+        self._attach(coming)
 
     def stop(self, partitions: Iterable[int]) -> None:
         """End streams on request of the consumer; partitions without one are skipped."""
@@ -411,7 +414,9 @@ class Follower:
 
     def _close(self, partitions: Iterable[int]) -> list[tuple[int, int]]:
         """Close the open streams among these, and return them as (partition, token) for their Ended messages."""
-        streams = [(p, int(self._token[p])) for p in dict.fromkeys(partitions) if self._token[p]]
+        chosen = list(dict.fromkeys(partitions))
+        tokens = self._token[chosen].tolist() if chosen else []
+        streams = [(p, token) for p, token in zip(chosen, tokens, strict=True) if token]
         if not streams:
             return []
         gone = [p for p, _ in streams]
@@ -616,13 +621,11 @@ class Follower:
 
     def _return_stable(self, stable: U64) -> None:
         """Let streams go on whose next run has become stable."""
-        for partition in self._groups.take_stable(stable):
-            self._attach(partition)
+        self._attach(self._groups.take_stable(stable))
 
     def _return_dropped(self) -> None:
         """Send streams whose place in the tail was flushed away back to the store."""
-        for partition in self._groups.take_dropped():
-            self._attach(partition)
+        self._attach(self._groups.take_dropped())
 
     # Sending
 
@@ -730,12 +733,10 @@ class Follower:
             rows += int(run["count"])
             self._seqno[partition] = run["end_seqno"]
             self._horizon[partition] = max(self._horizon[partition], run["horizon"])
-        for partition in touched:
-            waits = self._waiting is not None and self._waiting.has(partition)
-            if self._token[partition] and not (
-                waits or any(item[0] == partition for item in self._ready)
-            ):
-                self._attach(partition, soon=True)
+        waits = {item[0] for item in self._ready}
+        if self._waiting is not None:
+            waits.update(filter(self._waiting.has, touched))
+        self._attach([p for p in touched if self._token[p] and p not in waits], soon=True)
         self._end([p for p in touched if self._is_done(p)], FINISHED)
         if not blocks:
             return None

@@ -539,8 +539,11 @@ def _request(one: wire.StartPartition) -> StartRequest:
 
 
 def _ended_message(ended: Ended) -> wire.Ended:
-    streams = [wire.EndedStream(partition=p, token=token) for p, token in ended.streams]
-    return wire.Ended(streams=streams, problem=problem_of(ended.why.error()))
+    message = wire.Ended(problem=problem_of(ended.why.error()))
+    # In place: built apart each would be copied.
+    for partition, token in ended.streams:
+        message.streams.add(partition=partition, token=token)
+    return message
 
 
 def _fill_answer(message: wire.StartAnswer, answer: Answer) -> None:
