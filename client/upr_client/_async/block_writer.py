@@ -332,14 +332,15 @@ class AsyncBlockWriter:
                         self._work.clear()
                     continue
                 refused = next((w.refused for w in self._pending.values() if w.refused), None)
-                error = refused or error
+                why = refused or error
                 waited = now() - self._progress_at
                 limit = self._retry_seconds
-                if not error.retriable or (limit is not None and waited >= limit):
-                    self._fail_all(error)
+                if not why.retriable or (limit is not None and waited >= limit):
+                    self._fail_all(why)
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
+            # What a server said of a write before says nothing of how this call ended.
             if moves_on(error) is not away:
                 # How often others could not be reached says nothing of what this one refuses.
                 attempt, away = 0, not away
@@ -351,8 +352,8 @@ class AsyncBlockWriter:
             _logger.info(
                 "%s: writing stopped with %s (%s); again in %.2f s",
                 self._bucket,
-                error.reason,
-                error,
+                why.reason,
+                why,
                 seconds,
             )
             await self._closing.wait(seconds)
