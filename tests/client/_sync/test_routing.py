@@ -2,6 +2,8 @@
 # ruff: noqa: SIM117
 """Several endpoints, TLS and tokens, against servers in memory."""
 
+from copy import deepcopy
+
 import pytest
 
 from tests.client._sync.adapter import running, serve
@@ -28,8 +30,10 @@ from upr_client.errors import (
     NoRoomError,
     PartitionNotActiveError,
     ShuttingDownError,
+    StorageFailedError,
     TooFewReplicasError,
     UnavailableError,
+    UprError,
 )
 from upr_protocol.limits import SERVERS_MAX
 from upr_protocol.partitioning import partition_of
@@ -129,25 +133,46 @@ def test_where_no_active_server_is_named_the_next_endpoint_is_tried() -> None:
             assert client.target == active.target
 
 
+FEW = TooFewReplicasError("0 replicas")
+FAILED = StorageFailedError("fsync failed", retriable=True)
+
+
+@pytest.mark.parametrize(
+    ("faults", "becomes", "pauses"),
+    [
+        # The new owner's replicas are there in a moment.
+        (
+            Faults(stopping=not_active("")),
+            [not_active(""), not_active(""), FEW, FEW, None],
+            [(0, True), (1, True), (2, True), (0, False), (1, False)],
+        ),
+        # What the owner before said of a write is over once it is not active any more.
+        (
+            Faults(refused={1: FAILED}),
+            [not_active(""), not_active(""), None],
+            [(0, False), (0, True), (1, True)],
+        ),
+    ],
+)
 def test_how_long_nobody_was_active_says_nothing_of_the_next_refusal(
     monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    becomes: list[UprError | None],
+    pauses: list[tuple[int, bool]],
 ) -> None:
-    few = TooFewReplicasError("0 replicas")
-    server = KeyValueServer(Faults(stopping=not_active("")))
-    becomes = iter([not_active(""), not_active(""), few, few, None])
+    server, following = KeyValueServer(deepcopy(faults)), iter(becomes)
     told = []
 
     def delay(attempt: int, *_: object, away: bool, longest: float | None) -> float:
         told.append((attempt, away))
-        server.faults.stopping = next(becomes)
+        server.faults.stopping = next(following)
         return 0.0
 
     monkeypatch.setattr("upr_client.backoff.delay", delay)
     with running(server):
         with Client(server.target) as client:
             client.bucket().set(b"k", b"v")
-    # The new owner's replicas are there in a moment.
-    assert told == [(0, True), (1, True), (2, True), (0, False), (1, False)]
+    assert told == pauses
 
 
 def test_a_writer_leaves_a_server_that_stands_still_when_another_is_active(
