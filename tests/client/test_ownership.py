@@ -99,3 +99,9 @@ def test_nothing_in_a_bucket_that_was_made_anew_is_no_new_beginning() -> None:
     ownership.opened(wire.Opened(generation=6), [1, 2], 0.0)
     nothing = wire.LoadPositionsResponse(bucket_version=8)
     assert ownership.found(nothing) == {}, "what is held of the old one is still to be undone"
+
+
+def test_each_save_has_a_number_above_the_one_before() -> None:
+    ownership = owner()
+    numbers = [ownership.save_request("default", 7, {1: at(9)}).number for _ in range(3)]
+    assert 0 < numbers[0] < numbers[1] < numbers[2]

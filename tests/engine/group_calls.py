@@ -71,10 +71,15 @@ def owner_of(owners: Owners) -> dict[int, str]:
 
 
 def allowed(
-    owners: Owners, member: str, generation: int, partitions: Sequence[int], now: int
+    owners: Owners,
+    member: str,
+    generation: int,
+    partitions: Sequence[int],
+    now: int,
+    number: int = 0,
 ) -> list[int]:
     """Save partitions and be done at once; return those that were accepted."""
-    hold = owners.hold(NAME, member, generation, np.array(partitions, np.int64), now)
+    hold = owners.hold(NAME, member, generation, np.array(partitions, np.int64), now, number)
     owners.let_go(hold, now)
     return [int(p) for p in hold.partitions]
 

@@ -7,7 +7,7 @@ from tests.engine.group_calls import LEASE, NAME, Call, allowed, group, join, ow
 from upr.engine import groups as members_module
 from upr.engine.groups import Owners, Seat
 from upr.engine.streams import POSITIONS_RESET, SUPERSEDED
-from upr_protocol.errors import FencedError, InvalidArgumentError, TooManyError
+from upr_protocol.errors import FencedError, InvalidArgumentError, TooManyError, UprError
 from upr_protocol.limits import OWNERS_REMEMBERED, PARTITIONS
 
 
@@ -254,6 +254,36 @@ def test_a_sole_owner_may_save_until_somebody_else_opens() -> None:
     assert allowed(owners, "", second, [5], 1) == [5]
     with pytest.raises(FencedError):
         owners.hold("nobody", "", second, np.array([5]), 1)
+
+
+@pytest.mark.parametrize("member", ["", "a"])
+def test_a_save_that_a_later_one_has_overtaken_is_refused(member: str) -> None:
+    owners = Owners()
+
+    def opened() -> int:
+        return join(owners, member, 0).generation if member else owners.open_sole(NAME, ())
+
+    def save(generation: int, number: int) -> list[int]:
+        return allowed(owners, member, generation, [5], 1, number)
+
+    first = opened()
+    assert save(first, 7) == [5]
+    # Sent again because its answer was lost.
+    assert save(first, 7) == [5]
+    with pytest.raises(UprError, match=r"save 6 .* comes behind save 7") as overtaken:
+        save(first, 6)
+    assert (overtaken.value.reason, overtaken.value.retriable) == ("SAVE_OVERTAKEN", True)
+    # Whoever gives no numbers, and the next process, go on.
+    assert save(first, 0) == [5]
+    second = opened()
+    assert save(second, 1) == [5]
+    # That of the process before is its owner's no more, whatever its number is.
+    if member:
+        assert save(first, 8) == []
+    else:
+        with pytest.raises(FencedError):
+            save(first, 8)
+    assert save(second, 2) == [5]
 
 
 def test_a_reset_fences_everybody_and_moves_nothing() -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from upr.engine.streams import POSITIONS_RESET, SUPERSEDED, EndReason
 from upr_protocol.block import I64, U64
-from upr_protocol.errors import FencedError, InvalidArgumentError, TooManyError, shown
+from upr_protocol.errors import FencedError, InvalidArgumentError, TooManyError, UprError, shown
 from upr_protocol.limits import MEMBERS_MAX, OWNERS_REMEMBERED, PARTITIONS
 
 NEVER: Final = np.iinfo(np.int64).max
@@ -63,6 +63,7 @@ class Member:
         live: whether the lease runs. A member without a lease owns nothing.
         seat: its newest call; None when that was lost.
         news: whether its partitions changed since the last Assignment was sent.
+        saved: the number of the newest save of its newest call.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Member:
     live: bool = True
     seat: "Seat | None" = None
     news: bool = True
+    saved: int = 0
 
 
 class Group:
@@ -130,6 +132,10 @@ class Group:
         """Return which of its partitions a member was asked to release, shape (1024,)."""
         return np.asarray((self._owner == member.slot) & self._releasing)
 
+    def member(self, name: str) -> Member | None:
+        """Return a member; None if there is none of that name."""
+        return self._members.get(name)
+
     def may_save(self, name: str, generation: int, partitions: I64) -> Mask:
         """Return the partitions whose positions a member with this generation may save."""
         member = self._members.get(name)
@@ -164,7 +170,7 @@ class Group:
             member = self._members[name] = Member(name, slot, lease, now + lease)
         old = member.seat
         member.seat = Seat(self, member, call)
-        member.lease = lease
+        member.lease, member.saved = lease, 0
         self._begin_lease(member, now)
         mine = self._owner == member.slot
         self._granted |= mine
@@ -413,12 +419,20 @@ class Hold:
     partitions: I64
 
 
+@dataclass(slots=True)
+class Sole:
+    """Owner of a consumer that is no group; ``saved`` as of a ``Member``."""
+
+    generation: int
+    saved: int = 0
+
+
 class Owners:
     """Owners of a bucket's consumers. Times are as in ``Group``."""
 
     def __init__(self) -> None:
         self._newest = 0
-        self._sole: dict[str, int] = {}
+        self._sole: dict[str, Sole] = {}
         self._groups: dict[str, Group] = {}
         self._saving: dict[str, Counts] = {}
 
@@ -434,7 +448,10 @@ class Owners:
     def generation(self, name: str) -> int:
         """Return the generation of a consumer's ownership; 0 if it had no owner since the start."""
         group = self._groups.get(name)
-        return self._sole.get(name, 0) if group is None else group.generation
+        if group is not None:
+            return group.generation
+        sole = self._sole.get(name)
+        return 0 if sole is None else sole.generation
 
     def group(self, name: str) -> Group | None:
         """Return a consumer's group; None if it has no members."""
@@ -465,11 +482,12 @@ class Owners:
         self._drop_counts(name)
         # Moved to the end, because the oldest consumers are dropped first.
         self._sole.pop(name, None)
-        self._sole[name] = self.raise_generation()
+        generation = self.raise_generation()
+        self._sole[name] = Sole(generation)
         if len(self._sole) > OWNERS_REMEMBERED:
             closed = (other for other in self._sole if other not in open_names and other != name)
             self._sole.pop(next(closed, name), None)
-        return self._sole[name]
+        return generation
 
     def join(
         self, name: str, member: str, lease: int, now: int, call: MemberCall, *, sole_is_open: bool
@@ -525,17 +543,28 @@ class Owners:
 
     # Saving
 
-    def hold(self, name: str, member: str, generation: int, partitions: I64, now: int) -> Hold:
+    def hold(
+        self,
+        name: str,
+        member: str,
+        generation: int,
+        partitions: I64,
+        now: int,
+        number: int = 0,
+    ) -> Hold:
         """Decide which partitions the sender may save, and hold those until ``let_go``.
 
         Args:
             member: empty for a consumer that is no group.
             generation: the newest that the sender received.
             partitions: each once.
+            number: not below that of the save before, where both have one.
 
         Raises:
             FencedError: not a member, and not the owner.
+            UprError: SAVE_OVERTAKEN, a later save of the sender was taken.
         """
+        saver: Sole | Member | None = None
         if member:
             group = self._groups.get(name)
             if group is None:
@@ -543,16 +572,26 @@ class Owners:
             else:
                 group.tick(now)
                 allowed = group.may_save(member, generation, partitions)
+                saver = group.member(member)
                 self._prune()
-        elif self._sole.get(name) == generation:
-            allowed = np.ones(len(partitions), bool)
         else:
-            raise fenced(
-                f"consumer {shown(name)} has another owner by now, or its positions were reset"
-                f" (generation {generation}, in force is {self.generation(name)})"
-            )
+            saver = sole = self._sole.get(name)
+            if sole is None or sole.generation != generation:
+                raise fenced(
+                    f"consumer {shown(name)} has another owner by now, or its positions were reset"
+                    f" (generation {generation}, in force is {self.generation(name)})"
+                )
+            allowed = np.ones(len(partitions), bool)
         partitions = partitions[allowed]
-        if len(partitions):
+        if saver is not None and len(partitions):
+            # One that was on a connection that its sender gave up may arrive at any time.
+            if 0 < number < saver.saved:
+                raise UprError(
+                    f"save {number} of consumer {shown(name)} comes behind save {saver.saved}",
+                    reason="SAVE_OVERTAKEN",
+                    retriable=True,
+                )
+            saver.saved = max(saver.saved, number)
             self._counts(name)[partitions] += np.uint16(1)
         return Hold(name, allowed, partitions)
 

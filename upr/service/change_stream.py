@@ -118,7 +118,12 @@ def _begin_save(
     owners = host.bucket.owners
     partitions = np.array([message.partition for message in request.positions], np.int64)
     hold = owners.hold(
-        request.consumer, request.member, request.generation, partitions, loop_micros()
+        request.consumer,
+        request.member,
+        request.generation,
+        partitions,
+        loop_micros(),
+        request.number,
     )
     allowed = [request.positions[i] for i in np.flatnonzero(hold.allowed).tolist()]
     if not allowed:

@@ -221,7 +221,7 @@ class Ownership:
         self.member = member
         self.membership = Membership() if member else None
         self.to_load: set[int] = set()
-        self._generation = self._saving = self._server_id = 0
+        self._generation = self._saving = self._server_id = self._saves = 0
         self._under: dict[int, tuple[int, int]] = {}
         self._stored = self._sent = PositionTable.of({})
 
@@ -322,6 +322,7 @@ class Ownership:
     ) -> stream_pb2.SavePositionsRequest:
         """Return what stores positions."""
         self._saving = self.generation
+        self._saves += 1
         table = PositionTable.of(positions)
         self._sent = self._sent.updated(table)
         return stream_pb2.SavePositionsRequest(
@@ -331,6 +332,7 @@ class Ownership:
             member=self.member,
             generation=self.generation,
             positions=positions_to_messages(table),
+            number=self._saves,
         )
 
 

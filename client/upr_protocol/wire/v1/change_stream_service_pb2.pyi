@@ -1588,6 +1588,7 @@ class SavePositionsRequest(_message.Message):
     MEMBER_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
     bucket_version: _builtins.int
@@ -1598,6 +1599,8 @@ class SavePositionsRequest(_message.Message):
     """The member's name; empty for a consumer that is no group."""
     generation: _builtins.int
     """The newest that the owner was told: by Opened, or by Assignment for a member."""
+    number: _builtins.int
+    """Ascends with each save of an owner; 0 where it does not count. One that a later one has overtaken on its way is refused."""
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
         """At most one a partition."""
@@ -1611,10 +1614,11 @@ class SavePositionsRequest(_message.Message):
         member: _builtins.str = ...,
         generation: _builtins.int = ...,
         positions: _abc.Iterable[Global___Position] | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "generation", b"generation", "member", b"member", "positions", b"positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "generation", b"generation", "member", b"member", "number", b"number", "positions", b"positions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
