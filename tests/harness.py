@@ -22,6 +22,7 @@ WAIT_SECONDS = 90.0
 STAMPS = "UPR_TEST_STAMPS"
 """Environment variable of a forked server: the file for its stamps, see ``tests/cluster/stamps.py``."""
 _POLL_SECONDS = 0.01
+_PORT_IS_USED = "cannot be listened on: the port is in use"
 _PAUSE_SECONDS = 0.2
 _T = TypeVar("_T")
 
@@ -205,11 +206,17 @@ class RunningServer:
             ServerFailed: it ended, or was not ready in time; with its log.
         """
         assert not self.running
+        launched = len(self.log_text())
         self.launch(environment=environment, prefix=prefix)
         deadline = time.monotonic() + WAIT_SECONDS
         while not (self._ready.exists() and self._ready.read_text().endswith("\n")):
             if not self.running:
-                raise ServerFailed(f"the server ended:\n{self.log_text()}")
+                said = self.log_text()[launched:]
+                if _PORT_IS_USED not in said or time.monotonic() > deadline:
+                    raise ServerFailed(f"the server ended:\n{self.log_text()}")
+                # While the server was down its port became that of somebody's connection, which ends.
+                launched += len(said)
+                self.launch(environment=environment, prefix=prefix)
             if time.monotonic() > deadline:
                 raise ServerFailed(f"the server was not ready in time:\n{self.log_text()}")
             time.sleep(_POLL_SECONDS)
