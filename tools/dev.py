@@ -140,6 +140,8 @@ def step(words: str, command: list[str], tells: re.Pattern[str] | None = None) -
         # processes that the tests start would compile every module again.
         if name not in (*OTHER_ENVIRONMENT, "PYTHONDONTWRITEBYTECODE")
     }
+    # The order of a set of strings follows from it: a seed of a simulation shows the same world each time.
+    environment.setdefault("PYTHONHASHSEED", "0")
     started = time.monotonic()
     if tells:
         print(f"dev: {words} ...", file=sys.stderr, flush=True)

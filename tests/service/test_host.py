@@ -14,7 +14,7 @@ import pytest
 from tests.harness import WAIT_SECONDS
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
-from upr.engine.partitions import ACTIVE
+from upr.engine.partitions import ACTIVE, REPLICA
 from upr.engine.recovery import Undo
 from upr.service import key_value as writes_module
 from upr.service.buckets import bucket_service as bucket_service_module
@@ -828,6 +828,23 @@ async def test_a_server_that_was_fenced_acknowledges_again_once_it_is_promoted(
     await host.activate(2, {})
     written = await host.write(rows(b"a"), b"", None, 0)
     await asyncio.wait_for(host.durable(written.entry), WAIT_SECONDS)
+    assert await asyncio.wait_for(host.close(), WAIT_SECONDS)
+
+
+@pytest.mark.asyncio
+async def test_what_is_active_numbers_in_its_own_epoch_until_it_steps_down(folder: Path) -> None:
+    host = await started(BucketService(folder, config(folder)))
+    table = host.bucket.partitions
+    host.promised = lambda: 5
+    host.raise_epoch()
+    assert set(table.epoch.tolist()) == {1}
+    stepping = asyncio.create_task(host.step_down(fenced=True))
+    await asyncio.sleep(0)
+    # In the same step, and on disk afterwards.
+    assert (set(table.state.tolist()), set(table.epoch.tolist())) == ({REPLICA}, {5})
+    await stepping
+    stored = host.disk.store.partitions().values()
+    assert {row.epoch for row in stored if isinstance(row, PartitionRow)} == {5}
     assert await asyncio.wait_for(host.close(), WAIT_SECONDS)
 
 

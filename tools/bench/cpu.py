@@ -33,8 +33,9 @@ PASSES: Final = 4
 """Ingests of all rows: with the last ones a flush and compaction run."""
 DRAINS: Final = 4
 SINGLES: Final = 3000
-TURNS: Final = 4
-"""Of each load, those of the server that is scraped and those of the other together."""
+TURNS: Final = (0, 1, 1, 0, 1, 0, 0, 1)
+"""Who runs each load next, the server that is scraped or the other: an even drift of the machine's speed, and one that
+slows down, meet both alike; and each goes first as often."""
 IDLE_SECONDS: Final = 0.3
 IDLE_SHARE: Final = 0.03
 """Share of a core that a server uses when it is idle."""
@@ -149,7 +150,7 @@ def _until_idle(running: RunningServer) -> None:
         time.sleep(IDLE_SECONDS)
 
 
-def measure_scraped(*, swapped: bool) -> tuple[dict[str, float], dict[str, float]]:
+def measure_scraped() -> tuple[dict[str, float], dict[str, float]]:
     """Run each load several times on a server that is scraped and on one that has no HTTP, in turn.
 
     Returns:
@@ -160,11 +161,9 @@ def measure_scraped(*, swapped: bool) -> tuple[dict[str, float], dict[str, float
         options = opened.enter_context(_scraped())
         pair = [opened.enter_context(server(*options)), opened.enter_context(server())]
 
-        def run(name: str, load: Callable[[str], Coroutine[Any, Any, int]], turns: int) -> None:
+        def run(name: str, load: Callable[[str], Coroutine[Any, Any, int]], times: int = 1) -> None:
             seconds, rows = [0.0, 0.0], [0, 0]
-            for turn in range(turns):
-                # One, the other twice, and the one again: a drift of the machine's speed meets both.
-                one = (turn + 1) // 2 % 2 ^ swapped
+            for one in TURNS * times:
                 began = server_cpu(pair[one])
                 rows[one] += asyncio.run(load(pair[one].target))
                 _until_idle(pair[one])
@@ -172,14 +171,14 @@ def measure_scraped(*, swapped: bool) -> tuple[dict[str, float], dict[str, float
             for of, used, count in zip(found, seconds, rows, strict=True):
                 of[name] = used / count * 1e6
 
-        run("ingest", _ingest, TURNS)
-        run("drain, tail", _drain, TURNS)
-        run("single set", _singles, 4 * TURNS)
+        run("ingest", _ingest)
+        run("drain, tail", _drain)
+        run("single set", _singles, 2)
         for running in pair:
             assert running.terminate() == 0, running.log_text()
             running.start()
             _until_idle(running)
-        run("drain, store", _drain, TURNS)
+        run("drain, store", _drain)
     return found
 
 
@@ -278,7 +277,7 @@ def main() -> int:
         return 0
     if options.http:
         names = ("scraped", "without HTTP")
-        found = compare(lambda run: measure_scraped(swapped=bool(run % 2)), options.runs)
+        found = compare(lambda _: measure_scraped(), options.runs)
     else:
         names = ("here", options.against[:12])
         with _checkout(options.against) as tree:

@@ -130,6 +130,8 @@ class BucketService:
         """Number of times that rows of consumers or cuts were stored since the start."""
         self.in_set: Callable[[], bool] = lambda: False
         """Returns whether other servers of a set are known."""
+        self.promised: Callable[[], int] = lambda: 0
+        """Returns the epoch that the server promised."""
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Awaitable[None]] | None = None
@@ -446,6 +448,14 @@ class BucketService:
         self._fenced = on
         self.disk.changed()
 
+    def raise_epoch(self) -> None:
+        """Follow nobody, and tell nobody, of an epoch below the one that the server promised.
+
+        What is active stays in the epoch in which it numbers, until it steps down.
+        """
+        table, promised = self.bucket.partitions, np.uint64(self.promised())
+        np.maximum(table.epoch, promised, out=table.epoch, where=table.state != ACTIVE)
+
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes, in this step, and have everything that was numbered on disk before this returns.
 
@@ -460,6 +470,7 @@ class BucketService:
         table = self.bucket.partitions
         active = np.flatnonzero(table.state == ACTIVE).tolist()
         table.state[active] = REPLICA
+        self.raise_epoch()
         self.bucket.begin_term()
         self._fenced |= fenced
         self._replica = True

@@ -312,8 +312,9 @@ class Catalog:
         self._hosts[name] = host
         host.serving.may = lambda: self.may_serve()
         host.in_set = lambda: bool(self.servers())
+        host.promised = lambda: self.standing.standing.epoch
         host.bucket.partitions.owner = self.owner
-        self._raise_epoch(host)
+        host.raise_epoch()
 
     def _may_create(self, name: str) -> bool:
         """Return whether a name is surely free: a damaged bucket without a readable name may have it."""
@@ -340,12 +341,7 @@ class Catalog:
         await asyncio.to_thread(write_standing, self._directory.path, stored)
         self.standing = stored
         for host in self.hosts:
-            self._raise_epoch(host)
-
-    def _raise_epoch(self, host: BucketService) -> None:
-        """Have a bucket follow nobody, and tell nobody, of an epoch below the one that the server promised."""
-        epoch = host.bucket.partitions.epoch
-        np.maximum(epoch, np.uint64(self.standing.standing.epoch), out=epoch)
+            host.raise_epoch()
 
     def check_active(self) -> None:
         """Raise PartitionNotActiveError, which names the active server, where this one is not: clients go there."""
