@@ -528,9 +528,11 @@ class ReplicasWorld:
                 there = undone.get(numbered.place)
                 if writer.durability == "memory" or there is None:
                     continue
-                # A deletion behind it may have been purged there.
+                # A deletion behind it may have been purged there. And who begins again from 0 keeps nothing of what its
+                # upstream has too, which keeps it when that is undone.
                 purged = deleted.get((p, numbered.row.key, numbered.place), 0)
-                if max(there.get((p, numbered.row.key), 0), purged) < seqno:
+                kept = [one.get((p, numbered.row.key), 0) for one in undone.values()]
+                if max(*kept, purged) < seqno:
                     raise Violation(
                         f"undone and not kept: {numbered}, acknowledged to {writer.name}"
                     )
