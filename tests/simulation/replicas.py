@@ -528,11 +528,9 @@ class ReplicasWorld:
                 there = undone.get(numbered.place)
                 if writer.durability == "memory" or there is None:
                     continue
-                # A deletion behind it may have been purged there. And who begins again from 0 keeps nothing of what its
-                # upstream has too, which keeps it when that is undone.
+                # A deletion behind it may have been purged there.
                 purged = deleted.get((p, numbered.row.key, numbered.place), 0)
-                kept = [one.get((p, numbered.row.key), 0) for one in undone.values()]
-                if max(*kept, purged) < seqno:
+                if max(there.get((p, numbered.row.key), 0), purged) < seqno:
                     raise Violation(
                         f"undone and not kept: {numbered}, acknowledged to {writer.name}"
                     )
