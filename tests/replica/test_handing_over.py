@@ -290,9 +290,9 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
     monkeypatch.setattr(owning, "GATHER_SECONDS", 0.3)
     held = third.owning.holding.now
 
-    def more() -> dict[int, Held]:
+    def more(**as_copy: bool) -> dict[int, Held]:
         """What it holds, and rows that it cannot send."""
-        told = held()
+        told = held(**as_copy)
         for columns in told.values():
             columns["marker"][7] = columns["high"][7] = 50
             columns["epoch"][7] = 1
@@ -601,7 +601,7 @@ async def test_one_out_of_step_is_promoted_by_force_only_and_tells_what_it_may_l
     host = new.catalog.find("default")
     assert host.following is not None
     host.following.begin_tables()
-    await host.set_joining(True)
+    await host.following.set_joining(True)
     await old.stop()
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
         with pytest.raises(UprError) as refused:

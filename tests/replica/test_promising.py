@@ -297,5 +297,5 @@ def test_what_is_held_is_of_the_epoch_of_its_last_row_and_not_of_the_log() -> No
     one = bucket()
     one.partitions.set_log(3, FailoverLog((FailoverRecord(1, 0, 3), FailoverRecord(2, 5, 4))))
     one.markers.seqno[3] = 5
-    held = held_of(cast(BucketService, SimpleNamespace(bucket=one)))[3]
+    held = held_of(cast(BucketService, SimpleNamespace(bucket=one, following=None)))[3]
     assert (held["epoch"], held["id"], held["marker"]) == (3, 2, 5)

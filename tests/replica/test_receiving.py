@@ -83,7 +83,7 @@ async def test_of_parts_those_that_are_dead_here_are_not_asked_for(host: BucketS
         wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1))
     )
     with pytest.raises(UnavailableError):
-        await Receiving(host, upstream, Introduction("d", "s", "a", True), [5, 6]).run()
+        await Receiving(host, upstream, Introduction("d", "s", "a", True), {5: 0, 6: 0}).run()
     (start,) = [message.start for message in upstream.said if message.HasField("start")]
     assert [one.partition for one in start.partitions] == [6]
 
@@ -93,7 +93,7 @@ async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: Bucket
     assert host.following is not None
     following, table = host.following, host.bucket.partitions
     receiving = Receiving(host, Upstream(), Introduction("d", "s", "a", False))
-    await host.set_joining(True)
+    await host.following.set_joining(True)
     row = wire.ConsumerRow(
         consumer="c", partition=5, failover_id=int(table.newest_id[5]), seqno=3, time=1
     )
@@ -116,7 +116,8 @@ async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: Bucket
 async def test_a_call_that_ends_while_the_join_is_stored_leaves_nothing_believed(
     host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await host.set_joining(True)
+    assert host.following is not None
+    await host.following.set_joining(True)
     with monkeypatch.context() as patched:
         entered = asyncio.Event()
         run = host.disk.in_store_thread
@@ -127,12 +128,12 @@ async def test_a_call_that_ends_while_the_join_is_stored_leaves_nothing_believed
             await asyncio.Event().wait()
 
         patched.setattr(host.disk, "in_store_thread", slow)
-        ending = asyncio.create_task(host.set_joining(False))
+        ending = asyncio.create_task(host.following.set_joining(False))
         await entered.wait()
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
     assert not host.disk.store.joining()
-    await host.set_joining(True)
+    await host.following.set_joining(True)
     assert host.disk.store.joining()
 
 
@@ -245,7 +246,7 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
         started(7),
         wire.FollowResponse(frame=frame),
     )
-    receiving = Receiving(host, upstream, Introduction("d", "s", "a", False), [3])
+    receiving = Receiving(host, upstream, Introduction("d", "s", "a", False), {3: 9})
     assert host.bucket.may_undo
     task = asyncio.create_task(receiving.run())
 

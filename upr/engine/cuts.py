@@ -193,10 +193,18 @@ class Cuts:
             self._drop(old)
         self.changes += 1
 
+    def hold(self, seqnos: U64, tail: Tail) -> Cut:
+        """Pin seqnos of what is here already, shape (1024,), without a name until ``forget``; 0 pins nothing."""
+        cut = Cut("", 0, 0, 0, {})
+        cut.seqnos[seqnos > 0] = seqnos[seqnos > 0]
+        cut.fences = fences_of(tail, cut.seqnos)
+        self._hold(cut)
+        return cut
+
     def passed(self, runs: Runs, entry: int) -> None:
         """Set fences at an entry that is about to be appended, whose runs begin at pinned seqnos."""
         partitions, starts = runs["partition"], runs["start_seqno"]
-        for cut in self._held:
+        for cut in filter(lambda cut: cut.name, self._held):
             if (cut.seqnos[partitions] == starts).any() and entry not in cut.fences:
                 cut.fences = (*cut.fences, entry)
 

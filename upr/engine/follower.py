@@ -138,7 +138,7 @@ class Follower:
         self._id: U64 = np.zeros(PARTITIONS, np.uint64)
         self._until: U64 = np.full(PARTITIONS, NO_END, np.uint64)
         self._limit: U64 = np.full(PARTITIONS, NO_END, np.uint64)
-        self._has_ends = False
+        self._has_ends = self._finished = False
         self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
         self._groups = TailReaders(bucket.tail, options.memory, options.showing)
         self._waiting = self._groups.waiting = Waiting() if options.copies else None
@@ -410,6 +410,7 @@ class Follower:
     def _end(self, partitions: Iterable[int], why: EndReason) -> None:
         streams = self._close(partitions)
         if streams:
+            self._finished = self._finished or why is FINISHED
             self._ended.append(Ended(streams, why))
 
     def _close(self, partitions: Iterable[int]) -> list[tuple[int, int]]:
@@ -689,8 +690,8 @@ class Follower:
 
     @property
     def is_past_store(self) -> bool:
-        """Whether there are streams, and each of them has read all that is stored."""
-        return bool(self._token.any()) and not self._is_reading()
+        """Whether there are streams, or were, and each of them has read what it wants of the store."""
+        return (self._finished or bool(self._token.any())) and not self._is_reading()
 
     def _is_reading(self) -> bool:
         return self._reading or bool(self._ready) or bool(self._from_store.any())

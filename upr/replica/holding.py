@@ -13,7 +13,7 @@ from upr.service.buckets.following import Following
 from upr_protocol.block import U64
 from upr_protocol.errors import StorageFailedError, UprError, shown
 from upr_protocol.limits import PARTITIONS
-from upr_protocol.ownership import HELD, Held, Row
+from upr_protocol.ownership import HELD, Follow, Held, Row
 
 Buckets = Mapping[int, Held]
 """Columns of what a server holds, by bucket version."""
@@ -40,12 +40,19 @@ class Promoted:
     tables: list[str] = field(default_factory=list)
 
 
-def held_of(host: BucketService) -> Held:
-    """Return what is durable of a bucket."""
-    bucket, table = host.bucket, host.bucket.partitions
-    held = np.zeros(PARTITIONS, HELD)
-    held["marker"], held["high"], held["id"] = bucket.markers.seqno, table.durable, table.newest_id
-    held["epoch"] = table.epochs_at(bucket.markers.seqno)
+def held_of(host: BucketService, *, as_copy: bool = False) -> Held:
+    """Return what is durable of a bucket.
+
+    Args:
+        as_copy: whether only what others may rely on. While it joins that is what it had before: rows above may lack the
+            numbers of their producers, and a write that is repeated would be applied twice.
+    """
+    bucket, table, following = host.bucket, host.bucket.partitions, host.following
+    held, marker = np.zeros(PARTITIONS, HELD), bucket.markers.seqno
+    if as_copy and following is not None and following.joining is not False:
+        marker = np.minimum(marker, following.whole)
+    held["marker"], held["high"], held["id"] = marker, table.durable, table.newest_id
+    held["epoch"] = table.epochs_at(marker)
     return held
 
 
@@ -62,11 +69,11 @@ def highs_as_held(high: U64) -> Held:
     return held
 
 
-def by_version(places: Iterable[np.intp], versions: Sequence[int]) -> dict[int, list[int]]:
-    """Return the partitions at places in one column, by bucket version; see ``in_one_order``."""
-    found: dict[int, list[int]] = {}
-    for place in map(int, places):
-        found.setdefault(versions[place // PARTITIONS], []).append(place % PARTITIONS)
+def by_version(step: Follow, versions: Sequence[int]) -> dict[int, dict[int, int]]:
+    """Return what is to be followed and how far, by bucket version and partition; see ``in_one_order``."""
+    found: dict[int, dict[int, int]] = {}
+    for place, seqno in zip(step.partitions.tolist(), step.seqnos.tolist(), strict=True):
+        found.setdefault(versions[place // PARTITIONS], {})[place % PARTITIONS] = seqno
     return found
 
 
@@ -104,9 +111,9 @@ class Holding:
     def _hosts(self) -> dict[int, BucketService]:
         return {host.bucket.identity.version: host for host in self._catalog.hosts}
 
-    def now(self) -> dict[int, Held]:
-        """Return what is durable here, by bucket version."""
-        return {version: held_of(host) for version, host in self._hosts().items()}
+    def now(self, *, as_copy: bool = False) -> dict[int, Held]:
+        """Return what is durable here, by bucket version; see ``held_of``."""
+        return {v: held_of(host, as_copy=as_copy) for v, host in self._hosts().items()}
 
     def named(self, version: int) -> str:
         """Return a bucket's name; its version where it could not be made here."""
@@ -114,7 +121,7 @@ class Holding:
         return f"{version:016x}" if host is None else host.bucket.identity.name
 
     def lacking(
-        self, answer: Answer, versions: Sequence[int], only: Mapping[int, Sequence[int]] | None
+        self, answer: Answer, versions: Sequence[int], only: Mapping[int, Mapping[int, int]] | None
     ) -> dict[int, list[int]]:
         """Return what of a promise is not here, by bucket version."""
         mine, found = self.now(), {}
@@ -128,7 +135,7 @@ class Holding:
             lacks &= theirs["id"] != 0
             chosen = np.flatnonzero(lacks)
             if only is not None:
-                chosen = np.intersect1d(chosen, only[version])
+                chosen = np.intersect1d(chosen, list(only[version]))
             if len(chosen):
                 found[version] = chosen.tolist()
         return found

@@ -154,7 +154,7 @@ class ReplicaMethods:
         lag = 0
         for version, mine in owning.holding.now().items():
             if version in met.held:
-                theirs = np.minimum(met.held[version]["marker"], mine["high"])
+                theirs = np.minimum(met.held[version]["high"], mine["high"])
                 lag += int((mine["high"] - theirs).sum())
         told.reached, told.in_step, told.epoch = True, met.in_step, met.epoch
         told.lag = lag if owning.active else 0
@@ -257,7 +257,7 @@ class ReplicaMethods:
             row=row_to_message(standing.row),
             epoch=standing.epoch,
             in_step=owning.in_step,
-            held=held_to_messages(owning.holding.now()),
+            held=held_to_messages(owning.holding.now(as_copy=True)),
             members=owning.meeting.members_to_tell(standing),
             claiming=owning.claiming,
             drained=owning.drained,

@@ -8,7 +8,7 @@ A server that was the owner when it was stopped asks the others before it serves
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
 
 import lmdb
@@ -287,7 +287,7 @@ class Owning:
         targets: tuple[str, ...],
         anonymous: bool,
         directory: str,
-        only: Mapping[int, Sequence[int]] | None = None,
+        only: Mapping[int, Mapping[int, int]] | None = None,
     ) -> Replication:
         """Follow from now on; who follows somebody stops that first."""
         replication = Replication(
@@ -341,7 +341,10 @@ class Owning:
             await self._settle(force=force)
             changes = {h.bucket.identity.version: h.table_changes for h in self._catalog.hosts}
             return Answer(
-                known, self.holding.now(), after.confirms(claim, self.holding.served()), changes
+                known,
+                self.holding.now(as_copy=True),
+                after.confirms(claim, self.holding.served()),
+                changes,
             )
 
     async def _settle(self, *, force: bool) -> None:
@@ -516,7 +519,7 @@ class Owning:
             elif self._following is not None:
                 await self._stop_taking()
             elif isinstance(step, Follow):
-                only = by_version(step.partitions, versions)
+                only = by_version(step, versions)
                 lost += await self._gather(claim, step.directory, answers, force, only, tables)
             else:
                 tables |= self.holding.out_of_step()
@@ -551,13 +554,13 @@ class Owning:
         directory: str,
         answers: dict[str, Answer],
         force: bool,
-        only: Mapping[int, Sequence[int]] | None,
+        only: Mapping[int, Mapping[int, int]] | None,
         tables_lost: set[int],
     ) -> list[Lost]:
         """Follow a server that promised until what is lacking is here, durably, with the small tables.
 
         Args:
-            only: the partitions that are lacking, by bucket version; None for all that it has, its very buckets and all
+            only: the partitions that are lacking and how far, by bucket version; None for all that it has, its very buckets and all
                 that changed in their tables.
             tables_lost: takes the versions of buckets whose tables it does not give, with ``force``.
 

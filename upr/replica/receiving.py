@@ -72,7 +72,8 @@ class Receiving:
 
     Args:
         stub: ChangeStreamServiceStub of the upstream.
-        only: the partitions that are followed; None for all.
+        only: the partitions that are followed, and the marker that is wanted of each: what is above it there may lack
+            what the small tables say of it. None for all that the upstream has.
         on_followed: called when the upstream is followed: it answered, and what comes can be stored here.
     """
 
@@ -81,7 +82,7 @@ class Receiving:
         host: BucketService,
         stub: Any,
         introduction: Introduction,
-        only: Sequence[int] | None = None,
+        only: Mapping[int, int] | None = None,
         on_followed: Callable[[], None] = lambda: None,
     ) -> None:
         self._only = only
@@ -115,11 +116,13 @@ class Receiving:
             # Stored blocks come without the numbers of their producers, until the tables are told.
             self._following.begin_tables()
             self._following.refused.clear()
-            await self._host.set_joining(True)
+            await self._following.set_joining(True)
             self._returned = CreditReturn(opened.credit_bytes)
             silence = SILENT_INTERVALS * opened.heartbeat_seconds
             partitions = np.flatnonzero(self._table.state != DEAD)
-            chosen = partitions if self._only is None else np.intersect1d(partitions, self._only)
+            chosen = (
+                partitions if self._only is None else np.intersect1d(partitions, list(self._only))
+            )
             self._unanswered = set(chosen.tolist())
             await self._start(chosen.tolist())
             self._following.connected = True
@@ -190,6 +193,8 @@ class Receiving:
         table = self._table
         high, log = int(table.high[partition]), table.logs[partition]
         request = wire.StartPartition(partition=partition, seqno=high)
+        if self._only is not None and high <= self._only[partition]:
+            request.until_exact = self._only[partition]
         if not high and table.state[partition] == PENDING:
             # Nothing was adopted yet: its own id was never told to anybody.
             return request
@@ -322,7 +327,7 @@ class Receiving:
                     await self._start(again)
             case "tables":
                 # Who is followed for parts may lack what the owner told here of consumers and cuts.
-                await take_tables(self._host, message.tables, merge=self._only is not None)
+                await take_tables(self._host, message.tables, self._only)
 
     def _ended(self, ended: wire.Ended) -> None:
         if not ended.streams:
@@ -378,7 +383,7 @@ class Receiving:
         following = self._following
         while True:
             if following.in_step and following.joining is not False:
-                await self._host.set_joining(False)
+                await self._following.set_joining(False)
                 self._acknowledged[:] = 0
                 continue
             # Of what is followed only: an Ack above what was sent ends the call.

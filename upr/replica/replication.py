@@ -66,7 +66,7 @@ class Replication:
         address: returns HOST:PORT where this server can be reached.
         links: opens channels.
         directory: the id of the upstream's data directory; empty if any server of the set will do.
-        only: the partitions that are followed, by bucket version, and no bucket is dropped; None for all.
+        only: the partitions that are followed and how far, by bucket version, and no bucket is dropped; None for all.
 
     Attributes:
         directory: as above; a change counts from the next look at the upstream's buckets on.
@@ -83,7 +83,7 @@ class Replication:
         address: Callable[[], str],
         links: Links,
         directory: str = "",
-        only: Mapping[int, Sequence[int]] | None = None,
+        only: Mapping[int, Mapping[int, int]] | None = None,
     ) -> None:
         self._catalog = catalog
         self._only = only

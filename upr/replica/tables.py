@@ -5,6 +5,7 @@ tell, and cuts that it did not list. Of one that may have less than is here only
 a producer's number that runs ahead of its data would let a resent write be taken for a repetition.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -20,17 +21,21 @@ from upr.storage.keyspace import (
     Pin,
     ProducerNumbers,
 )
+from upr_protocol.block import U64
 from upr_protocol.errors import ProtocolError
 from upr_protocol.failover import check_partition
 from upr_protocol.limits import NAME_BYTES_MAX, PARTITIONS, check_name
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 
-async def take_tables(host: BucketService, tables: wire.Tables, *, merge: bool = False) -> None:
+async def take_tables(
+    host: BucketService, tables: wire.Tables, only: Mapping[int, int] | None = None
+) -> None:
     """Store what a message tells of the small tables, and let it count.
 
     Args:
-        merge: whether the upstream may have less than is here: what is newer here stays, and what only is here.
+        only: the partitions that are followed and how far, where the upstream may have less than is here: what is newer
+            here stays, and what only is here; what names seqnos that do not come is left out. None for all that it has.
 
     Raises:
         ProtocolError, InvalidArgumentError: a value is out of range.
@@ -38,14 +43,20 @@ async def take_tables(host: BucketService, tables: wire.Tables, *, merge: bool =
     """
     following = host.following
     assert following is not None
+    merge = only is not None
+    limit = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
+    if only is not None:
+        limit[:] = host.bucket.partitions.high
+        limit[list(only)] = np.maximum(limit[list(only)], list(only.values()))
     if tables.begins:
         following.begin_tables()
         # The stored blocks behind this come without the numbers of their producers.
-        await host.set_joining(True)
+        await following.set_joining(True)
     if tables.producers:
-        await _take_producers(host, following, [_numbers(one) for one in tables.producers])
+        numbers = [_numbers(one) for one in tables.producers]
+        await _take_producers(host, following, numbers, limit)
     if tables.consumers:
-        await _take_consumers(host, following, tables, merge)
+        await _take_consumers(host, following, tables, limit, merge)
     if tables.HasField("cuts"):
         await _take_cuts(host, tables.cuts, merge)
     if tables.complete:
@@ -69,10 +80,13 @@ def _numbers(told: wire.ProducerRows) -> tuple[bytes, ProducerNumbers]:
 
 
 async def _take_producers(
-    host: BucketService, following: Following, told: list[tuple[bytes, ProducerNumbers]]
+    host: BucketService,
+    following: Following,
+    told: list[tuple[bytes, ProducerNumbers]],
+    limit: U64,
 ) -> None:
     bucket = host.bucket
-    rows = [(name, ProducerNumbers(_standing(bucket, n.table), n.time)) for name, n in told]
+    rows = [(name, ProducerNumbers(_standing(bucket, n.table, limit), n.time)) for name, n in told]
     store = host.disk.store
     await host.disk.in_store_thread(lambda: store.put_producers(rows, bucket.counts))
     for _, numbers in rows:
@@ -83,10 +97,13 @@ async def _take_producers(
     )
 
 
-def _standing(bucket: Bucket, table: "np.typing.NDArray[np.void]") -> "np.typing.NDArray[np.void]":
-    """Return the rows whose seqnos are on the failover log, and those of places."""
+def _standing(
+    bucket: Bucket, table: "np.typing.NDArray[np.void]", limit: U64
+) -> "np.typing.NDArray[np.void]":
+    """Return the rows whose seqnos are on the failover log and at or below a limit, and those of places."""
     keep = [
-        partition >= PARTITIONS or bucket.counts(partition, failover_id, end)
+        partition >= PARTITIONS
+        or (end <= limit[partition] and bucket.counts(partition, failover_id, end))
         for partition, _, failover_id, _, end in table.tolist()
     ]
     return table[keep]
@@ -104,7 +121,7 @@ async def _drop_untold(host: BucketService, following: Following) -> None:
 
 
 async def _take_consumers(
-    host: BucketService, following: Following, tables: wire.Tables, merge: bool
+    host: BucketService, following: Following, tables: wire.Tables, limit: U64, merge: bool
 ) -> None:
     by_name: dict[str, dict[int, ConsumerRow | None]] = {}
     for one in tables.consumers:
@@ -112,7 +129,8 @@ async def _take_consumers(
         if not one.removed:
             row = ConsumerRow(one.generation, one.failover_id, one.seqno, one.time, one.position)
         rows = by_name.setdefault(check_name(one.consumer, "consumer"), {})
-        rows[check_partition(one.partition)] = row
+        if one.seqno <= limit[check_partition(one.partition)]:
+            rows[one.partition] = row
     if merge:
         by_name = {name: await _newer(host, name, rows) for name, rows in by_name.items()}
     await _store_consumers(host, by_name)

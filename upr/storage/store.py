@@ -252,15 +252,20 @@ class Store:
         with self._writing() as txn:
             txn.put(_QUOTA, keyspace.seal(quota.to_bytes(8, "little"), _QUOTA), db=self._meta)
 
-    def joining(self) -> bool:
-        """Return whether rows came from an upstream since the small tables were last whole."""
+    def joining(self) -> U64 | None:
+        """Return up to which seqnos the small tables are whole, shape (1024,); None where nothing came since they were."""
         with self._env.begin() as txn:
-            return bool(txn.get(_JOINING, db=self._meta) == keyspace.seal(b"1", _JOINING))
+            value = txn.get(_JOINING, db=self._meta)
+        body = b"0" if value is None else keyspace.unseal(bytes(value), _JOINING, "the join")
+        # An older version stored that it joins, and not from where.
+        seqnos = np.frombuffer(body[1:].ljust(8 * PARTITIONS, b"\0"), "<u8")
+        return None if body == b"0" else seqnos
 
-    def put_joining(self, joining: bool) -> None:
-        """Store whether rows may come for which the small tables are not whole, durably."""
+    def put_joining(self, whole: U64 | None) -> None:
+        """Store up to which seqnos the small tables are whole, durably; None for all that is here."""
+        body = b"0" if whole is None else b"1" + whole.astype("<u8").tobytes()
         with self._writing() as txn:
-            txn.put(_JOINING, keyspace.seal(b"%d" % joining, _JOINING), db=self._meta)
+            txn.put(_JOINING, keyspace.seal(body, _JOINING), db=self._meta)
 
     def partitions(self) -> dict[int, PartitionRow | DataDamagedError]:
         """Return every partition's row, or the error of reading it."""

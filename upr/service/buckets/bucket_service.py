@@ -175,7 +175,7 @@ class BucketService:
         self._tasks: list[asyncio.Task[None]] = []
 
     def _new_following(self) -> Following:
-        return Following(self.bucket, self.undone, joining=self.disk.store.joining())
+        return Following(self.bucket, self.disk, self.undone)
 
     def _recover(self, identity: Identity) -> Bucket:
         proof = self.disk.store.proof(may_be_moved=self._config.data_moved)
@@ -402,20 +402,6 @@ class BucketService:
         self.bucket.adopted(logs)
         self.disk.changed()
 
-    async def set_joining(self, joining: bool) -> None:
-        """Store whether rows may come without what the small tables say of them.
-
-        Raises:
-            OSError, lmdb.Error: it cannot be stored.
-        """
-        following = self.following
-        if following is not None and following.joining != joining:
-            # A call that is cancelled here does not know what is stored: the next one stores in any case.
-            following.joining = None
-            await self.disk.in_store_thread(lambda: self.disk.store.put_joining(joining))
-            following.joining = joining
-            self.disk.changed()
-
     async def activate(self, epoch: int, records: Mapping[int, int]) -> None:
         """Make the partitions active in an epoch: failover records, states and epochs become durable in one transaction.
 
@@ -439,6 +425,8 @@ class BucketService:
         table.served_epoch[list(logs)] = epoch
         table.state[list(logs)] = ACTIVE
         bucket.begin_term()
+        if self.following is not None:
+            self.following.release()
         self._replica, self._fenced, self.following = False, False, None
         # Gets that wait for a write hear that it was undone.
         self.disk.changed()

@@ -6,6 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from upr.engine.bucket import Bucket
+from upr.engine.cuts import Cut
+from upr.service.buckets.disk import Disk
+from upr_protocol.block import U64
 from upr_protocol.errors import UprError
 from upr_protocol.limits import PARTITIONS
 
@@ -18,6 +21,7 @@ class Following:
         connected: whether its streams are open.
         joining: whether rows may have come without what the small tables say of them; stored, so it outlives a crash. None
             while that is being stored.
+        whole: while ``joining`` is not False: up to which seqnos nothing of the small tables is missing, shape (1024,).
         tables: whether the upstream has sent all of its small tables.
         rows: while it sends them: by consumer, in which partitions it sent a row, shape (1024,).
         told: how many changes of them it has sent; see Tables.changes.
@@ -28,11 +32,18 @@ class Following:
         highs: the newest seqnos that the upstream named, shape (1024,).
     """
 
-    def __init__(self, bucket: Bucket, undone: int = 0, *, joining: bool = False) -> None:
+    def __init__(self, bucket: Bucket, disk: Disk, undone: int = 0) -> None:
         self._bucket = bucket
+        self._disk = disk
         self.address = ""
         self.connected = False
-        self.joining: bool | None = joining
+        stored = disk.store.joining()
+        self.joining: bool | None = stored is not None
+        self.whole = np.zeros(PARTITIONS, np.uint64)
+        self._held: Cut | None = None
+        if stored is not None:
+            # What was not durable is gone, and a part may be undone since.
+            self._hold(np.minimum(stored, bucket.partitions.complete))
         self.begin_tables()
         self.needed = np.zeros(PARTITIONS, np.uint64)
         self.refused: dict[int, UprError] = {}
@@ -45,6 +56,37 @@ class Following:
         """The upstream tells its small tables from their beginning."""
         self.tables, self.told = False, 0
         self.rows: dict[str, npt.NDArray[np.bool_]] = {}
+
+    async def set_joining(self, joining: bool) -> None:
+        """Store whether rows may come without what the small tables say of them.
+
+        What is whole by then stays as it is meanwhile: it is all that this server may be relied on for.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be stored.
+        """
+        if self.joining == joining:
+            return
+        if self.joining is False:
+            self._hold(self._bucket.partitions.complete.copy())
+        # A call that is cancelled here does not know what is stored: the next one stores in any case.
+        self.joining = None
+        whole, store = self.whole if joining else None, self._disk.store
+        await self._disk.in_store_thread(lambda: store.put_joining(whole))
+        self.joining = joining
+        if not joining:
+            self.release()
+        self._disk.changed()
+
+    def _hold(self, whole: U64) -> None:
+        self.whole = whole
+        self._held = self._bucket.cuts.hold(whole, self._bucket.tail)
+
+    def release(self) -> None:
+        """Let merges and purges go on: all that is here is whole, or follows no upstream any more."""
+        if self._held is not None:
+            self._bucket.cuts.forget(self._held)
+            self._held = None
 
     @property
     def in_step(self) -> bool:
