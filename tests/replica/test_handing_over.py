@@ -31,6 +31,7 @@ from upr.storage.standing import Stored, read_standing
 from upr_client import AsyncClient
 from upr_protocol.errors import StorageFailedError, TooFewReplicasError, UprError
 from upr_protocol.ownership import Held, Row
+from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 Start = Callable[..., Awaitable["Member"]]
@@ -357,6 +358,44 @@ async def test_one_that_gives_data_takes_no_consumer_and_no_cut_away(start: Star
     (stored,) = (await rows_of(host, "both")).values()
     assert stored.generation == told.generation + 1
     assert {cut.name for cut in host.bucket.cuts.named} == {"both", "ours", "theirs"}
+
+
+@pytest.mark.asyncio
+async def test_rows_that_came_without_the_numbers_of_their_producers_are_no_copy(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, third = await start_set(start, replicas=2)
+    await leave_alone(new)
+    here, there = new.catalog.find("default"), third.catalog.find("default")
+    assert there.following is not None
+    joining, partition = there.following, partition_of(b"k")
+
+    def seqno(of: BucketService) -> int:
+        return int(of.bucket.markers.seqno[partition])
+
+    async with AsyncClient(old.target) as client:
+        await client.bucket("default").set(b"k", b"1")
+        await until(lambda: seqno(there) == 1 and joining.joining is False)
+        await leave_alone(third)
+        await client.bucket("default").set(b"k", b"2")
+
+    async def never(feed: TableFeed, tables: wire.Tables) -> None:
+        await asyncio.Event().wait()
+
+    # The owner dies before it has told the third what belongs to the second row.
+    monkeypatch.setattr(TableFeed, "_tell", never)
+    third.owning._paused = False
+    await until(lambda: seqno(there) == 2)
+    await leave_alone(third)
+    monkeypatch.undo()
+    await old.stop()
+    new.owning._paused = third.owning._paused = False
+    await new.owning.promote()
+    assert seqno(here) == 1
+    async with AsyncClient(new.target) as client:
+        assert await client.bucket("default").get(b"k") == b"1"
+    await until(lambda: third.owning.in_step)
+    assert seqno(third.catalog.find("default")) == 1
 
 
 async def rows_of(host: BucketService, name: str) -> dict[int, ConsumerRow]:

@@ -17,6 +17,7 @@ from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.engine.partitions import DEAD
 from upr.replica import replication
+from upr.replica.holding import held_of
 from upr.replica.links import Links
 from upr.replica.receiving import Introduction, Receiving, UndoNeededError
 from upr.replica.replication import Replication
@@ -26,6 +27,7 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.tables import TableFeed
 from upr_protocol.block import POSITION
 from upr_protocol.errors import UnavailableError, UprError
+from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -73,7 +75,7 @@ async def test_a_new_call_is_in_step_when_the_tables_were_told_in_it(
         await Receiving(host, upstream, Introduction("d", "s", "a", False)).run()
     # While nobody answers it has what it had. Else it does not after a crash either.
     assert host.following.in_step == (not answers)
-    assert host.disk.store.joining() == answers
+    assert (host.disk.store.joining() is not None) == answers
 
 
 @pytest.mark.asyncio
@@ -99,17 +101,57 @@ async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: Bucket
     )
     acknowledging = asyncio.create_task(receiving._acknowledge())
     await take_tables(host, wire.Tables(consumers=[row], complete=True))
-    assert host.disk.store.joining()
+    assert host.disk.store.joining() is not None
     table.durable[5] = 3
     host.disk.changed()
     while following.joining:
         await host.disk.next_change()
-    assert not host.disk.store.joining()
+    assert host.disk.store.joining() is None
     # The upstream reads from its store again, and those rows come without numbers.
     await take_tables(host, wire.Tables(begins=True))
     assert following.joining
-    assert host.disk.store.joining()
+    assert host.disk.store.joining() is not None
     acknowledging.cancel()
+
+
+@pytest.mark.asyncio
+async def test_what_was_whole_when_a_join_began_is_all_that_is_relied_on_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    closed = Closed(tmp_path / "data")
+
+    async def opened() -> BucketService:
+        host = BucketService(closed.bucket, ServerConfig(data=closed.path), replica=True)
+        host.start(anything)
+        return host
+
+    async def anything() -> None: ...
+
+    def marked(host: BucketService) -> tuple[int, int]:
+        return tuple(int(held_of(host, as_copy=one)["marker"][3]) for one in (True, False))  # type: ignore[return-value]
+
+    host = await opened()
+    logs = {3: FailoverLog((FailoverRecord(9, 0, 1),))}
+    await host.adopt(logs, {3: 1})
+    for one in [entry((3, 0, 2, 2)), entry((3, 2, 5, 5))]:
+        await host.receive(one.block(), one.data, [])
+        if not host.following.joining:  # type: ignore[union-attr]
+            await host.journalled(host.bucket.tail.end - 1)
+            assert marked(host) == (2, 2)
+            await host.following.set_joining(True)  # type: ignore[union-attr]
+    await host.journalled(host.bucket.tail.end - 1)
+    assert marked(host) == (2, 5)
+    while host.bucket.tail.first < host.bucket.tail.end:
+        await host.flush()
+    await host.close()
+    host = await opened()
+    assert marked(host) == (2, 5)
+    # It can give that state, and nothing above.
+    assert [head.end for head in host.disk.store.heads(3)] == [2, 5]
+    assert host.following is not None
+    await host.following.set_joining(False)
+    assert (marked(host), host.bucket.cuts.pinned(3)) == ((5, 5), ())
+    await host.close()
 
 
 @pytest.mark.asyncio
@@ -132,9 +174,9 @@ async def test_a_call_that_ends_while_the_join_is_stored_leaves_nothing_believed
         await entered.wait()
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
-    assert not host.disk.store.joining()
+    assert host.disk.store.joining() is None
     await host.following.set_joining(True)
-    assert host.disk.store.joining()
+    assert host.disk.store.joining() is not None
 
 
 @pytest.mark.asyncio
