@@ -508,6 +508,7 @@ class ReplicasWorld:
     def _check_acknowledged(self, logs: Sequence[Any]) -> None:
         """Nothing acknowledged is missing; what was at ``disk`` only may be, and is kept aside then."""
         undone = {server.data.name: self._undone(server) for server in self.servers}
+        kept = set().union(*undone.values())
         deleted: dict[tuple[int, bytes, str], int] = {}
         for (p, _, seqno), one in self.truth.rows.items():
             if one.row.value is None:
@@ -528,6 +529,9 @@ class ReplicasWorld:
                 there = undone.get(numbered.place)
                 if writer.durability == "memory" or there is None:
                     continue
+                if seqno <= self.truth.received_anew.get((p, numbered.place), 0):
+                    # Who undid it then is another one, which had it too.
+                    there = {key: max(u.get(key, 0) for u in undone.values()) for key in kept}
                 # A deletion behind it may have been purged there.
                 purged = deleted.get((p, numbered.row.key, numbered.place), 0)
                 if max(there.get((p, numbered.row.key), 0), purged) < seqno:

@@ -15,8 +15,10 @@ from tests.simulation.looping import SimulatedLoop, running
 from upr.engine import compaction
 from upr.engine.bucket import Bucket
 from upr.engine.partitions import Partitions
+from upr.engine.recovery import Undo
 from upr.engine.tail import Tail
 from upr.replica.owning import Owning
+from upr.replica.receiving import Receiving
 from upr.service import key_value
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS
@@ -73,6 +75,8 @@ class Truth:
         self.changes: list[Change] = []
         self.purged: dict[int, int] = {}
         """By partition, the largest purge seqno of any server."""
+        self.received_anew: dict[tuple[int, str], int] = {}
+        """By partition and server, up to where it dropped what its upstream had too, from some marker on."""
         self._forcing: set[str] = set()
         self._out_of_step: set[str] = set()
         self._states: dict[tuple[int, int], tuple[int, State]] = {}
@@ -85,6 +89,7 @@ class Truth:
         """Take down what engines do from now on."""
         self._watch_owners(patch)
         patch.setattr(Bucket, "_numbered", self._before(Bucket._numbered))
+        patch.setattr(Receiving, "_undo", self._dropping(Receiving._undo))
         write, set_log, from_rows = Tail.write, Partitions.set_log, Partitions.from_rows
         tell_raised = compaction._tell_raised
 
@@ -210,6 +215,17 @@ class Truth:
             return number(bucket, runs, now)
 
         return numbered
+
+    def _dropping(self, find: Callable[..., Undo | None]) -> Callable[..., Undo | None]:
+        def found(receiving: Receiving, partition: int, *told: Any) -> Undo | None:
+            undo = find(receiving, partition, *told)
+            if undo is not None:
+                place = partition, running().place
+                there = undo.seqno if undo.lost else int(receiving._table.high[partition])
+                self.received_anew[place] = max(there, self.received_anew.get(place, 0))
+            return undo
+
+        return found
 
     def _numbered(self, block: Any, producer: bytes, number: int) -> None:
         bucket, self._numbering = self._numbering, None
