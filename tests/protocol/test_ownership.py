@@ -172,6 +172,15 @@ def test_no_record_where_the_last_owner_confirms_that_nothing_is_missing() -> No
         assert step.cut_off(mine).tolist() == [False, False, True, False]
 
 
+def test_nobody_confirms_for_a_counted_server_that_was_given_up() -> None:
+    claim, _ = claim_of_b()
+    mine = held((3, 1, 5, 5), (3, 1, 5, 5))
+    # C may have been the owner in between, known to nobody that is left.
+    claim.give_up({C})
+    step = served(claim, mine, (A, mine, True))
+    assert step.record.all()
+
+
 def test_the_new_owner_counts_itself() -> None:
     basis = replace(SERVED, counted=frozenset({C}))
     row = Standing(A, basis).claim().serves()
