@@ -76,6 +76,9 @@ class Following:
         self.joining = joining
         if not joining:
             self.release()
+        elif self._held is None:
+            # The end of a join was being stored when this one began.
+            self._hold(self.whole)
         self._disk.changed()
 
     def _hold(self, whole: U64) -> None:
