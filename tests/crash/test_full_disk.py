@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.conftest import StartServer
 from tests.crash.world import World
 from tests.harness import WAIT_SECONDS, RunningServer
-from tests.raw import RawClient, start_at
+from tests.raw import RawClient, seqnos_of, start_at
 from upr.cli.admin import main as admin
 from upr_client import UprError
 
@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
 MIB = 2**20
 DISK_BYTES = 24 * MIB
 LOG_BYTES = 128 * 2**10
+PROBE: list[tuple[bytes, bytes | None]] = [(b"raw", b"r" * 1000)]
 """A limit of files that the server's log stays below, and a journal or a store does not."""
 _DETACH = 2
 
@@ -144,27 +145,41 @@ async def check_clean(server: RunningServer) -> None:
     assert [bucket["findings"] for bucket in document["buckets"]] == [[]]
 
 
-async def refusal(world: World) -> str:
+async def refusal(world: World, producer: str = "") -> str:
     """Why a write is not taken now."""
     async with RawClient(world.server.target) as client:
-        writer = await client.writer("")
-        result = await writer.write([(b"raw", b"r" * 1000)])
+        writer = await client.writer(producer)
+        result = await writer.write(PROBE)
         assert result.HasField("refused")
         assert result.refused.retriable
         reason: str = result.refused.reason
         return reason
 
 
-async def until_stuck(disk: Disk, world: World) -> None:
-    """Wait until a write meets the full disk."""
+async def until_stuck(disk: Disk, world: World) -> list[str]:
+    """Wait until a write meets the full disk; return the producers whose write may become durable yet."""
+    unknown: list[str] = []
     async with asyncio.timeout(WAIT_SECONDS):
         if isinstance(disk, SmallDisk):
             # One that was numbered just before the room was gone may be refused by the disk itself.
-            while (reason := await refusal(world)) != "NO_ROOM":
+            while (reason := await refusal(world, f"probe {len(unknown)}")) != "NO_ROOM":
                 assert reason == "UNKNOWN_OUTCOME"
-            return
+                unknown.append(f"probe {len(unknown)}")
+            return unknown
         while "storage trouble" not in world.server.log_text():
             assert await read_durable(world) > 0
+    return unknown
+
+
+async def learn(world: World, unknown: list[str]) -> None:
+    """Send again what may be durable, and take down where it is."""
+    async with RawClient(world.server.target) as client:
+        for producer in unknown:
+            world.sent(producer, 1, PROBE)
+            result = await (await client.writer(producer)).write(PROBE)
+            ((partition, (start, end)),) = seqnos_of(result).items()
+            (given,) = result.failover_ids
+            world.acknowledged(producer, 1, PROBE, [(partition, start, end, given)])
 
 
 async def read_durable(world: World) -> int:
@@ -200,13 +215,14 @@ async def test_a_full_disk(disk: Disk) -> None:
 
         # In the middle of writing: what is numbered waits, and the rest is refused before it is.
         disk.fill(server, LOG_BYTES)
-        await until_stuck(disk, world)
+        unknown = await until_stuck(disk, world)
         written = sum(len(rows) for rows in world.rows)
         # Streams go on: what is durable can be read, and nothing else is to be had.
         assert await read_durable(world) >= written > 0
         answered = [writer.answered for writer in world.writers]
         disk.make_room(server)
         await world.more_writes(2)
+        await learn(world, unknown)
         assert all(w.answered > n for w, n in zip(world.writers, answered, strict=True))
         # Nothing is left in the journal of what did not fit.
         await world.restart()
@@ -223,11 +239,12 @@ async def test_killed_on_a_full_disk(disk: Disk) -> None:
         world.write(seed=3).value_bytes = 2000
         await world.more_writes(5)
         disk.fill(server, LOG_BYTES)
-        await until_stuck(disk, world)
+        unknown = await until_stuck(disk, world)
         # A limit of the process goes with it.
         room = partial(disk.make_room, server) if isinstance(disk, SmallDisk) else None
         await world.restart(between=room)
         await world.more_writes(5)
+        await learn(world, unknown)
         await world.settle()
         assert await asyncio.to_thread(server.terminate) == 0
         await check_clean(server)
