@@ -392,19 +392,22 @@ class Claim:
     Args:
         basis: the newest row that was known before.
         row: claimed above it; see ``Standing.claim``.
-
-    Attributes:
-        gone: the counted servers that were given up. One of them may have served without being known to the others, so that
-            nobody confirms any more that nothing is missing.
     """
 
     def __init__(self, basis: Row, row: Row) -> None:
         self.row = row
         self.basis = basis
-        self.gone: frozenset[str] = frozenset()
+        self._gone: frozenset[str] = frozenset()
         self._asked: frozenset[str] = frozenset()
         self._heard: dict[str, Promise] = {}
         self._outdated: Outdated | None = None
+
+    @property
+    def confirmer(self) -> str:
+        """The server whose word counts that nothing is missing: the one that served last; "" for none."""
+        # A counted server that was given up may have served since, without being known to the others.
+        previous = None if self._gone else self.row.previous
+        return "" if previous is None else previous.directory
 
     @property
     def confirmed(self) -> bool:
@@ -414,7 +417,7 @@ class Claim:
     @property
     def missing(self) -> frozenset[str]:
         """The counted servers that have not promised, and were not given up."""
-        return self.row.counted - self.gone - set(self._heard)
+        return self.row.counted - self._gone - set(self._heard)
 
     def promised(self, promise: Promise) -> None:
         """Take an answer; one that comes again replaces the first."""
@@ -433,13 +436,12 @@ class Claim:
 
     def give_up(self, directories: Iterable[str]) -> None:
         """Go on without servers, as an operator ordered; never without the one that claims."""
-        self.gone |= frozenset(directories) - {self.row.owner}
+        self._gone |= frozenset(directories) - {self.row.owner}
 
     @property
     def _confirmed(self) -> Promise | None:
         """The promise of the owner that served last, when it confirms that nothing is missing."""
-        previous = None if self.gone else self.row.previous
-        promise = None if previous is None else self._heard.get(previous.directory)
+        promise = self._heard.get(self.confirmer)
         return promise if promise is not None and promise.confirmed else None
 
     def next(self, mine: Held) -> Step:
@@ -468,7 +470,7 @@ class Claim:
         for name in ("marker", "high"):
             clean &= (mine[name] == marker) & (best[name] == marker)
         clean &= mine["id"] == best["id"]
-        return Serve(self.row.serves(self.gone), ~clean, marker.copy())
+        return Serve(self.row.serves(self._gone), ~clean, marker.copy())
 
     def _best(
         self, mine: Held, confirmed: Promise | None, sure: Mask

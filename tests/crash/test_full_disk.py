@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
 MIB = 2**20
 DISK_BYTES = 24 * MIB
 LOG_BYTES = 128 * 2**10
-PROBE: list[tuple[bytes, bytes | None]] = [(b"raw", b"r" * 1000)]
 """A limit of files that the server's log stays below, and a journal or a store does not."""
+PROBE: list[tuple[bytes, bytes | None]] = [(b"raw", b"r" * 1000)]
 _DETACH = 2
 
 

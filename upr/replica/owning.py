@@ -483,7 +483,7 @@ class Owning:
         while True:
             self._check_mine(claim)
             # Of buckets that the former owner has not, if it confirms, nothing is taken: they were dropped.
-            sure = last in answers and answers[last].confirmed and not claim.gone
+            sure = claim.confirmer in answers and answers[last].confirmed
             told = [answers[last]] if sure else answers.values()
             versions = sorted({v for answer in told for v in answer.held} | set(self.holding.now()))
             for directory, answer in answers.items():
