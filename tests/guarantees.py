@@ -330,6 +330,7 @@ def ownership(history: History) -> None:
     told_to: dict[Place, str] = {}
     ever: set[int] = set()
     waiting: dict[Place, list[int]] = {}
+    replaced: dict[Place, list[int]] = {}
     consumer_of: dict[Place, str] = {}
     for at, event in enumerate(history):
         kind = event["event"]
@@ -374,8 +375,13 @@ def ownership(history: History) -> None:
             else:
                 kept[place] = event["save"]
                 may_be.pop(place, None)
+        elif kind == "resetting":
+            for p in event["partitions"]:
+                replaced[event["consumer"], p] = list(waiting.get((event["consumer"], p), []))
         elif kind == "unkept":
             place = event["consumer"], event["partition"]
+            # What was accepted before a reset may be stored with it in one transaction, of which the reset's row is left.
+            ever.update(save for save in replaced.pop(place, []) if save not in void)
             went_back[place] = at
             kept[place] = None
             may_be.pop(place, None)

@@ -37,6 +37,7 @@ accepted      consumer, owner, saves {p: save}: these may be stored
 kept, unkept  consumer, partition; save of what is kept: a transaction has stored it, or removed what there was
 saved         consumer, saves {p: save}: the server answered that they are stored
 told          consumer, owner, saves {p: save or None}: what the server says is stored
+resetting     consumer, partitions: an operator has what is stored of these removed
 forgetting, forgotten  consumer: an operator had it forgotten; he was told so
 call_ended    reader: the server has ended its call, which the reader may not know
 frame         reader, window, outstanding (before it), bytes; reached {p: end of the newest run}, if the reader is remote

@@ -186,6 +186,10 @@ class GroupWorld(NetworkedWorld):
         self.recorder.add("accepted", consumer=request.consumer, owner=asked.owner, saves=mine)
         self.count("saves accepted")
 
+    def resetting(self, name: str, partitions: list[int]) -> None:
+        """A consumer's positions are about to be removed; those accepted before may be in the same transaction."""
+        self.recorder.add("resetting", consumer=name, partitions=partitions)
+
     def forgetting(self, name: str) -> None:
         """A consumer's positions are forgotten from this step on, and not yet in the store."""
         self.recorder.add("forgetting", consumer=name)

@@ -113,6 +113,15 @@ class Keeper:
             return held
 
         self.bucket.owners.hold = recorded_hold  # type: ignore[method-assign, assignment]
+        reset = self.bucket.owners.reset
+
+        def recorded_reset(name: str) -> int:
+            asked = self._tasks[asyncio.current_task()]  # type: ignore[index]
+            assert asked is not None
+            world.resetting(name, list(asked.request.partitions))
+            return reset(name)
+
+        self.bucket.owners.reset = recorded_reset  # type: ignore[method-assign]
         forget = self.bucket.consumer_positions.forget
 
         def recorded_forget(name: str) -> bool:
