@@ -13,6 +13,7 @@ from upr.storage import blocks as blocks_module
 from upr.storage import compact
 from upr.storage.blocks import Encoded
 from upr.storage.compact import FlushSlice, make_chunk, merge_slice, plan_slices
+from upr_client.testing.memory import run_block
 from upr_protocol.block import Block, build_block, make_runs
 from upr_protocol.wire.codec import decode_block, encode_block
 
@@ -154,6 +155,15 @@ def test_slices_cover_every_partition_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(part.last - part.first <= compact.SLICE_PARTITIONS for part in slices)
     blocks = merged_blocks(chunks, np.zeros(1024, np.uint64))
     assert sum(block.rows for block in blocks) == 3000
+
+
+def test_a_range_without_a_row_is_stored_also_where_its_slice_has_none() -> None:
+    """A replica gets one as a block of its own, where all rows of the range were superseded at its upstream."""
+    gap = run_block(7, [], 0, 31, 48, 0)
+    blocks = merged_blocks(
+        [make_chunk([Encoded(gap.runs, encode_block(gap))])], np.zeros(1024, np.uint64)
+    )
+    assert [block.runs.tolist() for block in blocks] == [gap.runs.tolist()]
 
 
 def test_one_key_in_several_partitions_is_kept_in_each() -> None:

@@ -139,10 +139,11 @@ class Chunk:
         return bool((self.runs["horizon"] != self.runs["end_seqno"]).any())
 
     def column_bytes(self) -> I64:
-        """Return the approximate bytes of each partition's rows, shape (1024,)."""
+        """Return the approximate bytes of each partition's rows and runs, shape (1024,); 0 only without a run."""
         rows = max(len(self.seqnos), 1)
         each = (self.keys.nbytes + self._values.nbytes) / rows + 17
-        sizes: I64 = (np.diff(self.bounds) * each).astype(np.int64)
+        runs = np.bincount(self.runs["partition"], minlength=PARTITIONS) * RUN.itemsize
+        sizes: I64 = (np.diff(self.bounds) * each).astype(np.int64) + runs
         return sizes
 
 
@@ -264,6 +265,7 @@ def plan_slices(chunks: Sequence[Chunk]) -> list[FlushSlice]:
             first, size = partition + 1, 0
     if first < PARTITIONS:
         slices.append(FlushSlice(first, PARTITIONS, 0, len(chunks)))
+    # A range without rows is stored too: the next one begins at its end.
     return [s for s in slices if sizes[s.first_chunk : s.last_chunk, s.first : s.last].any()]
 
 
