@@ -219,12 +219,12 @@ def test_a_promotion_that_may_lose_something_needs_force(server_process: StartSe
     wait_until_equal([owner, first, second])
 
 
-def test_a_replica_that_is_not_in_step_is_not_promoted(server_process: StartServer) -> None:
+def test_a_replica_that_has_joined_nobody_is_not_promoted(server_process: StartServer) -> None:
     owner = server_process()
     replica = server_process("--replicate-from", "127.0.0.1:1")
     refused = run("promote", "--target", replica.target)
     assert refused.exit_code == REFUSED
-    assert "not in step" in refused.stderr
+    assert "joined no set" in refused.stderr
     assert is_active(owner)
 
 

@@ -176,6 +176,20 @@ def test_who_met_a_higher_epoch_acknowledges_nothing_while_it_stores_that(
     end(world)
 
 
+def test_an_emptied_server_that_has_joined_nobody_is_not_active_by_force(begun: Begin) -> None:
+    world = begun()
+    active, emptied, _ = world.servers
+    cuts = world.cut_off(emptied)
+    emptied.lose_disk((active.address,))
+    emptied.start()
+    world.pass_time(1.0)
+    assert world.promoted(emptied, force=True) == "NOT_JOINED"
+    assert not emptied.active
+    world.net.heal(*cuts)
+    end(world)
+    assert active.active
+
+
 def test_a_chain_loses_its_links_in_turn(begun: Begin) -> None:
     world = begun(CHAIN)
     first, second, third = world.servers

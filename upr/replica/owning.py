@@ -387,11 +387,19 @@ class Owning:
         """Make this server the active one; see ``Promote`` in the service.
 
         Raises:
-            UprError: it cannot be; NOT_IN_STEP, NOT_COUNTED, NOT_HEARD, NOT_CONFIRMED with the way out.
+            UprError: it cannot be; NOT_JOINED, NOT_IN_STEP, NOT_COUNTED, NOT_HEARD, NOT_CONFIRMED with the way out.
         """
         async with self._claiming:
             if self.active and not force:
                 return Promoted(self.standing.row)
+            if not (self.active or self._catalog.replica_set):
+                # Also by force: consumers of the set would take its lack of buckets for their end.
+                raise UprError(
+                    "this server has joined no set of servers yet, so there is nothing that it could serve",
+                    reason="NOT_JOINED",
+                    hint="promote another one, or wait until this one has joined; without --replicate-from it is"
+                    " the first of a new set",
+                )
             self.holding.check_stores()
             if not (self.in_step or self.holding.is_whole or force):
                 raise UprError(

@@ -90,8 +90,8 @@ class AsyncAdmin:
             seconds: how long it may take.
 
         Raises:
-            UprError: it cannot be promoted; NOT_IN_STEP, NOT_COUNTED, NOT_HEARD or NOT_CONFIRMED. After another
-                failure ``topology`` says who is active.
+            UprError: it cannot be promoted; NOT_JOINED, NOT_IN_STEP, NOT_COUNTED, NOT_HEARD or NOT_CONFIRMED. After
+                another failure ``topology`` says who is active.
         """
         request = set_pb2.PromoteRequest(force=force, takeover=takeover)
         stub = self._connection.stubs(self._connection.router.first).sets.Promote

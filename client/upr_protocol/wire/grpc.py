@@ -34,6 +34,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "BEHIND": grpc.StatusCode.FAILED_PRECONDITION,
     "WRITE_UNDONE": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_COUNTED": grpc.StatusCode.FAILED_PRECONDITION,
+    "NOT_JOINED": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_IN_STEP": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_HEARD": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_CONFIRMED": grpc.StatusCode.FAILED_PRECONDITION,
