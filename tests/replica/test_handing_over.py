@@ -635,12 +635,16 @@ async def test_one_out_of_step_is_promoted_by_force_only_and_tells_what_it_may_l
     start: Start,
 ) -> None:
     old, new = await start_set(start)
-    await leave_alone(new)
-    # As if it had received stored rows, and their producers' numbers not yet.
     host = new.catalog.find("default")
-    assert host.following is not None
-    host.following.begin_tables()
-    await host.following.set_joining(True)
+    following = host.following
+    assert following is not None
+    # As if it had not received the tables, and then a row.
+    following.begin_tables()
+    await following.set_joining(True)
+    async with AsyncClient(old.target) as client:
+        await client.bucket().set(b"k", b"v")
+    await until(lambda: not following.is_whole)
+    await leave_alone(new)
     await old.stop()
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
         with pytest.raises(UprError) as refused:
@@ -819,7 +823,7 @@ async def test_a_set_without_a_bucket_changes_its_owner_and_counts_who_has_heard
     assert old.owning.active
     # This one heard of no list.
     assert not late.owning.in_step
-    with pytest.raises(UprError, match="not in step"):
+    with pytest.raises(UprError, match="joined no set"):
         await late.owning.promote()
 
 

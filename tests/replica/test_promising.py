@@ -47,6 +47,7 @@ async def owning(tmp_path: Path) -> AsyncIterator[Owning]:
         pass
 
     directory = DataDirectory(tmp_path / "data")
+    directory.join("1" * 16)
     config = ServerConfig(data=directory.path, replicate_from=("127.0.0.1:1",))
     catalog = Catalog(directory, config)
     catalog.start(told)

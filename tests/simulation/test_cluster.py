@@ -263,6 +263,27 @@ def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
     world.check()
 
 
+def test_an_owner_is_followed_while_nobody_has_joined_its_newest_bucket(
+    world: ClusterWorld,
+) -> None:
+    """Its replicas have received nothing of it, and all of the others."""
+    first, *others = world.servers
+
+    def joins(server: ServerProcess) -> bool:
+        hosts = [] if server.server is None else server.server._catalog.hosts
+        followings = [host.following for host in hosts if len(hosts) == 2]
+        return any(one is not None and one.joining is not False for one in followings)
+
+    world.order_bucket("new", drops=False)
+    world.until(lambda: all(map(joins, others)), 10, "joined", step=0.001)
+    first.kill()
+    world.until(lambda: any(s.active for s in others), 20, "replaced")
+    world.until(lambda: not world.ordering, 40, "answered")
+    first.start()
+    world.settle()
+    world.check()
+
+
 def test_an_old_copy_of_the_map_takes_nothing_from_its_owner(world: ClusterWorld) -> None:
     def known() -> Map:
         (data,) = world.etcd.values("/map")

@@ -237,16 +237,16 @@ class Holding:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was received since the small tables were last whole, in each bucket, also before a restart."""
-        return bool(self._catalog.hosts) and not self._joining()
+        """Whether the small tables lack nothing of what is here, in each bucket; see ``Following.is_whole``."""
+        return bool(self._catalog.hosts) and not self._not_whole()
 
     def out_of_step(self) -> set[int]:
         """Return the versions of buckets in which rows may be here without what the small tables say of them."""
-        return {version for version, one in self._joining().items() if not one.in_step}
+        return {version for version, one in self._not_whole().items() if not one.in_step}
 
-    def _joining(self) -> dict[int, Following]:
+    def _not_whole(self) -> dict[int, Following]:
         hosts = self._hosts()
-        return {v: f for v, f in self._followings(hosts).items() if f.joining is not False}
+        return {v: f for v, f in self._followings(hosts).items() if not f.is_whole}
 
     @property
     def failure(self) -> StorageFailedError | None:

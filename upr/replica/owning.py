@@ -65,6 +65,15 @@ CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
 
 
+def _not_in_step() -> UprError:
+    return UprError(
+        "this server is not in step, so producers' numbers and positions may be missing",
+        reason="NOT_IN_STEP",
+        hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force' goes on"
+        " without them",
+    )
+
+
 class Owning:
     """Part of one server in the ownership of its set.
 
@@ -402,12 +411,7 @@ class Owning:
                 )
             self.holding.check_stores()
             if not (self.in_step or self.holding.is_whole or force):
-                raise UprError(
-                    "this server is not in step, so producers' numbers and positions may be missing",
-                    reason="NOT_IN_STEP",
-                    hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force'"
-                    " goes on without them",
-                )
+                raise _not_in_step()
             basis = None if self.agreeing is None else await self.agreeing.basis(force=force)
             self.standing.claim(force=force, basis=basis)
             self._paused = True
@@ -531,6 +535,9 @@ class Owning:
                 lost += await self._gather(claim, step.directory, answers, force, only, tables)
             else:
                 tables |= self.holding.out_of_step()
+                if tables and not force:
+                    # A join went on since the promotion began, and did not come to its end.
+                    raise _not_in_step()
                 end = await self._serve(claim, step, versions)
                 end.lost = self.holding.short_of(lost)
                 end.tables = sorted(map(self.holding.named, tables))

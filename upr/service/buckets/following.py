@@ -92,6 +92,11 @@ class Following:
             self._held = None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the small tables lack nothing of what a promotion would keep, which is all up to the complete markers."""
+        return self.joining is False or bool((self._bucket.partitions.complete <= self.whole).all())
+
+    @property
     def in_step(self) -> bool:
         """Whether it has the small tables, and durably every seqno that they name."""
         durable = self._bucket.partitions.durable
