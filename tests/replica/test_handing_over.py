@@ -28,6 +28,7 @@ from upr.service.server import Server
 from upr.service.tables import TableFeed, cut_message
 from upr.storage.keyspace import ConsumerRow
 from upr.storage.standing import Stored, read_standing
+from upr.storage.undone import undone_files
 from upr_client import AsyncClient
 from upr_protocol.errors import StorageFailedError, TooFewReplicasError, UprError
 from upr_protocol.ownership import Held, Row
@@ -652,6 +653,34 @@ async def test_one_out_of_step_is_promoted_by_force_only_and_tells_what_it_may_l
         assert refused.value.reason == "NOT_IN_STEP"
         done = await client.admin.promote(force=True)
     assert done.tables == ("default",)
+
+
+@pytest.mark.asyncio
+async def test_what_a_join_brings_while_a_promotion_runs_is_not_kept_without_its_tables(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    host = new.catalog.find("default")
+    following = host.following
+    assert following is not None
+    # As if it had received no tables yet, and no row either.
+    following.begin_tables()
+    await following.set_joining(True)
+    check_reached = Owning._check_reached
+
+    async def overtaken(owning: Owning, *, takeover: bool) -> None:
+        await check_reached(owning, takeover=takeover)
+        async with AsyncClient(old.target) as client:
+            await client.bucket().set(b"k", b"v")
+        await until(lambda: not following.is_whole)
+        await old.stop()
+
+    monkeypatch.setattr(Owning, "_check_reached", overtaken)
+    async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
+        done = await client.admin.promote()
+        assert await client.bucket().get(b"k") is None
+    assert done.tables == ()
+    assert undone_files(new.catalog._directory.path)
 
 
 @pytest.mark.asyncio

@@ -115,6 +115,15 @@ class Holding:
         """Return what is durable here, by bucket version; see ``held_of``."""
         return {v: held_of(host, as_copy=as_copy) for v, host in self._hosts().items()}
 
+    def kept(self, *, force: bool) -> dict[int, Held]:
+        """Return what a promotion keeps of what is durable here, by bucket version.
+
+        Args:
+            force: whether an operator keeps rows that came in a join without what the small tables say of them.
+        """
+        partial = set() if force else self.out_of_step()
+        return {v: held_of(host, as_copy=v in partial) for v, host in self._hosts().items()}
+
     def named(self, version: int) -> str:
         """Return a bucket's name; its version where it could not be made here."""
         host = self._hosts().get(version)

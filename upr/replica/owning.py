@@ -65,15 +65,6 @@ CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
 
 
-def _not_in_step() -> UprError:
-    return UprError(
-        "this server is not in step, so producers' numbers and positions may be missing",
-        reason="NOT_IN_STEP",
-        hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force' goes on"
-        " without them",
-    )
-
-
 class Owning:
     """Part of one server in the ownership of its set.
 
@@ -411,7 +402,12 @@ class Owning:
                 )
             self.holding.check_stores()
             if not (self.in_step or self.holding.is_whole or force):
-                raise _not_in_step()
+                raise UprError(
+                    "this server is not in step, so producers' numbers and positions may be missing",
+                    reason="NOT_IN_STEP",
+                    hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force'"
+                    " goes on without them",
+                )
             basis = None if self.agreeing is None else await self.agreeing.basis(force=force)
             self.standing.claim(force=force, basis=basis)
             self._paused = True
@@ -501,7 +497,7 @@ class Owning:
             for directory, answer in answers.items():
                 held = in_one_order(answer.held, versions)
                 claim.promised(Promise(directory, answer.row, held, answer.confirmed))
-            step = claim.next(in_one_order(self.holding.now(), versions))
+            step = claim.next(in_one_order(self.holding.kept(force=force), versions))
             if isinstance(step, Outdated):
                 return step
             if isinstance(step, Ask):
@@ -534,10 +530,8 @@ class Owning:
                 only = by_version(step, versions)
                 lost += await self._gather(claim, step.directory, answers, force, only, tables)
             else:
-                tables |= self.holding.out_of_step()
-                if tables and not force:
-                    # A join went on since the promotion began, and did not come to its end.
-                    raise _not_in_step()
+                if force:
+                    tables |= self.holding.out_of_step()
                 end = await self._serve(claim, step, versions)
                 end.lost = self.holding.short_of(lost)
                 end.tables = sorted(map(self.holding.named, tables))
