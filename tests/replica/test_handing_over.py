@@ -666,14 +666,19 @@ async def test_what_a_join_brings_while_a_promotion_runs_is_not_kept_without_its
     # As if it had received no tables yet, and no row either.
     following.begin_tables()
     await following.set_joining(True)
+    async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
+        # Writers would wait for the whole join.
+        with pytest.raises(UprError, match="not in step"):
+            await client.admin.promote()
+        assert old.owning.active
     check_reached = Owning._check_reached
 
     async def overtaken(owning: Owning, *, takeover: bool) -> None:
-        await check_reached(owning, takeover=takeover)
         async with AsyncClient(old.target) as client:
             await client.bucket().set(b"k", b"v")
         await until(lambda: not following.is_whole)
         await old.stop()
+        await check_reached(owning, takeover=takeover)
 
     monkeypatch.setattr(Owning, "_check_reached", overtaken)
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:

@@ -249,6 +249,12 @@ class Holding:
         """Whether the small tables lack nothing of what is here, in each bucket; see ``Following.is_whole``."""
         return bool(self._catalog.hosts) and not self._not_whole()
 
+    @property
+    def is_joining(self) -> bool:
+        """Whether rows may come, in some bucket, without what the small tables say of them."""
+        followings = self._followings(self._hosts())
+        return any(one.joining is not False for one in followings.values())
+
     def out_of_step(self) -> set[int]:
         """Return the versions of buckets in which rows may be here without what the small tables say of them."""
         return {version for version, one in self._not_whole().items() if not one.in_step}

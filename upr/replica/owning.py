@@ -65,6 +65,15 @@ CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
 
 
+def _not_in_step() -> UprError:
+    return UprError(
+        "this server is not in step, so producers' numbers and positions may be missing",
+        reason="NOT_IN_STEP",
+        hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force' goes on"
+        " without them",
+    )
+
+
 class Owning:
     """Part of one server in the ownership of its set.
 
@@ -402,12 +411,7 @@ class Owning:
                 )
             self.holding.check_stores()
             if not (self.in_step or self.holding.is_whole or force):
-                raise UprError(
-                    "this server is not in step, so producers' numbers and positions may be missing",
-                    reason="NOT_IN_STEP",
-                    hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force'"
-                    " goes on without them",
-                )
+                raise _not_in_step()
             basis = None if self.agreeing is None else await self.agreeing.basis(force=force)
             self.standing.claim(force=force, basis=basis)
             self._paused = True
@@ -447,6 +451,9 @@ class Owning:
         missing = row.counted - set(reached) - {self.standing.directory}
         if missing:
             raise self.meeting.not_heard(missing)
+        if row.owner in reached and self.holding.is_joining and not self.in_step:
+            # It is to give everything, and writers would wait for the whole join.
+            raise _not_in_step()
         if takeover and row.owner not in reached and row.owner != self.standing.directory:
             raise UprError(
                 f"the active server {self.meeting.named(row.owner)} cannot be reached",
