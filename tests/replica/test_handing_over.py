@@ -3,97 +3,31 @@
 import asyncio
 import errno
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from tests.harness import WAIT_SECONDS, poll
+from tests.harness import WAIT_SECONDS
+from tests.replica.members import Start, leave_alone, start_set, until
 from tests.service.keys import some_keys
-from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE
 from upr.replica import owning, replication
 from upr.replica.holding import Holding, Promoted, told_once
-from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import Owning
 from upr.replica.replication import Replication
 from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.conversation import REPLICAS_NAME
-from upr.service.server import Server
 from upr.service.tables import TableFeed, cut_message
 from upr.storage.keyspace import ConsumerRow
 from upr.storage.standing import Stored, read_standing
-from upr.storage.undone import undone_files
 from upr_client import AsyncClient
 from upr_protocol.errors import StorageFailedError, TooFewReplicasError, UprError
 from upr_protocol.ownership import Held, Row
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
-
-Start = Callable[..., Awaitable["Member"]]
-
-
-class Member:
-    """One server of a set."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        methods = server._sets
-        assert isinstance(methods, ReplicaMethods)
-        self.owning: Owning = methods._owning
-        self.catalog = server._catalog
-        self.target = server.address
-        self.stopped = False
-
-    async def stop(self) -> None:
-        self.stopped = True
-        await self.server.stop()
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(host.bucket.identity.name for host in self.catalog.hosts)
-
-
-@pytest_asyncio.fixture
-async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    members: list[Member] = []
-
-    async def begin(*upstream: Member, data: Path | None = None, anonymous: bool = False) -> Member:
-        config = ServerConfig(
-            data=data or tmp_path / str(len(members)),
-            listen="127.0.0.1:0",
-            replicate_from=tuple(one.target for one in upstream),
-            anonymous=anonymous,
-            open_admin=True,
-        )
-        server = Server(config, replicate=ReplicaMethods)
-        await server.start()
-        members.append(Member(server))
-        return members[-1]
-
-    yield begin
-    await asyncio.gather(*(one.stop() for one in members if not one.stopped))
-
-
-async def until(ask: Callable[[], bool]) -> None:
-    async def asked() -> bool:
-        return ask()
-
-    await poll(asked)
-
-
-async def start_set(start: Start, replicas: int = 1) -> list[Member]:
-    """Start an active server and replicas, and wait until all know that the replicas are counted."""
-    first = await start()
-    members = [first, *[await start(first) for _ in range(replicas)]]
-    others = {one.owning.standing.directory for one in members[1:]}
-    await until(lambda: all(one.owning.standing.row.counted == others for one in members))
-    return members
 
 
 @pytest.mark.asyncio
@@ -311,12 +245,6 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
     done = await new.owning.promote(force=True)
     assert new.owning.active
     assert done.lost == [("default", 7, 0, 50)]
-
-
-async def leave_alone(member: Member) -> None:
-    """Have a server follow nobody, and meet nobody by itself."""
-    member.owning._paused = True
-    await member.owning.follow_nobody()
 
 
 @pytest.mark.asyncio
@@ -629,63 +557,6 @@ async def test_tables_that_are_given_up_by_force_are_told(
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
         done = await client.admin.promote(force=True)
     assert done.tables == ("default",)
-
-
-@pytest.mark.asyncio
-async def test_one_out_of_step_is_promoted_by_force_only_and_tells_what_it_may_lack(
-    start: Start,
-) -> None:
-    old, new = await start_set(start)
-    host = new.catalog.find("default")
-    following = host.following
-    assert following is not None
-    # As if it had not received the tables, and then a row.
-    following.begin_tables()
-    await following.set_joining(True)
-    async with AsyncClient(old.target) as client:
-        await client.bucket().set(b"k", b"v")
-    await until(lambda: not following.is_whole)
-    await leave_alone(new)
-    await old.stop()
-    async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
-        with pytest.raises(UprError) as refused:
-            await client.admin.promote()
-        assert refused.value.reason == "NOT_IN_STEP"
-        done = await client.admin.promote(force=True)
-    assert done.tables == ("default",)
-
-
-@pytest.mark.asyncio
-async def test_what_a_join_brings_while_a_promotion_runs_is_not_kept_without_its_tables(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new = await start_set(start)
-    host = new.catalog.find("default")
-    following = host.following
-    assert following is not None
-    # As if it had received no tables yet, and no row either.
-    following.begin_tables()
-    await following.set_joining(True)
-    async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
-        # Writers would wait for the whole join.
-        with pytest.raises(UprError, match="not in step"):
-            await client.admin.promote()
-        assert old.owning.active
-    check_reached = Owning._check_reached
-
-    async def overtaken(owning: Owning, *, takeover: bool) -> None:
-        async with AsyncClient(old.target) as client:
-            await client.bucket().set(b"k", b"v")
-        await until(lambda: not following.is_whole)
-        await old.stop()
-        await check_reached(owning, takeover=takeover)
-
-    monkeypatch.setattr(Owning, "_check_reached", overtaken)
-    async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
-        done = await client.admin.promote()
-        assert await client.bucket().get(b"k") is None
-    assert done.tables == ()
-    assert undone_files(new.catalog._directory.path)
 
 
 @pytest.mark.asyncio

@@ -28,6 +28,7 @@ from upr.service.tables import TableFeed
 from upr_protocol.block import POSITION
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.failover import FailoverLog, FailoverRecord
+from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -104,7 +105,7 @@ async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: Bucket
     assert host.disk.store.joining() is not None
     table.durable[5] = 3
     host.disk.changed()
-    while following.joining:
+    while following.joining is not False:
         await host.disk.next_change()
     assert host.disk.store.joining() is None
     # The upstream reads from its store again, and those rows come without numbers.
@@ -288,7 +289,9 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
         started(7),
         wire.FollowResponse(frame=frame),
     )
-    receiving = Receiving(host, upstream, Introduction("d", "s", "a", False), {3: 9})
+    # One partition is followed.
+    host.bucket.partitions.state[np.arange(PARTITIONS) != 3] = DEAD
+    receiving = Receiving(host, upstream, Introduction("d", "s", "a", False))
     assert host.bucket.may_undo
     task = asyncio.create_task(receiving.run())
 

@@ -302,6 +302,9 @@ class Keeper:
             self._gone_at = now
         # From the second witness on: often that is the key, which is gone for all at the same moment.
         turn = sorted(row.counted - {row.owner}).index(own)
+        if not owning.in_step:
+            # Others have more, and the tables of it.
+            turn += len(row.counted)
         return now - self._gone_at > turn * TURN_SECONDS
 
     async def _begin(self, owning: Owning) -> None:

@@ -89,6 +89,7 @@ def recover(
     log_records: int = FAILOVER_LOG_RECORDS,
     replica: bool = False,
     undo: Mapping[int, Undo] | None = None,
+    whole: U64 | None = None,
 ) -> Recovered:
     """Decide the state of a bucket after a start.
 
@@ -103,6 +104,7 @@ def recover(
         log_records: how many records a failover log keeps when one is added.
         replica: whether the server follows an upstream: what was active is a replica from now on, and gets no record.
         undo: by partition, what is undone; only with ``replica``.
+        whole: markers that no stored block may cross, because all above them may be undone, shape (1024,); None for none.
     """
     rows, lost, unreadable = _rows(stored, heads, new_id)
     partitions = Partitions.from_rows(rows)
@@ -149,7 +151,7 @@ def recover(
     if proven is None:
         _add_records(result, tail.complete, tail.high, new_id, log_records)
     if undo:
-        _undo(result, heads, undo)
+        _undo(result, heads, undo, whole)
     changed = {*lost, *np.flatnonzero(died).tolist(), *demoted.tolist(), *(undo or ())}
     changed = set(range(PARTITIONS)) if proven is None else changed
     result.rows = {p: partitions.row(p) for p in sorted(changed)}
@@ -288,7 +290,10 @@ def _add_records(
 
 
 def _undo(
-    result: Recovered, heads: Callable[[int], Sequence[Head]], undo: Mapping[int, Undo]
+    result: Recovered,
+    heads: Callable[[int], Sequence[Head]],
+    undo: Mapping[int, Undo],
+    whole: U64 | None,
 ) -> None:
     """Truncate partitions above the newest marker at or below a seqno, and give them the upstream's log and epoch."""
     table, chosen = result.partitions, np.array(sorted(undo), np.intp)
@@ -306,7 +311,7 @@ def _undo(
     ]
     stored = {p: [head.end for head in blocks[p] if head.end > limit[p]] for p in lost}
     result.undone = entries, {p: ends for p, ends in stored.items() if ends}
-    _cut_off(result, result.complete, chosen)
+    _cut_off(result, result.complete, chosen, whole)
     for partition, one in undo.items():
         table.set_log(partition, one.log)
         table.epoch[partition] = one.epoch
@@ -374,8 +379,10 @@ def accept_loss(
     result.rows |= {p: table.row(p) for p in ends}
 
 
-def _cut_off(result: Recovered, complete: U64, above: npt.NDArray[np.intp]) -> None:
-    """Truncate partitions above their last complete marker.
+def _cut_off(
+    result: Recovered, complete: U64, above: npt.NDArray[np.intp], whole: U64 | None = None
+) -> None:
+    """Truncate partitions above their last complete marker; no block of what remains crosses ``whole``.
 
     The journal still has these rows. So the remaining rows must be stored at once, and the commits so far must not
     count for these partitions; otherwise the next start would restore the truncated rows.
@@ -383,14 +390,21 @@ def _cut_off(result: Recovered, complete: U64, above: npt.NDArray[np.intp]) -> N
     table = result.partitions
     limit = np.full(PARTITIONS, 0, np.uint64)
     limit[above] = complete[above]
-    staying = list(_up_to(result.entries, limit))
-    if staying:
-        chunks = [make_chunk([Encoded(entry.runs, entry.data) for entry in staying])]
-        merged = merge_slice(chunks, FlushSlice(0, PARTITIONS, 0, 1), table.stored)
-        result.blocks = [*result.blocks, *merged.blocks]
-        # The journal no longer counts for these partitions, so their producers' numbers must be stored as well.
-        numbers = NewestNumbers(staying, table.logs)
-        result.producers += numbers.of(0, PARTITIONS, merged.ends).items()
+    stored = table.stored.copy()
+    for part in (limit if whole is None else np.minimum(limit, whole), limit):
+        staying = [
+            entry.only(above_stored)
+            for entry in _up_to(result.entries, part)
+            if (above_stored := entry.runs["end_seqno"] > stored[entry.runs["partition"]]).any()
+        ]
+        if staying:
+            chunks = [make_chunk([Encoded(entry.runs, entry.data) for entry in staying])]
+            merged = merge_slice(chunks, FlushSlice(0, PARTITIONS, 0, 1), stored)
+            stored[list(merged.ends)] = list(merged.ends.values())
+            result.blocks = [*result.blocks, *merged.blocks]
+            # The journal no longer counts for these partitions, so their producers' numbers must be stored as well.
+            numbers = NewestNumbers(staying, table.logs)
+            result.producers += numbers.of(0, PARTITIONS, merged.ends).items()
     # If the stored blocks end inside a stretch, truncate above its beginning.
     result.cut_off |= {p: int(complete[p]) for p in above.tolist() if table.stored[p] > complete[p]}
     for column in (

@@ -44,7 +44,7 @@ def held_of(host: BucketService, *, as_copy: bool = False) -> Held:
     """Return what is durable of a bucket.
 
     Args:
-        as_copy: whether only what others may rely on. While it joins that is what it had before: rows above may lack the
+        as_copy: whether only what a promotion keeps. While it joins that is what it had before: rows above may lack the
             numbers of their producers, and a write that is repeated would be applied twice.
     """
     bucket, table, following = host.bucket, host.bucket.partitions, host.following
@@ -115,15 +115,6 @@ class Holding:
         """Return what is durable here, by bucket version; see ``held_of``."""
         return {v: held_of(host, as_copy=as_copy) for v, host in self._hosts().items()}
 
-    def kept(self, *, force: bool) -> dict[int, Held]:
-        """Return what a promotion keeps of what is durable here, by bucket version.
-
-        Args:
-            force: whether an operator keeps rows that came in a join without what the small tables say of them.
-        """
-        partial = set() if force else self.out_of_step()
-        return {v: held_of(host, as_copy=v in partial) for v, host in self._hosts().items()}
-
     def named(self, version: int) -> str:
         """Return a bucket's name; its version where it could not be made here."""
         host = self._hosts().get(version)
@@ -161,7 +152,7 @@ class Holding:
         there = [version for version in versions if version in answer.held]
         here = self._followings(there)
         return len(here) == len(there) and all(
-            one.in_step and one.told >= answer.changes.get(version, 0)
+            one.has_tables and one.told >= answer.changes.get(version, 0)
             for version, one in here.items()
         )
 
@@ -246,8 +237,13 @@ class Holding:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the small tables lack nothing of what is here, in each bucket; see ``Following.is_whole``."""
-        return bool(self._catalog.hosts) and not self._not_whole()
+        """Whether the small tables lack nothing of what is complete here, in each bucket."""
+        return bool(self._catalog.hosts) and not self.out_of_step()
+
+    def is_whole_up_to(self, parts: Mapping[int, Mapping[int, int]]) -> None:
+        """Record that what another server gave of partitions, by bucket version and up to a seqno, came with its tables."""
+        for version, following in self._followings(parts).items():
+            following.is_whole_up_to(parts[version])
 
     @property
     def is_joining(self) -> bool:
@@ -257,11 +253,8 @@ class Holding:
 
     def out_of_step(self) -> set[int]:
         """Return the versions of buckets in which rows may be here without what the small tables say of them."""
-        return {version for version, one in self._not_whole().items() if not one.in_step}
-
-    def _not_whole(self) -> dict[int, Following]:
-        hosts = self._hosts()
-        return {v: f for v, f in self._followings(hosts).items() if not f.is_whole}
+        followings = self._followings(self._hosts())
+        return {v for v, one in followings.items() if not (one.in_step or one.is_whole)}
 
     @property
     def failure(self) -> StorageFailedError | None:

@@ -410,7 +410,7 @@ class Owning:
                     " the first of a new set",
                 )
             self.holding.check_stores()
-            if not (self.in_step or self.holding.is_whole or force):
+            if not (self.in_step or self.holding.is_whole or self._has_claimed or force):
                 raise _not_in_step()
             basis = None if self.agreeing is None else await self.agreeing.basis(force=force)
             self.standing.claim(force=force, basis=basis)
@@ -430,6 +430,12 @@ class Owning:
                 self._catalog.becoming = None
                 becoming.set()
 
+    @property
+    def _has_claimed(self) -> bool:
+        """Whether nobody but this server may become active before it does, or another one is promoted."""
+        standing = self.standing
+        return standing.promised > standing.row.epoch and standing.candidate == standing.directory
+
     def _given_up(self, error: UprError) -> UprError:
         """Return an error that ended a promotion, with words on what that left behind."""
         standing, row = self.standing, self.standing.row
@@ -443,15 +449,16 @@ class Owning:
     async def _check_reached(self, *, takeover: bool) -> None:
         """Raise before anything is changed, if somebody who must be heard cannot be."""
         row = self.standing.row
+        joins = self.holding.is_joining and not self.in_step
         # In a cluster a server that was stopped is one that answers late.
-        asked = {row.owner} if takeover or self.agreeing is None else set()
+        asked = {row.owner} if takeover or joins or self.agreeing is None else set()
         reached = await self.meeting.reach(row.counted | asked)
         await asyncio.gather(*(self.learned(one.row, one.epoch) for one in reached.values()))
         row = self.standing.row
         missing = row.counted - set(reached) - {self.standing.directory}
         if missing:
             raise self.meeting.not_heard(missing)
-        if row.owner in reached and self.holding.is_joining and not self.in_step:
+        if joins and row.owner in reached:
             # It is to give everything, and writers would wait for the whole join.
             raise _not_in_step()
         if takeover and row.owner not in reached and row.owner != self.standing.directory:
@@ -504,7 +511,8 @@ class Owning:
             for directory, answer in answers.items():
                 held = in_one_order(answer.held, versions)
                 claim.promised(Promise(directory, answer.row, held, answer.confirmed))
-            step = claim.next(in_one_order(self.holding.kept(force=force), versions))
+            mine = self.holding.now(as_copy=not force)
+            step = claim.next(in_one_order(mine, versions))
             if isinstance(step, Outdated):
                 return step
             if isinstance(step, Ask):
@@ -590,6 +598,7 @@ class Owning:
         goes_on = only is None and self._followed[0] == (address,) and self._follows(directory)
         if replication is None or not goes_on:
             await self.follow_nobody()
+            await self._cut_off_above(only or {}, force=force)
             replication = self._follow((address,), True, directory, only)
         matching = asyncio.create_task(replication.matched())
         answer, before, loop = answers[directory], None, asyncio.get_running_loop()
@@ -601,6 +610,7 @@ class Owning:
                 tables = only is not None or matching.done()
                 tables = tables and self.holding.has_tables(answer, versions)
                 if tables and not lacking:
+                    self.holding.is_whole_up_to(only or {})
                     return []
                 now = lacking, tables, self.holding.received()
                 if now != before:
@@ -620,6 +630,19 @@ class Owning:
         if not tables:
             tables_lost |= {v for v in versions if not self.holding.has_tables(answer, [v])}
         return given_up(answer, lacking)
+
+    async def _cut_off_above(self, parts: Mapping[int, Mapping[int, int]], *, force: bool) -> None:
+        """Cut off what a promotion does not keep in partitions that another server continues: it may have less than that."""
+        kept = self.holding.now(as_copy=not force)
+        for host in list(self._catalog.hosts):
+            table, held = host.bucket.partitions, kept[host.bucket.identity.version]
+            undo = {
+                p: Undo(int(held["marker"][p]), table.logs[p], int(table.epoch[p]))
+                for p in parts.get(host.bucket.identity.version, ())
+                if table.high[p] > held["marker"][p]
+            }
+            if undo:
+                await self._catalog.reopen(host.bucket.identity.name, undo)
 
     async def _stop_taking(self) -> None:
         """Follow nobody; what came is durable then."""
@@ -654,6 +677,7 @@ class Owning:
                     logs = host.bucket.partitions.logs
                     undo = {p: Undo(markers[p], logs[p], step.row.epoch) for p in above}
                     host = await self._catalog.reopen(host.bucket.identity.name, undo)
+                    markers = np.minimum(step.marker[part], host.bucket.partitions.high).tolist()
                 alive = host.bucket.partitions.state != DEAD
                 records = np.flatnonzero(step.record[part] & alive).tolist()
                 await host.activate(step.row.epoch, {p: markers[p] for p in records})

@@ -115,6 +115,7 @@ class Receiving:
             opened = await self._open()
             # Stored blocks come without the numbers of their producers, until the tables are told.
             self._following.begin_tables()
+            self._following.is_partial = self._only is not None
             self._following.refused.clear()
             await self._following.set_joining(True)
             self._returned = CreditReturn(opened.credit_bytes)

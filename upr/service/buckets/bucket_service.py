@@ -190,6 +190,7 @@ class BucketService:
             log_records=self._config.failover_log_records,
             replica=self._replica,
             undo=self._undo,
+            whole=self.disk.store.joining(),
         )
         released: list[bytes] = []
         if self._undo:

@@ -1,6 +1,7 @@
 """State of a bucket that follows an upstream."""
 
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,9 @@ class Following:
         address: HOST:PORT that it follows, or tries to.
         connected: whether its streams are open.
         joining: whether rows may have come without what the small tables say of them; stored, so it outlives a crash. None
-            while that is being stored.
+            where it may be stored otherwise.
         whole: while ``joining`` is not False: up to which seqnos nothing of the small tables is missing, shape (1024,).
+        is_partial: whether it follows in some partitions only, so that it is not in step with its upstream.
         tables: whether the upstream has sent all of its small tables.
         rows: while it sends them: by consumer, in which partitions it sent a row, shape (1024,).
         told: how many changes of them it has sent; see Tables.changes.
@@ -37,8 +39,11 @@ class Following:
         self._disk = disk
         self.address = ""
         self.connected = False
+        self.is_partial = False
         stored = disk.store.joining()
-        self.joining: bool | None = stored is not None
+        # What is whole may be less by now, and is stored so when the next join begins.
+        self.joining: bool | None = False if stored is None else None
+        self._wanted = stored is not None
         self.whole = np.zeros(PARTITIONS, np.uint64)
         self._held: Cut | None = None
         if stored is not None:
@@ -65,6 +70,7 @@ class Following:
         Raises:
             OSError, lmdb.Error: it cannot be stored.
         """
+        self._wanted = joining
         if self.joining == joining:
             return
         if self.joining is False:
@@ -73,17 +79,27 @@ class Following:
         self.joining = None
         whole, store = self.whole if joining else None, self._disk.store
         await self._disk.in_store_thread(lambda: store.put_joining(whole))
+        if self._wanted != joining:
+            # Another call stores the opposite behind this one, and what is whole stays pinned until then.
+            return
         self.joining = joining
         if not joining:
             self.release()
-        elif self._held is None:
-            # The end of a join was being stored when this one began.
-            self._hold(self.whole)
         self._disk.changed()
 
+    def is_whole_up_to(self, seqnos: Mapping[int, int]) -> None:
+        """Record that in these partitions nothing of the small tables is missing up to a seqno, as a server told them."""
+        if self.joining is not False:
+            whole = self.whole.copy()
+            partitions = list(seqnos)
+            whole[partitions] = np.maximum(whole[partitions], list(seqnos.values()))
+            self._hold(whole)
+
     def _hold(self, whole: U64) -> None:
-        self.whole = whole
+        held, self.whole = self._held, whole
         self._held = self._bucket.cuts.hold(whole, self._bucket.tail)
+        if held is not None:
+            self._bucket.cuts.forget(held)
 
     def release(self) -> None:
         """Let merges and purges go on: all that is here is whole, or follows no upstream any more."""
@@ -93,14 +109,19 @@ class Following:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the small tables lack nothing of what a promotion would keep, which is all up to the complete markers."""
+        """Whether the small tables lack nothing of what is complete here, in step or not."""
         return self.joining is False or bool((self._bucket.partitions.complete <= self.whole).all())
 
     @property
-    def in_step(self) -> bool:
-        """Whether it has the small tables, and durably every seqno that they name."""
+    def has_tables(self) -> bool:
+        """Whether it has the small tables of its upstream, and durably every seqno that they name."""
         durable = self._bucket.partitions.durable
         return self.tables and bool((durable >= self.needed).all())
+
+    @property
+    def in_step(self) -> bool:
+        """Whether it follows in all partitions and has the small tables."""
+        return self.has_tables and not self.is_partial
 
     def lag(self) -> int:
         """Return how many mutations that the upstream named are not durable here."""
