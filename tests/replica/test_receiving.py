@@ -155,6 +155,19 @@ async def test_what_was_whole_when_a_join_began_is_all_that_is_relied_on_also_af
     await host.close()
 
 
+def test_what_went_of_what_was_whole_is_of_the_join_when_it_comes_again(tmp_path: Path) -> None:
+    """It was undone, or was not durable."""
+    closed = Closed(tmp_path / "data")
+    store = closed.store()
+    store.put_joining(np.full(PARTITIONS, 5, np.uint64))
+    store.close()
+    host = BucketService(closed.bucket, ServerConfig(data=closed.path), replica=True)
+    stored = host.disk.store.joining()
+    assert stored is not None
+    assert not stored.any()
+    host.disk.store.close()
+
+
 @pytest.mark.asyncio
 async def test_a_call_that_ends_while_the_join_is_stored_leaves_nothing_believed(
     host: BucketService, monkeypatch: pytest.MonkeyPatch

@@ -137,6 +137,12 @@ def filled(folder: Path, seed: int) -> Closed:
         store.put_consumers({(b"indexer", partition): ConsumerRow(1, failover_id, high, 5)})
         told = ProducerNumbers.of({partition: ProducerRow(3, failover_id, 0, high)}, 9)
         store.put_flush([], {}, {b"loader": told})
+    whole = np.array([max(highs[p] - 1, 0) for p in range(PARTITIONS)], np.uint64)
+    store.put_joining(whole)
+    for partition, pin in pins.items():
+        for number, end in ((2, pin.seqno - 1), (3, pin.seqno)):
+            told = ProducerNumbers.of({partition: ProducerRow(number, pin.failover_id, 0, end)}, 9)
+            store.put_flush([], {}, {b"joined": told}, counts=lambda *_: True)
     store.put_cuts({b"nightly": CutRow(1, NEVER, 1, pins)})
     store.close()
     for number in range(1, 9):

@@ -213,13 +213,16 @@ def test_a_failover_record_above_the_data(closed: Closed) -> None:
     assert "a record at 11" in only(checked(closed)).what
 
 
-@pytest.mark.parametrize("table", [b"partitions", b"cuts", b"consumers", b"producers", b"meta"])
+@pytest.mark.parametrize(
+    "table", [b"partitions", b"cuts", b"consumers", b"producers", b"replaced", b"meta"]
+)
 def test_a_row_that_fails_its_checksum(closed: Closed, table: bytes) -> None:
     key = {
         b"partitions": partition_key(3),
         b"cuts": b"nightly",
         b"consumers": keyspace.consumer_key(b"me", 3),
         b"producers": keyspace.producer_key(b"me", 0),
+        b"replaced": keyspace.producer_key(b"me", 0),
         b"meta": b"clean_shutdown_proof",
     }[table]
     change(closed, table, key, b"x" * 44)

@@ -27,6 +27,7 @@ TABLES = (
     b"partitions",
     b"blocks",
     b"producers",
+    b"replaced",
     b"producer_times",
     b"cuts",
     b"consumers",

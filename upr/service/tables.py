@@ -130,23 +130,29 @@ class TableFeed:
         reads = self._follower.reads
         for name, consumer in self._host.bucket.consumer_positions:
             self._mark(name)[consumer.known] = True
+        # In this order: what is replaced in between is told from where it is then.
+        await self._tell_producers(replaced=False)
+        await self._tell_producers(replaced=True)
+        await self._tell_consumers()
+        if reads == self._follower.reads:
+            self._reads_told, self._whole = reads, True
+            await self._tell(wire.Tables(complete=True))
+            self._follower.has_tables = True
+
+    async def _tell_producers(self, *, replaced: bool) -> None:
+        """Tell the newest numbers of producers, or those that a join here replaced: all that one has who takes less."""
         disk, behind = self._host.disk, b""
         while True:
-            read = partial(disk.store.producers_after, behind, MESSAGE_BYTES)
+            read = partial(disk.store.producers_after, behind, MESSAGE_BYTES, replaced=replaced)
             found = await disk.in_reader(read)
             if not found:
-                break
+                return
             behind = found[-1][0]
             rows = [
                 wire.ProducerRows(producer=name, time=numbers.time, table=numbers.table.tobytes())
                 for name, numbers in found
             ]
             await self._tell(wire.Tables(producers=rows))
-        await self._tell_consumers()
-        if reads == self._follower.reads:
-            self._reads_told, self._whole = reads, True
-            await self._tell(wire.Tables(complete=True))
-            self._follower.has_tables = True
 
     async def _tell_consumers(self) -> None:
         disk = self._host.disk

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
-import numpy.typing as npt
 
 from upr.storage import keyspace
 from upr.storage.blocks import PEEK_BYTES, BlockCursor, Head, Replacement, head_of
@@ -34,6 +33,20 @@ from upr.storage.keyspace import (
     ProducerSeen,
 )
 from upr.storage.lmdb_file import check_length, map_bytes
+from upr.storage.numbers import (
+    Counts,
+    Numbers,
+    beaten,
+    counts_on,
+    cursor_table,
+    given_back,
+    keys_of,
+    merged,
+    none_counts,
+    numbers_of,
+    readable,
+    staying,
+)
 from upr.storage.proof import Proof, make_file, remove_others
 from upr_protocol.block import U64
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
@@ -93,14 +106,6 @@ class Identity:
     compression: str = ""
 
 
-Counts = Callable[[int, int, int], bool]
-"""Function of partition, failover id and end seqno: whether a producer's stored number counts, since they are on the log."""
-
-
-def _none_counts(partition: int, failover_id: int, end: int) -> bool:
-    return False
-
-
 class Forgotten(NamedTuple):
     """Number of expired producers, and whether more remain."""
 
@@ -157,6 +162,7 @@ class Store:
             self._partitions = self._env.open_db(b"partitions")
             self._blocks = self._env.open_db(b"blocks")
             self._producers = self._env.open_db(b"producers")
+            self._replaced = self._env.open_db(b"replaced")
             self._producer_times = self._env.open_db(b"producer_times")
             self._cuts = self._env.open_db(b"cuts")
             self._consumers = self._env.open_db(b"consumers")
@@ -169,6 +175,10 @@ class Store:
             self._env.close()
             raise DataDamagedError(f"{folder}: the store is damaged: {error}") from error
         self._file = _identity_of(folder / "data.mdb")
+        self._whole: U64 | None = None
+        # Whether a damaged one matters is for who follows with it.
+        with suppress(DataDamagedError):
+            self._whole = self.joining()
 
     def _drop_old_hashes(self) -> None:
         """Drop the hashes of keys if a program that does not know them wrote after them: they may be of other blocks."""
@@ -266,6 +276,9 @@ class Store:
         body = b"0" if whole is None else b"1" + whole.astype("<u8").tobytes()
         with self._writing() as txn:
             txn.put(_JOINING, keyspace.seal(body, _JOINING), db=self._meta)
+            if whole is None or self._whole is None:
+                txn.drop(self._replaced, delete=False)
+        self._whole = whole
 
     def partitions(self) -> dict[int, PartitionRow | DataDamagedError]:
         """Return every partition's row, or the error of reading it."""
@@ -352,10 +365,9 @@ class Store:
             released: names of the cuts to remove.
             undone: further partitions in which producers' numbers go whose seqnos are not on the log.
         """
-
-        def counts(partition: int, failover_id: int, end: int) -> bool:
-            return partition in rows and bool(rows[partition].log.gave(failover_id, end))
-
+        logs = {p: row.log for p, row in rows.items()}
+        # The log of what is cut off may be the one that gave it.
+        counts = counts_on(logs, highs)
         with self._proving(highs, flushed=False) as txn:
             for partition, seqno in cut_off.items():
                 self._remove_above(txn, partition, seqno)
@@ -364,7 +376,8 @@ class Store:
                 txn.delete(keyspace.block_key(partition, end), db=self._hashes)
             for name, numbers in producers:
                 self._put_producer(txn, name, numbers, counts)
-            self._drop_undone(txn, {*cut_off, *undone}, counts)
+            self._drop_undone(txn, {*cut_off, *undone}, counts_on(logs))
+            self._put_back(txn, {*cut_off, *undone}, counts)
             self._put_partitions(txn, rows)
             for partition in accepted:
                 first = keyspace.aside_key(partition, 0, 0)
@@ -414,7 +427,7 @@ class Store:
         ends: Mapping[int, tuple[int, int, int]],
         producers: Mapping[bytes, ProducerNumbers],
         hashes: Sequence[bytes] = (),
-        counts: Counts = _none_counts,
+        counts: Counts = none_counts,
     ) -> None:
         """Store blocks (partition, end_seqno, bytes) and where their partitions end now, in one transaction.
 
@@ -455,6 +468,10 @@ class Store:
         with self._writing() as txn:
             if served:
                 txn.put(_JOINING, keyspace.seal(b"0", _JOINING), db=self._meta)
+                # What replaced it may be of rows that never came.
+                counts = counts_on({p: changed[-1] for p, changed in changes.items()})
+                self._put_back(txn, changes, counts)
+                txn.drop(self._replaced, delete=False)
             for partition, (state, epoch, purge, log) in changes.items():
                 row = self._partition(txn, partition)
                 row = dataclasses.replace(
@@ -466,6 +483,8 @@ class Store:
                     served_epoch=row.served_epoch if served is None else served,
                 )
                 self._put_partitions(txn, {partition: row})
+        if served:
+            self._whole = None
 
     def _partition(self, txn: Any, partition: int) -> PartitionRow:
         return keyspace.unpack_partition(self._row(txn, partition), partition)
@@ -586,6 +605,7 @@ class Store:
             self._partitions,
             self._blocks,
             self._producers,
+            self._replaced,
             self._producer_times,
             self._cuts,
             self._consumers,
@@ -634,28 +654,33 @@ class Store:
         """
         rows = {}
         with self._env.begin() as txn, txn.cursor(db=self._producers) as cursor:
-            for key in _keys_of(cursor, name):
+            for key in keys_of(cursor, name):
                 table = keyspace.unpack_producer(key, bytes(cursor.value()))
                 for partition, *fields in table.tolist():
                     rows[partition] = ProducerRow(*fields)
         return rows
 
-    def producers_after(self, name: bytes, max_bytes: int) -> list[tuple[bytes, ProducerNumbers]]:
-        """Return the numbers of the producers behind a name, by name: about ``max_bytes``; damaged rows are left out."""
+    def producers_after(
+        self, name: bytes, max_bytes: int, *, replaced: bool = False
+    ) -> list[tuple[bytes, ProducerNumbers]]:
+        """Return the numbers of the producers behind a name, by name: about ``max_bytes``; damaged rows are left out.
+
+        Args:
+            replaced: whether to return those that a join replaced, and not those that are there now.
+        """
         found: list[tuple[bytes, ProducerNumbers]] = []
-        size = 0
-        with self._env.begin() as txn, txn.cursor(db=self._producers) as cursor:
-            # The key of a producer's ProducerSeen, its first one, is the name and a zero byte.
+        size, database = 0, self._replaced if replaced else self._producers
+        with self._env.begin() as txn, txn.cursor(db=database) as cursor:
+            # Each key is the name, a zero byte and what no name begins with.
             more = cursor.set_range(name + b"\1")
             while more and size < max_bytes:
-                key = bytes(cursor.key())
-                seen = self._seen(txn, key)
-                tables = [cursor_table(cursor) for _ in _keys_of(cursor, key[:-1])]
-                table = np.concatenate([NO_NUMBERS, *(one for one in tables if one is not None)])
+                name, _, _ = bytes(cursor.key()).partition(b"\0")
+                seen = self._seen(txn, keyspace.producer_key(name))
+                table = numbers_of(cursor, name)
                 if seen is not None and len(table):
-                    found.append((key[:-1], ProducerNumbers(table, seen.time)))
-                size += table.nbytes + len(key)
-                more = cursor.set_range(key[:-1] + b"\1")
+                    found.append((name, ProducerNumbers(table, seen.time)))
+                size += table.nbytes + len(name)
+                more = cursor.set_range(name + b"\1")
         return found
 
     def put_producers(self, rows: Iterable[tuple[bytes, ProducerNumbers]], counts: Counts) -> None:
@@ -673,9 +698,12 @@ class Store:
         edges = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
         for begin, end in pairwise(edges):
             key, part = keyspace.producer_key(name, int(slots[begin])), table[begin:end]
-            old = txn.get(key, db=self._producers)
-            if old:
-                part = _merged(key, bytes(old), part, counts)
+            old = readable(key, txn.get(key, db=self._producers))
+            if old is not None:
+                newest = merged(old, part, counts)
+                if self._whole is not None:
+                    self._keep(txn, key, beaten(old, part, newest, self._whole, counts), counts)
+                part = newest
             txn.put(key, keyspace.pack_producer(key, part), db=self._producers)
         key, time = keyspace.producer_key(name), numbers.time - numbers.time % PRODUCER_GRAIN
         last, seen = int(table["number"].max()), self._seen(txn, key)
@@ -689,6 +717,30 @@ class Store:
         if row != seen:
             txn.put(key, keyspace.pack_producer_seen(key, row), db=self._producers)
 
+    def _keep(self, txn: Any, key: bytes, part: Numbers, counts: Counts) -> None:
+        """Keep numbers of a slot that a join replaces, but those for which a larger one is kept."""
+        if len(part):
+            old = readable(key, txn.get(key, db=self._replaced))
+            part = part if old is None else merged(old, part, counts)
+            txn.put(key, keyspace.pack_producer(key, part), db=self._replaced)
+
+    def _put_back(self, txn: Any, partitions: Collection[int], counts: Counts) -> None:
+        """Put the numbers that a join replaced back, in partitions where none is left that counts; damaged rows stay."""
+        with txn.cursor(db=self._replaced) as cursor:
+            more = cursor.first()
+            while more:
+                key, kept = bytes(cursor.key()), cursor_table(cursor)
+                if kept is not None:
+                    here = readable(key, txn.get(key, db=self._producers))
+                    here, kept = given_back(here, kept, partitions, counts)
+                    if len(here):
+                        txn.put(key, keyspace.pack_producer(key, here), db=self._producers)
+                    if not len(kept):
+                        more = cursor.delete() and bool(cursor.key())
+                        continue
+                    cursor.put(key, keyspace.pack_producer(key, kept))
+                more = cursor.next()
+
     def _drop_undone(self, txn: Any, partitions: Collection[int], counts: Counts) -> None:
         """Remove the numbers of all producers in partitions that do not count; damaged rows stay."""
         slots = {partition // PRODUCER_SLOT for partition in partitions}
@@ -698,12 +750,7 @@ class Store:
                 slot = keyspace.producer_slot(key := bytes(cursor.key()))
                 table = cursor_table(cursor) if slot in slots else None
                 if table is not None:
-                    keep = np.array(
-                        [
-                            p not in partitions or counts(p, i, end)
-                            for p, _, i, _, end in table.tolist()
-                        ]
-                    )
+                    keep = staying(table, partitions, counts)
                     if not keep.any():
                         more = cursor.delete() and bool(cursor.key())
                         continue
@@ -825,10 +872,11 @@ class Store:
                 txn.delete(key, db=self._producer_times)
                 _, name = keyspace.unpack_producer_time_key(key)
                 txn.delete(keyspace.producer_key(name), db=self._producers)
-                with txn.cursor(db=self._producers) as cursor:
-                    for old in list(_keys_of(cursor, name)):
-                        txn.delete(old, db=self._producers)
-                        rows += 1
+                for database in (self._producers, self._replaced):
+                    with txn.cursor(db=database) as cursor:
+                        for old in list(keys_of(cursor, name)):
+                            txn.delete(old, db=database)
+                            rows += 1
                 rows += 2
                 names += 1
         return Forgotten(names, False)
@@ -850,51 +898,3 @@ def _blocks_above(cursor: Any, request: ReadRequest) -> Iterator[bytes]:
     while more and cursor.key().startswith(prefix):
         yield bytes(cursor.value())
         more = cursor.next()
-
-
-def _keys_of(cursor: Any, name: bytes) -> Iterator[bytes]:
-    """Move a cursor over a producer's rows, and yield their keys."""
-    prefix = keyspace.producer_key(name, 0)
-    more = cursor.set_range(prefix)
-    while more and len(key := bytes(cursor.key())) == len(prefix) and key[:-2] == prefix[:-2]:
-        yield key
-        more = cursor.next()
-
-
-NO_NUMBERS = np.zeros(0, keyspace.PRODUCER)
-
-
-def cursor_table(cursor: Any) -> npt.NDArray[np.void] | None:
-    """Return the producer's table at a cursor; None, with a line in the log, where it is damaged."""
-    try:
-        return keyspace.unpack_producer(bytes(cursor.key()), bytes(cursor.value()))
-    except DataDamagedError as error:
-        log.error("what is known of a producer is lost", extra={"error": error.message})
-        return None
-
-
-def _merged(
-    key: bytes, stored: bytes, part: npt.NDArray[np.void], counts: Counts
-) -> npt.NDArray[np.void]:
-    """Return the newer table of a slot, with what only the stored one has: partitions, and larger numbers that count."""
-    try:
-        old = keyspace.unpack_producer(key, stored)
-    except DataDamagedError as error:
-        log.error("what is known of a producer is lost", extra={"error": error.message})
-        return part
-    _, new, had = np.intersect1d(
-        part["partition"], old["partition"], assume_unique=True, return_indices=True
-    )
-    larger = old["number"][had] > part["number"][new]
-    # A replica has numbers from its upstream, while its tail has older ones of the same partitions.
-    ahead = [
-        at
-        for at, (partition, _, failover_id, _, end) in zip(
-            new[larger].tolist(), old[had[larger]].tolist(), strict=True
-        )
-        if counts(partition, failover_id, end)
-    ]
-    part = np.delete(part, ahead)
-    old = old[~np.isin(old["partition"], part["partition"])]
-    whole = np.concatenate((old, part))
-    return whole[np.argsort(whole["partition"])]

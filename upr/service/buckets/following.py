@@ -41,14 +41,17 @@ class Following:
         self.connected = False
         self.is_partial = False
         stored = disk.store.joining()
-        # What is whole may be less by now, and is stored so when the next join begins.
-        self.joining: bool | None = False if stored is None else None
-        self._wanted = stored is not None
+        self.joining: bool | None = stored is not None
+        self._wanted = self.joining
         self.whole = np.zeros(PARTITIONS, np.uint64)
         self._held: Cut | None = None
         if stored is not None:
             # What was not durable is gone, and a part may be undone since.
-            self._hold(np.minimum(stored, bucket.partitions.complete))
+            whole = np.minimum(stored, bucket.partitions.complete)
+            if (whole < stored).any():
+                # What comes in its place is of the join, after the next start too.
+                disk.store.put_joining(whole)
+            self._hold(whole)
         self.begin_tables()
         self.needed = np.zeros(PARTITIONS, np.uint64)
         self.refused: dict[int, UprError] = {}

@@ -399,7 +399,7 @@ def check_consumers(
 def check_producers(
     items: Items, rows: Mapping[int, PartitionRow], highs: Mapping[int, int], report: Report
 ) -> None:
-    """Check the tables ``producers`` and ``producer_times``, and that they have the same producers."""
+    """Check the tables of producers, and that ``producers`` and ``producer_times`` have the same ones."""
     times: dict[bytes, int] = {}
     for key, _ in items(b"producer_times"):
         if not 9 <= len(key) <= NAME_BYTES_MAX + 8:
@@ -415,23 +415,45 @@ def check_producers(
         if not 0 < len(name) <= NAME_BYTES_MAX or len(key) not in (len(name) + 1, len(name) + 3):
             report(Finding(f"a row of the producers has the key {key.hex()}"))
             continue
+        if len(key) > len(name) + 1:
+            _check_numbers(key, value, what, rows, highs, report)
+            continue
+        seen.add(name)
         try:
-            if len(key) == len(name) + 1:
-                seen.add(name)
-                told = keyspace.unpack_producer_seen(key, value)
-                if name in times and times[name] != told.time:
-                    report(Finding(f"{what} was seen at {told.time}, the index says {times[name]}"))
-                continue
-            table = keyspace.unpack_producer(key, value)
+            told = keyspace.unpack_producer_seen(key, value)
+            if name in times and times[name] != told.time:
+                report(Finding(f"{what} was seen at {told.time}, the index says {times[name]}"))
         except DataDamagedError as error:
             report(Finding(f"{what}: {error}"))
-            continue
-        for partition, _, failover_id, start, end in table.tolist():
-            if end < start:
-                report(Finding(f"{what}: its seqnos run backwards", partition=partition))
-            _check_seqno(what, partition, failover_id, end, rows, highs, report)
+    for key, value in items(b"replaced"):
+        name = key[: key.find(b"\0")]
+        if 0 < len(name) <= NAME_BYTES_MAX and len(key) == len(name) + 3:
+            what = f"what was replaced of producer {_name(name)}"
+            _check_numbers(key, value, what, rows, highs, report)
+        else:
+            report(Finding(f"a row of the replaced numbers has the key {key.hex()}"))
     for name in sorted(seen ^ times.keys()):
         report(Finding(f"producer {_name(name)} is in one of its two tables only"))
+
+
+def _check_numbers(
+    key: bytes,
+    value: bytes,
+    what: str,
+    rows: Mapping[int, PartitionRow],
+    highs: Mapping[int, int],
+    report: Report,
+) -> None:
+    """Check a producer's numbers in the partitions of a slot."""
+    try:
+        table = keyspace.unpack_producer(key, value)
+    except DataDamagedError as error:
+        report(Finding(f"{what}: {error}"))
+        return
+    for partition, _, failover_id, start, end in table.tolist():
+        if end < start:
+            report(Finding(f"{what}: its seqnos run backwards", partition=partition))
+        _check_seqno(what, partition, failover_id, end, rows, highs, report)
 
 
 def _check_seqno(

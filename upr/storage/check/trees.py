@@ -31,6 +31,7 @@ TABLES = frozenset(
         b"partitions",
         b"blocks",
         b"producers",
+        b"replaced",
         b"producer_times",
         b"cuts",
         b"consumers",
