@@ -21,8 +21,8 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.conversation import REPLICAS_NAME
 from upr.service.tables import TableFeed, cut_message
+from upr.storage.directory import Stored, read_standing
 from upr.storage.keyspace import ConsumerRow
-from upr.storage.standing import Stored, read_standing
 from upr_client import AsyncClient
 from upr_protocol.errors import StorageFailedError, TooFewReplicasError, UprError
 from upr_protocol.ownership import Held, Row

@@ -189,8 +189,12 @@ async def test_a_call_that_ends_while_the_join_is_stored_leaves_nothing_believed
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
     assert host.disk.store.joining() is None
+    # The join had come to its end, and what it kept beside is gone: the next one begins with all that is here.
+    host.bucket.partitions.complete[3] = 5
     await host.following.set_joining(True)
-    assert host.disk.store.joining() is not None
+    stored = host.disk.store.joining()
+    assert stored is not None
+    assert stored[3] == host.following.whole[3] == 5
 
 
 @pytest.mark.asyncio

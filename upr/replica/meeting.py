@@ -17,8 +17,7 @@ import numpy as np
 
 from upr.replica.links import Channels, Links
 from upr.service.buckets.catalog import Catalog
-from upr.storage.directory import HEX_ID
-from upr.storage.standing import Stored
+from upr.storage.directory import HEX_ID, Stored
 from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError, shown
 from upr_protocol.limits import MEMBER_SECONDS, NAME_BYTES_MAX, PARTITIONS, SET_MEMBERS_MAX
 from upr_protocol.ownership import HELD, Held, Outdated, Row, Standing

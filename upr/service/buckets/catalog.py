@@ -32,10 +32,9 @@ from upr.service.clock import Clock
 from upr.service.overload.process import buckets_max
 from upr.service.trouble import words_of
 from upr.storage.blocks import COMPRESSIONS
-from upr.storage.directory import DataDirectory
+from upr.storage.directory import OWNER_FILE, DataDirectory, Stored, read_standing, write_standing
 from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
-from upr.storage.standing import NAME, Stored, read_standing, write_standing
 from upr.storage.store import Identity, Store
 from upr.storage.undone import keep_bucket
 from upr_protocol.errors import (
@@ -211,7 +210,7 @@ class Catalog:
         self._waiting = WaitingRoom()
         self._reopening: dict[str, DamagedBucket] = {}
         # In a cluster the map says which server begins.
-        begins = config.cluster and not (directory.path / NAME).exists()
+        begins = config.cluster and not (directory.path / OWNER_FILE).exists()
         told = bool(config.replicate_from or begins)
         self.standing = read_standing(
             directory.path, directory.id, replica=told, meets=config.meets

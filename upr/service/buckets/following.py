@@ -73,10 +73,11 @@ class Following:
         Raises:
             OSError, lmdb.Error: it cannot be stored.
         """
-        self._wanted = joining
+        was_wanted, self._wanted = self._wanted, joining
         if self.joining == joining:
             return
-        if self.joining is False:
+        if joining and not was_wanted:
+            # Also where it is not known whether the end of the last join was stored: it had come.
             self._hold(self._bucket.partitions.complete.copy())
         # A call that is cancelled here does not know what is stored: the next one stores in any case.
         self.joining = None
