@@ -18,6 +18,7 @@ from upr.replica import owning
 from upr.replica.holding import held_of
 from upr.replica.owning import Owning
 from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.following import Following
 from upr.service.tables import TableFeed
 from upr.storage.undone import undone_files
 from upr_client import AsyncClient
@@ -225,6 +226,32 @@ async def test_what_a_join_brings_while_a_promotion_runs_is_not_kept_without_its
         assert await client.bucket().get(b"k") is None
     assert done.tables == ()
     assert undone_files(new.catalog._directory.path)
+
+
+@pytest.mark.asyncio
+async def test_a_takeover_waits_until_the_end_of_a_join_is_stored(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = await start_set(start)
+    await joined(new)
+    set_joining = Following.set_joining
+
+    async def slow(following: Following, joining: bool) -> None:
+        if not joining and following.joining is not False:
+            await asyncio.sleep(0.3)
+        await set_joining(following, joining)
+
+    monkeypatch.setattr(Following, "set_joining", slow)
+    await new.owning.follow_nobody()
+    await write(bucket_of(old), 1, A)
+    following = bucket_of(new).following
+    assert following is not None
+    await until(lambda: following.in_step and at(new, A) == 1)
+    assert following.joining is not False
+    done = await new.owning.promote(takeover=True)
+    assert (done.records, at(new, A)) == (0, 1)
+    assert not undone_files(new.catalog._directory.path)
+    assert (await write(bucket_of(new), 1, A)).duplicate
 
 
 def opened(closed: Closed, undo: dict[int, Undo] | None = None) -> BucketService:

@@ -645,7 +645,10 @@ class Owning:
                 await self._catalog.reopen(host.bucket.identity.name, undo)
 
     async def _stop_taking(self) -> None:
-        """Follow nobody; what came is durable then."""
+        """Follow nobody; what came is durable then, and counts where the tables came too."""
+        for host in self._catalog.hosts:
+            if host.following is not None and host.following.in_step:
+                await host.following.set_joining(False)
         await self.follow_nobody()
         await self._catalog.settled()
         await asyncio.gather(*map(self._durable, self._catalog.hosts))
