@@ -20,6 +20,8 @@ from upr.replica.owning import Owning
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.following import Following
 from upr.service.tables import TableFeed
+from upr.storage.keyspace import PRODUCER as NUMBERS
+from upr.storage.keyspace import ProducerNumbers
 from upr.storage.undone import undone_files
 from upr_client import AsyncClient
 from upr_protocol.block import build_block, make_runs, sealed
@@ -71,8 +73,8 @@ def meanwhile(
     """Have the former owner send rows without the tables to a server that claims, and die then."""
     check_reached = Owning._check_reached
 
-    async def overtaken(self: Owning, *, takeover: bool) -> None:
-        await check_reached(self, takeover=takeover)
+    async def overtaken(self: Owning, **how: bool) -> None:
+        await check_reached(self, **how)
         if self is not new.owning or not bucket_of(old).bucket.partitions.high.any() or old.stopped:
             return
         with monkeypatch.context() as patch:
@@ -213,12 +215,12 @@ async def test_what_a_join_brings_while_a_promotion_runs_is_not_kept_without_its
         assert old.owning.active
     check_reached = Owning._check_reached
 
-    async def overtaken(owning: Owning, *, takeover: bool) -> None:
+    async def overtaken(owning: Owning, **how: bool) -> None:
         async with AsyncClient(old.target) as client:
             await client.bucket().set(b"k", b"v")
         await until(lambda: not following.is_whole)
         await old.stop()
-        await check_reached(owning, takeover=takeover)
+        await check_reached(owning, **how)
 
     monkeypatch.setattr(Owning, "_check_reached", overtaken)
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
@@ -242,16 +244,68 @@ async def test_a_takeover_waits_until_the_end_of_a_join_is_stored(
         await set_joining(following, joining)
 
     monkeypatch.setattr(Following, "set_joining", slow)
-    await new.owning.follow_nobody()
+    await leave_alone(new)
     await write(bucket_of(old), 1, A)
-    following = bucket_of(new).following
-    assert following is not None
-    await until(lambda: following.in_step and at(new, A) == 1)
-    assert following.joining is not False
     done = await new.owning.promote(takeover=True)
     assert (done.records, at(new, A)) == (0, 1)
     assert not undone_files(new.catalog._directory.path)
     assert (await write(bucket_of(new), 1, A)).duplicate
+
+
+@pytest.mark.asyncio
+async def test_a_claim_is_tried_again_where_the_former_owner_is_back(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes nothing back while another server, which may serve by force, is not heard."""
+    old, new, third = await start_set(start, replicas=2)
+    await joined(new, third)
+    await third.stop()
+    row = old.owning.standing.row
+    alone = frozenset({new.owning.standing.directory})
+    row = replace(row, revision=row.revision + 1, counted=alone)
+    for one in (old, new):
+        await one.owning.store(lambda standing: standing.learned(row))
+    await leave_alone(new)
+    following = bucket_of(new).following
+    assert following is not None
+    following.begin_tables()
+    await following.set_joining(True)
+
+    async def nothing(*_: object, **__: object) -> None: ...
+
+    async def away(*_: object) -> None:
+        raise UnavailableError("it is away for a moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Owning, "_check_reached", nothing)
+        patch.setattr(Owning, "_ask", away)
+        with pytest.raises(UnavailableError):
+            await new.owning.promote()
+    await new.owning.promote()
+    assert new.owning.active
+
+
+@pytest.mark.asyncio
+async def test_what_tables_named_that_are_not_followed_any_more_is_not_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owning, "GATHER_SECONDS", 2.0)
+    old, new, third = await start_set(start, replicas=2)
+    await write(bucket_of(old), 1, A)
+    await until(lambda: at(third, A) == 1 == at(new, A))
+    await joined(new, third)
+    await leave_alone(new)
+    await write(bucket_of(old), 2, A)
+    await until(lambda: at(third, A) == 2)
+    await leave_alone(third)
+    following = bucket_of(new).following
+    assert following is not None
+    following.begin_tables()
+    # Its row did not come.
+    following.needed[A] = 3
+    await old.stop()
+    await new.owning.promote()
+    assert at(new, A) == 2
 
 
 def opened(closed: Closed, undo: dict[int, Undo] | None = None) -> BucketService:
@@ -325,4 +379,32 @@ async def test_no_block_that_recovery_makes_crosses_what_is_whole(tmp_path: Path
     await closed_again(host)
     host = opened(closed, {A: Undo(2, new, 3)})
     assert int(host.bucket.partitions.high[A]) == 2
+    await closed_again(host)
+
+
+def number(at: int) -> ProducerNumbers:
+    return ProducerNumbers(np.array([(A, at, 9, at - 1, at)], NUMBERS), 1)
+
+
+@pytest.mark.asyncio
+async def test_what_was_fetched_with_its_tables_is_whole_also_in_the_store(tmp_path: Path) -> None:
+    closed = Closed(tmp_path / "data")
+    host = opened(closed)
+    store, counts = host.disk.store, host.bucket.counts
+    await host.adopt({A: OLD}, {A: 1})
+    await received(host, (A, 0, 1, 1))
+    assert host.following is not None
+    await host.following.set_joining(True)
+    await received(host, (A, 1, 2, 2))
+    await host.disk.in_store_thread(lambda: store.put_producers([(PRODUCER, number(2))], counts))
+    await host.following.is_whole_up_to({A: 2})
+    # Nothing came of it, and the join goes on.
+    await received(host, (A, 2, 3, 3))
+    await host.disk.in_store_thread(lambda: store.put_producers([(PRODUCER, number(3))], counts))
+    assert promised(host) == 2
+    await closed_again(host)
+    new = FailoverLog((FailoverRecord(9, 0, 1), FailoverRecord(10, 2, 2)))
+    host = opened(closed, {A: Undo(2, new, 2)})
+    assert int(host.bucket.partitions.high[A]) == 2
+    assert host.disk.store.producer_rows(PRODUCER)[A].number == 2
     await closed_again(host)

@@ -1,16 +1,18 @@
 """Numbers of producers at a server that joins: if it is used only up to where it was whole, its newest ones up to there count."""
 
 import asyncio
+import threading
 
 import pytest
 
-from tests.harness import poll
+from tests.harness import WAIT_SECONDS, poll
 from tests.replica.members import Member, Start, leave_alone, start_set, until
 from upr.engine.bucket import Written
 from upr.replica.owning import Owning
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.tables import TableFeed
-from upr_protocol.block import build_block
+from upr.storage.store import Store
+from upr_protocol.block import U64, build_block
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
@@ -96,12 +98,48 @@ async def test_a_write_is_known_at_the_next_owner_where_a_join_brought_a_newer_o
     else:
         owner, check_reached = third, Owning._check_reached
 
-        async def overtaken(owning: Owning, *, takeover: bool) -> None:
+        async def overtaken(owning: Owning, **how: bool) -> None:
             await join_in_part(old, third, monkeypatch, flushes=flushes)
-            await check_reached(owning, takeover=takeover)
+            await check_reached(owning, **how)
 
         monkeypatch.setattr(Owning, "_check_reached", overtaken)
     await owner.owning.promote()
     assert seqno(owner) == 1
     assert (await write(owner, 1)).duplicate
     assert not (await write(owner, 2)).duplicate
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("gives", [True, False])
+async def test_who_lost_its_owner_while_the_end_of_its_join_was_stored_promises_all_of_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch, gives: bool
+) -> None:
+    old, new, third = await start_set(start, replicas=2)
+    following, store = host_of(third).following, host_of(third).disk.store
+    assert following is not None
+    await leave_alone(new)
+    await write(old, 1)
+    await until(lambda: seqno(third) == 1 and following.joining is False)
+    await flush(third)
+    await leave_alone(third)
+    await write(old, 2)
+    await until(lambda: seqno(old) == 2)
+    await flush(old)
+    put, may_return = Store.put_joining, threading.Event()
+
+    def held_up(self: Store, whole: U64 | None) -> None:
+        put(self, whole)
+        if self is store and whole is None:
+            assert may_return.wait(WAIT_SECONDS)
+
+    monkeypatch.setattr(Store, "put_joining", held_up)
+    third.owning._follow((old.target,), False, old.owning.standing.directory)
+    await until(lambda: seqno(third) == 2 and store.joining() is None)
+    assert following.joining is None
+    await third.owning.follow_nobody()
+    may_return.set()
+    await old.stop()
+    owner = new if gives else third
+    await owner.owning.promote()
+    assert seqno(owner) == 2
+    assert (await write(owner, 2)).duplicate

@@ -240,10 +240,10 @@ class Holding:
         """Whether the small tables lack nothing of what is complete here, in each bucket."""
         return bool(self._catalog.hosts) and not self.out_of_step()
 
-    def is_whole_up_to(self, parts: Mapping[int, Mapping[int, int]]) -> None:
-        """Record that what another server gave of partitions, by bucket version and up to a seqno, came with its tables."""
+    async def is_whole_up_to(self, parts: Mapping[int, Mapping[int, int]]) -> None:
+        """Store that what another server gave of partitions, by bucket version and up to a seqno, came with its tables."""
         for version, following in self._followings(parts).items():
-            following.is_whole_up_to(parts[version])
+            await following.is_whole_up_to(parts[version])
 
     @property
     def is_joining(self) -> bool:

@@ -410,15 +410,17 @@ class Owning:
                     " the first of a new set",
                 )
             self.holding.check_stores()
-            if not (self.in_step or self.holding.is_whole or self._has_claimed or force):
-                raise _not_in_step()
             basis = None if self.agreeing is None else await self.agreeing.basis(force=force)
+            # Nobody else may become active then, and only what is whole is kept.
+            claimed = self._has_claimed(self.standing.row if basis is None else basis)
+            if not (self.in_step or self.holding.is_whole or claimed or force):
+                raise _not_in_step()
             self.standing.claim(force=force, basis=basis)
             self._paused = True
             becoming = self._catalog.becoming = asyncio.Event()
             try:
                 if not force:
-                    await self._check_reached(takeover=takeover)
+                    await self._check_reached(takeover=takeover, claimed=claimed)
                 return await self._claim(force=force, takeover=takeover)
             except (OSError, lmdb.Error) as error:
                 raise self._given_up(StorageFailedError(words_of(error))) from error
@@ -430,11 +432,15 @@ class Owning:
                 self._catalog.becoming = None
                 becoming.set()
 
-    @property
-    def _has_claimed(self) -> bool:
-        """Whether nobody but this server may become active before it does, or another one is promoted."""
+    def _has_claimed(self, row: Row) -> bool:
+        """Return whether a claim of this server's, to which it did not become active, keeps others from it.
+
+        Args:
+            row: the newest that is known.
+        """
         standing = self.standing
-        return standing.promised > standing.row.epoch and standing.candidate == standing.directory
+        own = standing.promised > row.epoch and standing.candidate == standing.directory
+        return own or (row.owner == standing.directory and not row.serving)
 
     def _given_up(self, error: UprError) -> UprError:
         """Return an error that ended a promotion, with words on what that left behind."""
@@ -446,10 +452,10 @@ class Owning:
             error.hint = "; ".join(filter(None, (error.hint, words)))
         return error
 
-    async def _check_reached(self, *, takeover: bool) -> None:
+    async def _check_reached(self, *, takeover: bool, claimed: bool) -> None:
         """Raise before anything is changed, if somebody who must be heard cannot be."""
         row = self.standing.row
-        joins = self.holding.is_joining and not self.in_step
+        joins = self.holding.is_joining and not (self.in_step or claimed)
         # In a cluster a server that was stopped is one that answers late.
         asked = {row.owner} if takeover or joins or self.agreeing is None else set()
         reached = await self.meeting.reach(row.counted | asked)
@@ -610,7 +616,7 @@ class Owning:
                 tables = only is not None or matching.done()
                 tables = tables and self.holding.has_tables(answer, versions)
                 if tables and not lacking:
-                    self.holding.is_whole_up_to(only or {})
+                    await self.holding.is_whole_up_to(only or {})
                     return []
                 now = lacking, tables, self.holding.received()
                 if now != before:
@@ -639,7 +645,7 @@ class Owning:
             undo = {
                 p: Undo(int(held["marker"][p]), table.logs[p], int(table.epoch[p]))
                 for p in parts.get(host.bucket.identity.version, ())
-                if table.high[p] > held["marker"][p]
+                if table.high[p] > held["marker"][p] and table.state[p] != DEAD
             }
             if undo:
                 await self._catalog.reopen(host.bucket.identity.name, undo)
@@ -647,8 +653,8 @@ class Owning:
     async def _stop_taking(self) -> None:
         """Follow nobody; what came is durable then, and counts where the tables came too."""
         for host in self._catalog.hosts:
-            if host.following is not None and host.following.in_step:
-                await host.following.set_joining(False)
+            if host.following is not None:
+                await host.following.end_join()
         await self.follow_nobody()
         await self._catalog.settled()
         await asyncio.gather(*map(self._durable, self._catalog.hosts))
@@ -675,13 +681,13 @@ class Owning:
                 at = versions.index(version) * PARTITIONS
                 part = slice(at, at + PARTITIONS)
                 markers = step.marker[part].tolist()
-                above = np.flatnonzero(cut_off[part]).tolist()
+                alive = host.bucket.partitions.state != DEAD
+                above = np.flatnonzero(cut_off[part] & alive).tolist()
                 if above:
                     logs = host.bucket.partitions.logs
                     undo = {p: Undo(markers[p], logs[p], step.row.epoch) for p in above}
                     host = await self._catalog.reopen(host.bucket.identity.name, undo)
                     markers = np.minimum(step.marker[part], host.bucket.partitions.high).tolist()
-                alive = host.bucket.partitions.state != DEAD
                 records = np.flatnonzero(step.record[part] & alive).tolist()
                 await host.activate(step.row.epoch, {p: markers[p] for p in records})
             await self._begin_to_serve()

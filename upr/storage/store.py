@@ -727,7 +727,7 @@ class Store:
     def _put_back(self, txn: Any, partitions: Collection[int], counts: Counts) -> None:
         """Put the numbers that a join replaced back, in partitions where none is left that counts; damaged rows stay."""
         with txn.cursor(db=self._replaced) as cursor:
-            more = cursor.first()
+            more = bool(partitions) and cursor.first()
             while more:
                 key, kept = bytes(cursor.key()), cursor_table(cursor)
                 if kept is not None:

@@ -190,7 +190,7 @@ class BucketService:
             log_records=self._config.failover_log_records,
             replica=self._replica,
             undo=self._undo,
-            whole=self.disk.store.joining(),
+            whole=self.disk.store.joining() if self._replica else None,
         )
         released: list[bytes] = []
         if self._undo:
@@ -482,7 +482,13 @@ class BucketService:
                 raise
 
     async def settle_tables(self) -> None:
-        """Wait until every change of consumers and cuts that was begun is stored, or has failed; after ``step_down``."""
+        """Wait until every change of consumers and cuts that was begun is stored, or has failed; after ``step_down``.
+
+        Raises:
+            OSError, lmdb.Error: the end of a join cannot be stored.
+        """
+        if self.following is not None:
+            await self.following.end_join()
         await self.acknowledged.finish()
         # On a full disk acknowledgements are lost, which only makes purging more careful.
         with contextlib.suppress(OSError, lmdb.Error):

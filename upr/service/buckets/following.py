@@ -53,7 +53,6 @@ class Following:
                 disk.store.put_joining(whole)
             self._hold(whole)
         self.begin_tables()
-        self.needed = np.zeros(PARTITIONS, np.uint64)
         self.refused: dict[int, UprError] = {}
         self.undone = undone
         self.problem: UprError | None = None
@@ -63,6 +62,7 @@ class Following:
     def begin_tables(self) -> None:
         """The upstream tells its small tables from their beginning."""
         self.tables, self.told = False, 0
+        self.needed = np.zeros(PARTITIONS, np.uint64)
         self.rows: dict[str, npt.NDArray[np.bool_]] = {}
 
     async def set_joining(self, joining: bool) -> None:
@@ -91,13 +91,27 @@ class Following:
             self.release()
         self._disk.changed()
 
-    def is_whole_up_to(self, seqnos: Mapping[int, int]) -> None:
-        """Record that in these partitions nothing of the small tables is missing up to a seqno, as a server told them."""
+    async def end_join(self) -> None:
+        """Store that the join has come to its end, if it has.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be stored.
+        """
+        if self.in_step:
+            await self.set_joining(False)
+
+    async def is_whole_up_to(self, seqnos: Mapping[int, int]) -> None:
+        """Store that in these partitions nothing of the small tables is missing up to a seqno, as a server told them.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be stored.
+        """
         if self.joining is not False:
-            whole = self.whole.copy()
+            whole, store = self.whole.copy(), self._disk.store
             partitions = list(seqnos)
             whole[partitions] = np.maximum(whole[partitions], list(seqnos.values()))
             self._hold(whole)
+            await self._disk.in_store_thread(lambda: store.put_joining(whole))
 
     def _hold(self, whole: U64) -> None:
         held, self.whole = self._held, whole
