@@ -9,6 +9,7 @@ from tests.harness import WAIT_SECONDS, poll
 from tests.replica.members import Member, Start, leave_alone, start_set, until
 from upr.engine.bucket import Written
 from upr.replica.owning import Owning
+from upr.replica.tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.tables import TableFeed
 from upr.storage.store import Store
@@ -36,6 +37,12 @@ async def write(member: Member, number: int) -> Written:
         return await host.write(build_block([KEY], [b"%d" % number]), b"w", call, number)
     finally:
         host.bucket.close_producer(call)
+
+
+async def joined(*members: Member) -> None:
+    for following in [host_of(member).following for member in members]:
+        assert following is not None
+        await until(lambda f=following: f.in_step and f.joining is False)  # type: ignore[misc]
 
 
 async def flush(member: Member) -> None:
@@ -143,3 +150,60 @@ async def test_who_lost_its_owner_while_the_end_of_its_join_was_stored_promises_
     await owner.owning.promote()
     assert seqno(owner) == 2
     assert (await write(owner, 2)).duplicate
+
+
+@pytest.mark.asyncio
+async def test_what_was_cut_off_leaves_no_number_ahead_of_what_another_server_gives(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, third = await start_set(start, replicas=2)
+    await joined(new, third)
+    # It has nothing of the producer yet.
+    await leave_alone(third)
+    await write(old, 1)
+    await until(lambda: seqno(new) == 1)
+    await flush(new)
+    await leave_alone(new)
+    await write(old, 2)
+    await until(lambda: seqno(old) == 2)
+    await flush(old)
+    check_reached = Owning._check_reached
+
+    async def overtaken(owning: Owning, **how: bool) -> None:
+        await join_in_part(old, third, monkeypatch, flushes=False)
+        await check_reached(owning, **how)
+
+    monkeypatch.setattr(Owning, "_check_reached", overtaken)
+    await third.owning.promote()
+    assert seqno(third) == 1
+    assert (await write(third, 1)).duplicate
+
+
+@pytest.mark.asyncio
+async def test_a_number_that_was_told_ahead_of_its_rows_gives_way_to_that_of_another_server(
+    start: Start,
+) -> None:
+    old, new, third = await start_set(start, replicas=2)
+    await joined(new, third)
+    await write(old, 1)
+    await until(lambda: seqno(new) == 1 == seqno(third))
+    await flush(third)
+    await leave_alone(third)
+    await write(old, 2)
+    await until(lambda: seqno(new) == 2)
+    await flush(new)
+    await leave_alone(new)
+    await write(old, 3)
+    await flush(old)
+    ((name, numbers),) = host_of(old).disk.store.producers_after(b"", 10**6)
+    await old.stop()
+    # The tables came, and the rows were to come behind them.
+    host = host_of(third)
+    assert host.following is not None
+    host.following.begin_tables()
+    await host.following.set_joining(True)
+    rows = wire.ProducerRows(producer=name, time=numbers.time, table=numbers.table.tobytes())
+    await take_tables(host, wire.Tables(producers=[rows]))
+    await third.owning.promote()
+    assert seqno(third) == 2
+    assert (await write(third, 2)).duplicate

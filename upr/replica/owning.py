@@ -7,6 +7,7 @@ A server that was the owner when it was stopped asks the others before it serves
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
@@ -638,7 +639,10 @@ class Owning:
         return given_up(answer, lacking)
 
     async def _cut_off_above(self, parts: Mapping[int, Mapping[int, int]], *, force: bool) -> None:
-        """Cut off what a promotion does not keep in partitions that another server continues: it may have less than that."""
+        """Cut off what a promotion does not keep in partitions that another server continues: it may have less than that.
+
+        Numbers of producers that ran ahead of their rows go too, or those of the other server would give way to them.
+        """
         kept = self.holding.now(as_copy=not force)
         for host in list(self._catalog.hosts):
             table, held = host.bucket.partitions, kept[host.bucket.identity.version]
@@ -648,7 +652,11 @@ class Owning:
                 if table.high[p] > held["marker"][p] and table.state[p] != DEAD
             }
             if undo:
-                await self._catalog.reopen(host.bucket.identity.name, undo)
+                host = await self._catalog.reopen(host.bucket.identity.name, undo)
+            followed = {p: table.logs[p] for p in parts.get(host.bucket.identity.version, ())}
+            if followed:
+                store, ends = host.disk.store, held["marker"]
+                await host.disk.in_store_thread(functools.partial(store.drop_ahead, followed, ends))
 
     async def _stop_taking(self) -> None:
         """Follow nobody; what came is durable then, and counts where the tables came too."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upr.storage import keyspace
+from upr.storage.keyspace import PRODUCER_SLOT
 from upr_protocol.block import U64
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.failover import FailoverLog
@@ -142,3 +143,41 @@ def _up_to(whole: U64, table: Numbers) -> npt.NDArray[np.bool_]:
     partitions = table["partition"]
     limit = whole[np.minimum(partitions, PARTITIONS - 1)]
     return np.asarray((partitions < PARTITIONS) & (table["end_seqno"] <= limit))
+
+
+def put_back(
+    txn: Any, producers: Any, replaced: Any, partitions: Collection[int], counts: Counts
+) -> None:
+    """Put the numbers that a join replaced back, in partitions where none is left that counts; damaged rows stay."""
+    with txn.cursor(db=replaced) as cursor:
+        more = bool(partitions) and cursor.first()
+        while more:
+            key, kept = bytes(cursor.key()), cursor_table(cursor)
+            if kept is not None:
+                here = readable(key, txn.get(key, db=producers))
+                here, kept = given_back(here, kept, partitions, counts)
+                if len(here):
+                    txn.put(key, keyspace.pack_producer(key, here), db=producers)
+                if not len(kept):
+                    more = cursor.delete() and bool(cursor.key())
+                    continue
+                cursor.put(key, keyspace.pack_producer(key, kept))
+            more = cursor.next()
+
+
+def drop_undone(txn: Any, producers: Any, partitions: Collection[int], counts: Counts) -> None:
+    """Remove the numbers of all producers in partitions that do not count; damaged rows stay."""
+    slots = {partition // PRODUCER_SLOT for partition in partitions}
+    with txn.cursor(db=producers) as cursor:
+        more = bool(slots) and cursor.first()
+        while more:
+            slot = keyspace.producer_slot(key := bytes(cursor.key()))
+            table = cursor_table(cursor) if slot in slots else None
+            if table is not None:
+                keep = staying(table, partitions, counts)
+                if not keep.any():
+                    more = cursor.delete() and bool(cursor.key())
+                    continue
+                if not keep.all():
+                    cursor.put(key, keyspace.pack_producer(key, table[keep]))
+            more = cursor.next()

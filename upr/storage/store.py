@@ -38,14 +38,13 @@ from upr.storage.numbers import (
     Numbers,
     beaten,
     counts_on,
-    cursor_table,
-    given_back,
+    drop_undone,
     keys_of,
     merged,
     none_counts,
     numbers_of,
+    put_back,
     readable,
-    staying,
 )
 from upr.storage.proof import Proof, make_file, remove_others
 from upr_protocol.block import U64
@@ -376,8 +375,8 @@ class Store:
                 txn.delete(keyspace.block_key(partition, end), db=self._hashes)
             for name, numbers in producers:
                 self._put_producer(txn, name, numbers, counts)
-            self._drop_undone(txn, {*cut_off, *undone}, counts_on(logs))
-            self._put_back(txn, {*cut_off, *undone}, counts)
+            drop_undone(txn, self._producers, {*cut_off, *undone}, counts_on(logs))
+            put_back(txn, self._producers, self._replaced, {*cut_off, *undone}, counts)
             self._put_partitions(txn, rows)
             for partition in accepted:
                 first = keyspace.aside_key(partition, 0, 0)
@@ -470,7 +469,7 @@ class Store:
                 txn.put(_JOINING, keyspace.seal(b"0", _JOINING), db=self._meta)
                 # What replaced it may be of rows that never came.
                 counts = counts_on({p: changed[-1] for p, changed in changes.items()})
-                self._put_back(txn, changes, counts)
+                put_back(txn, self._producers, self._replaced, changes, counts)
                 txn.drop(self._replaced, delete=False)
             for partition, (state, epoch, purge, log) in changes.items():
                 row = self._partition(txn, partition)
@@ -690,6 +689,18 @@ class Store:
                 if len(numbers.table):
                     self._put_producer(txn, name, numbers, counts)
 
+    def drop_ahead(self, logs: Mapping[int, FailoverLog], ends: U64) -> None:
+        """Drop the numbers of producers whose rows are not here, durably; what a join replaced by them is back.
+
+        Args:
+            logs: of the partitions in which they go.
+            ends: where each partition ends, shape (1024,).
+        """
+        counts = counts_on(logs, ends)
+        with self._writing() as txn:
+            drop_undone(txn, self._producers, logs, counts)
+            put_back(txn, self._producers, self._replaced, logs, counts)
+
     def _put_producer(
         self, txn: Any, name: bytes, numbers: ProducerNumbers, counts: Counts
     ) -> None:
@@ -723,40 +734,6 @@ class Store:
             old = readable(key, txn.get(key, db=self._replaced))
             part = part if old is None else merged(old, part, counts)
             txn.put(key, keyspace.pack_producer(key, part), db=self._replaced)
-
-    def _put_back(self, txn: Any, partitions: Collection[int], counts: Counts) -> None:
-        """Put the numbers that a join replaced back, in partitions where none is left that counts; damaged rows stay."""
-        with txn.cursor(db=self._replaced) as cursor:
-            more = bool(partitions) and cursor.first()
-            while more:
-                key, kept = bytes(cursor.key()), cursor_table(cursor)
-                if kept is not None:
-                    here = readable(key, txn.get(key, db=self._producers))
-                    here, kept = given_back(here, kept, partitions, counts)
-                    if len(here):
-                        txn.put(key, keyspace.pack_producer(key, here), db=self._producers)
-                    if not len(kept):
-                        more = cursor.delete() and bool(cursor.key())
-                        continue
-                    cursor.put(key, keyspace.pack_producer(key, kept))
-                more = cursor.next()
-
-    def _drop_undone(self, txn: Any, partitions: Collection[int], counts: Counts) -> None:
-        """Remove the numbers of all producers in partitions that do not count; damaged rows stay."""
-        slots = {partition // PRODUCER_SLOT for partition in partitions}
-        with txn.cursor(db=self._producers) as cursor:
-            more = bool(slots) and cursor.first()
-            while more:
-                slot = keyspace.producer_slot(key := bytes(cursor.key()))
-                table = cursor_table(cursor) if slot in slots else None
-                if table is not None:
-                    keep = staying(table, partitions, counts)
-                    if not keep.any():
-                        more = cursor.delete() and bool(cursor.key())
-                        continue
-                    if not keep.all():
-                        cursor.put(key, keyspace.pack_producer(key, table[keep]))
-                more = cursor.next()
 
     def _seen(self, txn: Any, key: bytes) -> ProducerSeen | None:
         value = txn.get(key, db=self._producers)
