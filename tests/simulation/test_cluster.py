@@ -18,6 +18,7 @@ from tests.simulation.truth import USED, Violation
 from upr.cluster import keeper
 from upr.cluster.registry import Map
 from upr.engine.partitions import ACTIVE
+from upr.replica.methods import ReplicaMethods
 from upr.service.buckets.catalog import Catalog
 from upr.service.tables import TableFeed
 from upr_client import AsyncClient, UprError
@@ -313,6 +314,11 @@ def test_an_old_copy_of_the_map_takes_nothing_from_its_owner(world: ClusterWorld
     ordered(world)
     world.etcd.put_back(old.encode())
     assert first.server is not None
+    methods = first.server._sets
+    assert isinstance(methods, ReplicaMethods)
+    assert isinstance(methods._cluster, keeper.Keeper)
+    # As after a restart: it has heard of no drop.
+    methods._cluster.buckets._dropped = ()
     catalog = first.server._catalog
     world.until(
         lambda: {b.version: b.name for b in known().buckets} == catalog.versions, 20, "set right"
