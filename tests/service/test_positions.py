@@ -63,11 +63,16 @@ async def save(
     *positions: wire.Position,
     consumer: str = NAME,
     member: str = "",
+    version: int = 0,
 ) -> list[int]:
-    """Save positions, and return the partitions that were refused, all of them with FENCED."""
+    """Save positions, and return the partitions that were refused, all of them with FENCED.
+
+    Args:
+        version: of the bucket; 0 asks for it first, so that saves begun together are sent in any order.
+    """
     request = wire.SavePositionsRequest(
         bucket="default",
-        bucket_version=await version_of(client),
+        bucket_version=version or await version_of(client),
         consumer=consumer,
         member=member,
         generation=generation,
@@ -423,13 +428,13 @@ async def test_a_reset_of_an_unknown_name_changes_nothing(target: str) -> None:
 async def test_saves_of_one_owner_are_applied_in_the_order_in_which_they_came(target: str) -> None:
     async with RawClient(target) as client:
         await fill(client, 3, 0)
-        generation = await own(client)
+        generation, version = await own(client), await version_of(client)
         everything = [position(0, p) for p in range(1, 1024)]
         for _ in range(10):
             # The first one is larger: it arrives later, waits for its turn, and its check takes several steps.
             both = (
-                save(client, generation, position(1, 0), *everything),
-                save(client, generation, position(2, 0)),
+                save(client, generation, position(1, 0), *everything, version=version),
+                save(client, generation, position(2, 0), version=version),
             )
             await asyncio.gather(*both)
             assert (await load(client, 0))[0].seqno == 2
