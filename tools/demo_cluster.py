@@ -24,8 +24,9 @@ from tests.etcd import running_etcd
 from tests.harness import ServerFailed
 from tests.proxy import DIRECTIONS, Proxy
 from tools.demo import WAIT_SECONDS, Server, say, tell, until
-from upr_client import AsyncBucket, AsyncClient, ChangeBatch, Only, Rollback, Tuning
+from upr_client import AsyncClient, ChangeBatch, Only, Rollback, Tuning
 from upr_client.admin import Topology, topology
+from upr_client.types import AsyncBucket
 from upr_protocol.errors import UprError
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
 from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.demo import WAIT_SECONDS, Server, say, tell, until
-from upr_client import AsyncBucket, AsyncClient, ChangeBatch, Only, Rollback, Tuning
+from upr_client import AsyncClient, ChangeBatch, Only, Rollback, Tuning
+from upr_client.types import AsyncBucket
 from upr_protocol.errors import UprError
 from upr_protocol.partitioning import partition_of
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tools.demo import WAIT_SECONDS, Server, failover_log, say, tell, until
 from tools.demo_failover import FIRST, KEPT, LOST, PARTITION, Follower, keys, rows_of
-from upr_client import AsyncBucket, AsyncClient, Only, Tuning
+from upr_client import AsyncClient, Only, Tuning
+from upr_client.types import AsyncBucket
 from upr_protocol.errors import UprError
 
 AGAIN = 10

@@ -26,8 +26,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from tests.harness import RunningServer, wait_until
 from tests.replica.sets import counted, is_active, wait_until_counted, wait_until_equal
 from upr.storage.undone import undone_files
-from upr_client import Bucket, Client, Group, ServerPositions
+from upr_client import Client, Group, ServerPositions
 from upr_client.lowlevel import write_blocks
+from upr_client.types import Bucket
 from upr_protocol.block import build_blocks
 from upr_protocol.wire.v1 import (
     admin_service_pb2,

@@ -27,16 +27,9 @@ from typing import Any
 
 from tests.harness import RunningServer
 from tools.demo import say
-from upr_client import (
-    AsyncBucket,
-    AsyncClient,
-    ChangeBatch,
-    MemoryPositions,
-    Only,
-    Rollback,
-    Tuning,
-)
+from upr_client import AsyncClient, ChangeBatch, MemoryPositions, Only, Rollback, Tuning
 from upr_client.errors import SnapshotGoneError
+from upr_client.types import AsyncBucket
 from upr_protocol.partitioning import partition_of
 
 KEYS = 3_000

@@ -17,8 +17,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from upr_client import Bucket, Changes, Client, Only, Rollback, UprError
+from upr_client import Client, Only, Rollback, UprError
 from upr_client.errors import InvalidArgumentError
+from upr_client.types import Bucket, Changes
 
 
 def say(words: object) -> None:

@@ -24,7 +24,8 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
-from upr_client import Change, ChangeBatch, Changes, Client, FilePositions, Rollback, UprError
+from upr_client import Change, ChangeBatch, Client, FilePositions, Rollback, UprError
+from upr_client.types import Changes
 
 EVENTS_MAX = 500
 BYTES_MAX = 2**20

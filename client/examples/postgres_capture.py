@@ -23,7 +23,8 @@ from typing import Any
 import psycopg2
 from psycopg2.extras import LogicalReplicationConnection
 
-from upr_client import Bucket, Client, UprError
+from upr_client import Client, UprError
+from upr_client.types import Bucket
 
 ROWS_MAX = 1000
 """Rows of a write."""

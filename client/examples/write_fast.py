@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from upr_client import Client, UprError, WriteResults
+from upr_client import Client, UprError
 from upr_client.errors import WriteFailedError
+from upr_client.types import WriteResults
 
 
 def say(words: object) -> None:

@@ -32,9 +32,10 @@ from upr_backup.rows import (
     only_keys,
     read_newest,
 )
-from upr_client import Bucket, Client
+from upr_client import Client
 from upr_client.arrow import blocks
 from upr_client.lowlevel import write_blocks
+from upr_client.types import Bucket
 from upr_protocol.errors import UprError
 from upr_protocol.limits import PARTITIONS
 

@@ -28,10 +28,11 @@ from upr_backup.repository.chain import (
 )
 from upr_backup.repository.documents import MICROS_MAX, FileRef, Manifest
 from upr_backup.repository.repository import Repository
-from upr_client import Bucket, Only, Tuning
+from upr_client import Only, Tuning
 from upr_client.arrow import record_batch
 from upr_client.changes.options import Pinned
 from upr_client.errors import RollbackError
+from upr_client.types import Bucket
 from upr_protocol.limits import KEY_BYTES_MAX, PARTITIONS, VALUE_BYTES_MAX
 from upr_protocol.partitioning import partition_of, partitions_of
 

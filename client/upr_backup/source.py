@@ -13,10 +13,11 @@ from upr_backup.repository.documents import Entry, RolledBack, canonical, sha256
 from upr_backup.repository.repository import Repository
 from upr_backup.rows import RowsWriter
 from upr_backup.task import Task, TaskResult, stage_read
-from upr_client import Bucket, Client, MemoryPositions, Only, Position, Rollback, Tuning
+from upr_client import Client, MemoryPositions, Only, Position, Rollback, Tuning
 from upr_client.admin import CutInfo
 from upr_client.arrow import record_batch
 from upr_client.errors import CutNotFoundError, SnapshotGoneError
+from upr_client.types import Bucket
 from upr_protocol.errors import PositionDamagedError, UnavailableError, UprError
 from upr_protocol.limits import BACKUP_CUTS_NAME
 

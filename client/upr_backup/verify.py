@@ -33,8 +33,9 @@ from upr_backup.rows import (
     some_keys,
 )
 from upr_backup.source import LEASE_SECONDS, ServerSource
-from upr_client import Client, Cut
+from upr_client import Client
 from upr_client.lowlevel import hello
+from upr_client.types import Cut
 from upr_protocol.failover import parse_failover_id
 from upr_protocol.limits import PARTITIONS
 

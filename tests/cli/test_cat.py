@@ -19,7 +19,8 @@ from upr.cli import cat
 from upr.cli.follow import layout_of
 from upr.cli.keys import values_of
 from upr.cli.rows import read_rows
-from upr_client import Bucket, Change, ChangeBatch, Client, Rollback, WriteToken
+from upr_client import Change, ChangeBatch, Client, Rollback, WriteToken
+from upr_client.types import Bucket
 from upr_protocol.errors import InvalidArgumentError, UnavailableError
 from upr_protocol.partitioning import partition_of
 

@@ -11,7 +11,8 @@ import sqlite3
 import sys
 from typing import Any
 
-from upr_client import Change, Changes, Client, Group, Position, Tuning
+from upr_client import Change, Client, Group, Position, Tuning
+from upr_client.types import Changes
 
 GROUP = "totals"
 LEASE_SECONDS = 2.0

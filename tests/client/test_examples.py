@@ -23,8 +23,9 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, wait_until
-from upr_client import Client, UprError, WriteResult
+from upr_client import Client, UprError
 from upr_client.testing import ScriptedServer, keys_in
+from upr_client.types import WriteResult
 from upr_protocol.limits import ADMIN_SOCKET
 
 CLIENT = Path(__file__).resolve().parents[2] / "client"

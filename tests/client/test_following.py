@@ -18,15 +18,7 @@ from tests.client.scripted import (
     run_block,
     started,
 )
-from upr_client import (
-    Group,
-    MemoryPositions,
-    Only,
-    Position,
-    ServerPositions,
-    Tuning,
-    WriteToken,
-)
+from upr_client import Group, MemoryPositions, Only, Position, ServerPositions, Tuning, WriteToken
 from upr_client.changes.events import Change
 from upr_client.changes.link import Clock
 from upr_client.changes.options import ChangesOptions

@@ -22,7 +22,7 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
-from upr_client import AsyncBucket, AsyncClient, WriteResult
+from upr_client import AsyncClient
 from upr_client._async import block_writer as writer_module
 from upr_client._async.block_writer import AsyncBlockWriter
 from upr_client._async.io import Background
@@ -35,6 +35,7 @@ from upr_client.errors import (
     UnknownOutcomeError,
     UprError,
 )
+from upr_client.types import AsyncBucket, WriteResult
 from upr_client.writing import Gathering, Group, Row
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,

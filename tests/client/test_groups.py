@@ -19,7 +19,8 @@ import pytest
 
 from tests.client.group_member import GROUP, LEASE_SECONDS
 from tests.harness import RunningServer, wait_until
-from upr_client import AsyncBucket, AsyncChanges, AsyncClient, Change, Client, Group, Tuning
+from upr_client import AsyncClient, Change, Client, Group, Tuning
+from upr_client.types import AsyncBucket, AsyncChanges
 
 StartServer = Callable[..., RunningServer]
 SECONDS = float(os.environ.get("UPR_GROUP_SECONDS", "5"))

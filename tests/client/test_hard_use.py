@@ -18,19 +18,10 @@ from typing import Any, Literal
 import pytest
 
 from tests.harness import RunningServer
-from upr_client import (
-    AsyncClient,
-    Change,
-    Changes,
-    Client,
-    Group,
-    MemoryPositions,
-    Only,
-    Rollback,
-    Tuning,
-)
+from upr_client import AsyncClient, Change, Client, Group, MemoryPositions, Only, Rollback, Tuning
 from upr_client.errors import InvalidArgumentError
 from upr_client.testing import ScriptedServer, keys_in
+from upr_client.types import Changes
 from upr_protocol.limits import ADMIN_SOCKET
 
 StartServer = Callable[..., RunningServer]

@@ -2,9 +2,10 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from upr_client import Changes, Client, Only
+from upr_client import Client, Only
 from upr_client.prometheus import ChangesCollector
 from upr_client.testing import ScriptedServer, keys_in
+from upr_client.types import Changes
 
 
 def test_what_is_scraped() -> None:

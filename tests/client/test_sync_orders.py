@@ -29,9 +29,10 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
-from upr_client import Change, Client, MemoryPositions, Only, Position, Tuning, WriteResult
+from upr_client import Change, Client, MemoryPositions, Only, Position, Tuning
 from upr_client._sync.block_writer import Write
 from upr_client.errors import NoRoomError, UnavailableError
+from upr_client.types import WriteResult
 from upr_protocol.block import build_block
 from upr_protocol.errors import ShuttingDownError, UprError
 from upr_protocol.failover import FailoverLog

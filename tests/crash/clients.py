@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tests.crash.recording import PARTITIONS
 from tests.harness import WAIT_SECONDS
 from tests.model import Row, State, apply
-from upr_client import (
-    AsyncBucket,
-    ChangeBatch,
-    MemoryPositions,
-    Only,
-    Position,
-    Rollback,
-    Tuning,
-    backoff,
-)
+from upr_client import ChangeBatch, MemoryPositions, Only, Position, Rollback, Tuning, backoff
 from upr_client.changes.events import block_changes
+from upr_client.types import AsyncBucket
 
 if TYPE_CHECKING:
     from tests.crash.world import World

@@ -12,7 +12,8 @@ import pytest
 from tests.crash.test_full_disk import check_clean
 from tests.harness import RunningServer
 from tests.raw import RawClient
-from upr_client import AsyncBucket, AsyncClient, Change, UprError
+from upr_client import AsyncClient, Change, UprError
+from upr_client.types import AsyncBucket
 
 pytestmark = [pytest.mark.crash, pytest.mark.long, pytest.mark.usefixtures("soon")]
 

@@ -30,8 +30,9 @@ from tests.harness import WAIT_SECONDS, RunningServer
 from tests.history import Event, History
 from tests.model import ModelBucket, partition_of
 from tests.raw import OWN_CONNECTION, RawClient
-from upr_client import AsyncClient, Changes, Client
+from upr_client import AsyncClient, Client
 from upr_client.errors import ClosedError
+from upr_client.types import Changes
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 import upr_client
-from upr_client import admin, errors, lowlevel, testing
+from upr_client import admin, errors, lowlevel, testing, types
 from upr_protocol import errors as definitions
 
 FLAVOURS = ("_async", "_sync")
@@ -36,7 +36,7 @@ def without_words(module: ModuleType, names: list[str]) -> Iterator[str]:
                     yield f"{base.__name__}.{member}"
 
 
-@pytest.mark.parametrize("module", [upr_client, admin, errors, lowlevel, testing])
+@pytest.mark.parametrize("module", [upr_client, admin, errors, lowlevel, testing, types])
 def test_every_public_name_is_documented(module: ModuleType) -> None:
     assert sorted(set(without_words(module, module.__all__))) == []
 

@@ -15,17 +15,7 @@ from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS
 from tests.model import ModelBucket, State
 from tests.raw import RawClient
-from upr_client import (
-    AsyncClient,
-    AsyncCut,
-    Change,
-    Client,
-    Marker,
-    Only,
-    Rollback,
-    Tuning,
-    UprError,
-)
+from upr_client import AsyncClient, Change, Client, Marker, Only, Rollback, Tuning, UprError
 from upr_client._async.bucket import AsyncBucket
 from upr_client.admin import Pin
 from upr_client.errors import (
@@ -36,6 +26,7 @@ from upr_client.errors import (
     StorageFailedError,
     UnavailableError,
 )
+from upr_client.types import AsyncCut
 from upr_protocol.limits import CUT_LEASE_SECONDS_MAX
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 

@@ -15,7 +15,8 @@ from tests.simulation.truth import KEYS, USED
 from tests.simulation.worlds import prepared
 from upr.engine.bucket import Bucket
 from upr.replica.owning import Owning
-from upr_client import AsyncClient, WriteResults
+from upr_client import AsyncClient
+from upr_client.types import WriteResults
 from upr_protocol.ownership import Standing
 from upr_protocol.partitioning import partition_of
 

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
-from upr_client import Bucket, Client, Only
+from upr_client import Client, Only
+from upr_client.types import Bucket
 from upr_spark.errors import FoundError, UprSparkError, find_error
 from upr_spark.sink import writers
 

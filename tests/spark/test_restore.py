@@ -22,8 +22,9 @@ from upr_backup.cli import reading as command
 from upr_backup.repository import LocalStorage
 from upr_backup.restore import Journal, Restore
 from upr_backup.rows import differences
-from upr_client import Bucket, Client
+from upr_client import Client
 from upr_client.arrow import blocks as real_blocks
+from upr_client.types import Bucket
 from upr_protocol.partitioning import partition_of
 
 Start = Callable[..., RunningServer]

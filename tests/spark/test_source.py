@@ -14,7 +14,8 @@ from tests.cli.test_check import run_admin
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.spark.test_guide import EXAMPLES as GUIDE_EXAMPLES
-from upr_client import Bucket, Change, Client
+from upr_client import Change, Client
+from upr_client.types import Bucket
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import ADMIN_SOCKET
 from upr_protocol.partitioning import partition_of

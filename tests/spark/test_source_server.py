@@ -17,7 +17,8 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 from tests.conftest import StartServer
 from tests.harness import RunningServer, wait_until
 from tests.service import test_dead_partitions as dead
-from upr_client import Bucket, Client
+from upr_client import Client
+from upr_client.types import Bucket
 from upr_protocol.limits import BACKUP_CUTS_NAME, CUTS_HALF
 from upr_protocol.partitioning import partition_of
 from upr_spark.errors import UprSparkError

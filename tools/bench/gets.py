@@ -16,7 +16,8 @@ from tools.bench.cpu import server_cpu
 from upr.storage.blocks import hashes_of
 from upr.storage.keyspace import pack_hashes
 from upr.storage.store import Store
-from upr_client import AsyncBucket, AsyncClient
+from upr_client import AsyncClient
+from upr_client.types import AsyncBucket
 from upr_protocol.block import Block, make_runs, sealed
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partitions_of

@@ -24,7 +24,8 @@ from tests.harness import RunningServer
 from tools.bench.attacks import ATTACKS, GUARDED
 from tools.bench.common import say, server
 from upr.service.access.identities import add_identity
-from upr_client import AsyncBucket, AsyncClient
+from upr_client import AsyncClient
+from upr_client.types import AsyncBucket
 from upr_protocol.errors import UprError
 
 WRITERS: Final = 2

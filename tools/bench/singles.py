@@ -12,7 +12,8 @@ from tests.harness import RunningServer
 from tools.bench.children import bare_calls, bare_server
 from tools.bench.common import VALUE_BYTES, Figure, server
 from tools.bench.cpu import server_cpu
-from upr_client import AsyncBucket, AsyncClient
+from upr_client import AsyncClient
+from upr_client.types import AsyncBucket
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 
 TASKS: Final = {1: 2_000, 16: 10_000, 64: 30_000, 256: 60_000}

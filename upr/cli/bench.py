@@ -18,7 +18,7 @@ from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.limits import VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
-    from upr_client import Bucket, Changes
+    from upr_client.types import Bucket, Changes
 
 _RETRY_SECONDS: Final = 10.0
 _PORTION_BYTES: Final = 4 * 2**20

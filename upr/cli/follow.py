@@ -19,8 +19,9 @@ from upr_cli_kit.times import duration, parse_time
 from upr_protocol.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from upr_client import Change, ChangeBatch, Changes, FilePositions, Position, Rollback
+    from upr_client import Change, ChangeBatch, FilePositions, Position, Rollback
     from upr_client.changes.options import Start
+    from upr_client.types import Changes
 
 Stability = Literal["disk", "memory", "replicated(1)", "replicated(2)", "replicated(3)"]
 

@@ -14,7 +14,8 @@ from upr_protocol.errors import UprError, shown
 from upr_protocol.limits import VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
-    from upr_client import Bucket, ChangeBatch, Client, Rollback, WriteResult
+    from upr_client import ChangeBatch, Client, Rollback
+    from upr_client.types import Bucket, WriteResult
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

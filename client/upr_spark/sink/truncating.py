@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from upr_client import Bucket, Only
+from upr_client import Only
 from upr_client.arrow import blocks
 from upr_client.lowlevel import hello, write_blocks
+from upr_client.types import Bucket
 from upr_protocol.errors import BucketGoneError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.grpc import error_of

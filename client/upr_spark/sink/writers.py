@@ -34,9 +34,9 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from upr_client import Bucket
 from upr_client.arrow import blocks, row_sizes
 from upr_client.lowlevel import write_blocks
+from upr_client.types import Bucket
 from upr_protocol.block import Block
 from upr_protocol.errors import ContentDiffersError, UnknownOutcomeError, UprError
 from upr_protocol.places import PLACE_BLOCKS, PLACES, place_number

@@ -21,7 +21,8 @@ from upr_spark.errors import UprSparkError
 from upr_spark.options import Connection
 
 if TYPE_CHECKING:
-    from upr_client import Bucket, Client
+    from upr_client import Client
+    from upr_client.types import Bucket
 
 
 T = TypeVar("T")

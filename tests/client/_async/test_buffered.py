@@ -10,7 +10,7 @@ import pytest
 from tests.client._async.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import ID_A
-from upr_client import AsyncClient, WriteResults
+from upr_client import AsyncClient
 from upr_client._async.io import Event
 from upr_client.errors import (
     BucketNotFoundError,
@@ -21,6 +21,7 @@ from upr_client.errors import (
     UnknownOutcomeError,
     WriteFailedError,
 )
+from upr_client.types import WriteResults
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import types_pb2
 

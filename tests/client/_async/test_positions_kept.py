@@ -9,7 +9,6 @@ import pytest
 from tests.harness import RunningServer
 from tests.service.keys import some_keys
 from upr_client import (
-    AsyncChanges,
     AsyncClient,
     Change,
     ChangeBatch,
@@ -21,6 +20,7 @@ from upr_client import (
     UprError,
 )
 from upr_client.errors import FencedError, InvalidArgumentError
+from upr_client.types import AsyncChanges
 
 StartServer = Callable[..., RunningServer]
 P = 9

@@ -9,7 +9,7 @@ import pytest
 from tests.client._async.adapter import at_once, running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.conftest import StartServer
-from upr_client import AsyncClient, Change, WriteResult
+from upr_client import AsyncClient, Change
 from upr_client.errors import (
     InvalidArgumentError,
     NoRoomError,
@@ -17,6 +17,7 @@ from upr_client.errors import (
     UnknownOutcomeError,
     UprError,
 )
+from upr_client.types import WriteResult
 from upr_protocol.partitioning import partition_of
 
 WRITERS = 24

@@ -16,7 +16,7 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
-from upr_client import AsyncClient, WriteResult
+from upr_client import AsyncClient
 from upr_client.errors import (
     BucketNotFoundError,
     ClosedError,
@@ -28,6 +28,7 @@ from upr_client.errors import (
     UnknownOutcomeError,
 )
 from upr_client.lowlevel import write_blocks
+from upr_client.types import WriteResult
 from upr_protocol.block import build_block, build_blocks
 from upr_protocol.errors import OutOfOrderError
 from upr_protocol.partitioning import partition_of

@@ -11,7 +11,7 @@ import pytest
 from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import ID_A
-from upr_client import Client, WriteResults
+from upr_client import Client
 from upr_client._sync.io import Event
 from upr_client.errors import (
     BucketNotFoundError,
@@ -22,6 +22,7 @@ from upr_client.errors import (
     UnknownOutcomeError,
     WriteFailedError,
 )
+from upr_client.types import WriteResults
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import types_pb2
 

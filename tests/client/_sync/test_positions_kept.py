@@ -12,7 +12,6 @@ from tests.service.keys import some_keys
 from upr_client import (
     Change,
     ChangeBatch,
-    Changes,
     Client,
     Marker,
     MemoryPositions,
@@ -22,6 +21,7 @@ from upr_client import (
     UprError,
 )
 from upr_client.errors import FencedError, InvalidArgumentError
+from upr_client.types import Changes
 
 StartServer = Callable[..., RunningServer]
 P = 9

@@ -10,7 +10,7 @@ import pytest
 from tests.client._sync.adapter import at_once, running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.conftest import StartServer
-from upr_client import Change, Client, WriteResult
+from upr_client import Change, Client
 from upr_client.errors import (
     InvalidArgumentError,
     NoRoomError,
@@ -18,6 +18,7 @@ from upr_client.errors import (
     UnknownOutcomeError,
     UprError,
 )
+from upr_client.types import WriteResult
 from upr_protocol.partitioning import partition_of
 
 WRITERS = 24

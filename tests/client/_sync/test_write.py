@@ -17,7 +17,7 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
-from upr_client import Client, WriteResult
+from upr_client import Client
 from upr_client.errors import (
     BucketNotFoundError,
     ClosedError,
@@ -29,6 +29,7 @@ from upr_client.errors import (
     UnknownOutcomeError,
 )
 from upr_client.lowlevel import write_blocks
+from upr_client.types import WriteResult
 from upr_protocol.block import build_block, build_blocks
 from upr_protocol.errors import OutOfOrderError
 from upr_protocol.partitioning import partition_of

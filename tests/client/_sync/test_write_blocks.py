@@ -16,10 +16,11 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
-from upr_client import Client, WriteResults
+from upr_client import Client
 from upr_client.errors import InvalidArgumentError, NoRoomError, PartitionNotActiveError
 from upr_client.lowlevel import write_blocks
 from upr_client.testing import ScriptedServer
+from upr_client.types import WriteResults
 from upr_protocol.block import build_block
 from upr_protocol.errors import ContentDiffersError, OutOfOrderError
 from upr_protocol.partitioning import partition_of

@@ -23,8 +23,9 @@ from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, format_duration
 
 if TYPE_CHECKING:
-    from upr_client import Client, Cut
+    from upr_client import Client
     from upr_client.admin import CutInfo
+    from upr_client.types import Cut
 
 
 _COLUMNS = ("name", "created", "expires", "lease", "left")
