@@ -20,12 +20,12 @@ from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Copies, Durabl
 from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
 from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE, EndReason, FollowOptions
 from upr.engine.tail import Tail, TailEntry
-from upr.storage.blocks import Compress, Encoded
+from upr.storage.blocks import Compress, Encoded, joined_runs
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
 from upr.storage.journal import Commit, NumberedWrite
 from upr.storage.keyspace import ProducerNumbers, ProducerRow
 from upr.storage.store import Identity
-from upr_protocol.block import I64, RUN, U64, Block, Runs, select_runs
+from upr_protocol.block import I64, U64, Block, Runs, select_runs
 from upr_protocol.errors import (
     OutOfOrderError,
     ProtocolError,
@@ -624,7 +624,7 @@ class Bucket:
         """Return the number of the first entry below ``end`` that is not stable(1); ``end`` without one."""
         first = self.tail.first
         entries = self.tail.range(first, end)
-        runs = np.frombuffer(b"".join([entry.runs.tobytes() for entry in entries]), RUN)
+        runs = joined_runs([entry.runs for entry in entries])
         lacking = runs["horizon"] > self.copies.stable(1)[runs["partition"]]
         if not lacking.any():
             return end

@@ -5,8 +5,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from upr.storage.blocks import joined_runs
 from upr.storage.keyspace import PartitionRow
-from upr_protocol.block import I64, RUN, U64, Runs
+from upr_protocol.block import I64, U64, Runs
 from upr_protocol.errors import (
     DataDamagedError,
     PartitionNotActiveError,
@@ -193,7 +194,7 @@ class DurableMarkers:
 
     def became_durable(self, tables: Sequence[Runs]) -> None:
         """Take note of run tables that are durable from now on, in the order of their numbering."""
-        runs = tables[0] if len(tables) == 1 else _joined(tables)
+        runs = joined_runs(tables)
         if not self._incomplete and (runs["horizon"] == runs["end_seqno"]).all():
             # For a repeated index numpy keeps the last assignment, which is the newest run of the partition.
             self.seqno[runs["partition"]] = runs["end_seqno"]
@@ -307,7 +308,3 @@ class Copies:
             " 'upr-admin topology' shows all, and 'upr-admin topology forget' takes out counted ones that will not"
             " come back",
         )
-
-
-def _joined(tables: Sequence[Runs]) -> Runs:
-    return np.frombuffer(b"".join([table.tobytes() for table in tables]), RUN)

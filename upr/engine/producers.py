@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upr.engine.tail import Tail, TailEntry
+from upr.storage.blocks import joined_runs
 from upr.storage.keyspace import PRODUCER, ProducerNumbers, ProducerRow
 from upr_protocol.block import RUN, Runs
 from upr_protocol.errors import ContentDiffersError, InvalidArgumentError, OutOfOrderError
@@ -163,7 +164,7 @@ class Producer:
             for number_in_tail in sorted(set(self._entries)):
                 entry = tail[number_in_tail]
                 own = entry.writes_of(self.name)
-                table = np.frombuffer(b"".join([entry.runs_of(w).tobytes() for w in own]), RUN)
+                table = joined_runs([entry.runs_of(write) for write in own])
                 newest[0, table["partition"]] = number_in_tail
                 counts = [len(entry.runs_of(write)) for write in own]
                 newest[1, table["partition"]] = np.repeat([write.number for write in own], counts)

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from upr.storage.journal import JournalEntry, NumberedWrite
+from upr.storage.blocks import joined_runs
+from upr.storage.journal import NumberedWrite
 from upr_protocol.block import RUN, U64, Block, Runs, join_blocks, select_runs
 from upr_protocol.errors import CorruptBlockError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, PARTITIONS, SHARED_BYTES
@@ -151,7 +152,7 @@ def join_encoded(encoded: Sequence[bytes]) -> Block | None:
         return None
     if any(block.seqnos or block.times for block in blocks):
         return None
-    runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
+    runs = joined_runs([block.runs for block in blocks])
     ends, times = runs["end_seqno"], runs["time"]
     if (runs["horizon"] != ends).any() or (runs["count"] != ends - runs["start_seqno"]).any():
         return None

@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from upr.engine.streams import Messages
 from upr.engine.tail import Tail, TailEntry, join_encoded
+from upr.storage.blocks import joined_runs
 from upr.storage.journal import NumberedWrite
-from upr.storage.read import Showing
-from upr_protocol.block import I64, RUN, U64, Runs, select_runs, slice_runs
+from upr.storage.read import EVERYTHING, Showing
+from upr_protocol.block import I64, U64, Runs, select_runs, slice_runs
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import encode_block
 
@@ -122,7 +123,7 @@ class _Span:
     @classmethod
     def of(cls, pieces: _Pieces) -> "_Span":
         entries = [entry for entry, _ in pieces]
-        runs = _table_of(entries)
+        runs = joined_runs([entry.runs for entry in entries])
         if len(entries) > 1 and (runs["horizon"] != runs["end_seqno"]).any():
             # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
             return cls.of(pieces[:1])
@@ -416,13 +417,6 @@ def _reaches_beyond(group: _Group, runs: Runs, state: _State) -> bool:
     if stable is not None:
         beyond |= runs["horizon"] > stable[partitions]
     return bool((beyond & group.members[partitions]).any())
-
-
-def _table_of(entries: list[TailEntry]) -> Runs:
-    """Return the tables end to end; numpy is slow to concatenate records, and bytes are not."""
-    if len(entries) == 1:
-        return entries[0].runs
-    return np.frombuffer(b"".join([entry.runs.tobytes() for entry in entries]), RUN)
 
 
 def _writes(entry: TailEntry, kept: _Mask, above: U64 | None) -> Iterable[NumberedWrite]:

@@ -144,6 +144,13 @@ def stretches(
     return [BlockRange(partition, tuple(group)) for group in groups]
 
 
+def joined_runs(tables: Sequence[Runs]) -> Runs:
+    """Return run tables end to end; numpy is slow to concatenate records, and bytes are not."""
+    if len(tables) == 1:
+        return tables[0]
+    return np.frombuffer(b"".join([table.tobytes() for table in tables]), RUN)
+
+
 def last_complete(heads: Sequence[Head]) -> int:
     """Return the last seqno at which the blocks end in a complete marker, 0 if there is none."""
     complete = horizon = 0

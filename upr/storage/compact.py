@@ -43,6 +43,7 @@ from upr.storage.blocks import (
     cells_of,
     checked,
     column_of,
+    joined_runs,
     key_hashes,
     keys_of,
     tombstones_of,
@@ -181,8 +182,7 @@ class Merged:
 
 def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
     """Sort the rows of consecutive blocks by partition."""
-    # Joined as bytes: numpy is slow to concatenate tables of many columns.
-    runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
+    runs = joined_runs([block.runs for block in blocks])
     rows = _rows_of(blocks, runs)
     total = int(rows.sum())
     counts = runs["count"]
@@ -395,7 +395,7 @@ def _torn(
     inside = horizon[window] > stored[window]
     if not inside.any() and not any(chunk.torn for chunk, _, _ in used):
         return {}
-    runs = np.frombuffer(b"".join([chunk.runs.tobytes() for chunk, _, _ in used]), RUN)
+    runs = joined_runs(tables)
     partitions = runs["partition"]
     runs = runs[
         (partitions >= part.first)
