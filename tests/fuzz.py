@@ -15,6 +15,7 @@ from typing import Any
 import google_crc32c
 import grpc
 
+from tests.storage.stored_blocks import numbers_of
 from upr.cli.rows import parse_line
 from upr.engine.consumers import read_positions
 from upr.storage import keyspace
@@ -25,7 +26,6 @@ from upr.storage.keyspace import (
     CutRow,
     PartitionRow,
     Pin,
-    ProducerNumbers,
     ProducerRow,
 )
 from upr_client.changes.events import decode_frame
@@ -162,9 +162,7 @@ def rows() -> list[Target]:
             "a producer's row",
             named,
             lambda data: keyspace.unpack_producer(named, data),
-            keyspace.pack_producer(
-                named, ProducerNumbers.of({17: ProducerRow(1, 2, 3, 4)}, 5).table
-            ),
+            keyspace.pack_producer(named, numbers_of({17: ProducerRow(1, 2, 3, 4)}, 5).table),
         ),
         _row(
             "a consumer's row",

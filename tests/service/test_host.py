@@ -13,6 +13,7 @@ import pytest
 
 from tests.harness import WAIT_SECONDS
 from tests.service.keys import some_keys
+from tests.storage.stored_blocks import numbers_of
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, REPLICA
 from upr.engine.recovery import Undo
@@ -27,7 +28,6 @@ from upr.service.overload.intake import Intake
 from upr.storage.directory import DataDirectory
 from upr.storage.keyspace import (
     PartitionRow,
-    ProducerNumbers,
     ProducerRow,
     producer_key,
     producer_time_key,
@@ -877,7 +877,7 @@ async def test_an_undo_takes_producers_numbers_along_or_finds_no_room_and_nothin
     # On the log that is taken over, and on none.
     given = {3: 5, 4: 7, 20: 5, 21: 5}
     rows, now = {p: ProducerRow(1, id_, 0, 1) for p, id_ in given.items()}, host.disk.clock.now()
-    told_of = ProducerNumbers.of(rows, now)
+    told_of = numbers_of(rows, now)
     host.disk.store.put_producers([(b"p", told_of), (b"q", told_of)], lambda *_: False)
     with monkeypatch.context() as patch:
         patch.setattr(bucket_service_module, "write_undone", full)

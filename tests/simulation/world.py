@@ -254,7 +254,7 @@ class World:
         if not self.append(self.commit):
             return self.bucket.failure is None
         for entry in self.commit.entries:
-            if entry.has_table:
+            if len(entry.writes) > 1 or any(write.runs for write in entry.writes):
                 self.count("writes that gathered")
             for run in decode_block(entry.block).runs:
                 self.durable_model[int(run["partition"])] = int(run["end_seqno"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.storage.stored_blocks import put_rows
+from tests.storage.stored_blocks import numbers_of, put_rows
 from upr.service.buckets.catalog import create_bucket
 from upr.storage.blocks import hashes_of
 from upr.storage.directory import DataDirectory
@@ -18,7 +18,6 @@ from upr.storage.keyspace import (
     CutRow,
     PartitionRow,
     Pin,
-    ProducerNumbers,
     ProducerRow,
     pack_hashes,
 )
@@ -135,13 +134,13 @@ def filled(folder: Path, seed: int) -> Closed:
         high = highs[partition]
         pins[partition] = Pin(failover_id, high)
         store.put_consumers({(b"indexer", partition): ConsumerRow(1, failover_id, high, 5)})
-        told = ProducerNumbers.of({partition: ProducerRow(3, failover_id, 0, high)}, 9)
+        told = numbers_of({partition: ProducerRow(3, failover_id, 0, high)}, 9)
         store.put_flush([], {}, {b"loader": told})
     whole = np.array([max(highs[p] - 1, 0) for p in range(PARTITIONS)], np.uint64)
     store.put_joining(whole)
     for partition, pin in pins.items():
         for number, end in ((2, pin.seqno - 1), (3, pin.seqno)):
-            told = ProducerNumbers.of({partition: ProducerRow(number, pin.failover_id, 0, end)}, 9)
+            told = numbers_of({partition: ProducerRow(number, pin.failover_id, 0, end)}, 9)
             store.put_flush([], {}, {b"joined": told}, counts=lambda *_: True)
     store.put_cuts({b"nightly": CutRow(1, NEVER, 1, pins)})
     store.close()

@@ -11,7 +11,7 @@ from tests.raw import all_rows
 from upr.engine.partitions import ACTIVE
 from upr.storage.blocks import BlockRange, Head
 from upr.storage.compact import PurgeLimits
-from upr.storage.keyspace import ConsumerRow, PartitionRow
+from upr.storage.keyspace import PRODUCER, ConsumerRow, PartitionRow, ProducerNumbers, ProducerRow
 from upr.storage.read import read_blocks
 from upr.storage.store import Identity, ReadRequest, Store
 from upr_client.testing.memory import run_block
@@ -48,6 +48,14 @@ def block_of(
         # As a compaction leaves it.
         block = sealed(replace(block, key_offsets=bytes(4), value_offsets=bytes(4)))
     return partition, end, encode_block(block)
+
+
+def numbers_of(rows: Mapping[int, ProducerRow], time: int) -> ProducerNumbers:
+    """Build a producer's numbers from its rows by partition."""
+    fields = [
+        (p, r.number, r.failover_id, r.start_seqno, r.end_seqno) for p, r in sorted(rows.items())
+    ]
+    return ProducerNumbers(np.array(fields, PRODUCER), time)
 
 
 def rows_of(first: int, *changes: tuple[bytes, bytes | None]) -> list[Row]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.storage.closed import NEVER, Closed, block_of, filled
-from tests.storage.stored_blocks import put_rows
+from tests.storage.stored_blocks import numbers_of, put_rows
 from upr.storage import journal, keyspace
 from upr.storage.check.contents import DAMAGE, NOTE, Finding
 from upr.storage.check.directory import BucketReport, check_directory
@@ -26,7 +26,6 @@ from upr.storage.keyspace import (
     CutRow,
     PartitionRow,
     Pin,
-    ProducerNumbers,
     ProducerRow,
     block_key,
     pack_hashes,
@@ -295,7 +294,7 @@ def test_positions_above_the_data(closed: Closed) -> None:
             (b"older", 3): ConsumerRow(1, known + 1, 99, 1),
         }
     )
-    told = ProducerNumbers.of({3: ProducerRow(1, known, 9, 12)}, 1)
+    told = numbers_of({3: ProducerRow(1, known, 9, 12)}, 1)
     store.put_flush([], {}, {b"loader": told})
     store.close()
     words = [finding.what for finding in checked(closed).findings]

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.storage.stored_blocks import numbers_of
 from upr.storage import keyspace
 from upr.storage.keyspace import (
     ConsumerRow,
     CutRow,
     PartitionRow,
     Pin,
-    ProducerNumbers,
     ProducerRow,
     ProducerSeen,
 )
@@ -21,7 +21,7 @@ from upr_protocol.limits import REASON_BYTES_MAX
 
 LOG = FailoverLog((FailoverRecord(5, 0, 1), FailoverRecord(6, 8, 2**64 - 1)))
 PARTITION = PartitionRow(4, 3, 2, 9, 7, LOG, 8, 12, 2, "a gap", 2**60)
-PRODUCER = ProducerNumbers.of({17: ProducerRow(3, 5, 0, 9)}, 1).table
+PRODUCER = numbers_of({17: ProducerRow(3, 5, 0, 9)}, 1).table
 CONSUMER = ConsumerRow(1, 5, 9, 1, b"position", 3)
 CUT = CutRow(1, 2, 1, {3: Pin(5, 9)})
 KEYS = [keyspace.producer_key(b"name", slot) for slot in (1, 2)]

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.storage.stored_blocks import store_of
+from tests.storage.stored_blocks import numbers_of, store_of
 from upr.engine.partitions import ACTIVE, REPLICA
 from upr.storage import keyspace
-from upr.storage.keyspace import PRODUCER_GRAIN, PartitionRow, ProducerNumbers, ProducerRow
+from upr.storage.keyspace import PRODUCER_GRAIN, PartitionRow, ProducerRow
 from upr.storage.numbers import counts_on
 from upr.storage.store import Store
 from upr_protocol.block import U64
@@ -38,7 +38,7 @@ def up_to(seqno: int) -> U64:
 def put(store: Store, number: int, end: int, *partitions: int) -> None:
     """Store a producer's number, by default in two partitions."""
     rows = {p: ProducerRow(number, ID, end - 1, end) for p in partitions or (P, Q)}
-    store.put_producers([(NAME, ProducerNumbers.of(rows, 1))], COUNTS)
+    store.put_producers([(NAME, numbers_of(rows, 1))], COUNTS)
 
 
 def undo(store: Store, seqno: int, log: FailoverLog = LOG) -> None:
@@ -158,9 +158,7 @@ def test_a_place_is_not_kept(joining: Store) -> None:
     """It has no seqnos, and stays when what was applied is undone."""
     for content in (b"a", b"b"):
         row = ProducerRow(place_number(7, content), 0, 0, 0)
-        joining.put_producers(
-            [(NAME, ProducerNumbers.of({PARTITIONS + 7: row}, 1))], lambda *_: True
-        )
+        joining.put_producers([(NAME, numbers_of({PARTITIONS + 7: row}, 1))], lambda *_: True)
     assert kept(joining) == {}
 
 

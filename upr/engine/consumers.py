@@ -466,11 +466,6 @@ class Consumers:
 
     # Changes to store
 
-    @property
-    def changed(self) -> bool:
-        """Return whether changes wait to be stored."""
-        return bool(self._removed) or any(c.dirty.any() for c in self._consumers.values())
-
     def take_changes(self, max_rows: int) -> Changes | None:
         """Return changes to store, each once, at most about ``max_rows`` rows; None when there are none.
 

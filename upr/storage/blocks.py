@@ -193,7 +193,6 @@ class StoredBlock:
         start, end: it covers the seqnos in (start, end].
         rows: how many it has.
         time: when the newest of them was committed, microseconds since the epoch; 0 without rows.
-        size: encoded bytes.
         table, table_crc: its run table, and the stored CRC32C of it.
     """
 
@@ -201,7 +200,6 @@ class StoredBlock:
     end: int
     rows: int
     time: int
-    size: int
     table: bytes
     table_crc: int
 
@@ -265,7 +263,6 @@ class BlockCursor:
             end,
             head.rows,
             _TIME.unpack_from(value, _TIME_AT)[0],
-            head.size,
             bytes(value[2:HEAD_BYTES]),
             int.from_bytes(value[first:last], "little"),
         )

@@ -68,10 +68,6 @@ class JournalEntry:
     block: bytes
     writes: Sequence[NumberedWrite] = ()
 
-    @property
-    def has_table(self) -> bool:
-        return len(self.writes) > 1 or any(write.runs for write in self.writes)
-
 
 @dataclass(frozen=True, slots=True)
 class Commit:
@@ -80,14 +76,10 @@ class Commit:
     number: int
     entries: tuple[JournalEntry, ...]
 
-    @property
-    def size(self) -> int:
-        return sum(len(entry.block) for entry in self.entries)
-
 
 def _entry_head(entry: JournalEntry) -> bytes:
     """Return the writes of an entry as they lie in front of its block."""
-    if not entry.has_table:
+    if len(entry.writes) < 2 and not any(write.runs for write in entry.writes):
         return b"".join([_name(*write[:2]) for write in entry.writes]) or _name(b"", 0)
     heads = [
         _name(write.producer, write.number) + _SIZE.pack(len(write.runs)) + write.runs
@@ -496,14 +488,6 @@ class Journal:
         if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
             return "another journal is in the place of the one that was opened"
         return ""
-
-    def _fail(self, words: str) -> None:
-        self._failed = words
-
-    @property
-    def last_commit(self) -> int:
-        """Return the newest commit number in the segments, 0 for none."""
-        return max((segment.last_commit for segment in self._segments), default=0)
 
     @property
     def size(self) -> int:

@@ -116,15 +116,6 @@ class ProducerNumbers:
     table: npt.NDArray[np.void]
     time: int
 
-    @classmethod
-    def of(cls, rows: Mapping[int, ProducerRow], time: int) -> "ProducerNumbers":
-        """Build from rows by partition."""
-        fields = [
-            (p, r.number, r.failover_id, r.start_seqno, r.end_seqno)
-            for p, r in sorted(rows.items())
-        ]
-        return cls(np.array(fields, PRODUCER), time)
-
 
 @dataclass(frozen=True, slots=True)
 class ProducerSeen:

@@ -828,10 +828,6 @@ class Store:
                     row = dataclasses.replace(row, position=stored.position if stored else b"")
                 txn.put(key, keyspace.pack_consumer(key, row), db=self._consumers)
 
-    def producers(self) -> int:
-        with self._env.begin() as txn:
-            return int(txn.stat(self._producer_times)["entries"])
-
     def forget_producers(self, before: int, keep: int, most: int = FORGET_ROWS) -> Forgotten:
         """Remove producers last seen before a time (microseconds), and the oldest above ``keep`` names.
 
