@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from upr.engine.groups import Group, Owners
-from upr.engine.streams import EndReason
+from upr.engine.streams import LEASE_ENDED, EndReason
 
 NAME = "indexer"
 SECOND = 1_000_000
@@ -32,7 +32,8 @@ class Call:
     to_release: set[int] = field(default_factory=set)
     generation: int = 0
 
-    def take_away(self, partitions: Sequence[int]) -> None:
+    def end_streams(self, partitions: Sequence[int], why: EndReason) -> None:
+        assert why is LEASE_ENDED
         self.lost += partitions
 
     def end_call(self, why: EndReason) -> None:

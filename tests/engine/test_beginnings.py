@@ -63,7 +63,7 @@ def seqnos(follower: Follower, store: Store | None = None) -> list[int]:
         if wanted is None:
             return found
         assert store is not None
-        follower.feed(read_blocks(store, *wanted, keys_only=False))
+        follower.feed(read_blocks(store, *wanted))
 
 
 @pytest.mark.parametrize("memory", [False, True])

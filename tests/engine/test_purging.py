@@ -98,7 +98,7 @@ class Reader:
     def read(self, max_blocks: int | None = None) -> list[ReadResult]:
         wanted = self.engine.next_read()
         assert wanted is not None, "it wants to read nothing"
-        found = read_blocks(self.world.store, *wanted, keys_only=False)
+        found = read_blocks(self.world.store, *wanted)
         return [ReadResult(one.request, one.blocks[:max_blocks], one.error) for one in found]
 
     def take_frame(self) -> bool:
@@ -119,7 +119,7 @@ class Reader:
             wanted = self.engine.next_read()
             if wanted is None:
                 return
-            self.engine.feed(read_blocks(self.world.store, *wanted, keys_only=False))
+            self.engine.feed(read_blocks(self.world.store, *wanted))
 
     def ends(self) -> list[str]:
         return [ended.why.reason for ended in self.engine.take_ended()]

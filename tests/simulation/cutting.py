@@ -49,7 +49,7 @@ class ExactReader:
                 for run in block.runs:
                     self.take_run(run, next(tokens), rows)
         if self.read is None and (wanted := self.follower.next_read()) is not None:
-            self.read = read_blocks(self.world.store, *wanted, keys_only=False)
+            self.read = read_blocks(self.world.store, *wanted)
         elif self.read is not None:
             self.follower.feed(self.read)
             self.read = None

@@ -20,7 +20,7 @@ from upr.engine.streams import (
 from upr.service.buckets.keepers import micros
 from upr.service.change_stream import hello_answer
 from upr.service.conversation import Conversation, Outgoing
-from upr.storage.read import ReadResult, read_blocks
+from upr.storage.read import ReadResult, Showing, read_blocks
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.flow import CreditWindow, Liveness
@@ -274,8 +274,8 @@ class ServedCall:
                 follower.feed(self._read)
                 self._read = None
         elif (wanted := follower.next_read()) is not None:
-            keys_only = self.options.keys_only
-            self._read = read_blocks(self.world.store, *wanted, keys_only=keys_only)
+            showing = Showing(self.options.keys_only)
+            self._read = read_blocks(self.world.store, *wanted, showing=showing)
 
 
 def ask_hello(

@@ -411,7 +411,7 @@ class World:
         if reader.read is None:
             wanted = follower.next_read()
             if wanted is not None:
-                reader.read = read_blocks(self.store, *wanted, keys_only=False)
+                reader.read = read_blocks(self.store, *wanted)
         if reader.read is not None and self.rng.random() < 0.5:
             # What was read may be old by the time it arrives.
             follower.feed(reader.read)

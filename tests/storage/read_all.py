@@ -24,7 +24,7 @@ def read_partition(store: Store, partition: int, row: PartitionRow | UprError) -
     at = 0
     while at < row.stored_high:
         request = ReadRequest(partition, at)
-        (result,) = read_blocks(store, [request], READ_BYTES, keys_only=False)
+        (result,) = read_blocks(store, [request], READ_BYTES)
         if result.error is not None:
             raise result.error
         for block in result.blocks:

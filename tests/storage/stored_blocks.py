@@ -118,7 +118,7 @@ def check_reader(
 
 def read_above(store: Store, partition: int, seqno: int) -> list[Block]:
     """Return what a reader at a seqno is sent, to the end."""
-    (result,) = read_blocks(store, [ReadRequest(partition, seqno)], 1 << 30, keys_only=False)
+    (result,) = read_blocks(store, [ReadRequest(partition, seqno)], 1 << 30)
     if result.error is not None:
         raise result.error
     return [decode_block(one.data) for one in result.blocks]

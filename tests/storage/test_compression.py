@@ -15,7 +15,7 @@ from upr.storage import compact
 from upr.storage import read as reading
 from upr.storage.blocks import Encoded, compressor, keys_of, tombstones_of
 from upr.storage.compact import FlushSlice, chunks_of, make_chunk, merge_slice, rebuild
-from upr.storage.read import ReadResult, read_blocks
+from upr.storage.read import ReadResult, Showing, read_blocks
 from upr.storage.store import ReadRequest, Store
 from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import DataDirectoryError
@@ -131,8 +131,7 @@ def test_readers_get_what_they_can_take(tmp_path: Path) -> None:
     store = filled(tmp_path, [(7, 50, compress_block(first)), (7, 100, compress_block(second))])
 
     def read(above: int, **options: Any) -> list[bytes]:
-        kind = {"keys_only": False, **options}
-        (result,) = read_blocks(store, [ReadRequest(7, above)], 1 << 20, **kind)
+        (result,) = read_blocks(store, [ReadRequest(7, above)], 1 << 20, **options)
         assert result.error is None
         return [block.data for block in result.blocks]
 
@@ -141,7 +140,7 @@ def test_readers_get_what_they_can_take(tmp_path: Path) -> None:
     cut, whole = read(20, accept_zstd=True)
     assert (is_compressed(cut), is_compressed(whole)) == (False, True)
     assert [row[1] for row in all_rows([decode_block(cut)])] == list(range(21, 51))
-    for data in read(0, keys_only=True, accept_zstd=True):
+    for data in read(0, showing=Showing(keys_only=True), accept_zstd=True):
         assert not is_compressed(data)
         assert {row[3] for row in all_rows([decode_block(data)])} == {None}
     store.close()
@@ -165,7 +164,7 @@ def test_a_read_decompresses_no_more_than_a_frame_may_hold(
     while above < 12 * rows:
         requests = [ReadRequest(7, above), ReadRequest(8, 0)]
         results = read_blocks(
-            store, requests, 512 * 1024, keys_only=keys_only, accept_zstd=accept_zstd
+            store, requests, 512 * 1024, showing=Showing(keys_only), accept_zstd=accept_zstd
         )
         blocks = [decode_block(block.data) for block in results[0].blocks]
         assert blocks
@@ -193,7 +192,7 @@ def test_a_block_larger_than_the_limit_goes_alone(
     taken = []
     while left:
         requests = [ReadRequest(p, above) for p, above in left.items()]
-        results = read_blocks(store, requests, 1 << 20, keys_only=False, accept_zstd=True)
+        results = read_blocks(store, requests, 1 << 20, accept_zstd=True)
         assert all(result.error is None for result in results)
         taken.append([result.request.partition for result in results if result.blocks])
         assert taken[-1]
@@ -213,7 +212,6 @@ def test_a_damaged_compressed_block_is_an_error_of_its_partition(tmp_path: Path)
             store,
             [ReadRequest(2, 0), ReadRequest(1, 0)],
             1 << 20,
-            keys_only=False,
             accept_zstd=accept,
         )
         assert "damaged" in str(results[0].error)

@@ -15,7 +15,7 @@ def test_a_missing_block_is_an_error_of_its_partition(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     store.put_flush([(7, 20, run_of(7, 10, 20, 20)), (8, 5, run_of(8, 0, 5, 5))], {}, {})
     requests = [ReadRequest(7, 0), ReadRequest(8, 0), ReadRequest(9, 0), ReadRequest(8, 3)]
-    results = read_blocks(store, requests, 1 << 20, keys_only=False)
+    results = read_blocks(store, requests, 1 << 20)
     # 7 has a gap before its first block, 9 has none at all.
     assert [len(result.blocks) for result in results] == [0, 1, 0, 1]
     assert [result.error is not None for result in results] == [True, False, True, False]
@@ -27,7 +27,7 @@ def test_a_missing_block_is_an_error_of_its_partition(tmp_path: Path) -> None:
 def test_requests_behind_the_byte_limit_wait_for_their_turn(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     store.put_flush([(p, 5, run_of(p, 0, 5, 5)) for p in range(3)], {}, {})
-    results = read_blocks(store, [ReadRequest(p, 0) for p in range(3)], 1, keys_only=False)
+    results = read_blocks(store, [ReadRequest(p, 0) for p in range(3)], 1)
     assert [(len(r.blocks), r.error) for r in results] == [(1, None), (0, None), (0, None)]
     store.close()
 
@@ -42,7 +42,7 @@ def test_a_flipped_bit_is_an_error_of_its_partition(tmp_path: Path, place: str) 
     store = Store(tmp_path / "store")
     store.put_flush([(7, 20, bytes(data)), (8, 5, run_of(8, 0, 5, 5))], {}, {})
     requests = [ReadRequest(7, 0), ReadRequest(8, 0)]
-    results = read_blocks(store, requests, 1 << 20, keys_only=False)
+    results = read_blocks(store, requests, 1 << 20)
     assert [len(result.blocks) for result in results] == [0, 1]
     assert results[0].error is not None
     assert "CRC32C" in str(results[0].error)

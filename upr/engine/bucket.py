@@ -22,7 +22,7 @@ from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE, EndReason, FollowOpt
 from upr.engine.tail import Tail, TailEntry
 from upr.storage.blocks import Compress, Encoded, joined_runs
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
-from upr.storage.journal import Commit, NumberedWrite
+from upr.storage.journal import Commit, JournalEntry, NumberedWrite
 from upr.storage.keyspace import ProducerNumbers, ProducerRow
 from upr.storage.store import Identity
 from upr_protocol.block import I64, U64, Block, Runs, select_runs
@@ -122,13 +122,10 @@ class Written:
 class OpenFollower(Protocol):
     """Open Follow call as the bucket, purges and operators see it: a ``follower.Follower``."""
 
+    options: FollowOptions
     generation: int
     seat: Seat | None
     has_tables: bool
-
-    @property
-    def options(self) -> FollowOptions:
-        """Return the options of the call."""
 
     @property
     def name(self) -> str:
@@ -146,9 +143,6 @@ class OpenFollower(Protocol):
 
     def stream_counts(self) -> tuple[int, int]:
         """Return how many streams are open, and how many of them read the store."""
-
-    def take_away(self, partitions: Sequence[int]) -> None:
-        """End the streams of partitions that the member lost, in this step."""
 
     def end_streams(self, partitions: Sequence[int], why: EndReason) -> None:
         """End the streams of partitions, in this step."""
@@ -236,7 +230,6 @@ class Bucket:
         return producer
 
     def close_producer(self, call: ProducerCall) -> None:
-        """Record the end of a producer's Write call."""
         call.producer.calls -= 1
         self._drop_if_idle(call.producer)
 
@@ -559,7 +552,7 @@ class Bucket:
             size += len(tail[end].data)
             end += 1
         entries = tail.range(first, end)
-        commit = Commit(self._next_commit, tuple(entry.journal_entry() for entry in entries))
+        commit = Commit(self._next_commit, tuple(JournalEntry(e.data, e.writes) for e in entries))
         for entry in entries:
             entry.commit = commit.number
         tail.taken = end
@@ -633,8 +626,11 @@ class Bucket:
 
     def slice_stored(self, merged: Merged) -> None:
         """Record that a slice is in the store: readers use it from now on."""
-        for p, ends in self.flush_ends(merged).items():
-            self.partitions.set_stored(p, *ends)
+        table = self.partitions
+        for p, (end, complete, horizon) in self.flush_ends(merged).items():
+            table.stored[p] = end
+            table.stored_complete[p] = complete
+            table.stored_horizon[p] = horizon
 
     def end_flush(self, complete: bool) -> int:
         """Drop the entries that are stored completely; return the commit number up to which journal segments can go.

@@ -123,21 +123,16 @@ def purge_limits(bucket: Bucket, ages: PurgeAges, now: int) -> PurgeLimits:
     Args:
         now: microseconds since the epoch.
     """
-    never = _below_high(bucket)
+    # The row at the high seqno stays, which shows the end of the partition. The durable seqno counts as the high seqno,
+    # because after a crash it is.
+    high = bucket.partitions.durable
+    never = high - np.minimum(high, np.uint64(1))
     never = np.minimum(never, bucket.cuts.lowest())
     # A replica purges what its upstream has purged: the upstream knows every consumer that has not passed the rest.
     table = bucket.partitions
     never = np.where(table.state == ACTIVE, never, np.minimum(never, table.purge))
     passed = np.minimum(never, _passed_by_all(bucket))
     return PurgeLimits(passed, now - ages.young, never, now - ages.held)
-
-
-def _below_high(bucket: Bucket) -> U64:
-    """Keep the row at the high seqno, which shows the end of the partition. The durable seqno counts as the high seqno,
-    because after a crash it is.
-    """
-    high = bucket.partitions.durable
-    return high - np.minimum(high, np.uint64(1))
 
 
 def _passed_by_all(bucket: Bucket) -> U64:

@@ -22,7 +22,6 @@ from upr.engine.groups import Seat
 from upr.engine.partitions import ACTIVE
 from upr.engine.streams import (
     FINISHED,
-    LEASE_ENDED,
     STOPPED,
     Answer,
     Ended,
@@ -387,12 +386,7 @@ class Follower:
         """End streams on request of the consumer; partitions without one are skipped."""
         self._end([p for p in partitions if 0 <= p < PARTITIONS], STOPPED)
 
-    def take_away(self, partitions: Sequence[int]) -> None:
-        """End the streams of partitions that the member lost."""
-        self.end_streams(partitions, LEASE_ENDED)
-
     def end_streams(self, partitions: Sequence[int], why: EndReason) -> None:
-        """End the open streams among partitions."""
         self._end(partitions, why)
         self.wake()
 
@@ -403,9 +397,7 @@ class Follower:
             self.on_end(why)
 
     def end_all(self, why: EndReason) -> None:
-        """End every open stream."""
-        self._end(np.flatnonzero(self._token).tolist(), why)
-        self.wake()
+        self.end_streams(np.flatnonzero(self._token).tolist(), why)
 
     def _end(self, partitions: Iterable[int], why: EndReason) -> None:
         streams = self._close(partitions)
@@ -497,7 +489,6 @@ class Follower:
 
     @property
     def peer(self) -> str:
-        """Return the peer's address."""
         return self.options.peer
 
     def passed(self) -> U64:
@@ -620,24 +611,18 @@ class Follower:
         copies = self.options.copies
         return self._bucket.copies.stable(copies) if copies else None
 
-    def _return_stable(self, stable: U64) -> None:
-        """Let streams go on whose next run has become stable."""
-        self._attach(self._groups.take_stable(stable))
-
-    def _return_dropped(self) -> None:
-        """Send streams whose place in the tail was flushed away back to the store."""
-        self._attach(self._groups.take_dropped())
-
     # Sending
 
     def next_frame(self) -> FrameOut | None:
         """Return the next frame, and spend its credit; None when there is nothing to send or no credit."""
         self._settle_purges()
-        self._return_dropped()
+        # Streams whose place in the tail was flushed away go back to the store.
+        self._attach(self._groups.take_dropped())
         self._note_raises()
         stable = self._stable()
         if stable is not None:
-            self._return_stable(stable)
+            # Streams whose next run has become stable go on.
+            self._attach(self._groups.take_stable(stable))
         frame = self._frame_from_store(stable)
         self._frames_since += frame is not None
         if self._frames_since >= FRAMES_UNTIL_JOINED or not self._is_reading():

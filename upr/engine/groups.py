@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from upr.engine.streams import POSITIONS_RESET, SUPERSEDED, EndReason
+from upr.engine.streams import LEASE_ENDED, POSITIONS_RESET, SUPERSEDED, EndReason
 from upr_protocol.block import I64, U64
 from upr_protocol.errors import FencedError, InvalidArgumentError, TooManyError, UprError, shown
 from upr_protocol.limits import MEMBERS_MAX, OWNERS_REMEMBERED, PARTITIONS
@@ -33,8 +33,8 @@ class MemberCall(Protocol):
     def peer(self) -> str:
         """Return the peer's address."""
 
-    def take_away(self, partitions: Sequence[int]) -> None:
-        """End the streams of partitions that the member lost, in this step."""
+    def end_streams(self, partitions: Sequence[int], why: EndReason) -> None:
+        """End the streams of partitions, in this step."""
 
     def end_call(self, why: EndReason) -> None:
         """End all streams and the call."""
@@ -94,7 +94,8 @@ class Group:
         self._releasing: Mask = np.zeros(PARTITIONS, bool)
         self._release_by: I64 = np.full(PARTITIONS, NEVER, np.int64)
         self._granted: Mask = np.zeros(PARTITIONS, bool)
-        self._deadline = NEVER
+        self.deadline = NEVER
+        """When to call ``tick`` next; NEVER if no lease or release is pending."""
         self.generation = raise_generation()
 
     def __len__(self) -> int:
@@ -106,11 +107,6 @@ class Group:
     @property
     def has_calls(self) -> bool:
         return any(member.seat is not None for member in self._members.values())
-
-    @property
-    def deadline(self) -> int:
-        """Return when to call ``tick`` next; NEVER if no lease or release is pending."""
-        return self._deadline
 
     def counts(self, member: Member) -> tuple[int, int]:
         """Return how many partitions a member owns, and how many of them it was asked to release."""
@@ -133,7 +129,6 @@ class Group:
         return np.asarray((self._owner == member.slot) & self._releasing)
 
     def member(self, name: str) -> Member | None:
-        """Return a member; None if there is none of that name."""
         return self._members.get(name)
 
     def may_save(self, name: str, generation: int, partitions: I64) -> Mask:
@@ -184,7 +179,7 @@ class Group:
         member.live = True
         member.news = True
         member.expires = now + member.lease
-        self._deadline = min(self._deadline, member.expires)
+        self.deadline = min(self.deadline, member.expires)
 
     def heard(self, member: Member, now: int) -> None:
         """Renew a member's lease; an expired member rejoins."""
@@ -236,7 +231,7 @@ class Group:
 
     def tick(self, now: int) -> None:
         """Take partitions from members whose lease or time for a release has ended."""
-        if now < self._deadline:
+        if now < self.deadline:
             return
         changed = False
         for member in self:
@@ -250,7 +245,7 @@ class Group:
                 changed = self._take(member, late) or changed
         self._finish(now, changed=changed)
         ends = [member.expires for member in self._members.values() if member.live]
-        self._deadline = min([*ends, int(self._release_by.min())])
+        self.deadline = min([*ends, int(self._release_by.min())])
 
     def _take(self, member: Member, partitions: Mask) -> bool:
         """Take partitions from a member, and end their streams."""
@@ -259,7 +254,7 @@ class Group:
         self._free(partitions)
         member.news = True
         if member.seat is not None:
-            member.seat.call.take_away(np.flatnonzero(partitions).tolist())
+            member.seat.call.end_streams(np.flatnonzero(partitions).tolist(), LEASE_ENDED)
         return True
 
     def settle(self, now: int) -> None:
@@ -333,7 +328,7 @@ class Group:
             more = np.flatnonzero(mine & ~self._releasing)[-difference:]
             self._releasing[more] = True
             self._release_by[more] = now + member.lease
-            self._deadline = min(self._deadline, now + member.lease)
+            self.deadline = min(self.deadline, now + member.lease)
         member.news = True
         return True
 
@@ -358,13 +353,6 @@ class Seat:
 
     def release(self, partitions: Iterable[int], now: int) -> list[int]:
         return self.group.release(self.member, partitions, now) if self.taken else []
-
-    def close(self, now: int, *, left: bool) -> None:
-        """Record the end of the call; with ``left`` the member leaves the group."""
-        if self.taken and left:
-            self.group.leave(self.member, now)
-        elif self.taken:
-            self.group.lost(self.member, now)
 
     def owns(self, partitions: I64) -> Mask:
         """Return which of the partitions the member owns, shape (n,)."""
@@ -510,8 +498,11 @@ class Owners:
         return group.join(member, lease, now, call)
 
     def close(self, seat: Seat, now: int, *, left: bool) -> None:
-        """Record the end of a member's call; see ``Seat.close``."""
-        seat.close(now, left=left)
+        """Record the end of a member's call; with ``left`` the member leaves the group."""
+        if seat.taken and left:
+            seat.group.leave(seat.member, now)
+        elif seat.taken:
+            seat.group.lost(seat.member, now)
         self._prune()
 
     def reset(self, name: str) -> int:

@@ -96,12 +96,6 @@ class Partitions:
         done = self.horizon[partitions] == ends
         self.complete[partitions[done]] = ends[done]
 
-    def set_stored(self, partition: int, end: int, complete: int, horizon: int) -> None:
-        """Record where the store ends."""
-        self.stored[partition] = end
-        self.stored_complete[partition] = complete
-        self.stored_horizon[partition] = horizon
-
     def row(self, partition: int) -> PartitionRow:
         return PartitionRow(
             int(self.state[partition]),
@@ -119,7 +113,6 @@ class Partitions:
         )
 
     def set_log(self, partition: int, log: FailoverLog) -> None:
-        """Replace a partition's failover log and its newest id."""
         self.logs[partition] = log
         self.newest_id[partition] = log.newest.failover_id
         self._records = None
@@ -152,7 +145,6 @@ class Partitions:
         self.reasons[partition] = why.message
 
     def revive(self, partition: int) -> None:
-        """Make a dead partition active again."""
         self.state[partition] = ACTIVE
         self.epoch[partition] += 1
         self.since[partition] = self.known_high[partition] = 0

@@ -50,7 +50,6 @@ class Producer:
     """A producer with an open call, or with entries in the tail.
 
     Attributes:
-        name: its name.
         last_number: the largest number applied in any partition.
         calls: open Write calls.
         loaded: whether ``last_number`` counts what the store knows.

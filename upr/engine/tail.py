@@ -56,7 +56,6 @@ class Shared:
         self.bytes = 0
 
     def get(self, key: object) -> object:
-        """Return the value of a key, None if there is none."""
         found = self._values.get(key)
         return found and found[0]
 
@@ -109,9 +108,6 @@ class TailEntry:
     def block(self) -> Block:
         """Parse the bytes. Their CRCs are verified again, because they may have been in memory for long."""
         return reopen_block(self.data)
-
-    def journal_entry(self) -> JournalEntry:
-        return JournalEntry(self.data, self.writes)
 
     def runs_of(self, write: NumberedWrite) -> Runs:
         """Return the table of what one of the writes wrote."""

@@ -21,7 +21,6 @@ from upr_protocol.wire.codec import encode_block
 
 _Mask = npt.NDArray[np.bool_]
 
-EVERYTHING = Showing()
 JOINED_BYTES = 128 * 2**10
 """Most bytes of small blocks that become one."""
 ENTRIES_AT_ONCE = 256
@@ -96,7 +95,6 @@ class Waiting:
         self._entry[partitions] = entry
 
     def drop(self, partitions: Sequence[int] | I64) -> None:
-        """Have partitions wait no more."""
         self._horizon[partitions] = 0
 
     def has(self, partition: int) -> bool:
@@ -175,7 +173,6 @@ class TailReaders:
         self._groups.append(group)
 
     def leave(self, partitions: Iterable[int]) -> None:
-        """Remove partitions."""
         gone = list(partitions)
         self.coming[gone] = False
         if self.waiting is not None:

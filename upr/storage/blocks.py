@@ -374,7 +374,8 @@ def checked(data: bytes) -> Encoded:
     return Encoded(runs, data, columns)
 
 
-def _binary(offsets: npt.NDArray[np.int32], data: bytes) -> Any:
+def binary_cells(offsets: npt.NDArray[np.int32], data: bytes) -> Any:
+    """Return a column of keys or values as an Arrow binary array."""
     return pa.Array.from_buffers(
         pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
     )
@@ -393,7 +394,7 @@ def cells_of(opened: Sequence[Columns], field: int, data_field: int, rows: npt.A
     lengths = np.delete(np.diff(told), np.cumsum(np.array(rows, np.int64) + 1)[:-1] - 1)
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    return _binary(offsets, b"".join([column_of(columns, data_field) for columns in opened]))
+    return binary_cells(offsets, b"".join([column_of(columns, data_field) for columns in opened]))
 
 
 def keys_of(*blocks: Encoded) -> Any:
@@ -520,8 +521,8 @@ class SortedRows:
     def __init__(
         self, keys: Any, values: Any, ops: npt.NDArray[np.uint8], seqnos: U64, times: I64
     ) -> None:
-        self._key_offsets, self._keys = _raw(keys)
-        self._value_offsets, self._values = _raw(values)
+        self._key_offsets, self._keys = raw_cells(keys)
+        self._value_offsets, self._values = raw_cells(values)
         self._hashes = hashes_of(self._key_offsets, self._keys)
         self._ops, self._times = ops, times
         self.seqnos = seqnos
@@ -615,7 +616,7 @@ def _edges(offsets: I64, firsts: I64, counts: I64) -> bytes:
     return own.astype("<i4").tobytes()
 
 
-def _raw(array: Any) -> tuple[I64, bytes]:
+def raw_cells(array: Any) -> tuple[I64, bytes]:
     """Return a binary array's offsets, from 0 and as int64, and its bytes."""
     _, offset_buffer, data = array.buffers()
     offsets = np.frombuffer(offset_buffer, "<i4", len(array) + 1, array.offset * 4)

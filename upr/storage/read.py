@@ -16,13 +16,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from upr.storage.blocks import Encoded, own_head
+from upr.storage.blocks import Encoded, binary_cells, own_head, raw_cells
 from upr.storage.store import ReadRequest, Store
 from upr_protocol.block import (
     I64,
     OP_DELETE,
     Block,
     block_keys,
+    block_ops,
     block_values,
     row_bounds,
     row_seqnos,
@@ -107,7 +108,7 @@ def _rows_of(block: Block) -> list[_Row]:
             row_seqnos(block).tolist(),
             block_keys(block),
             block_values(block),
-            _deletes(block).astype(bool).tolist(),
+            [op == OP_DELETE for op in block_ops(block)],
             row_times(block).tolist(),
             strict=True,
         )
@@ -152,13 +153,6 @@ def _lengths(offsets: bytes) -> I64:
     return np.diff(np.frombuffer(offsets or bytes(8), "<i4")).astype(np.int64)
 
 
-def _deletes(block: Block) -> I64:
-    """Return 1 for each delete and 0 for each set."""
-    ops = np.frombuffer(block.ops, np.uint8) if block.ops else np.zeros(block.rows, np.uint8)
-    deletes: I64 = (ops == OP_DELETE).astype(np.int64)
-    return deletes
-
-
 @dataclass(frozen=True, slots=True)
 class Showing:
     """View of a stream on blocks: prefix, values, and whether producers' writes go with them; by default as they are."""
@@ -173,6 +167,9 @@ class Showing:
         return not (self.keys_only or self.key_prefix)
 
     def of(self, block: Block) -> Block:
+EVERYTHING = Showing()
+
+
         """Return the shown part of a block, with a CRC of its own; it keeps all runs."""
         if self.key_prefix:
             block = with_prefix(block, self.key_prefix)
@@ -183,13 +180,14 @@ def with_prefix(block: Block, prefix: bytes) -> Block:
     """Return a numbered block without the rows whose keys do not begin with the prefix; its runs stay."""
     if not block.rows:
         return block
-    keys = _taken_cells(block.key_offsets, block.keys)
+    keys = binary_cells(np.frombuffer(block.key_offsets, "<i4"), block.keys)
     keep = pc.starts_with(keys, pattern=prefix).to_numpy(zero_copy_only=False)
     if keep.all():
         return block
     rows = np.flatnonzero(keep)
     bounds = row_bounds(block.runs)
     kept_below = np.concatenate(([0], np.cumsum(keep)))
+    offsets = row_seqnos(block) - np.repeat(block.runs["start_seqno"], block.runs["count"])
     runs = block.runs.copy()
     runs["count"] = kept_below[bounds[1:]] - kept_below[bounds[:-1]]
     if not len(rows):
@@ -198,13 +196,13 @@ def with_prefix(block: Block, prefix: bytes) -> Block:
     key_offsets, key_data = _column(keys.take(picked))
     value_offsets, value_data = b"", b""
     if block.value_offsets:
-        values = _taken_cells(block.value_offsets, block.values)
+        values = binary_cells(np.frombuffer(block.value_offsets, "<i4"), block.values)
         value_offsets, value_data = _column(values.take(picked))
     return sealed(
         replace(
             block,
             runs=runs,
-            seqnos=_seqno_offsets(block, bounds)[rows].astype("<u4").tobytes(),
+            seqnos=offsets[rows].astype("<u4").tobytes(),
             ops=_taken(block.ops, "u1", rows),
             key_offsets=key_offsets,
             keys=key_data,
@@ -219,37 +217,19 @@ def all_begin_with(block: Block, prefixes: Sequence[bytes]) -> bool:
     """Return whether each key of a block begins with one of some prefixes, of which there is at least one."""
     if not block.rows:
         return True
-    keys = _taken_cells(block.key_offsets, block.keys)
+    keys = binary_cells(np.frombuffer(block.key_offsets, "<i4"), block.keys)
     found = [pc.starts_with(keys, pattern=prefix) for prefix in prefixes]
     return bool(pc.all(reduce(pc.or_, found)).as_py())
-
-
-def _seqno_offsets(block: Block, bounds: I64) -> I64:
-    """Return each row's seqno, relative to its run's start."""
-    if block.seqnos:
-        return np.frombuffer(block.seqnos, "<u4").astype(np.int64)
-    firsts = np.repeat(bounds[:-1], block.runs["count"])
-    offsets: I64 = np.arange(1, block.rows + 1, dtype=np.int64) - firsts
-    return offsets
 
 
 def _taken(column: bytes, dtype: str, rows: I64) -> bytes:
     return np.frombuffer(column, dtype)[rows].tobytes() if column else b""
 
 
-def _taken_cells(offsets: bytes, data: bytes) -> pa.Array:
-    count = len(offsets) // 4 - 1
-    return pa.Array.from_buffers(
-        pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-    )
-
-
-def _column(cells: pa.Array) -> tuple[bytes, bytes]:
+def _column(array: pa.Array) -> tuple[bytes, bytes]:
     """Return a column's offsets, from 0, and its bytes."""
-    _, offset_buffer, data = cells.buffers()
-    offsets = np.frombuffer(offset_buffer, "<i4", len(cells) + 1, cells.offset * 4)
-    raw = memoryview(data)[offsets[0] : offsets[-1]].tobytes() if data is not None else b""
-    return (offsets - offsets[0]).astype("<i4").tobytes(), raw
+    offsets, data = raw_cells(array)
+    return offsets.astype("<i4").tobytes(), data
 
 
 @dataclass(slots=True)
@@ -291,8 +271,7 @@ def read_blocks(
     requests: Sequence[ReadRequest],
     max_bytes: int,
     *,
-    keys_only: bool = False,
-    key_prefix: bytes = b"",
+    showing: Showing = EVERYTHING,
     accept_zstd: bool = False,
 ) -> list[ReadResult]:
     """Read, check and slice blocks for several partitions in one short transaction.
@@ -302,11 +281,9 @@ def read_blocks(
     is alone.
 
     Args:
-        keys_only: leave the values out.
-        key_prefix: leave out the rows whose keys do not begin with it.
+        showing: which part of the blocks is returned.
         accept_zstd: return a compressed block as stored if the stream wants all of it; otherwise decompress it.
     """
-    showing = Showing(keys_only, key_prefix)
     reading = _Reading(showing, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
     results = [ReadResult(request) for request in requests]
     with store.reading() as blocks_of:

@@ -30,6 +30,7 @@ from upr.storage.blocks import (
     OPS,
     RUN_HEAD,
     SEQNOS,
+    TIMES,
     VALUE_OFFSETS,
     VALUES,
     BlockCursor,
@@ -37,6 +38,7 @@ from upr.storage.blocks import (
     Encoded,
     StoredBlock,
     checked,
+    column_of,
     hashes_of,
     head_of,
     key_hashes,
@@ -46,7 +48,6 @@ from upr.storage.store import Store
 from upr_protocol.block import I64, OP_DELETE, U32, U64, Runs, row_bounds
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.partitioning import partitions_of
-from upr_protocol.wire.codec import check_encoded, open_columns
 
 FEW = 8
 """Number of hashes up to which one comparison for each is cheaper than a hash table."""
@@ -429,11 +430,7 @@ class StoreSearch:
                 try:
                     size += self._step(cursor, partition)
                 except (CorruptBlockError, DataDamagedError) as error:
-                    why = DataDamagedError(
-                        f"partition {partition}: a stored block is damaged: {error.message}",
-                        hint="restore the partition from a replica or a backup",
-                    )
-                    self._lookup.fail([partition], why)
+                    self._lookup.fail([partition], _damaged(partition, error))
                     self._next_partition()
         return not self._left
 
@@ -484,11 +481,16 @@ class StoreSearch:
         self._at = None
 
 
+def _damaged(partition: int, error: UprError) -> DataDamagedError:
+    return DataDamagedError(
+        f"partition {partition}: a stored block is damaged: {error.message}",
+        hint="restore the partition from a replica or a backup",
+    )
+
+
 SEARCH_BYTES = 4 * 2**20
 SEARCH_PARTITIONS = 64
 """Limits of one bite of a search, which ends with the partition that reaches either."""
-_SEQNOS, _TIMES = 2, 8
-_ABSENT = (0, 0)
 _TIME_MAX = 2**63 - 1
 
 
@@ -521,10 +523,7 @@ def search_time(
                 result, used = _search_partition(cursor, partition, time)
                 size += used
             except (CorruptBlockError, DataDamagedError) as error:
-                result = DataDamagedError(
-                    f"partition {partition}: a stored block is damaged: {error.message}",
-                    hint="restore the partition from a replica or a backup",
-                )
+                result = _damaged(partition, error)
             found.append(result)
             if size >= SEARCH_BYTES:
                 break
@@ -565,10 +564,9 @@ def _checked_block(block: StoredBlock) -> StoredBlock:
 
 def _row_below(data: bytes, block: StoredBlock, time: int) -> int:
     """Return the seqno right below a block's first row that was committed at or after the time."""
-    check_encoded(data)
-    opened, spans = open_columns(data)
-    times = np.frombuffer(opened[slice(*spans.get(_TIMES, _ABSENT))], "<i8")
+    columns = checked(data).opened()
+    times = np.frombuffer(column_of(columns, TIMES), "<i8")
     late = np.flatnonzero(times >= min(time, _TIME_MAX))
     row = int(late[0]) if len(late) else 0
-    seqnos = np.frombuffer(opened[slice(*spans.get(_SEQNOS, _ABSENT))], "<u4")
+    seqnos = np.frombuffer(column_of(columns, SEQNOS), "<u4")
     return block.start + (int(seqnos[row]) - 1 if len(seqnos) else row)

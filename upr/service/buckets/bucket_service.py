@@ -795,8 +795,7 @@ class BucketService:
                 self.disk.store,
                 requests,
                 max_bytes,
-                keys_only=showing.keys_only,
-                key_prefix=showing.key_prefix,
+                showing=showing,
                 accept_zstd=accept_zstd,
             ),
         )
