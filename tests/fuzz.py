@@ -226,7 +226,7 @@ def _journal_record(data: bytes) -> None:
     from upr.storage import journal
 
     journal._record_at(data, 0)
-    journal._finds_record(data, 1)
+    journal._find_record(data, 1)
 
 
 def damaged(sample: bytes, rng: random.Random) -> bytes:

@@ -6,6 +6,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -405,7 +406,7 @@ def test_a_proof_that_the_journal_contradicts(closed: Closed) -> None:
 
 
 def with_pages(closed: Closed, change_it: Callable[[bytearray, PageFile], None]) -> None:
-    with PageFile(closed.data_file) as file:
+    with closing(PageFile(closed.data_file)) as file:
         data = bytearray(closed.data_file.read_bytes())
         change_it(data, file)
     closed.data_file.write_bytes(data)
@@ -520,7 +521,7 @@ def test_a_file_that_is_none_of_lmdb(closed: Closed, offset: int) -> None:
 
 def test_a_short_file_whose_lost_pages_are_free_is_whole(tmp_path: Path) -> None:
     closed = filled(tmp_path / "data", 8)
-    with PageFile(closed.data_file) as file:
+    with closing(PageFile(closed.data_file)) as file:
         meta = file.chosen
         free = {page for _, pages in file.free_pages(meta) for page in pages}
     end = meta.last_page + 1

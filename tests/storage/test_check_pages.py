@@ -1,12 +1,14 @@
 """Whatever LMDB lawfully leaves in a file is no contradiction."""
 
 import random
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
 import pytest
 
-from upr.storage.check.trees import TABLES, check_pages
+from upr.storage.check.trees import check_pages
+from upr.storage.keyspace import TABLES
 from upr.storage.lmdb_file import PageFile, check_length
 
 SIZES = (10, 10, 100, 1500, 3000, 9000, 60_000)
@@ -36,7 +38,7 @@ def test_files_after_random_transactions(tmp_path: Path, seed: int) -> None:
                     txn.abort()
                     there = {}
             check_length(tmp_path)
-            with PageFile(tmp_path / "data.mdb") as file:
+            with closing(PageFile(tmp_path / "data.mdb")) as file:
                 problems: list[str] = []
                 check_pages(file, lambda words, _, to=problems: to.append(words))  # type: ignore[misc]
             assert problems == []

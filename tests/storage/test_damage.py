@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -149,7 +150,7 @@ def repoint(closed: Closed, rng: random.Random) -> str:
     """Let a pointer in the file name another page."""
     data = bytearray(closed.data_file.read_bytes())
     pages = len(data) // _PAGE
-    with PageFile(closed.data_file) as file:
+    with closing(PageFile(closed.data_file)) as file:
         root = file.chosen.main.root
     places: list[int] = []
     for number in (rng.randrange(2, pages), root):
@@ -245,7 +246,7 @@ def test_damage_is_found_or_changes_nothing(
 
 def test_a_truncated_file_is_refused_at_every_page(whole: Closed, tmp_path: Path) -> None:
     closed = copy_of(whole, tmp_path / "data")
-    with PageFile(closed.data_file) as file:
+    with closing(PageFile(closed.data_file)) as file:
         meta = file.chosen
         used = set(range(2, meta.last_page + 1))
         used -= {page for _, pages in file.free_pages(meta) for page in pages}

@@ -166,7 +166,6 @@ class Replacement:
     """Replacement of blocks by others of the same partition and range.
 
     Attributes:
-        partition: whose.
         old: ends of the removed blocks.
         new: (end_seqno, bytes) of the new blocks.
         purge: the purge seqno that must be stored with it; 0 for none.

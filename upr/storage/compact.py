@@ -134,11 +134,6 @@ class Chunk:
         """
         return self._values.take(pa.array(self._places[rows]))
 
-    @property
-    def torn(self) -> bool:
-        """Whether a run is part of a stretch: it does not end in a marker of its own."""
-        return bool((self.runs["horizon"] != self.runs["end_seqno"]).any())
-
     def column_bytes(self) -> I64:
         """Return the approximate bytes of each partition's rows and runs, shape (1024,); 0 only without a run."""
         rows = max(len(self.seqnos), 1)
@@ -393,7 +388,9 @@ def _torn(
     """Return the partitions of a slice that end inside a stretch."""
     window = slice(part.first, part.last)
     inside = horizon[window] > stored[window]
-    if not inside.any() and not any(chunk.torn for chunk, _, _ in used):
+    # A run that is part of a stretch does not end in a marker of its own.
+    tables = [chunk.runs for chunk, _, _ in used]
+    if not inside.any() and not any((t["horizon"] != t["end_seqno"]).any() for t in tables):
         return {}
     runs = joined_runs(tables)
     partitions = runs["partition"]

@@ -175,12 +175,12 @@ class _Segment:
     last_commit: int = 0
 
 
-def _finds_record(data: bytes, at: int) -> bool:
-    """Return whether a complete record begins anywhere from an offset on."""
+def _find_record(data: bytes, at: int) -> int:
+    """Return where the first complete record from an offset on begins, -1 if there is none."""
     found = data.find(_RECORD_MAGIC, at)
     while found != -1 and _record_at(data, found) is None:
         found = data.find(_RECORD_MAGIC, found + 1)
-    return found != -1
+    return found
 
 
 def _next_record(data: bytes, at: int) -> int:
@@ -188,15 +188,8 @@ def _next_record(data: bytes, at: int) -> int:
     head = _head_at(data, at)
     if head is not None and head.end < len(data):
         return head.end
-    found = data.find(_RECORD_MAGIC, at + 1)
-    while found != -1 and _record_at(data, found) is None:
-        found = data.find(_RECORD_MAGIC, found + 1)
+    found = _find_record(data, at + 1)
     return len(data) if found == -1 else found
-
-
-def _ends_here(data: bytes, at: int) -> bool:
-    head = _head_at(data, at)
-    return head is not None and head.end <= len(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +318,9 @@ class Journal:
                 at = following
             if torn:
                 # A killed process leaves a prefix of a record; anything else comes from the disk.
-                cut = at == 0 or len(torn) < _RECORD.size or _head_at(data, at) is not None
-                cut = cut and not _ends_here(data, at)
+                head = _head_at(data, at)
+                prefix = at == 0 or len(torn) < _RECORD.size
+                cut = prefix if head is None else head.end > len(data)
                 yield Inspected(segment.path, at, None, torn_bytes=len(torn), torn_by_kill=cut)
 
     def _check_header(self, segment: _Segment, data: bytes, newest: bool) -> int:
@@ -336,7 +330,7 @@ class Journal:
         fields = _HEADER.unpack_from(data) if len(data) >= _HEADER.size else (b"", 0, 0, 0, 0)
         magic, version, bucket, number, crc = fields
         if magic != _SEGMENT_MAGIC or google_crc32c.value(data[: _HEADER.size - 4]) != crc:
-            if newest and not _finds_record(data, 0):
+            if newest and _find_record(data, 0) == -1:
                 # The file's size reached the disk before its bytes did.
                 return 0
             raise DataDamagedError(f"{segment.path}: the segment's header is damaged")
@@ -357,7 +351,7 @@ class Journal:
         head = _head_at(data, at)
         # The head gives the start of the next record. Bytes inside values may look like a record, so they are not
         # searched.
-        damaged = head.end < len(data) if head is not None else _finds_record(data, at + 1)
+        damaged = head.end < len(data) if head is not None else _find_record(data, at + 1) != -1
         if damaged or not newest:
             raise DataDamagedError(
                 f"{segment.path}: the record at byte {at} is damaged and whole records follow",
@@ -443,10 +437,10 @@ class Journal:
             os.fdatasync(self._fd)
             self.sync_seconds = time.perf_counter() - began
         except OSError as error:
-            self._fail(f"fsync of the journal failed: {error.strerror or error}")
+            self._failed = f"fsync of the journal failed: {error.strerror or error}"
             raise StorageFailedError(self._failed) from error
         if not os.fstat(self._fd).st_nlink:
-            self._fail("the journal was deleted under the server")
+            self._failed = "the journal was deleted under the server"
             raise StorageFailedError(self._failed)
         failpoints.hit("journal.after_sync")
         self._size += written
@@ -473,7 +467,9 @@ class Journal:
             # Otherwise it could reappear in front of a segment created since.
             os.fsync(fd)
         except OSError as error:
-            self._fail(f"a half-written journal record cannot be undone: {error.strerror or error}")
+            self._failed = (
+                f"a half-written journal record cannot be undone: {error.strerror or error}"
+            )
             raise StorageFailedError(self._failed) from error
 
     def lost(self) -> str:

@@ -17,6 +17,18 @@ from upr_protocol.errors import DataDamagedError, InvalidArgumentError
 from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.limits import PARTITIONS, REASON_BYTES_MAX
 
+TABLES = (
+    b"meta",
+    b"partitions",
+    b"blocks",
+    b"producers",
+    b"replaced",
+    b"producer_times",
+    b"cuts",
+    b"consumers",
+    b"aside",
+    b"hashes",
+)
 _CRC = struct.Struct("<I")
 _PARTITION_KEY = struct.Struct(">H")
 _BLOCK_KEY = struct.Struct(">HQ")
@@ -78,10 +90,8 @@ class ProducerRow:
     It counts only while the seqnos are on the partition's failover log: otherwise they were undone.
 
     Attributes:
-        number: the Write's number.
         failover_id: the id under which the seqnos were given.
-        start_seqno: the run's start.
-        end_seqno: the run's end.
+        start_seqno, end_seqno: of the run.
     """
 
     number: int
@@ -302,13 +312,6 @@ def with_ends(value: bytes, partition: int, stored_high: int, complete: int, hor
     return seal(body[:_ENDS_AT] + ends + body[_ENDS_AT + len(ends) :], key)
 
 
-def _fields(layout: struct.Struct, value: bytes, key: bytes, what: str) -> tuple[int, ...]:
-    body = unseal(value, key, what)
-    if len(body) != layout.size:
-        raise DataDamagedError(f"{what}: the stored row has {len(body)} bytes, not {layout.size}")
-    return layout.unpack(body)
-
-
 def producer_key(producer: bytes, slot: int | None = None) -> bytes:
     """Return the name, a zero byte (no name contains one) and the slot; without a slot the key of its ProducerSeen."""
     return producer + (b"\0" if slot is None else b"\0" + _PARTITION_KEY.pack(slot))
@@ -344,7 +347,11 @@ def pack_producer_seen(key: bytes, row: ProducerSeen) -> bytes:
 
 def unpack_producer_seen(key: bytes, value: bytes) -> ProducerSeen:
     """Return the row, or raise DataDamagedError."""
-    return ProducerSeen(*_fields(_PRODUCER_SEEN, value, key, f"producer {key[:-1]!r}"))
+    what, size = f"producer {key[:-1]!r}", _PRODUCER_SEEN.size
+    body = unseal(value, key, what)
+    if len(body) != size:
+        raise DataDamagedError(f"{what}: the stored row has {len(body)} bytes, not {size}")
+    return ProducerSeen(*_PRODUCER_SEEN.unpack(body))
 
 
 def producer_time_key(time: int, producer: bytes) -> bytes:

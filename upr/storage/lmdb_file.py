@@ -12,10 +12,9 @@ uint64, transaction uint64. The page size is the first field of the first tree.
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from upr_protocol.errors import DataDamagedError
 
@@ -101,7 +100,7 @@ def parse_tree(data: bytes) -> Tree:
 
 
 class PageFile:
-    """An LMDB data file, open for reading; used with ``with``.
+    """An LMDB data file, open for reading until ``close``.
 
     Raises:
         OSError: it cannot be opened.
@@ -118,15 +117,7 @@ class PageFile:
             os.close(self._fd)
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         os.close(self._fd)
 
     def _read_metas(self) -> tuple[MetaPage, MetaPage]:
@@ -298,7 +289,7 @@ def check_length(folder: Path) -> None:
     path = folder / DATA_FILE
     if not path.exists() or path.stat().st_size == 0:
         return
-    with PageFile(path) as file:
+    with closing(PageFile(path)) as file:
         if not file.in_turn:
             numbers = " and ".join(str(meta.transaction) for meta in file.metas)
             raise DataDamagedError(

@@ -167,13 +167,13 @@ class Showing:
         return not (self.keys_only or self.key_prefix)
 
     def of(self, block: Block) -> Block:
-EVERYTHING = Showing()
-
-
         """Return the shown part of a block, with a CRC of its own; it keeps all runs."""
         if self.key_prefix:
             block = with_prefix(block, self.key_prefix)
         return without_values(block) if self.keys_only else block
+
+
+EVERYTHING = Showing()
 
 
 def with_prefix(block: Block, prefix: bytes) -> Block:

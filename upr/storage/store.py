@@ -157,16 +157,17 @@ class Store:
         except lmdb.Error as error:
             raise DataDirectoryError(f"{folder}: cannot be opened as a store: {error}") from error
         try:
-            self._meta = self._env.open_db(b"meta")
-            self._partitions = self._env.open_db(b"partitions")
-            self._blocks = self._env.open_db(b"blocks")
-            self._producers = self._env.open_db(b"producers")
-            self._replaced = self._env.open_db(b"replaced")
-            self._producer_times = self._env.open_db(b"producer_times")
-            self._cuts = self._env.open_db(b"cuts")
-            self._consumers = self._env.open_db(b"consumers")
-            self._aside = self._env.open_db(b"aside")
-            self._hashes = self._env.open_db(b"hashes")
+            self._tables = {name: self._env.open_db(name) for name in keyspace.TABLES}
+            self._meta = self._tables[b"meta"]
+            self._partitions = self._tables[b"partitions"]
+            self._blocks = self._tables[b"blocks"]
+            self._producers = self._tables[b"producers"]
+            self._replaced = self._tables[b"replaced"]
+            self._producer_times = self._tables[b"producer_times"]
+            self._cuts = self._tables[b"cuts"]
+            self._consumers = self._tables[b"consumers"]
+            self._aside = self._tables[b"aside"]
+            self._hashes = self._tables[b"hashes"]
             self._hashes_hold = True
             self._drop_old_hashes()
             self._page = int(self._env.stat()["psize"])
@@ -369,7 +370,9 @@ class Store:
         counts = counts_on(logs, highs)
         with self._proving(highs, flushed=False) as txn:
             for partition, seqno in cut_off.items():
-                self._remove_above(txn, partition, seqno)
+                first = keyspace.block_key(partition, seqno + 1)
+                self._remove_from(txn, self._blocks, first)
+                self._remove_from(txn, self._hashes, first)
             for partition, end, block in blocks:
                 txn.put(keyspace.block_key(partition, end), block, db=self._blocks)
                 txn.delete(keyspace.block_key(partition, end), db=self._hashes)
@@ -383,11 +386,6 @@ class Store:
                 self._remove_from(txn, self._aside, first)
             for name in released:
                 txn.delete(name, db=self._cuts)
-
-    def _remove_above(self, txn: Any, partition: int, seqno: int) -> None:
-        first = keyspace.block_key(partition, seqno + 1)
-        self._remove_from(txn, self._blocks, first)
-        self._remove_from(txn, self._hashes, first)
 
     @staticmethod
     def _remove_from(txn: Any, database: Any, first: bytes) -> None:
@@ -599,20 +597,8 @@ class Store:
 
     def used_bytes(self) -> int:
         """Return the bytes of the file's pages in use; LMDB reuses the others."""
-        databases = (
-            self._meta,
-            self._partitions,
-            self._blocks,
-            self._producers,
-            self._replaced,
-            self._producer_times,
-            self._cuts,
-            self._consumers,
-            self._aside,
-            self._hashes,
-        )
         with self._env.begin() as txn:
-            stats = [self._env.stat(), *(txn.stat(db) for db in databases)]
+            stats = [self._env.stat(), *(txn.stat(db) for db in self._tables.values())]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages * stats[0]["psize"])
 
@@ -805,14 +791,8 @@ class Store:
 
     def saved_positions(self, consumer: bytes, partitions: Iterable[int]) -> dict[int, bytes]:
         """Return a consumer's saved positions by partition, see ``ConsumerRow.position``."""
-        found = {}
-        with self._env.begin() as txn:
-            for partition in partitions:
-                key = keyspace.consumer_key(consumer, partition)
-                value = txn.get(key, db=self._consumers)
-                if value is not None and (position := self._consumer(key, bytes(value)).position):
-                    found[partition] = position
-        return found
+        rows = self.consumer_rows(consumer, partitions).items()
+        return {p: row.position for p, row in rows if row is not None and row.position}
 
     def put_consumers(self, rows: Mapping[tuple[bytes, int], ConsumerRow | None]) -> None:
         """Write positions, and remove those that map to None, in one transaction."""

@@ -200,7 +200,7 @@ def _check_one(
     if ends.horizon == end:
         ends.complete = end
     purge = row.purge_seqno if row is not None else 0
-    if ends.horizon == end > purge and not _has_last_row(block):
+    if ends.horizon == end > purge and not last_rows(block)[0]:
         _say(
             report,
             partition,
@@ -212,10 +212,6 @@ def _check_one(
         if start < pin < end or end <= pin < horizon:
             words = f"cut {name} pins {pin}, merged across (horizon {horizon}): it is not exact any more"
             _say(report, partition, start, end, words)
-
-
-def _has_last_row(block: Block) -> bool:
-    return block.rows > 0 and int(row_seqnos(block)[-1]) == int(block.runs["end_seqno"][-1])
 
 
 def check_horizon(partition: int, row: PartitionRow | None, ends: Ends, report: Report) -> None:

@@ -37,7 +37,6 @@ class BucketReport:
     Attributes:
         version: the name of its folder.
         name: its name; empty if that cannot be read.
-        findings: all of them.
         readable: by partition the readable seqno ranges ``[above, end]``.
         unusable: why this program cannot check it; empty if it can.
     """

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from upr.storage.keyspace import TABLES
 from upr.storage.lmdb_file import (
     BRANCH,
     HEADER,
@@ -25,20 +26,6 @@ from upr.storage.lmdb_file import (
     parse_tree,
 )
 
-TABLES = frozenset(
-    (
-        b"meta",
-        b"partitions",
-        b"blocks",
-        b"producers",
-        b"replaced",
-        b"producer_times",
-        b"cuts",
-        b"consumers",
-        b"aside",
-        b"hashes",
-    )
-)
 _DEPTH_MAX = 32
 _BY_NUMBER = 0x08
 _Sink = Callable[[str, int | None], None]

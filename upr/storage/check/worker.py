@@ -17,6 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ from upr.storage.check.contents import (
     check_pin_ids,
     check_producers,
 )
-from upr.storage.check.trees import TABLES, check_pages
+from upr.storage.check.trees import check_pages
 from upr.storage.keyspace import (
     HASHED,
+    TABLES,
     PartitionRow,
     block_key,
     hashes_hold,
@@ -60,7 +62,6 @@ class Task:
     """Task of a worker.
 
     Attributes:
-        folder: the bucket's folder.
         partitions: which ones, ascending.
         again: whether a worker died before; findings up to the place of its death are not sent again.
     """
@@ -146,7 +147,7 @@ class _Worker:
         where = f"store/{DATA_FILE}"
         try:
             check_length(self._store)
-            with PageFile(self._store / DATA_FILE) as file:
+            with closing(PageFile(self._store / DATA_FILE)) as file:
 
                 def report(words: str, page: int | None) -> None:
                     offset = None if page is None else page * file.page_bytes
@@ -170,7 +171,6 @@ class _Worker:
         self._txn = self._env.begin()
 
     def close(self) -> None:
-        """Close the environment, if it was opened."""
         if self._txn is not None:
             self._txn.abort()
         if self._env is not None:
