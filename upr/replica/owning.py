@@ -66,15 +66,6 @@ CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
 
 
-def _not_in_step() -> UprError:
-    return UprError(
-        "this server is not in step, so producers' numbers and positions may be missing",
-        reason="NOT_IN_STEP",
-        hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force' goes on"
-        " without them",
-    )
-
-
 class Owning:
     """Part of one server in the ownership of its set.
 
@@ -644,19 +635,20 @@ class Owning:
         Numbers of producers that ran ahead of their rows go too, or those of the other server would give way to them.
         """
         kept = self.holding.now(as_copy=not force)
-        for host in list(self._catalog.hosts):
-            table, held = host.bucket.partitions, kept[host.bucket.identity.version]
+        for host in self._catalog.hosts:
+            table, identity = host.bucket.partitions, host.bucket.identity
+            ends = kept[identity.version]["marker"]
+            followed = {p: table.logs[p] for p in parts.get(identity.version, ())}
             undo = {
-                p: Undo(int(held["marker"][p]), table.logs[p], int(table.epoch[p]))
-                for p in parts.get(host.bucket.identity.version, ())
-                if table.high[p] > held["marker"][p] and table.state[p] != DEAD
+                p: Undo(int(ends[p]), log, int(table.epoch[p]))
+                for p, log in followed.items()
+                if table.high[p] > ends[p] and table.state[p] != DEAD
             }
             if undo:
-                host = await self._catalog.reopen(host.bucket.identity.name, undo)
-            followed = {p: table.logs[p] for p in parts.get(host.bucket.identity.version, ())}
+                host = await self._catalog.reopen(identity.name, undo)
             if followed:
-                store, ends = host.disk.store, held["marker"]
-                await host.disk.in_store_thread(functools.partial(store.drop_ahead, followed, ends))
+                drop = functools.partial(host.disk.store.drop_ahead, followed, ends)
+                await host.disk.in_store_thread(drop)
 
     async def _stop_taking(self) -> None:
         """Follow nobody; what came is durable then, and counts where the tables came too."""
@@ -814,3 +806,12 @@ class Owning:
         now = asyncio.get_running_loop().time()
         heard = doubtful <= met.keys() | {standing.directory}
         return heard and now - self._took_back_at >= RESUME_SECONDS
+
+
+def _not_in_step() -> UprError:
+    return UprError(
+        "this server is not in step, so producers' numbers and positions may be missing",
+        reason="NOT_IN_STEP",
+        hint="promote another one that 'upr-admin topology' shows in step; or 'upr-admin promote --force' goes on"
+        " without them",
+    )
