@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from upr.replica.links import Channels, Links
 from upr.service.buckets.catalog import Catalog
-from upr.storage.directory import HEX_ID, Stored
+from upr.storage.directory import HEX_ID
 from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError, shown
 from upr_protocol.limits import MEMBER_SECONDS, NAME_BYTES_MAX, PARTITIONS, SET_MEMBERS_MAX
 from upr_protocol.ownership import HELD, Held, Outdated, Row, Standing
@@ -292,10 +292,6 @@ class Meeting:
         """Return whether each of these servers answered a moment ago: a process that was stopped meanwhile met nobody."""
         since = time.monotonic() - 2 * MEET_SECONDS - ANSWER_SECONDS
         return all(d in self.met and self._seen.get(d, since) > since for d in directories)
-
-    def with_addresses(self, stored: Stored) -> Stored:
-        """Return what is to be stored, with the addresses of now."""
-        return replace(stored, addresses=dict(self.addresses))
 
     @property
     def has_news(self) -> bool:

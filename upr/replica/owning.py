@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import replace
 
 import lmdb
 import numpy as np
@@ -36,6 +35,7 @@ from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.trouble import words_of
+from upr.storage.directory import Stored
 from upr_protocol.errors import (
     DataDamagedError,
     StorageFailedError,
@@ -158,9 +158,10 @@ class Owning:
             after = change(self.standing)
             if after is not None:
                 self.counting.known &= after.row.counted
-                stored = replace(self._catalog.standing, standing=after, known=self.counting.known)
-                if stored != self._catalog.standing or self.meeting.has_news:
-                    await self._catalog.keep_standing(self.meeting.with_addresses(stored))
+                addresses = dict(self.meeting.addresses)
+                stored = Stored(after, addresses, self.counting.known)
+                if stored != self._catalog.standing:
+                    await self._catalog.keep_standing(stored)
         if after is not None:
             self._tell_owner()
         return after
