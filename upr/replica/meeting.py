@@ -387,15 +387,17 @@ class Meeting:
             self.heard_of(answer.members)
             held = held_of_messages(answer.held)
         except (grpc.aio.AioRpcError, UprError) as error:
-            self._tell(directory, error if isinstance(error, UprError) else error_from_call(error))
+            self._tell(directory, error)
             return None
         self._tell(directory)
         row = row_of_message(answer.row)
         claiming, drained = answer.claiming, answer.drained
         return Met(row, answer.epoch, answer.in_step, held, claiming, drained)
 
-    def _tell(self, directory: str, error: UprError | None = None) -> None:
+    def _tell(self, directory: str, error: grpc.aio.AioRpcError | UprError | None = None) -> None:
         """Log what an operator has to mend, when it begins and when it ends; servers come and go by themselves."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            error = error_from_call(error)
         words = "" if error is None else error.message
         if (error is not None and error.retriable) or words == self._failed.get(directory, ""):
             return
@@ -415,7 +417,7 @@ class Meeting:
             stub = self._stub(self.addresses.get(directory, ""))
             answer = await stub.Grant(request, timeout=ANSWER_SECONDS)
         except (grpc.aio.AioRpcError, UprError) as error:
-            self._tell(directory, error if isinstance(error, UprError) else error_from_call(error))
+            self._tell(directory, error)
             return False
         return bool(answer.granted) and answer.member.directory == directory
 
@@ -447,8 +449,6 @@ class Meeting:
             stub = self._stub(self.addresses[directory])
             answer = await stub.Promise(request, timeout=PROMISE_SECONDS)
         except (grpc.aio.AioRpcError, UprError) as error:
-            if isinstance(error, grpc.aio.AioRpcError):
-                error = error_from_call(error)
             self._tell(directory, error)
             return None
         if answer.member.directory != directory:
