@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from upr.replica.holding import highs_as_held, in_one_order
+from upr.replica.holding import beside
 from upr.replica.meeting import Answer, Meeting
 from upr.service.buckets.catalog import Catalog
 from upr_protocol.block import U64
@@ -192,11 +192,8 @@ class Agreeing:
         needed = {}
         for host in self._catalog.hosts:
             version = host.bucket.identity.version
-            highs = np.maximum(floor.get(version, none), host.bucket.copies.stable(1))
-            needed[version] = highs_as_held(highs)
-        met = self._meeting.met
-        holding = {d: in_one_order(one.held, needed)["marker"] for d, one in met.items()}
-        return row.shrunk(silent, in_one_order(needed, needed)["high"], holding)
+            needed[version] = np.maximum(floor.get(version, none), host.bucket.copies.stable(1))
+        return row.shrunk(silent, *beside(needed, self._meeting.met))
 
     @property
     def sure(self) -> frozenset[str]:

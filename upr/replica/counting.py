@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import lmdb
 
 from upr.replica.agreeing import Agreeing
-from upr.replica.holding import Holding, highs_as_held, in_one_order
+from upr.replica.holding import Holding, beside
 from upr.replica.meeting import Meeting
 from upr.service.buckets.catalog import Catalog
 from upr.service.conversation import REPLICAS_NAME
@@ -116,12 +116,9 @@ class Counting:
                 self.note_floor()
         if row != standing.row:
             return row
-        floor = in_one_order(
-            {v: highs_as_held(high) for v, high in self._floor.items()}, self._floor
-        )
-        holding = {d: in_one_order(one.held, self._floor)["marker"] for d, one in met.items()}
+        floor, holding = beside(self._floor, met)
         stored = {d for d, one in met.items() if one.row.age >= row.age}
-        return row.without(row.owner, floor["high"], holding, stored) or row
+        return row.without(row.owner, floor, holding, stored) or row
 
     async def _recount(self) -> None:
         """Count this server again, if a counted one has less than it acknowledged: that one could be promoted alone.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from upr.engine.partitions import DEAD
-from upr.replica.meeting import Answer
+from upr.replica.meeting import Answer, Met
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.following import Following
@@ -62,11 +62,10 @@ def in_one_order(buckets: Buckets, versions: Iterable[int]) -> Held:
     return np.concatenate([nothing[:0], *(buckets.get(version, nothing) for version in versions)])
 
 
-def highs_as_held(high: U64) -> Held:
-    """Return high seqnos as what is held."""
-    held = np.zeros(PARTITIONS, HELD)
-    held["high"] = high
-    return held
+def beside(needed: Mapping[int, U64], met: Mapping[str, Met]) -> tuple[U64, dict[str, U64]]:
+    """Return seqnos that are given by bucket version as one column, and in its order the markers of each server that was met."""
+    markers = {d: in_one_order(one.held, needed)["marker"] for d, one in met.items()}
+    return np.concatenate([np.zeros(0, np.uint64), *needed.values()]), markers
 
 
 def by_version(step: Follow, versions: Sequence[int]) -> dict[int, dict[int, int]]:
