@@ -19,7 +19,7 @@ from upr.engine.partitions import DEAD
 from upr.replica import replication
 from upr.replica.holding import held_of
 from upr.replica.links import Links
-from upr.replica.receiving import Introduction, Receiving, UndoNeededError
+from upr.replica.receiving import Receiving, UndoNeededError
 from upr.replica.replication import Replication
 from upr.replica.tables import take_tables
 from upr.service import trouble
@@ -32,6 +32,17 @@ from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
+
+ME = wire.Open(directory="d", replica_set="s", address="a")
+OPENED = wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1000))
+
+
+def started(token: int) -> wire.FollowResponse:
+    """Return that the stream of partition 3 begins."""
+    record = types.FailoverRecord(failover_id=9, seqno=0, epoch=1)
+    told = wire.Started(token=token, failover_id=9, high_seqno=5, epoch=1, failover_log=[record])
+    answer = wire.StartAnswer(partition=3, started=told)
+    return wire.FollowResponse(start_answers=wire.StartAnswers(answers=[answer]))
 
 
 class Upstream:
@@ -70,10 +81,9 @@ async def test_a_new_call_is_in_step_when_the_tables_were_told_in_it(
 ) -> None:
     assert host.following is not None
     host.following.tables = True
-    opened = wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1))
-    upstream = Upstream(opened) if answers else Upstream()
+    upstream = Upstream(OPENED) if answers else Upstream()
     with pytest.raises(UnavailableError):
-        await Receiving(host, upstream, Introduction("d", "s", "a", False)).run()
+        await Receiving(host, upstream, ME).run()
     # While nobody answers it has what it had. Else it does not after a crash either.
     assert host.following.in_step == (not answers)
     assert (host.disk.store.joining() is not None) == answers
@@ -82,11 +92,9 @@ async def test_a_new_call_is_in_step_when_the_tables_were_told_in_it(
 @pytest.mark.asyncio
 async def test_of_parts_those_that_are_dead_here_are_not_asked_for(host: BucketService) -> None:
     host.bucket.partitions.state[5] = DEAD
-    upstream = Upstream(
-        wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1))
-    )
+    upstream = Upstream(OPENED)
     with pytest.raises(UnavailableError):
-        await Receiving(host, upstream, Introduction("d", "s", "a", True), {5: 0, 6: 0}).run()
+        await Receiving(host, upstream, ME, {5: 0, 6: 0}).run()
     (start,) = [message.start for message in upstream.said if message.HasField("start")]
     assert [one.partition for one in start.partitions] == [6]
 
@@ -95,7 +103,7 @@ async def test_of_parts_those_that_are_dead_here_are_not_asked_for(host: BucketS
 async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: BucketService) -> None:
     assert host.following is not None
     following, table = host.following, host.bucket.partitions
-    receiving = Receiving(host, Upstream(), Introduction("d", "s", "a", False))
+    receiving = Receiving(host, Upstream(), ME)
     await host.following.set_joining(True)
     row = wire.ConsumerRow(
         consumer="c", partition=5, failover_id=int(table.newest_id[5]), seqno=3, time=1
@@ -286,29 +294,16 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
     async def failed() -> None: ...
 
     host.start(failed)
-    record = types.FailoverRecord(failover_id=9, seqno=0, epoch=1)
-
-    def started(token: int) -> wire.FollowResponse:
-        told = wire.Started(
-            token=token, failover_id=9, high_seqno=5, epoch=1, failover_log=[record]
-        )
-        answer = wire.StartAnswer(partition=3, started=told)
-        return wire.FollowResponse(start_answers=wire.StartAnswers(answers=[answer]))
-
     # Two rows, and then a part of three more.
     entries = [entry((3, 0, 2, 2)), entry((3, 2, 3, 5))]
     frame = wire.Frame(
         blocks=[types.Block.FromString(one.data) for one in entries],
         tokens=np.array([7, 7], "<u4").tobytes(),
     )
-    upstream = Listening(
-        wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1000)),
-        started(7),
-        wire.FollowResponse(frame=frame),
-    )
+    upstream = Listening(OPENED, started(7), wire.FollowResponse(frame=frame))
     # One partition is followed.
     host.bucket.partitions.state[np.arange(PARTITIONS) != 3] = DEAD
-    receiving = Receiving(host, upstream, Introduction("d", "s", "a", False))
+    receiving = Receiving(host, upstream, ME)
     assert host.bucket.may_undo
     task = asyncio.create_task(receiving.run())
 
@@ -350,17 +345,12 @@ async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_o
     host: BucketService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pauses: list[tuple[int, bool]] = []
-    opened = wire.FollowResponse(opened=wire.Opened(credit_bytes=1000, heartbeat_seconds=1000))
-    record = types.FailoverRecord(failover_id=9, seqno=0, epoch=1)
-    told = wire.Started(token=7, failover_id=9, high_seqno=5, epoch=1, failover_log=[record])
-    answer = wire.StartAnswer(partition=3, started=told)
-    started = wire.FollowResponse(start_answers=wire.StartAnswers(answers=[answer]))
     block = types.Block.FromString(entry((3, 0, 2, 2)).data)
     frame = wire.Frame(blocks=[block], tokens=np.array([7], "<u4").tobytes())
 
     class Gives(Upstream):
         def Follow(self) -> Upstream:
-            return Upstream(opened, started, wire.FollowResponse(frame=frame))
+            return Upstream(OPENED, started(7), wire.FollowResponse(frame=frame))
 
     def delay(tries: int, *_: Any, away: bool) -> float:
         pauses.append((tries, away))

@@ -10,7 +10,6 @@ What is acknowledged is the last complete durable marker: after each fsync, not 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -50,28 +49,12 @@ class UndoNeededError(Exception):
         self.undo = undo
 
 
-@dataclass(frozen=True, slots=True)
-class Introduction:
-    """What a replica says of itself.
-
-    Attributes:
-        directory: the id of its data directory.
-        replica_set: the id of the set of servers that it belongs to.
-        address: HOST:PORT where it can be reached.
-        anonymous: whether it is not to be registered.
-    """
-
-    directory: str
-    replica_set: str
-    address: str
-    anonymous: bool
-
-
 class Receiving:
     """One Follow call, from its Open to its end.
 
     Args:
         stub: ChangeStreamServiceStub of the upstream.
+        introduction: what a replica says of itself: directory, set, address, and by its kind whether it is to be registered.
         only: the partitions that are followed, and the marker that is wanted of each: what is above it there may lack
             what the small tables say of it. None for all that the upstream has.
         on_followed: called when the upstream is followed: it answered, and what comes can be stored here.
@@ -81,7 +64,7 @@ class Receiving:
         self,
         host: BucketService,
         stub: Any,
-        introduction: Introduction,
+        introduction: wire.Open,
         only: Mapping[int, int] | None = None,
         on_followed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -144,19 +127,15 @@ class Receiving:
             self._call.cancel()
 
     async def _open(self) -> wire.Opened:
-        me, identity = self._introduction, self._bucket.identity
-        kind = wire.FOLLOW_KIND_ANONYMOUS_REPLICA if me.anonymous else wire.FOLLOW_KIND_REPLICA
+        identity = self._bucket.identity
         opening = wire.Open(
             bucket=identity.name,
             bucket_version=identity.version,
             heartbeat_seconds=HEARTBEAT_SECONDS,
             stability=types.STABILITY_MEMORY,
             accept_zstd=zstd_available(),
-            kind=kind,
-            directory=me.directory,
-            replica_set=me.replica_set,
-            address=me.address,
         )
+        opening.MergeFrom(self._introduction)
         await self._say(open=opening)
         first = await self._read(SILENT_INTERVALS * HEARTBEAT_SECONDS)
         if first.WhichOneof("message") != "opened":
@@ -383,8 +362,7 @@ class Receiving:
         markers = self._bucket.markers
         following = self._following
         while True:
-            if following.in_step and following.joining is not False:
-                await self._following.set_joining(False)
+            if await following.end_join():
                 self._acknowledged[:] = 0
                 continue
             # Of what is followed only: an Ack above what was sent ends the call.

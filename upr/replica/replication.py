@@ -20,7 +20,7 @@ import lmdb
 
 from upr.engine.recovery import Undo
 from upr.replica.links import Links
-from upr.replica.receiving import Introduction, Receiving, UndoNeededError
+from upr.replica.receiving import Receiving, UndoNeededError
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.trouble import words_of
@@ -39,6 +39,7 @@ from upr_protocol.errors import (
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import admin_service_pb2_grpc, change_stream_service_pb2_grpc
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 log = logging.getLogger(__name__)
 
@@ -276,11 +277,13 @@ class Replication:
             following = host.following
             assert following is not None
             following.address = upstream
-            introduction = Introduction(
-                self._catalog.directory_id,
-                self._catalog.replica_set,
-                self._address(),
-                self._anonymous,
+            introduction = wire.Open(
+                kind=wire.FOLLOW_KIND_ANONYMOUS_REPLICA
+                if self._anonymous
+                else wire.FOLLOW_KIND_REPLICA,
+                directory=self._catalog.directory_id,
+                replica_set=self._catalog.replica_set,
+                address=self._address(),
             )
             try:
                 receiving = Receiving(host, streams, introduction, only, followed)

@@ -91,14 +91,16 @@ class Following:
             self.release()
         self._disk.changed()
 
-    async def end_join(self) -> None:
-        """Store that the join has come to its end, if it has.
+    async def end_join(self) -> bool:
+        """Store that the join has come to its end, if it has; return whether that was to be stored.
 
         Raises:
             OSError, lmdb.Error: it cannot be stored.
         """
-        if self.in_step:
+        ends = self.in_step and self.joining is not False
+        if ends:
             await self.set_joining(False)
+        return ends
 
     async def is_whole_up_to(self, seqnos: Mapping[int, int]) -> None:
         """Store that in these partitions nothing of the small tables is missing up to a seqno, as a server told them.
