@@ -135,15 +135,18 @@ class Etcd:
         self._token = ""
         raise UnavailableError(f"etcd at {endpoint}: {words}")
 
+    async def _ask(self, method: Callable[[grpc.aio.Channel], Any], request: object) -> Any:
+        """Make a call that has one request and one answer, see ``_call``; ``method`` returns that of a channel."""
+
+        async def do(channel: grpc.aio.Channel, metadata: Any) -> Any:
+            return await method(channel)(request, timeout=CALL_SECONDS, metadata=metadata)
+
+        return await self._call(do)
+
     async def read(self, prefix: bytes) -> Found:
         """Return all keys with a prefix."""
         request = wire.RangeRequest(key=prefix, range_end=end_of(prefix), limit=KEYS_MAX)
-
-        async def do(channel: grpc.aio.Channel, metadata: Any) -> Any:
-            kv: Any = stubs.KVStub(channel)
-            return await kv.Range(request, timeout=CALL_SECONDS, metadata=metadata)
-
-        answer = await self._call(do)
+        answer = await self._ask(lambda channel: stubs.KVStub(channel).Range, request)
         if answer.more:
             raise UprError(
                 f"keys of the cluster in etcd are more than {KEYS_MAX}",
@@ -159,22 +162,13 @@ class Etcd:
 
     async def _put(self, compare: list[wire.Compare], put: wire.PutRequest) -> bool:
         request = wire.TxnRequest(compare=compare, success=[wire.RequestOp(request_put=put)])
-
-        async def do(channel: grpc.aio.Channel, metadata: Any) -> Any:
-            kv: Any = stubs.KVStub(channel)
-            return await kv.Txn(request, timeout=CALL_SECONDS, metadata=metadata)
-
-        return bool((await self._call(do)).succeeded)
+        answer = await self._ask(lambda channel: stubs.KVStub(channel).Txn, request)
+        return bool(answer.succeeded)
 
     async def session(self, key: bytes, value: bytes, seconds: int) -> None:
         """Keep a key with a lease until that is lost; cancelled, the key stays until the lease ends by itself."""
-
-        async def grant(channel: grpc.aio.Channel, metadata: Any) -> Any:
-            lease: Any = stubs.LeaseStub(channel)
-            asked = wire.LeaseGrantRequest(ttl=seconds)
-            return await lease.LeaseGrant(asked, timeout=CALL_SECONDS, metadata=metadata)
-
-        made = await self._call(grant)
+        request = wire.LeaseGrantRequest(ttl=seconds)
+        made = await self._ask(lambda channel: stubs.LeaseStub(channel).LeaseGrant, request)
         await self._put([], wire.PutRequest(key=key, value=value, lease=made.id))
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
@@ -222,7 +216,6 @@ class Etcd:
         await self._call(do)
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._channels.close()
 
 

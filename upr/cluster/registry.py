@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Protocol
 
 from upr.storage.blocks import COMPRESSIONS
+from upr.storage.directory import HEX_ID
 from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError, shown
 from upr_protocol.limits import (
     BUCKETS_MAX,
@@ -29,7 +30,6 @@ ENDPOINTS_MAX: Final = 16
 _PORT: Final = 2379
 _URL: Final = re.compile(r"etcd://([^/]+)/([A-Za-z0-9._-]{1,64})")
 _HOST: Final = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
-_DIRECTORY: Final = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _number(value: object) -> int:
 
 
 def _directory(value: object) -> str:
-    if not isinstance(value, str) or not _DIRECTORY.fullmatch(value):
+    if not isinstance(value, str) or not HEX_ID.fullmatch(value):
         raise ValueError(f"a directory is {shown(str(value))}")
     return value
 
