@@ -264,10 +264,12 @@ class Buckets:
             here = self._catalog.versions
             for version, name in here.items():
                 if version in known.dropped:
-                    failed = await self._drop(name, version) or failed
+                    dropping = self._catalog.drop(name, version)
+                    failed = await _matched(dropping, name, "dropped") or failed
             for one in known.buckets:
                 if one.version not in here:
-                    failed = await self._made(one, active=active) or failed
+                    making = self._make(one, active=active)
+                    failed = await _matched(making, one.name, "made") or failed
             self.tell(failed)
 
     def _with_ours(self, known: Map) -> Map | None:
@@ -298,24 +300,6 @@ class Buckets:
                 known = known.adding(Bucket(found.name, found.version, found.compression, quota))
         return known
 
-    async def _drop(self, name: str, version: int) -> UprError | None:
-        """Drop a bucket here; return why it cannot be."""
-        try:
-            await self._catalog.drop(name, version)
-        except UprError as error:
-            return _cannot(f"bucket {shown(name)} cannot be dropped", error)
-        log.warning("a bucket was dropped here, as in the cluster", extra={"bucket": name})
-        return None
-
-    async def _made(self, one: Bucket, *, active: bool) -> UprError | None:
-        """Make a bucket here; return why it cannot be."""
-        try:
-            await self._make(one, active=active)
-        except UprError as error:
-            return _cannot(f"bucket {shown(one.name)} cannot be made", error)
-        log.warning("a bucket was made here, as in the cluster", extra={"bucket": one.name})
-        return None
-
     def tell(self, trouble: UprError | None) -> None:
         """Say in the log once that a bucket is not as the map says, and once that all are."""
         if trouble is not None and str(trouble) != str(self.trouble):
@@ -325,9 +309,19 @@ class Buckets:
         self.trouble = trouble
 
 
-def _cannot(words: str, error: UprError) -> UprError:
-    hint = error.hint or "the other buckets are served; it is tried again every second"
-    return UprError(f"{words}: {error.message}", reason=error.reason, hint=hint, retriable=True)
+async def _matched(doing: Awaitable[object], name: str, what: str) -> UprError | None:
+    """Drop or make a bucket here, as the map says; return why it cannot be."""
+    try:
+        await doing
+    except UprError as error:
+        return UprError(
+            f"bucket {shown(name)} cannot be {what}: {error.message}",
+            reason=error.reason,
+            hint=error.hint or "the other buckets are served; it is tried again every second",
+            retriable=True,
+        )
+    log.warning(f"a bucket was {what} here, as in the cluster", extra={"bucket": name})
+    return None
 
 
 async def _here(doing: Awaitable[_T], words: str) -> _T:
