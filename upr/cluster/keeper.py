@@ -75,7 +75,6 @@ class Keeper:
 
     @property
     def name(self) -> str:
-        """The name of the cluster."""
         return self._place.name
 
     @property

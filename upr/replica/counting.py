@@ -125,7 +125,7 @@ class Counting:
 
         It stays counted until one has all that is here now, as when it began to serve.
         """
-        hosts = list(self._catalog.hosts)
+        hosts = self._catalog.hosts
         fallen = set().union(*(host.bucket.copies.fallen for host in hosts))
 
         if lost := fallen & self._standing.row.counted:
@@ -152,7 +152,7 @@ class Counting:
             StorageFailedError: it could not be stored, or its positions could not be removed; it can be repeated.
         """
         name = REPLICAS_NAME + directory
-        hosts = list(self._catalog.hosts)
+        hosts = self._catalog.hosts
         here = directory == self._standing.directory or directory in self._meeting.met
         if here or any(name in host.bucket.consumers for host in hosts):
             raise UprError(

@@ -15,8 +15,6 @@ from upr_protocol.errors import StorageFailedError, UprError, shown
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.ownership import HELD, Follow, Held, Row
 
-Buckets = Mapping[int, Held]
-"""Columns of what a server holds, by bucket version."""
 Lost = tuple[int, int, int, int]
 """Part that was given up: bucket version, partition, marker and newest failover id there."""
 
@@ -56,8 +54,8 @@ def held_of(host: BucketService, *, as_copy: bool = False) -> Held:
     return held
 
 
-def in_one_order(buckets: Buckets, versions: Iterable[int]) -> Held:
-    """Return what is held as one column; of a bucket that is not there, nothing."""
+def in_one_order(buckets: Mapping[int, Held], versions: Iterable[int]) -> Held:
+    """Return what is held, by bucket version, as one column; of a bucket that is not there, nothing."""
     nothing = np.zeros(PARTITIONS, HELD)
     return np.concatenate([nothing[:0], *(buckets.get(version, nothing) for version in versions)])
 

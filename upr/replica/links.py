@@ -140,11 +140,6 @@ class Channels:
         self._closing: set[asyncio.Task[None]] = set()
         self._is_unusable = False
 
-    @property
-    def addresses(self) -> Collection[str]:
-        """Where they lead."""
-        return self._open.keys()
-
     def to(self, address: str) -> Any:
         """Return the channel to an address; it is to be used at once.
 
@@ -182,7 +177,6 @@ class Channels:
             self._drop(address)
 
     async def close(self) -> None:
-        """Close all."""
         for _, link in self._open.values():
             await link.close()
         self._open.clear()

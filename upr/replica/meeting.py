@@ -460,5 +460,4 @@ class Meeting:
         return Answer(row, held_of_messages(answer.held), answer.confirmed, changes)
 
     async def close(self) -> None:
-        """Close the channels."""
         await self._channels.close()

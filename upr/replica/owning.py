@@ -244,7 +244,6 @@ class Owning:
     # Following
 
     async def follow_nobody(self) -> None:
-        """Stop following."""
         task, self._following, self._followed = self._following, None, ((), False)
         self._replication = None
         if task is not None:
