@@ -1,13 +1,24 @@
 """Sets of servers in one process, whose parts tests reach."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+import pytest
+
 from tests.harness import poll
+from upr.engine.bucket import Written
 from upr.replica.methods import ReplicaMethods
 from upr.replica.owning import Owning
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.following import Following
 from upr.service.server import Server
+from upr_protocol.block import build_block
 
 Start = Callable[..., Awaitable["Member"]]
+PRODUCER = b"w"
+A, B = 3, 4
+"""Partitions that are written to."""
 
 
 class Member:
@@ -30,12 +41,41 @@ class Member:
     def names(self) -> list[str]:
         return sorted(host.bucket.identity.name for host in self.catalog.hosts)
 
+    @property
+    def host(self) -> BucketService:
+        """Its bucket as it is now: one of which a part is undone is opened anew."""
+        return self.catalog.find("default")
+
+    @property
+    def following(self) -> Following:
+        following = self.host.following
+        assert following is not None
+        return following
+
+    def seqno(self, partition: int) -> int:
+        """Return the last complete durable marker."""
+        return int(self.host.bucket.markers.seqno[partition])
+
+    async def flush(self) -> None:
+        host = self.host
+        while host.bucket.tail.first < host.bucket.tail.end:
+            await host.flush()
+
+    async def begin_join(self) -> None:
+        """Be as if a join had begun, and nothing of it had come yet."""
+        self.following.begin_tables()
+        await self.following.set_joining(True)
+
 
 async def until(ask: Callable[[], bool]) -> None:
     async def asked() -> bool:
         return ask()
 
     await poll(asked)
+
+
+async def never(*_: object) -> None:
+    await asyncio.Event().wait()
 
 
 async def start_set(start: Start, replicas: int = 1) -> list[Member]:
@@ -51,3 +91,32 @@ async def leave_alone(member: Member) -> None:
     """Have a server follow nobody, and meet nobody by itself."""
     member.owning._paused = True
     await member.owning.follow_nobody()
+
+
+async def joined(*members: Member) -> None:
+    followings = [member.following for member in members]
+    await until(lambda: all(one.in_step and one.joining is False for one in followings))
+
+
+async def write(member: Member, number: int, partition: int = A) -> Written:
+    """Write one row under a producer's number, in a call of its own."""
+    host, key = member.host, b"k%d" % partition
+    call = await host.producers.open(PRODUCER)
+    try:
+        block = build_block([key], [b"%d" % number], np.array([partition], np.uint32))
+        return await host.write(block, PRODUCER, call, number)
+    finally:
+        host.bucket.close_producer(call)
+
+
+def before_it_claims(
+    monkeypatch: pytest.MonkeyPatch, happen: Callable[[], Awaitable[None]]
+) -> None:
+    """Have something happen when a server that is to be promoted looks whom it reaches."""
+    check_reached = Owning._check_reached
+
+    async def overtaken(owning: Owning, **how: bool) -> None:
+        await happen()
+        await check_reached(owning, **how)
+
+    monkeypatch.setattr(Owning, "_check_reached", overtaken)

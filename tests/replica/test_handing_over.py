@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness import WAIT_SECONDS
-from tests.replica.members import Start, leave_alone, start_set, until
+from tests.replica.members import Start, leave_alone, never, start_set, until
 from tests.service.keys import some_keys
 from upr.engine.partitions import ACTIVE
 from upr.replica import owning, replication
@@ -69,7 +69,7 @@ async def test_what_was_saved_and_cut_until_the_old_owner_stepped_down_is_at_the
     with pytest.raises(UprError) as refused:
         await changing
     assert (refused.value.reason, refused.value.retriable) == ("PARTITION_NOT_ACTIVE", True)
-    bucket = new.catalog.find("default").bucket
+    bucket = new.host.bucket
     assert {name for name, _ in bucket.consumer_positions} >= set(named)
     # The next one may have been made, and its answer too late.
     assert named[-1] in {cut.name for cut in bucket.cuts.named}
@@ -109,7 +109,7 @@ async def test_a_quota_that_was_begun_before_a_takeover_is_at_the_new_owner(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = await start_set(start)
-    disk, go_on = old.catalog.find("default").disk, threading.Event()
+    disk, go_on = old.host.disk, threading.Event()
     store, waiting = disk.store, disk._store_thread._work
     put_quota, began = store.put_quota, threading.Event()
 
@@ -127,7 +127,7 @@ async def test_a_quota_that_was_begun_before_a_takeover_is_at_the_new_owner(
         await until(lambda: taking_over.done() or not (old.owning.active or waiting.empty()))
         go_on.set()
         await asyncio.gather(setting, taking_over)
-    assert new.catalog.find("default").disk.quota.limit == 10**6
+    assert new.host.disk.quota.limit == 10**6
 
 
 @pytest.mark.asyncio
@@ -253,7 +253,7 @@ async def test_one_that_gives_data_takes_no_consumer_and_no_cut_away(start: Star
     async with AsyncClient(old.target) as client:
         await client.admin.reset_consumer("default", "both", "now", partitions=[3], create=True)
         await client.admin.create_cut("default", "both", partitions=[3])
-        host, other = new.catalog.find("default"), third.catalog.find("default")
+        host, other = new.host, third.host
 
         def has(of: BucketService, name: str) -> bool:
             named = {cut.name for cut in of.bucket.cuts.named}
@@ -266,7 +266,7 @@ async def test_one_that_gives_data_takes_no_consumer_and_no_cut_away(start: Star
         await client.admin.reset_consumer("default", "theirs", "now", partitions=[3], create=True)
         await client.admin.create_cut("default", "theirs", partitions=[3])
         await until(lambda: has(other, "theirs"))
-        highs = old.catalog.find("default").bucket.partitions.high
+        highs = old.host.bucket.partitions.high
         await until(lambda: bool((other.bucket.markers.seqno == highs).all()))
     await leave_alone(third)
     # These only to the other: the owner dies before it has told them to both.
@@ -280,7 +280,7 @@ async def test_one_that_gives_data_takes_no_consumer_and_no_cut_away(start: Star
     await old.stop()
     new.owning._paused = third.owning._paused = False
     await new.owning.promote()
-    host = new.catalog.find("default")
+    host = new.host
     assert host.bucket.partitions.high.tolist() == highs.tolist()
     names = {name for name, _ in host.bucket.consumer_positions}
     assert names >= {"both", "ours", "theirs"}
@@ -295,36 +295,26 @@ async def test_rows_that_came_without_the_numbers_of_their_producers_are_no_copy
 ) -> None:
     old, new, third = await start_set(start, replicas=2)
     await leave_alone(new)
-    here, there = new.catalog.find("default"), third.catalog.find("default")
-    assert there.following is not None
-    joining, partition = there.following, partition_of(b"k")
-
-    def seqno(of: BucketService) -> int:
-        return int(of.bucket.markers.seqno[partition])
-
+    partition = partition_of(b"k")
     async with AsyncClient(old.target) as client:
         await client.bucket("default").set(b"k", b"1")
-        await until(lambda: seqno(there) == 1 and joining.joining is False)
+        await until(lambda: third.seqno(partition) == 1 and third.following.joining is False)
         await leave_alone(third)
         await client.bucket("default").set(b"k", b"2")
-
-    async def never(feed: TableFeed, tables: wire.Tables) -> None:
-        await asyncio.Event().wait()
-
     # The owner dies before it has told the third what belongs to the second row.
     monkeypatch.setattr(TableFeed, "_tell", never)
     third.owning._paused = False
-    await until(lambda: seqno(there) == 2)
+    await until(lambda: third.seqno(partition) == 2)
     await leave_alone(third)
     monkeypatch.undo()
     await old.stop()
     new.owning._paused = third.owning._paused = False
     await new.owning.promote()
-    assert seqno(here) == 1
+    assert new.seqno(partition) == 1
     async with AsyncClient(new.target) as client:
         assert await client.bucket("default").get(b"k") == b"1"
     await until(lambda: third.owning.in_step)
-    assert seqno(third.catalog.find("default")) == 1
+    assert third.seqno(partition) == 1
 
 
 async def rows_of(host: BucketService, name: str) -> dict[int, ConsumerRow]:
@@ -387,7 +377,7 @@ async def test_an_owner_takes_nothing_back_from_one_that_cannot_be_asked(
 async def test_one_that_gathered_in_vain_follows_registered_again(start: Start) -> None:
     old, new = await start_set(start)
     await leave_alone(new)
-    host, directory = old.catalog.find("default"), new.owning.standing.directory
+    host, directory = old.host, new.owning.standing.directory
     # Its call of before ends at the owner a moment later.
     await until(lambda: not old.owning.meeting.registered(directory))
     new.owning._follow((old.target,), True, old.owning.standing.directory)
@@ -409,7 +399,7 @@ async def test_who_counts_is_stored_before_it_counts(
 
     monkeypatch.setattr(old.owning, "_round", nothing)
     await idle.wait()
-    directory, bucket = new.owning.standing.directory, old.catalog.find("default").bucket
+    directory, bucket = new.owning.standing.directory, old.host.bucket
     old.owning.counting.known = frozenset()
     await old.owning.store(lambda standing: standing)
     assert not old.catalog.standing.known
@@ -454,10 +444,9 @@ async def test_what_is_dead_here_is_named_at_once_and_given_up_alone(
     async with AsyncClient(old.target) as client:
         for partition in (7, 8):
             await client.bucket("default").set(some_keys(partition, 1)[0], b"v")
-    markers = third.catalog.find("default").bucket.markers
-    await until(lambda: bool(markers.seqno[7] and markers.seqno[8]))
+    await until(lambda: bool(third.seqno(7) and third.seqno(8)))
     await leave_alone(third)
-    table = new.catalog.find("default").bucket.partitions
+    table = new.host.bucket.partitions
     table.kill(7, StorageFailedError("broken"))
     await old.stop()
     new.owning._paused = third.owning._paused = False
@@ -475,7 +464,7 @@ async def test_what_is_dead_here_is_named_at_once_and_given_up_alone(
 @pytest.mark.asyncio
 async def test_what_is_given_up_is_told_from_where_the_branches_part(start: Start) -> None:
     alone = await start()
-    bucket = alone.catalog.find("default").bucket
+    bucket = alone.host.bucket
     table, version = bucket.partitions, bucket.identity.version
     first = table.logs[7].newest.failover_id
     table.set_log(7, table.logs[7].with_record(5, 20, epoch=2))
@@ -582,7 +571,7 @@ async def test_what_only_one_that_is_forgotten_had_is_not_lost(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, gone, late = await start_set(start, replicas=2)
-    host, behind = old.catalog.find("default"), late.catalog.find("default")
+    host, behind = old.host, late.host
     receive, may_receive, goes = (
         BucketService.receive,
         asyncio.Event(),
@@ -645,7 +634,7 @@ async def test_a_round_beside_it_does_not_count_one_that_is_forgotten(
     old, gone, _ = await start_set(start, replicas=2)
     owner, goes = old.owning, gone.owning.standing.directory
     await gone.stop()
-    name, bucket = f"replica:{goes}", old.catalog.find("default").bucket
+    name, bucket = f"replica:{goes}", old.host.bucket
     await until(lambda: goes not in owner.meeting.met and name not in bucket.consumers)
     keep, stores, may_store = old.catalog.keep_standing, asyncio.Event(), asyncio.Event()
 
@@ -674,7 +663,7 @@ async def test_one_that_joins_holds_up_purging_and_is_no_copy(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = await start_set(start)
-    host, directory = old.catalog.find("default"), new.owning.standing.directory
+    host, directory = old.host, new.owning.standing.directory
     may_tell, tell_all = asyncio.Event(), TableFeed._tell_all
 
     async def tell_later(self: TableFeed) -> None:

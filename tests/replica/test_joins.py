@@ -9,10 +9,22 @@ import numpy as np
 import pytest
 
 from tests.engine.test_replication import entry
-from tests.replica.members import Member, Start, leave_alone, start_set, until
+from tests.replica.members import (
+    PRODUCER,
+    A,
+    B,
+    Member,
+    Start,
+    before_it_claims,
+    joined,
+    leave_alone,
+    never,
+    start_set,
+    until,
+    write,
+)
 from tests.storage.closed import Closed
 from upr.config import ServerConfig
-from upr.engine.bucket import Written
 from upr.engine.recovery import Undo
 from upr.replica import owning
 from upr.replica.holding import held_of
@@ -24,47 +36,20 @@ from upr.storage.keyspace import PRODUCER as NUMBERS
 from upr.storage.keyspace import ProducerNumbers
 from upr.storage.undone import undone_files
 from upr_client import AsyncClient
-from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import BucketGoneError, UnavailableError, UprError
 from upr_protocol.failover import FailoverLog, FailoverRecord
 
-A, B = 3, 4
-PRODUCER = b"w"
 
-
-async def write(host: BucketService, number: int, partition: int) -> Written:
-    """Write a row with the number of a producer."""
-    rows = build_block([b"k%d" % partition], [b"%d" % number], np.array([partition], np.uint32))
-    block = sealed(replace(rows, runs=make_runs([partition], 1)))
-    stored = await host.producers.stored(PRODUCER)
-    last = max((row.number for row in stored.values()), default=0)
-    call = host.bucket.open_producer(PRODUCER, last)
-    written = await host.write(block, PRODUCER, call, number)
-    host.bucket.close_producer(call)
-    return written
-
-
-def bucket_of(member: Member) -> BucketService:
-    return member.catalog.find("default")
-
-
-def at(member: Member, partition: int) -> int:
-    """Return the last complete durable marker."""
-    return int(bucket_of(member).bucket.markers.seqno[partition])
-
-
-async def joined(*members: Member) -> None:
-    followings = [bucket_of(member).following for member in members]
-    await until(lambda: all(f is not None and f.joining is False for f in followings))
-
-
-async def flushed(host: BucketService) -> None:
-    while host.bucket.tail.first < host.bucket.tail.end:
-        await host.flush()
-
-
-async def never_told(_feed: TableFeed, _tables: object) -> None:
-    await asyncio.Event().wait()
+async def start_apart(start: Start) -> list[Member]:
+    """Start an owner, and a server that is left alone with the first of two rows; a third one follows on and has both."""
+    old, new, third = members = await start_set(start, replicas=2)
+    await write(old, 1)
+    await until(lambda: third.seqno(A) == 1 == new.seqno(A))
+    await joined(new, third)
+    await leave_alone(new)
+    await write(old, 2)
+    await until(lambda: third.seqno(A) == 2)
+    return members
 
 
 def meanwhile(
@@ -75,10 +60,10 @@ def meanwhile(
 
     async def overtaken(self: Owning, **how: bool) -> None:
         await check_reached(self, **how)
-        if self is not new.owning or not bucket_of(old).bucket.partitions.high.any() or old.stopped:
+        if self is not new.owning or not old.host.bucket.partitions.high.any() or old.stopped:
             return
         with monkeypatch.context() as patch:
-            patch.setattr(TableFeed, "_tell", never_told)
+            patch.setattr(TableFeed, "_tell", never)
             self._follow((old.target,), False, old.owning.standing.directory)
             await until(came)
             await old.stop()
@@ -90,25 +75,18 @@ def meanwhile(
 async def test_of_other_partitions_than_those_that_are_fetched_nothing_counts_as_whole(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new, third = await start_set(start, replicas=2)
-    owner = bucket_of(old)
-    await write(owner, 1, A)
-    await until(lambda: at(third, A) == 1 == at(new, A))
-    await joined(new, third)
-    await leave_alone(new)
-    await write(owner, 2, A)
-    await until(lambda: at(third, A) == 2)
+    old, new, third = await start_apart(start)
     await leave_alone(third)
-    await write(owner, 3, B)
-    await until(lambda: at(old, B) == 1)
-    await flushed(owner)
-    meanwhile(monkeypatch, old, new, lambda: at(new, A) == 2 and at(new, B) == 1)
+    await write(old, 3, B)
+    await until(lambda: old.seqno(B) == 1)
+    await old.flush()
+    meanwhile(monkeypatch, old, new, lambda: new.seqno(A) == 2 and new.seqno(B) == 1)
     await new.owning.promote()
-    assert (at(new, A), at(new, B)) == (2, 0)
+    assert (new.seqno(A), new.seqno(B)) == (2, 0)
     # It knows the numbers of what it kept, and what it did not keep is applied anew.
-    assert (await write(bucket_of(new), 2, A)).duplicate
-    assert not (await write(bucket_of(new), 3, B)).duplicate
-    assert int(bucket_of(new).bucket.partitions.high[B]) == 1
+    assert (await write(new, 2)).duplicate
+    assert not (await write(new, 3, B)).duplicate
+    assert int(new.host.bucket.partitions.high[B]) == 1
 
 
 @pytest.mark.asyncio
@@ -117,21 +95,14 @@ async def test_a_claim_that_a_join_overtook_ends_with_an_owner(
     start: Start, monkeypatch: pytest.MonkeyPatch, rows_of_third: int
 ) -> None:
     monkeypatch.setattr(owning, "GATHER_SECONDS", 3.0)
-    old, new, third = await start_set(start, replicas=2)
-    owner = bucket_of(old)
-    await write(owner, 1, A)
-    await until(lambda: at(third, A) == 1 == at(new, A))
-    await joined(new, third)
-    await leave_alone(new)
-    await write(owner, 2, A)
-    await until(lambda: at(third, A) == 2)
+    old, new, third = await start_apart(start)
     if rows_of_third == 2:
         await leave_alone(third)
-    await write(owner, 3, A)
+    await write(old, 3)
     if rows_of_third == 3:
-        await until(lambda: at(third, A) == 3)
+        await until(lambda: third.seqno(A) == 3)
         await leave_alone(third)
-    meanwhile(monkeypatch, old, new, lambda: at(new, A) == 3)
+    meanwhile(monkeypatch, old, new, lambda: new.seqno(A) == 3)
 
     async def away(*_: object) -> None:
         raise UnavailableError("it is away for a moment")
@@ -143,8 +114,8 @@ async def test_a_claim_that_a_join_overtook_ends_with_an_owner(
     # Nobody else may become active, and nobody is there whose tables would come.
     assert not new.owning.holding.is_whole
     await new.owning.promote()
-    assert at(new, A) == rows_of_third
-    assert (await write(bucket_of(new), rows_of_third, A)).duplicate
+    assert new.seqno(A) == rows_of_third
+    assert (await write(new, rows_of_third)).duplicate
 
 
 @pytest.mark.asyncio
@@ -152,25 +123,14 @@ async def test_who_holds_a_part_of_a_stretch_takes_the_rest_of_one_that_has_less
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owning, "GATHER_SECONDS", 3.0)
-    old, new, third = await start_set(start, replicas=2)
-    here = bucket_of(new)
-    await write(bucket_of(old), 1, A)
-    await until(lambda: at(third, A) == 1 == at(new, A))
-    await joined(new, third)
-    await leave_alone(new)
-    await write(bucket_of(old), 2, A)
-    await until(lambda: at(third, A) == 2)
+    old, new, third = await start_apart(start)
     await leave_alone(third)
-    assert here.following is not None
-    here.following.begin_tables()
-    await here.following.set_joining(True)
-    part = entry((A, 1, 4, 9))
-    await here.receive(part.block(), part.data, [])
-    await here.journalled(here.bucket.tail.end - 1)
+    await new.begin_join()
+    await received(new.host, (A, 1, 4, 9))
     await old.stop()
     await new.owning.promote()
-    assert (at(new, A), int(bucket_of(new).bucket.partitions.high[A])) == (2, 2)
-    assert (await write(bucket_of(new), 2, A)).duplicate
+    assert (new.seqno(A), int(new.host.bucket.partitions.high[A])) == (2, 2)
+    assert (await write(new, 2)).duplicate
 
 
 @pytest.mark.asyncio
@@ -178,15 +138,11 @@ async def test_one_out_of_step_is_promoted_by_force_only_and_tells_what_it_may_l
     start: Start,
 ) -> None:
     old, new = await start_set(start)
-    host = new.catalog.find("default")
-    following = host.following
-    assert following is not None
-    # As if it had not received the tables, and then a row.
-    following.begin_tables()
-    await following.set_joining(True)
+    # It does not receive the tables, and then a row.
+    await new.begin_join()
     async with AsyncClient(old.target) as client:
         await client.bucket().set(b"k", b"v")
-    await until(lambda: not following.is_whole)
+    await until(lambda: not new.following.is_whole)
     await leave_alone(new)
     await old.stop()
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
@@ -202,27 +158,21 @@ async def test_what_a_join_brings_while_a_promotion_runs_is_not_kept_without_its
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = await start_set(start)
-    host = new.catalog.find("default")
-    following = host.following
-    assert following is not None
-    # As if it had received no tables yet, and no row either.
-    following.begin_tables()
-    await following.set_joining(True)
+    # It receives no tables, and no row either.
+    await new.begin_join()
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
         # Writers would wait for the whole join.
         with pytest.raises(UprError, match="not in step"):
             await client.admin.promote()
         assert old.owning.active
-    check_reached = Owning._check_reached
 
-    async def overtaken(owning: Owning, **how: bool) -> None:
+    async def a_row_comes() -> None:
         async with AsyncClient(old.target) as client:
             await client.bucket().set(b"k", b"v")
-        await until(lambda: not following.is_whole)
+        await until(lambda: not new.following.is_whole)
         await old.stop()
-        await check_reached(owning, **how)
 
-    monkeypatch.setattr(Owning, "_check_reached", overtaken)
+    before_it_claims(monkeypatch, a_row_comes)
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
         done = await client.admin.promote()
         assert await client.bucket().get(b"k") is None
@@ -245,11 +195,11 @@ async def test_a_takeover_waits_until_the_end_of_a_join_is_stored(
 
     monkeypatch.setattr(Following, "set_joining", slow)
     await leave_alone(new)
-    await write(bucket_of(old), 1, A)
+    await write(old, 1)
     done = await new.owning.promote(takeover=True)
-    assert (done.records, at(new, A)) == (0, 1)
+    assert (done.records, new.seqno(A)) == (0, 1)
     assert not undone_files(new.catalog._directory.path)
-    assert (await write(bucket_of(new), 1, A)).duplicate
+    assert (await write(new, 1)).duplicate
 
 
 @pytest.mark.asyncio
@@ -266,10 +216,7 @@ async def test_a_claim_is_tried_again_where_the_former_owner_is_back(
     for one in (old, new):
         await one.owning.store(lambda standing: standing.learned(row))
     await leave_alone(new)
-    following = bucket_of(new).following
-    assert following is not None
-    following.begin_tables()
-    await following.set_joining(True)
+    await new.begin_join()
 
     async def nothing(*_: object, **__: object) -> None: ...
 
@@ -290,22 +237,14 @@ async def test_what_tables_named_that_are_not_followed_any_more_is_not_waited_fo
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owning, "GATHER_SECONDS", 2.0)
-    old, new, third = await start_set(start, replicas=2)
-    await write(bucket_of(old), 1, A)
-    await until(lambda: at(third, A) == 1 == at(new, A))
-    await joined(new, third)
-    await leave_alone(new)
-    await write(bucket_of(old), 2, A)
-    await until(lambda: at(third, A) == 2)
+    old, new, third = await start_apart(start)
     await leave_alone(third)
-    following = bucket_of(new).following
-    assert following is not None
-    following.begin_tables()
+    new.following.begin_tables()
     # Its row did not come.
-    following.needed[A] = 3
+    new.following.needed[A] = 3
     await old.stop()
     await new.owning.promote()
-    assert at(new, A) == 2
+    assert new.seqno(A) == 2
 
 
 def opened(closed: Closed, undo: dict[int, Undo] | None = None) -> BucketService:
