@@ -5,15 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from tests.client.certificates import make_certificate
 from tests.cluster.clusters import owner_of, start_cluster
 from tests.conftest import StartServer
 from tests.etcd import running_etcd
 from tests.harness import RunningServer
-from tests.replica.sets import wait_for, wait_until_counted
-from upr.cli.admin import main
+from tests.replica.sets import run, wait_for, wait_until_counted
 from upr_client import Client, UprError
 
 pytestmark = [pytest.mark.crash, pytest.mark.etcd, pytest.mark.long]
@@ -27,7 +25,7 @@ def versions(server: RunningServer) -> dict[str, int]:
 
 def ran(*arguments: str) -> str:
     """Return what upr-admin says."""
-    done = CliRunner().invoke(main, arguments)
+    done = run(*arguments)
     assert done.exit_code == 0, done.output
     return str(done.output)
 

@@ -4,14 +4,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from click.testing import CliRunner
 
 from tests.conftest import StartServer
 from tests.etcd import NAME, RunningEtcd, running_etcd
 from tests.harness import RunningServer, wait_until
-from tests.replica.sets import topology, wait_until_counted
+from tests.replica.sets import run, topology, wait_until_counted
 from tests.service.pages import http_of, numbers
-from upr.cli.admin import main
 from upr_client import Client, UprError
 from upr_client.admin import SetPart, Topology
 from upr_protocol.ownership import GRANTED_SECONDS
@@ -90,7 +88,7 @@ def test_a_cluster_is_told_with_its_states_grants_and_keys(
     theirs = part(replica)
     assert (theirs.state, theirs.grant_seconds) == ("replica", 0.0)
 
-    done = CliRunner().invoke(main, ["topology", "--target", owner.target])
+    done = run("topology", "--target", owner.target)
     assert done.exit_code == 0
     _, about, titles, *rows = done.stdout.splitlines()
     assert about.startswith(f"this server: owner in cluster {NAME}, 1 counted, ")
@@ -99,7 +97,7 @@ def test_a_cluster_is_told_with_its_states_grants_and_keys(
         (owner.target, "owner", "no", "yes"),
         (replica.target, "replica", "yes", "yes"),
     }
-    done = CliRunner().invoke(main, ["status", "--target", owner.target])
+    done = run("status", "--target", owner.target)
     assert f"set               owner in cluster {NAME}" in done.stdout
 
     # Without etcd all goes on, and both say that it is away; then without the replica.

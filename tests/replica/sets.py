@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
+from click.testing import CliRunner, Result
+
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, wait_until
+from upr.cli import admin
 from upr_client import Client, UprError
 from upr_client.admin import Topology
 
@@ -18,6 +21,13 @@ SOON = {
     "upr_client.backoff.RECONNECT_SECONDS": 0.2,
 }
 """Times of servers, shorter than they are: what tests of sets wait for comes at the end of one."""
+
+
+def run(*arguments: str) -> Result:
+    """Give upr-admin an order."""
+    result = CliRunner().invoke(admin.main, arguments)
+    assert "Traceback" not in result.output
+    return result
 
 
 def wait_for(ask: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:

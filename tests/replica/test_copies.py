@@ -15,13 +15,13 @@ from tests.replica.rounds import Reading
 from tests.replica.sets import (
     SOON,
     counted,
+    run,
     start_set,
     state_of,
     wait_for,
     wait_until_counted,
     wait_until_equal,
 )
-from tests.replica.test_owning import run
 from upr_cli_kit.exit_codes import REFUSED
 from upr_client import Client
 from upr_client.errors import TooFewReplicasError, UnknownOutcomeError

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.replica.sets import (
     counted,
     is_active,
+    run,
     start_set,
     state_of,
     topology,
@@ -25,18 +25,11 @@ from tests.replica.sets import (
     wait_until_counted,
     wait_until_equal,
 )
-from upr.cli import admin
 from upr_cli_kit.exit_codes import REFUSED
 from upr_client import Client, UprError
 
 ONE_OWNER_SECONDS = 10.0
 """Time after one command until there is one owner, whoever was killed in a takeover."""
-
-
-def run(*arguments: str) -> Result:
-    result = CliRunner().invoke(admin.main, arguments)
-    assert "Traceback" not in result.output
-    return result
 
 
 class Writing:

@@ -11,13 +11,13 @@ from tests.conftest import StartServer
 from tests.proxy import Proxy
 from tests.replica.sets import (
     is_active,
+    run,
     start_set,
     state_of,
     wait_for,
     wait_until_counted,
     wait_until_equal,
 )
-from tests.replica.test_owning import run
 from upr_client import Change, Client, Rollback, ServerPositions, WriteToken
 from upr_client.errors import (
     BehindError,

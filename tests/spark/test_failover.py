@@ -12,8 +12,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer
-from tests.replica.sets import start_set, wait_until_counted, wait_until_equal
-from tests.replica.test_owning import run
+from tests.replica.sets import run, start_set, wait_until_counted, wait_until_equal
 from tests.spark.backup_model import InlineEngine
 from tests.spark.backup_process import restored
 from tests.spark.restoring import content
