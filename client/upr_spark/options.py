@@ -9,15 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from upr_client.endpoints import Login, endpoints_of, is_server_name
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.limits import check_name, parse_duration, parse_size
 from upr_spark.errors import UprSparkError, bad_option
 
 if TYPE_CHECKING:
-    import grpc
-
     from upr_client import Client
 
+
+_LOOKUPS: Final = 3
+"""Tries of a name server that does not answer."""
 
 SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 """Options that Spark adds or takes for itself; no data source minds them."""
@@ -112,7 +114,6 @@ def text(value: str) -> str:
 
 
 def flag(value: str) -> bool:
-    """Return true or false."""
     words = value.strip().lower()
     if words not in ("true", "false"):
         raise ValueError("must be true or false")
@@ -214,9 +215,7 @@ class Connection:
         endpoint: "host:port", several with commas in between.
         bucket: its name.
         connect_timeout, read_timeout, retry_timeout: seconds.
-        tls: whether to encrypt.
-        ca, cert, key: PEM bytes, or None.
-        token: or None.
+        login: its token is no file.
     """
 
     endpoint: str
@@ -224,11 +223,7 @@ class Connection:
     connect_timeout: float
     read_timeout: float
     retry_timeout: float
-    tls: bool = False
-    ca: bytes | None = field(default=None, repr=False)
-    cert: bytes | None = field(default=None, repr=False)
-    key: bytes | None = field(default=None, repr=False)
-    token: str | None = field(default=None, repr=False)
+    login: Login = field(default_factory=Login)
 
     def open(self) -> "Client":
         """Return a client of its own, to be used with ``with``; it connects when something is asked.
@@ -244,8 +239,7 @@ class Connection:
                 connect_timeout=self.connect_timeout,
                 request_timeout=self.read_timeout,
                 retry_seconds=self.retry_timeout,
-                tls=self._credentials(),
-                token=self.token,
+                **self.login.options,
             )
         except InvalidArgumentError as error:
             option = "token" if "token" in error.message else "endpoint"
@@ -259,46 +253,29 @@ class Connection:
         Raises:
             UprSparkError: UPR_UNAVAILABLE.
         """
-        _check_hosts(self.endpoint)
-
-    def _credentials(self) -> "bool | grpc.ChannelCredentials":
-        if not self.tls or not (self.ca or self.cert):
-            return self.tls
-        import grpc
-
-        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
-
-
-_LOOKUPS: Final = 3
-"""Tries of a name server that does not answer."""
-
-
-def _check_hosts(endpoint: str) -> None:
-    from upr_client.endpoints import endpoints_of, is_server_name
-
-    endpoints = endpoints_of(endpoint)
-    by_proxy = any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy"))
-    if by_proxy or not all(map(is_server_name, endpoints)):
-        return
-    for attempt in range(_LOOKUPS):
-        silent = False
-        for one in endpoints:
-            try:
-                socket.getaddrinfo(one.rpartition(":")[0].strip("[]"), None)
-                return
-            except socket.gaierror as error:
-                silent = silent or error.errno == socket.EAI_AGAIN
-        if not silent:
-            break
-        if attempt < _LOOKUPS - 1:
-            time.sleep(1)
-    raise UprSparkError(
-        "UNAVAILABLE",
-        f"no address is known of {', '.join(endpoints)}",
-        hint="is the name right, and does this machine know it? The driver and each executor look it up",
-        retriable=True,
-        details={"option": "endpoint"},
-    )
+        endpoints = endpoints_of(self.endpoint)
+        by_proxy = any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy"))
+        if by_proxy or not all(map(is_server_name, endpoints)):
+            return
+        for attempt in range(_LOOKUPS):
+            silent = False
+            for one in endpoints:
+                try:
+                    socket.getaddrinfo(one.rpartition(":")[0].strip("[]"), None)
+                    return
+                except socket.gaierror as error:
+                    silent = silent or error.errno == socket.EAI_AGAIN
+            if not silent:
+                break
+            if attempt < _LOOKUPS - 1:
+                time.sleep(1)
+        raise UprSparkError(
+            "UNAVAILABLE",
+            f"no address is known of {', '.join(endpoints)}",
+            hint="is the name right, and does this machine know it? The driver and each executor look it up",
+            retriable=True,
+            details={"option": "endpoint"},
+        )
 
 
 def read_connection(options: Mapping[str, str]) -> Connection:
@@ -334,22 +311,20 @@ def read_connection(options: Mapping[str, str]) -> Connection:
         values["connectTimeout"],
         values["readTimeout"],
         values["retryTimeout"],
-        values["tls"],
-        _bytes_of(values, "tls.ca"),
-        _bytes_of(values, "tls.cert"),
-        _bytes_of(values, "tls.key"),
-        _token(values),
+        Login(
+            values["tls"],
+            _bytes_of(values, "tls.ca"),
+            _bytes_of(values, "tls.cert"),
+            _bytes_of(values, "tls.key"),
+            _token(values),
+        ),
     )
-    _check(connection)
-    return connection
-
-
-def _check(connection: Connection) -> None:
     connection.open().close()
     try:
         check_name(connection.bucket, "bucket")
     except InvalidArgumentError as error:
         raise bad_option("bucket", connection.bucket, error.message, error.hint) from None
+    return connection
 
 
 def _bytes_of(values: Mapping[str, Any], name: str) -> bytes | None:
@@ -359,7 +334,12 @@ def _bytes_of(values: Mapping[str, Any], name: str) -> bytes | None:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise _unreadable(name, path, error) from None
+        raise bad_option(
+            name,
+            path,
+            f"the file cannot be read: {error.strerror}",
+            "the file is read on the machine of the driver",
+        ) from None
 
 
 def _token(values: Mapping[str, Any]) -> str | None:
@@ -368,12 +348,3 @@ def _token(values: Mapping[str, Any]) -> str | None:
         token: str | None = values["token"]
         return token
     return content.decode("ascii", "replace").strip()
-
-
-def _unreadable(name: str, path: str, error: OSError) -> UprSparkError:
-    return bad_option(
-        name,
-        path,
-        f"the file cannot be read: {error.strerror}",
-        "the file is read on the machine of the driver",
-    )

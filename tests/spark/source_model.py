@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from upr_client import Rollback
 from upr_protocol.errors import SnapshotGoneError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import Pin, answer_hello, answer_start
 from upr_spark.source.offsets import Offset
 from upr_spark.source.plan import Range
 from upr_spark.source.server import Answer, CutPoint
-from upr_spark.source.task import Told
 
 PARTITIONS = 3
 KEYS = 4
@@ -286,9 +286,6 @@ class ModelFollower:
     def reached(self, partition: int) -> int:
         return self._places[partition].seqno
 
-    def forget(self, partition: int) -> None:
-        self._places[partition] = _Place(None, None, 0, 0)
-
     def ask(self, ids: Mapping[int, int | None]) -> dict[int, Answer]:
         return self._server.ask(ids, whole=True)
 
@@ -314,7 +311,7 @@ class ModelFollower:
                 # The stream was ended with the history that it was opened in, or by purging.
                 told = self._start(index, exact, end)
                 if told is not None:
-                    yield [told]
+                    yield told
                     place = self._places[index] = _Place(None, None, 0, 0)
                     continue
                 log, purge = at.log, at.purge
@@ -355,7 +352,7 @@ class ModelFollower:
                 if not newer and not purged:
                     raise SnapshotGoneError(f"{row.seqno} was superseded above {end}")
 
-    def _start(self, index: int, exact: bool, end: int) -> Told | None:
+    def _start(self, index: int, exact: bool, end: int) -> Rollback | None:
         """Start a stream; return what has to be undone, None when it is open."""
         at, place = self._server.partitions[index], self._places[index]
         answer = answer_start(
@@ -369,7 +366,15 @@ class ModelFollower:
         if answer.kind == "rollback":
             back_to = answer.rollback_seqno or 0
             if max(place.seqno, place.horizon) > back_to:
-                return Told(index, answer.rule, answer.words)
+                return Rollback(
+                    index,
+                    place.seqno,
+                    back_to,
+                    place.data_id,
+                    answer.newest_id,
+                    answer.rule,
+                    answer.words,
+                )
         place.failover_id = answer.newest_id
         if place.seqno == 0:
             place.data_id = None

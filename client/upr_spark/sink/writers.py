@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -259,12 +259,7 @@ class _Sender:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._resources.close()
 
     def send(self, chunk: Chunk) -> None:

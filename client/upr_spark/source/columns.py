@@ -131,7 +131,6 @@ class Columns:
         return column if column.type == field.type else _text(field.name, column)
 
     def control(self, rows: Sequence[Control]) -> pa.RecordBatch:
-        """Return control rows."""
         partitions = np.array([row.partition for row in rows], np.int32)
         seqnos = np.array([row.seqno for row in rows], np.int64)
         columns = {

@@ -69,7 +69,6 @@ class UprDataSource(DataSource):
         return default_schema(settings.key_text, settings.value_text)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return what reads a batch."""
         settings = read_settings(_options(self.options, schema, WRITE_OPTIONS, READING_OPTIONS))
         if settings.begins_late:
             raise bad_option(
@@ -83,7 +82,6 @@ class UprDataSource(DataSource):
         return kind(settings, schema, self._pinned)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """Return what plans and reads a stream."""
         settings = read_settings(_options(self.options, schema, WRITE_OPTIONS, READING_OPTIONS))
         check_schema(schema)
         if settings.ending != "latest":
@@ -91,7 +89,6 @@ class UprDataSource(DataSource):
         return UprStreamReader(settings, schema, self._pinned)
 
     def writer(self, schema: StructType, overwrite: bool) -> Any:
-        """Return what writes a batch."""
         from upr_spark.sink import batch_writer
 
         options = _options(self.options, schema, READING_OPTIONS, WRITE_OPTIONS)
@@ -210,7 +207,6 @@ class UprReader(DataSourceReader):
         self._wanted: frozenset[int] | None = None
 
     def partitions(self) -> list[InputPartition]:
-        """Return the tasks."""
         settings = self._settings
         settings.connection.check_hosts()
         with closing(Server(settings.connection)) as server:
@@ -337,7 +333,6 @@ class UprStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._plans().prepare_available_now()
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Return how much a batch may have."""
         limit = self._settings.max_offsets
         return ReadAllAvailable() if limit is None else ReadMaxRows(limit)
 

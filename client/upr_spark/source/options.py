@@ -125,9 +125,6 @@ def _prefix(value: str) -> bytes:
     return value.encode()
 
 
-MODES: Final = ("fail", "emit", "reset")
-
-
 READING_OPTIONS: Final = (
     Option(
         "partitions", f"0-{PARTITIONS - 1}", _BOTH, "which to read, as 0-127,512", parse_partitions
@@ -190,7 +187,7 @@ READING_OPTIONS: Final = (
         _BOTH,
         "when the server undid what was read: fail raises; emit goes back to an earlier end of a batch and tells it "
         "with a row of op=rollback; reset begins the partition again",
-        one_of(*MODES),
+        one_of("fail", "emit", "reset"),
     ),
     Option(
         "failOnDataLoss",

@@ -110,7 +110,6 @@ class Server:
         return time.monotonic()
 
     def pause(self, seconds: float) -> None:
-        """Let time pass."""
         time.sleep(seconds)
 
     def ask(self, ids: Mapping[int, int | None], *, whole: bool) -> dict[int, Answer]:
@@ -263,8 +262,10 @@ class Server:
         while True:
             try:
                 return ask()
-            except (BucketGoneError, BucketNotFoundError) as error:
-                raise _other_bucket(error) from None
+            except BucketGoneError as error:
+                raise bucket_mismatch(error.message) from None
+            except BucketNotFoundError as error:
+                raise UprSparkError.of(error) from None
             except UprError as error:
                 waited = time.monotonic() - began
                 if (
@@ -275,12 +276,6 @@ class Server:
                     raise UprSparkError.of(error) from None
             time.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])
             attempt += 1
-
-
-def _other_bucket(error: UprError) -> UprSparkError:
-    if isinstance(error, BucketGoneError):
-        return bucket_mismatch(error.message)
-    return UprSparkError.of(error)
 
 
 def bucket_mismatch(words: str) -> UprSparkError:

@@ -42,20 +42,11 @@ class Rows:
     cut_off: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """The server said to roll back a partition of which more is held than it keeps."""
-
-    partition: int
-    rule: str
-    words: str
-
-
 class Followed(Protocol):
     """Follows the ranges of a task; it remembers how far each partition was read."""
 
     def follow(self, partitions: Sequence[int], *, exact: bool) -> Generator[Any]:
-        """Yield what ``Rows`` holds, and lists of ``Told``, until every partition has ended.
+        """Yield what ``Rows`` holds, and rollbacks, until every partition has ended.
 
         A partition that is rolled back because of its purge seqno goes on from 0 when more is asked for.
 
@@ -68,9 +59,6 @@ class Followed(Protocol):
 
     def reached(self, partition: int) -> int:
         """Return up to which seqno a partition was read."""
-
-    def forget(self, partition: int) -> None:
-        """Have a partition begin at 0 when it is followed again."""
 
     def ask(self, ids: Mapping[int, int | None]) -> dict[int, Answer]:
         """Say hello."""
@@ -131,25 +119,15 @@ class Reading:
         # Closed, so that what was reached is known before the next look at it.
         with closing(followed.follow(partitions, exact=exact)) as items:
             for item in items:
-                if not isinstance(item, list):
+                if not isinstance(item, Rollback):
                     yield Rows(item, cut_off=not exact)
-                    continue
-                begun_anew = []
-                for told in item:
-                    if self._begins_anew(followed, told, exact):
-                        begun_anew.append(Control(told.partition, 0))
-                    else:
-                        stopped.add(told.partition)
-                if begun_anew:
-                    yield begun_anew
-                if stopped:
-                    break
-            else:
-                return
-        for control in begun_anew:
-            followed.forget(control.partition)
+                elif self._begins_anew(followed, item, exact):
+                    yield [Control(item.partition, 0)]
+                else:
+                    stopped.add(item.partition)
+                    return
 
-    def _begins_anew(self, followed: Followed, told: Told, exact: bool) -> bool:
+    def _begins_anew(self, followed: Followed, told: Rollback, exact: bool) -> bool:
         """Return whether a partition is read from 0 after all; False when it ends here."""
         one, rules = self._ranges[told.partition], self._rules
         if told.rule == BUCKET_GONE_RULE:
@@ -235,10 +213,6 @@ class RangeReader:
         """Return up to which seqno a partition was read."""
         return self._positions[partition].seqno
 
-    def forget(self, partition: int) -> None:
-        """Have a partition begin at 0 when it is followed again."""
-        self._positions[partition] = Position.fresh(self._version)
-
     def ask(self, ids: Mapping[int, int | None]) -> dict[int, Answer]:
         """Say hello.
 
@@ -251,7 +225,7 @@ class RangeReader:
         return answers
 
     def follow(self, partitions: Sequence[int], *, exact: bool) -> Generator[Any]:
-        """Yield record batches of ``upr_client.arrow``'s schema, and lists of ``Told``; see ``Followed``."""
+        """Yield record batches of ``upr_client.arrow``'s schema, and rollbacks; see ``Followed``."""
         settings = self._settings
         changes = self._server.bucket.changes(
             resume=MemoryPositions({p: self._positions[p] for p in partitions}),
@@ -273,9 +247,7 @@ class RangeReader:
                     yield from self._items(changes.batches())
                 finally:
                     self._positions.update(changes.positions())
-        except SnapshotGoneError:
-            raise
-        except UprSparkError:
+        except (SnapshotGoneError, UprSparkError):
             raise
         except UprError as error:
             raise UprSparkError.of(error) from None
@@ -286,7 +258,7 @@ class RangeReader:
             for batch in batches:
                 if isinstance(batch, Rollback):
                     yield from gathered.take()
-                    yield [Told(batch.partition, batch.rule, batch.words)]
+                    yield batch
                     continue
                 gathered.add(batch.blocks)
                 if (
