@@ -6,7 +6,6 @@ The first line is ``UPR_<CODE> {json}``; the JSON has at least message, hint and
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from upr_protocol.errors import UprError
@@ -86,34 +85,7 @@ def bad_option(name: str, value: object, expected: str, hint: str = "") -> UprSp
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FoundError:
-    """What was found in a text.
-
-    Args:
-        code: as ``ROLLBACK_REQUIRED``, without ``UPR_``.
-        document: the JSON object: message, hint, retriable, and what the code has besides.
-    """
-
-    code: str
-    document: dict[str, Any]
-
-    @property
-    def message(self) -> str:
-        return str(self.document.get("message", ""))
-
-    @property
-    def hint(self) -> str:
-        """What can be done about it."""
-        return str(self.document.get("hint", ""))
-
-    @property
-    def retriable(self) -> bool:
-        """Whether the same may succeed later."""
-        return self.document.get("retriable") is True
-
-
-def find_error(text: object) -> FoundError | None:
+def find_error(text: object) -> UprSparkError | None:
     """Return the first ``UPR_<CODE> {json}`` in a text, as Spark wraps it in traces and messages; None if none is there.
 
     Args:
@@ -127,5 +99,11 @@ def find_error(text: object) -> FoundError | None:
         except ValueError:
             continue
         if isinstance(document, dict):
-            return FoundError(match.group(1), document)
+            return UprSparkError(
+                match.group(1),
+                str(document.pop("message", "")),
+                hint=str(document.pop("hint", "")),
+                retriable=document.pop("retriable", False) is True,
+                details=document,
+            )
     return None

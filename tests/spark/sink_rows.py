@@ -13,7 +13,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from upr_client import Client, Only
 from upr_client.types import Bucket
-from upr_spark.errors import FoundError, UprSparkError, find_error
+from upr_spark.errors import UprSparkError, find_error
 from upr_spark.sink import writers
 
 UPSERT = StructType([StructField("key", BinaryType()), StructField("value", BinaryType())])
@@ -91,7 +91,7 @@ def new_place(target: str) -> Iterator[Place]:
         client.admin.drop_bucket(place.bucket)
 
 
-def refusal(call: Any) -> FoundError:
+def refusal(call: Any) -> UprSparkError:
     """The error that a call ends with, as it looks from the other side of Spark."""
     with pytest.raises(UprSparkError) as caught:
         call()

@@ -134,7 +134,7 @@ def test_a_schema_is_refused_when_the_writer_is_made(
     make: Any, schema: StructType, more: dict[str, str], column: str
 ) -> None:
     error = refusal(lambda: make({"endpoint": "127.0.0.1:1", **more}, schema, False))
-    assert (error.code, error.document["column"], error.retriable) == ("BAD_SCHEMA", column, False)
+    assert (error.code, error.details["column"], error.retriable) == ("BAD_SCHEMA", column, False)
     assert column in error.message
 
 
@@ -163,7 +163,7 @@ def test_bad_options_are_refused_when_the_writer_is_made(more: dict[str, str], n
     for make in (batch_writer, stream_writer):
         given = {"endpoint": "127.0.0.1:1", **more}
         error = refusal(lambda make=make, given=given: make(given, UPSERT, False))
-        assert (error.code, error.document["option"]) == ("BAD_OPTION", name)
+        assert (error.code, error.details["option"]) == ("BAD_OPTION", name)
 
 
 BAD_ROWS = [
@@ -385,7 +385,7 @@ def test_a_write_with_a_name_is_applied_once_also_by_another_job(place: Place) -
         assert writer.write(batches(rows)).rows == 10
         assert place.mutations() == expected
     error = refusal(lambda: stream_writer(place.options(writeId="x"), UPSERT, overwrite=False))
-    assert (error.code, error.document["option"]) == ("BAD_OPTION", "writeId")
+    assert (error.code, error.details["option"]) == ("BAD_OPTION", "writeId")
 
 
 def test_a_stream_that_is_not_told_its_batch_is_refused(

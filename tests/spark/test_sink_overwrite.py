@@ -54,7 +54,7 @@ def test_overwriting_is_refused_unless_allowed(place: Place) -> None:
 def test_an_overwrite_with_a_name_is_refused(place: Place) -> None:
     # Run again, it would find its own rows there before, and they are not applied once more: all of them would go.
     error = refusal(lambda: overwriting(place, writeId="nightly"))
-    assert (error.code, error.document["option"]) == ("BAD_OPTION", "writeId")
+    assert (error.code, error.details["option"]) == ("BAD_OPTION", "writeId")
 
 
 def test_a_stream_of_complete_results_is_refused(place: Place) -> None:

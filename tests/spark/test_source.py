@@ -20,7 +20,7 @@ from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import ADMIN_SOCKET
 from upr_protocol.partitioning import partition_of
 from upr_spark import register
-from upr_spark.errors import FoundError, find_error
+from upr_spark.errors import UprSparkError, find_error
 
 _QUERY_SECONDS = 90
 
@@ -77,9 +77,9 @@ def _shown(rows: list[Any]) -> list[tuple[Any, ...]]:
 
 
 @contextlib.contextmanager
-def _refused() -> Iterator[list[FoundError]]:
+def _refused() -> Iterator[list[UprSparkError]]:
     """Collect the error of this project that Spark wraps."""
-    found: list[FoundError] = []
+    found: list[UprSparkError] = []
     with pytest.raises(Exception, match="UPR_") as raised:
         yield found
     error = find_error(raised.value)
@@ -163,7 +163,7 @@ def test_bad_options_are_refused_before_anything_is_read(read: Callable[..., Any
     with _refused() as found:
         read(onRollback="ignore").load()
     assert found[0].code == "BAD_OPTION"
-    assert found[0].document["option"] == "onRollback"
+    assert found[0].details["option"] == "onRollback"
     with _refused() as found:
         read(onRollbak="emit").load()
     assert "onRollback" in found[0].hint
@@ -339,9 +339,9 @@ def test_a_query_goes_back_to_418_when_the_server_goes_on_from_426(
     with _refused() as found:
         sink.run(reader(), checkpoint)
     assert found[0].code == "ROLLBACK_REQUIRED"
-    assert found[0].document["rollback_seqno"] == 426
-    assert found[0].document["old_id"] == old_id
-    assert found[0].document["newest_point"] == 418
+    assert found[0].details["rollback_seqno"] == 426
+    assert found[0].details["old_id"] == old_id
+    assert found[0].details["newest_point"] == 418
     sink.run(reader(onRollback="emit"), checkpoint)
 
     assert sink.controls == [(5, 418)]

@@ -141,11 +141,11 @@ def test_fail_says_what_is_needed_to_decide() -> None:
     found = find_error(f"org.apache.spark.Exception: Traceback\n{raised.value}\n\tat java")
     assert found is not None
     assert found.code == "ROLLBACK_REQUIRED"
-    assert found.document["partition"] == 5
-    assert found.document["old_id"] == f"{11:016x}"
-    assert found.document["new_id"] == f"{12:016x}"
-    assert found.document["rollback_seqno"] == 426
-    assert found.document["newest_point"] == 418
+    assert found.details["partition"] == 5
+    assert found.details["old_id"] == f"{11:016x}"
+    assert found.details["new_id"] == f"{12:016x}"
+    assert found.details["rollback_seqno"] == 426
+    assert found.details["newest_point"] == 418
     assert "onRollback=emit" in found.hint
     assert not found.retriable
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 from upr_backup import errors as _all_known  # noqa: F401
 from upr_backup.task import Task, TaskResult
 from upr_protocol.errors import UprError
-from upr_spark.errors import FoundError, UprSparkError, find_error
+from upr_spark.errors import UprSparkError, find_error
 
 TICK_SECONDS: Final = 1.0
 """Longest silence of an engine."""
@@ -83,19 +83,18 @@ def from_text(text: object) -> Exception | None:
     if found is None:
         return None
     if found.code == _OS:
-        document = found.document
-        return OSError(document["errno"], found.message, document["filename"])
+        return OSError(found.details["errno"], found.message, found.details["filename"])
     if found.code == _INTERNAL:
         failed = TaskError(found.message)
-        failed.add_note(str(found.document.get("trace", "")))
+        failed.add_note(str(found.details.get("trace", "")))
         return failed
     return _upr_error(found)
 
 
-def _upr_error(found: FoundError) -> UprError:
+def _upr_error(found: UprSparkError) -> UprError:
     known: list[type[UprError]] = [UprError]
     for one in known:
         known += one.__subclasses__()
-    wanted = found.document.get("class")
+    wanted = found.details.get("class")
     kind = next((one for one in known if one.__name__ == wanted), UprError)
     return kind(found.message, hint=found.hint, reason=found.code, retriable=found.retriable)
