@@ -9,7 +9,7 @@ since below what the backup has, the two are different histories, and there is n
 import math
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -252,14 +252,6 @@ class AgainstServer:
 
         # Of keys that only the server has. A merged backup has no deletions beneath which nothing is left.
         yield "are not in the backup", theirs, new[~newer[new] & ~their_deleted[new]]
-
-
-def not_comparable_lines(reasons: Mapping[int, str], most: int = 5) -> list[str]:
-    """Return lines for people about partitions that were left out: at most so many, and one with how many."""
-    lines = [f"partition {p} is not comparable: {why}" for p, why in list(reasons.items())[:most]]
-    if len(reasons) > most:
-        lines.append(f"{len(reasons)} partitions in all are not comparable")
-    return lines
 
 
 def _rolled_back(end: int, why: str) -> str:

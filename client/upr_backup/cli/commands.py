@@ -7,7 +7,8 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -93,18 +94,21 @@ def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) ->
     return settings
 
 
+_TARGET_OPTION = click.option(
+    "--target",
+    type=TARGET,
+    envvar="UPR_TARGET",
+    help="HOST:PORT; else as with init, without credentials.",
+)
+
+
 @click.command("backup")
 @click.option("--full", is_flag=True, help="Read everything anew.")
 @click.option("--restart", is_flag=True, help="Give up what an unfinished run left.")
 @click.option(
     "--skip-unchanged", is_flag=True, help="Take none when nothing changed since the last one."
 )
-@click.option(
-    "--target",
-    type=TARGET,
-    envvar="UPR_TARGET",
-    help="HOST:PORT; else as with init, without credentials.",
-)
+@_TARGET_OPTION
 @login_options
 @click.option(
     "--engine",
@@ -230,11 +234,8 @@ def _take(
             nonlocal rows_read
             rows_read = 0
             repository.storage.sweep()
-            try:
-                with lock:
-                    manifest = run.backup()
-            finally:
-                far.close()
+            with closing(far), lock:
+                manifest = run.backup()
             return _show(manifest, as_json, run.skipped)
 
         return once() if every is None else _repeat(once, every)
@@ -290,21 +291,29 @@ def _show(manifest: Manifest, as_json: bool, skipped: bool) -> int:
             f"backup {manifest.number}: {manifest.kind}, {manifest.rows} rows, {manifest.file_bytes} bytes, "
             f"as of {time_text(manifest.cut_time)}"
         )
-    for partition, words in list(manifest.left_out.items())[:_SHOWN]:
-        end = manifest.entries[partition].end
-        note(f"warning: partition {partition} was left out, the backup has it up to {end}: {words}")
-    if len(manifest.left_out) > _SHOWN:
-        note(f"warning: {len(manifest.left_out)} partitions in all were left out, see 'info'")
-    if not manifest.rollbacks:
-        return exit_codes.WARNINGS if manifest.left_out else exit_codes.OK
-    for rollback in manifest.rollbacks[:_SHOWN]:
-        note(
-            f"warning: partition {rollback.partition} was rolled back from {rollback.from_seqno} to "
-            f"{rollback.seqno}: {rollback.words}"
-        )
-    if len(manifest.rollbacks) > _SHOWN:
-        note(f"warning: {len(manifest.rollbacks)} partitions in all were, see 'info'")
-    return exit_codes.WARNINGS
+    _warn(
+        [
+            f"partition {p} was left out, the backup has it up to {manifest.entries[p].end}: {words}"
+            for p, words in manifest.left_out.items()
+        ],
+        "were left out, see 'info'",
+    )
+    _warn(
+        [
+            f"partition {one.partition} was rolled back from {one.from_seqno} to {one.seqno}: {one.words}"
+            for one in manifest.rollbacks
+        ],
+        "were, see 'info'",
+    )
+    return exit_codes.WARNINGS if manifest.left_out or manifest.rollbacks else exit_codes.OK
+
+
+def _warn(lines: list[str], in_all: str) -> None:
+    """Warn of the first few partitions, and say how many there are."""
+    for line in lines[:_SHOWN]:
+        note(f"warning: {line}")
+    if len(lines) > _SHOWN:
+        note(f"warning: {len(lines)} partitions in all {in_all}")
 
 
 @click.command("list")
@@ -423,12 +432,7 @@ PERCENT = Parsed("percent", _percent)
     help="The same for this share of the files, as 5%, chosen anew each time.",
 )
 @click.option("--against-server", is_flag=True, help="Compare the newest backup with the server.")
-@click.option(
-    "--target",
-    type=TARGET,
-    envvar="UPR_TARGET",
-    help="HOST:PORT; else as with init, without credentials.",
-)
+@_TARGET_OPTION
 @login_options
 @progress_option
 @json_option
@@ -454,9 +458,7 @@ def verify_command(
     far = Far()
     problems = []
     repository = open_repository(storage)
-    for problem in verify(
-        repository, share, lambda done, total: far.show("files looked at", done, total)
-    ):
+    for problem in verify(repository, share, partial(far.show, "files looked at")):
         problems.append(problem)
         note(f"damage: {problem}")
     far.close()
@@ -480,24 +482,18 @@ def verify_command(
 
 def _against_server(repository: Repository, target: str) -> "Comparison":
     from upr_backup.rows import open_point
-    from upr_backup.verify import AgainstServer, not_comparable_lines
+    from upr_backup.verify import AgainstServer
 
     point = open_point(repository)
-    far = Far()
-    with open_client(target) as client:
-        work = AgainstServer(
-            point,
-            client,
-            lambda done, total: far.show("partitions compared", done, total),
-        )
-        try:
-            comparison = work.run()
-        finally:
-            far.close()
+    with open_client(target) as client, closing(Far()) as far:
+        work = AgainstServer(point, client, partial(far.show, "partitions compared"))
+        comparison = work.run()
     for line in comparison.differences:
         note(f"different: {line}")
-    for line in not_comparable_lines(comparison.not_comparable):
-        note(f"warning: {line}")
+    _warn(
+        [f"partition {p} is not comparable: {why}" for p, why in comparison.not_comparable.items()],
+        "are not comparable",
+    )
     return comparison
 
 

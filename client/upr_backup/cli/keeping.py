@@ -1,6 +1,7 @@
 """Commands of ``upr-backup`` that keep a repository in order: ``merge``, ``expire``, ``prune``, ``tag``, ``repair``, ``unlock``."""
 
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
+from functools import partial
 
 import click
 
@@ -43,22 +44,14 @@ def merge(storage: Storage, to: int | None, as_json: bool) -> None:
         raise click.UsageError("--to does not go together with an option --keep-...")
     repository = open_repository(storage)
     storage.sweep()
-    far = Far()
-    with Lock(storage) as lock:
+    with Lock(storage) as lock, closing(Far()) as far:
         chain = repository.chain()
         number = chosen(chain, to, keep_or_none(repository, chain), now_micros())
         base = None
         if number is not None:
-            work = Merge(
-                repository,
-                FileFold(repository.storage, lock.keep),
-                lock,
-                lambda done, total: far.show("partitions merged", done, total),
-            )
-            try:
-                base = work.merge(chain, number)
-            finally:
-                far.close()
+            fold = FileFold(repository.storage, lock.keep)
+            work = Merge(repository, fold, lock, partial(far.show, "partitions merged"))
+            base = work.merge(chain, number)
     if as_json:
         print_json({"merged": None if base is None else summary(base)})
     elif base is not None:
@@ -139,18 +132,14 @@ def prune(storage: Storage, grace: int, dry_run: bool, as_json: bool) -> None:
 
     repository = open_repository(storage)
     storage.sweep()
-    far = Far()
-    with Lock(storage) as lock:
+    with Lock(storage) as lock, closing(Far()) as far:
         chain = repository.chain()
         made = plan(repository, chain, grace, now_micros())
         if not dry_run:
-            try:
-                for done, _ in enumerate(remove(repository, made), 1):
-                    lock.keep()
-                    far.show("objects removed", done, len(made.doomed))
-                repository.write_index(chain.links)
-            finally:
-                far.close()
+            for done, _ in enumerate(remove(repository, made), 1):
+                lock.keep()
+                far.show("objects removed", done, len(made.doomed))
+            repository.write_index(chain.links)
     if made.waiting:
         note(
             f"what is before backup {made.waiting} goes after one more backup: "

@@ -1,6 +1,8 @@
 """Commands of ``upr-backup`` that bring a backup back: ``restore``, ``export`` and ``find``."""
 
 import sys
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import click
@@ -69,8 +71,7 @@ def restore(
 
     point = open_point(open_repository(storage), at, partitions)
     name = point.repository.bucket if bucket is None else bucket
-    far = Far()
-    with open_client(required_target(target)) as client:
+    with open_client(required_target(target)) as client, closing(Far()) as far:
         is_there = not create_bucket or any(one.name == name for one in client.admin.buckets())
         if not is_there and not dry_run:
             client.admin.create_bucket(name)
@@ -85,21 +86,12 @@ def restore(
             say=note,
             progress=lambda what, done, total: far.show(f"partitions {what}", done, total),
         )
-        try:
-            done = work.look(is_there) if dry_run else work.run()
-        finally:
-            far.close()
+        done = work.look(is_there) if dry_run else work.run()
     number, left_out = point.manifest.number, told_left_out(point)
     if as_json:
         document = {"id": number, **done.written._asdict(), "dry_run": dry_run}
-        print_json(
-            {
-                **document,
-                "resumed": done.resumed,
-                "verified": done.verified,
-                "left_out": left_out,
-            }
-        )
+        document |= {"resumed": done.resumed, "verified": done.verified, "left_out": left_out}
+        print_json(document)
     elif dry_run:
         click.echo(
             f"would restore backup {number} into {name!r}: {done.written.keys} keys, "
@@ -146,18 +138,10 @@ def export(
     from upr_backup.rows import open_point
 
     point = open_point(open_repository(storage), at, partitions)
-    far = Far()
-    work = Export(
-        point,
-        key_prefix,
-        with_deletes,
-        utf8,
-        lambda done, total: far.show("partitions written", done, total),
-    )
-    try:
+    with closing(Far()) as far:
+        progress = partial(far.show, "partitions written")
+        work = Export(point, key_prefix, with_deletes, utf8, progress)
         done = to_parquet(work, to) if kind == "parquet" else to_delta(work, to, overwrite)
-    finally:
-        far.close()
     number, left_out = point.manifest.number, told_left_out(point)
     if as_json:
         document = {"id": number, "format": kind, "to": to, **done._asdict()}
@@ -193,20 +177,11 @@ def find(storage: Storage, key: bytes, at: Any, as_json: bool) -> int:
         sys.stdout.buffer.write(value)
         sys.stdout.buffer.flush()
         return exit_codes.OK
-    far = Far()
     damage: list[str] = []
-    try:
+    with closing(Far()) as far:
         chain = repository.chain(damage.append, indexed=True)
-        told = list(
-            versions(
-                repository.storage,
-                chain,
-                key,
-                lambda done, total: far.show("backups looked at", done, total),
-            )
-        )
-    finally:
-        far.close()
+        progress = partial(far.show, "backups looked at")
+        told = list(versions(repository.storage, chain, key, progress))
     for words in damage:
         note(f"damage: {words}")
     status = exit_codes.DAMAGED if damage else exit_codes.OK
