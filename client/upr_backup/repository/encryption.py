@@ -7,7 +7,6 @@ neither exchanged nor cut off unnoticed. ``repository.json`` and locks are plain
 sizes of objects are not hidden, nor that an older state was put in the place of a newer one.
 """
 
-import errno
 import hashlib
 import hmac
 import io
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO, Final, cast
 
 from upr_backup.errors import RepositoryDamagedError, RepositoryError
 from upr_backup.repository.documents import Json, canonical
-from upr_backup.repository.storage import Sink, Storage, Stored
+from upr_backup.repository.storage import ObjectReader, Sink, Storage, Stored
 from upr_protocol.errors import InvalidArgumentError, MissingPackageError
 
 KEY_BYTES: Final = 32
@@ -104,7 +103,6 @@ class EncryptedStorage:
         return self._storage.location
 
     def read(self, name: str) -> bytes:
-        """Return a whole object."""
         data = self._storage.read(name)
         if name.startswith(_PLAIN):
             return data
@@ -120,14 +118,15 @@ class EncryptedStorage:
             file.close()
             raise _damaged(name)
         cipher = _cipher(self._key, head[len(_HEAD) :], name)
-        return cast(BinaryIO, io.BufferedReader(_Reader(name, file, cipher, size), _CHUNK_BYTES))
+        plain = _Plain(name, file, cipher, size)
+        reader = ObjectReader(name, plain.size, plain.read, file.close)
+        return cast(BinaryIO, io.BufferedReader(reader, _CHUNK_BYTES))
 
     def size(self, name: str) -> int:
         """Return how many bytes an object has when it is decrypted."""
         return _plain_size(name, self._storage.size(name))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Create an object."""
         if name.startswith(_PLAIN):
             return self._storage.put_if_absent(name, data)
         sealed = io.BytesIO()
@@ -137,29 +136,24 @@ class EncryptedStorage:
         return self._storage.put_if_absent(name, sealed.getvalue())
 
     def create(self, name: str) -> "EncryptingSink":
-        """Begin a new object."""
         return EncryptingSink(self._storage.create(name), self._key, name)
 
     def names(self, prefix: str) -> list[str]:
         return self._storage.names(prefix)
 
     def stored(self, prefix: str) -> list[Stored]:
-        """Return the objects whose names begin with a prefix."""
         return [
             one._replace(bytes=_plain_size(one.name, one.bytes))
             for one in self._storage.stored(prefix)
         ]
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing."""
         return self._storage.is_empty()
 
     def delete(self, name: str) -> None:
-        """Remove an object."""
         self._storage.delete(name)
 
     def sweep(self) -> None:
-        """Remove what killed processes left half written."""
         self._storage.sweep()
 
 
@@ -188,7 +182,6 @@ class EncryptingSink:
         sink.write(_HEAD + salt)
 
     def write(self, data: bytes) -> int:
-        """Append."""
         view = memoryview(data).cast("B")
         self._hash.update(view)
         self._held += view
@@ -220,52 +213,25 @@ class EncryptingSink:
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        """End without a promise."""
         self.closed = True
         self._sink.close()
 
 
-class _Reader(io.RawIOBase):
-    """The bytes of an encrypted object, in any order."""
+class _Plain:
+    """What an encrypted object holds, decrypted by chunks; the newest ones are kept."""
 
     def __init__(self, name: str, file: BinaryIO, cipher: Any, size: int) -> None:
-        super().__init__()
         self._name, self._file, self._cipher = name, file, cipher
-        self._size = _plain_size(name, size)
+        self.size = _plain_size(name, size)
         self._chunks = _chunks_of(size)
         self._kept: OrderedDict[int, bytes] = OrderedDict()
-        self._at = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
-        if at < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), self._name)
-        self._at = at
-        return at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
+    def read(self, at: int, count: int) -> bytes:
         # Also of an empty object, whose one chunk says that it is whole.
-        if self._at >= max(self._size, 1):
-            return 0
-        number, begin = divmod(self._at, _CHUNK_BYTES)
-        data = self._chunk(number)[begin : begin + view.nbytes]
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        if at >= max(self.size, 1):
+            return b""
+        number, begin = divmod(at, _CHUNK_BYTES)
+        return self._chunk(number)[begin : begin + count]
 
     def _chunk(self, number: int) -> bytes:
         if number not in self._kept:

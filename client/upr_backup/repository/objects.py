@@ -23,7 +23,7 @@ from upr_backup.errors import (
     StorageTimeoutError,
     StorageUnreachableError,
 )
-from upr_backup.repository.storage import Stored, check_size
+from upr_backup.repository.storage import ObjectReader, Stored, check_size
 from upr_protocol.errors import InvalidArgumentError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -272,7 +272,6 @@ class ObjectStorage:
 
     @property
     def location(self) -> str:
-        """The URL."""
         return self._location
 
     def read(self, name: str) -> bytes:
@@ -280,11 +279,15 @@ class ObjectStorage:
 
     def open(self, name: str) -> BinaryIO:
         """Open an object for reading; what is not asked for is not fetched."""
-        reader = _Reader(self, name, self.size(name))
-        return cast(BinaryIO, io.BufferedReader(reader, _READ_BYTES))
+        size = self.size(name)
+
+        def read(at: int, count: int) -> Any:
+            end = min(at + count, size)
+            return self.read_range(name, at, end) if at < end else b""
+
+        return cast(BinaryIO, io.BufferedReader(ObjectReader(name, size, read), _READ_BYTES))
 
     def size(self, name: str) -> int:
-        """Return an object's size in bytes."""
         return self._ask(name, lambda store: int(_obstore().head(store, name)["size"]))
 
     def read_range(self, name: str, start: int, end: int) -> Any:
@@ -331,7 +334,6 @@ class ObjectStorage:
         return sorted(one for one in found if one.name.startswith(prefix))
 
     def is_empty(self) -> bool:
-        """Return whether there is no object below the prefix."""
         return self._ask("", lambda store: not any(_obstore().list(store, chunk_size=1)))
 
     def delete(self, name: str) -> None:
@@ -358,43 +360,6 @@ class ObjectStorage:
                 self._store = self._open_store(_RETRY_SECONDS)
             self._answered = True
         return answer
-
-
-class _Reader(io.RawIOBase):
-    """An object's bytes, by ranges."""
-
-    def __init__(self, storage: ObjectStorage, name: str, size: int) -> None:
-        super().__init__()
-        self._storage = storage
-        self._name = name
-        self._size = size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
-        if at < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), self._name)
-        self._at = at
-        return at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        end = min(self._at + view.nbytes, self._size)
-        if end <= self._at:
-            return 0
-        data = memoryview(self._storage.read_range(self._name, self._at, end))
-        view[: data.nbytes] = data
-        self._at += data.nbytes
-        return data.nbytes
 
 
 class ObjectSink:

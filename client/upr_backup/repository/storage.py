@@ -1,14 +1,16 @@
 """Storage: names with slashes and bytes that never change, and its form as files below a folder."""
 
+import errno
 import hashlib
+import io
 import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple, Protocol
+from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
 from upr_backup.errors import RepositoryDamagedError
 
@@ -37,6 +39,58 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """End without a promise; harmless after ``finish``."""
+
+
+class ObjectReader(io.RawIOBase):
+    """The bytes of an object, in any order.
+
+    Args:
+        name: of the object.
+        size: its bytes.
+        read: returns bytes from a position on, so many at most; none at the end or behind it.
+        close: called when it is closed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        read: Callable[[int, int], Any],
+        close: Callable[[], Any] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._size = size
+        self._read = read
+        self._close = close
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._close()
+        super().close()
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), self._name)
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        data = memoryview(self._read(self._at, view.nbytes))
+        view[: data.nbytes] = data
+        self._at += data.nbytes
+        return data.nbytes
 
 
 class Storage(Protocol):
@@ -106,14 +160,12 @@ class LocalStorage:
         return str(self.root)
 
     def read(self, name: str) -> bytes:
-        """Return a whole file."""
         with self._plain(name) as file:
             data = file.read(READ_BYTES_MAX + 1)
         check_size(name, len(data))
         return data
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading."""
         return self._plain(name)
 
     def _plain(self, name: str) -> BinaryIO:
@@ -123,7 +175,6 @@ class LocalStorage:
         return os.fdopen(os.open(path, _PLAIN), "rb")
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes."""
         status = os.lstat(self._inside(name))
         if not stat.S_ISREG(status.st_mode):
             raise _not_plain(name)
@@ -163,13 +214,11 @@ class LocalStorage:
         return True
 
     def create(self, name: str) -> "LocalSink":
-        """Begin a new file."""
         path = Path(self._inside(name))
         _make_folder(path.parent)
         return LocalSink(path)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of the files below a folder."""
         found = []
         top = self._inside(prefix).rstrip("/") or "/"
         for folder, folders, files in os.walk(top, onerror=_raise_unless_gone):
@@ -180,7 +229,6 @@ class LocalStorage:
         return sorted(found)
 
     def stored(self, prefix: str) -> list[Stored]:
-        """Return the files below a folder."""
         found = []
         for name in self.names(prefix):
             with suppress(FileNotFoundError):
@@ -207,7 +255,6 @@ class LocalStorage:
                 (self.root / folder).rmdir()
 
     def sweep(self) -> None:
-        """Remove what killed processes left half written an hour ago or more."""
         with suppress(OSError):
             # Others may have put folders and links there, which stay; a link in the folder's place is an error.
             for one in os.scandir(self._inside(f"{_TEMPORARY}/")):
@@ -235,7 +282,6 @@ class LocalSink:
         return self._file.closed
 
     def write(self, data: bytes) -> int:
-        """Append."""
         view = memoryview(data)
         self._hash.update(view)
         with _named(self._path):
