@@ -11,7 +11,7 @@ from upr_backup.backup import Run
 from upr_backup.engines.engine import Finished, Rows
 from upr_backup.errors import HistoryChangedError, LockedError
 from upr_backup.repository import Sink, Stored
-from upr_backup.repository.chain import Chain, Keep, Segment, segments
+from upr_backup.repository.chain import Chain, Keep, Segment, needed, segments_of
 from upr_backup.repository.documents import Entry, FileRef, Json, RolledBack, sha256
 from upr_backup.repository.repository import Repository, number_in
 from upr_backup.retention import Folded, Merge, beginning, chosen, expire, plan, prune
@@ -503,7 +503,7 @@ class World:
 
     def check(self, chain: Chain, number: int) -> None:
         """Check that a restore point is the state at its cut, in every partition."""
-        counted = segments(chain, number)
+        counted = segments_of(needed(chain, number))
         expected = self.server.expected[chain.by_number(number).cut_name]
         for at in range(PARTITIONS):
             rows = rows_of(self.storage, at, counted.get(at, ()))

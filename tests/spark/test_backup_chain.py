@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.spark import backup_model as model_module
 from tests.spark.backup_model import World
 from upr_backup import retention as prune_module
 from upr_backup.errors import BackupNotFoundError, MergeRefusedError, RepositoryDamagedError
 from upr_backup.repository import chain as chain_module
 from upr_backup.repository import repository as repository_module
-from upr_backup.repository.chain import Chain, Keep, needed, segments
+from upr_backup.repository.chain import Chain, Keep, Link, needed, segments_of
 from upr_backup.repository.documents import Entry, FileRef, Kind, Manifest, check_link
 from upr_backup.repository.repository import Repository, number_in
 from upr_backup.retention import beginning, chosen
@@ -179,7 +180,7 @@ def test_without_voiding_before_removing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_applying_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = chain_module.segments_of
+    real = segments_of
 
     def without_cuts(wanted: list[Manifest]) -> object:
         kept = [
@@ -188,7 +189,7 @@ def test_without_applying_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         return real(kept)
 
-    _without(monkeypatch, chain_module, "segments_of", without_cuts)
+    _without(monkeypatch, model_module, "segments_of", without_cuts)
 
 
 def _manifest(number: int, kind: Kind, start: int, end: int, cut: int | None = None) -> Manifest:
@@ -210,11 +211,13 @@ def _manifest(number: int, kind: Kind, start: int, end: int, cut: int | None = N
 
 
 def _chain(*manifests: Manifest, merged: tuple[Manifest, ...] = ()) -> Chain:
-    return Chain.of(manifests, merged)
+    known = {manifest.number: manifest for manifest in manifests}
+    links = [Link.of(manifest) for manifest in manifests]
+    return Chain(links, known.__getitem__, {manifest.number: manifest for manifest in merged})
 
 
 def _bounds(chain: Chain, number: int) -> list[tuple[int, int]]:
-    return [(part.low, part.high) for part in segments(chain, number)[7]]
+    return [(part.low, part.high) for part in segments_of(needed(chain, number))[7]]
 
 
 def test_a_cut_clips_earlier_rows_from_its_backup_on() -> None:
@@ -263,7 +266,7 @@ def test_a_chain_is_firm_when_its_first_base_serves_its_newest_point() -> None:
         _manifest(4, "incremental", 30, 40),
     ]
     bases = [_manifest(2, "merged", 0, 20), _manifest(3, "merged", 0, 30)]
-    chain = Chain.of(manifests, bases)
+    chain = _chain(*manifests, merged=(*bases,))
     assert (chain.whole, chain.firm) == (True, True)
     second, third = chain.begun_at(2), chain.begun_at(3)
     # A run that spares what is below 20 may go back to 25, which only the second backup could serve, and cannot.
@@ -275,9 +278,11 @@ def test_a_chain_is_firm_when_its_first_base_serves_its_newest_point() -> None:
 
 
 def test_what_is_chosen_to_be_merged() -> None:
-    chain = _chain(
-        _manifest(1, "full", 0, 10), *(_manifest(n, "incremental", n, n) for n in range(2, 9))
-    )
+    manifests = [
+        _manifest(1, "full", 0, 10),
+        *(_manifest(n, "incremental", n, n) for n in range(2, 9)),
+    ]
+    chain = _chain(*manifests)
     assert chosen(chain) == 6
     assert chosen(chain, keep=Keep(5, None)) == 4
     assert chosen(chain, keep=Keep(1, None)) == 6, "the newest two are left alone"
@@ -288,7 +293,7 @@ def test_what_is_chosen_to_be_merged() -> None:
     with pytest.raises(BackupNotFoundError, match="there is no backup 9"):
         chosen(chain, 9)
     assert beginning(chain, 8) == 1
-    merged = Chain.of(chain, [_manifest(6, "merged", 0, 10)])
+    merged = _chain(*manifests, merged=(_manifest(6, "merged", 0, 10),))
     assert [beginning(merged, n) for n in (8, 6, 5)] == [6, 6, 1]
     assert chosen(merged) is None
 
@@ -316,4 +321,4 @@ def test_what_does_not_continue_the_chain_is_refused() -> None:
         check_link(None, _manifest(1, "incremental", 0, 1))
     for number in (0, 2):
         with pytest.raises(BackupNotFoundError):
-            segments(_chain(first), number)
+            needed(_chain(first), number)

@@ -301,8 +301,8 @@ def test_a_run_whose_number_was_taken_changes_nothing() -> None:
 
     with pytest.raises(LockedError, match="another run committed backup 1 first"):
         Run(world.repository, source, engine, Overtaken(other)).backup()
-    [committed] = world.check_all()
-    assert committed.cut_name == made[1]
+    chain = world.check_all()
+    assert (len(chain), chain.by_number(1).cut_name) == (1, made[1])
 
 
 def test_what_was_read_for_another_chain_is_not_gone_on_with() -> None:

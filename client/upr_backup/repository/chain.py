@@ -12,7 +12,7 @@ the base, and from then on no cut of that partition does.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final, NamedTuple, Self, overload
+from typing import Any, Final, NamedTuple, Self
 
 from upr_backup.errors import BackupNotFoundError, RepositoryDamagedError
 from upr_backup.repository.documents import FileRef, Kind, Manifest, time_text
@@ -72,7 +72,7 @@ class Link:
         )
 
 
-class Chain(Sequence[Manifest]):
+class Chain:
     """The restore points of a repository, oldest first. Their numbers may begin above 1: earlier ones have expired.
 
     Only links are in memory; a manifest that is asked for is loaded.
@@ -98,13 +98,6 @@ class Chain(Sequence[Manifest]):
         self._load = load
         self._bases, self._firm = _bases(links, self.merged)
 
-    @classmethod
-    def of(cls, manifests: Iterable[Manifest], merged: Iterable[Manifest] = ()) -> Self:
-        """Return the chain of manifests that are in memory."""
-        known = {manifest.number: manifest for manifest in manifests}
-        links = [Link.of(manifest) for manifest in known.values()]
-        return cls(links, known.__getitem__, {manifest.number: manifest for manifest in merged})
-
     @property
     def first(self) -> int:
         """The oldest number; 1 without backups."""
@@ -117,17 +110,6 @@ class Chain(Sequence[Manifest]):
 
     def __len__(self) -> int:
         return len(self.links)
-
-    @overload
-    def __getitem__(self, index: int) -> Manifest: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Manifest]: ...
-
-    def __getitem__(self, index: int | slice) -> Manifest | list[Manifest]:
-        if isinstance(index, slice):
-            return [self._load(link.number) for link in self.links[index]]
-        return self._load(self.links[index].number)
 
     def by_number(self, number: int) -> Manifest:
         """Return the manifest of a number.
@@ -279,22 +261,8 @@ def needed(chain: Chain, number: int) -> Sequence[Manifest]:
     return [base.without_positions(), *(chain.by_number(n).without_positions() for n in later)]
 
 
-def segments(chain: Chain, number: int) -> dict[int, list[Segment]]:
-    """Return for each partition the rows that count at a restore point, in the order of their seqnos.
-
-    Args:
-        chain: all backups that have not expired.
-        number: of the restore point.
-
-    Raises:
-        BackupNotFoundError: there is no backup of that number, or it has expired.
-        RepositoryDamagedError: no base serves it.
-    """
-    return segments_of(needed(chain, number))
-
-
 def segments_of(wanted: Iterable[Manifest]) -> dict[int, list[Segment]]:
-    """Return the same of what ``needed`` gave."""
+    """Return for each partition the rows that count, in the order of their seqnos, of what ``needed`` gave."""
     counted: dict[int, list[Segment]] = {}
     for manifest in wanted:
         for partition in manifest.entries:
